@@ -1,0 +1,247 @@
+"""The engines compared: a table from a name to a builder of that engine's training step.
+
+Each starts from the same weights and uses AdamW with torch's fused kernel; DeepSpeed is there
+with and without it. In bf16,
+zeroshard, FSDP2 and DeepSpeed compute in bf16 over fp32 main parameters; plain PyTorch,
+DDP and torch's ZeroRedundancyOptimizer, which have no such thing, run under autocast.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model import Shape, build_model, next_token_loss
+
+Step = Callable[[Tensor], Tensor]
+"""(batch, sequence + 1) tokens -> this rank's loss, after a whole optimizer step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all engines of a run have in common."""
+
+    shape: Shape
+    """Sizes of the model."""
+    batch: int
+    """Sequences per rank and step."""
+    precision: str
+    """"fp32" or "bf16"."""
+    device: torch.device
+    """Of this rank."""
+
+    @property
+    def bf16(self) -> bool:
+        """Whether engines compute in bf16."""
+        return self.precision == "bf16"
+
+    def model(self) -> nn.Module:
+        """The common initial weights, on the device, in fp32."""
+        return build_model(self.shape, self.device)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """For engines that have no fp32 main parameters of their own."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
+
+
+def adamw(parameters: Iterable[nn.Parameter], *, fused: bool = True) -> torch.optim.AdamW:
+    """The optimizer of every engine; `fused=False` leaves the kernel to torch's defaults."""
+    return torch.optim.AdamW(parameters, lr=3e-4, fused=fused or None)
+
+
+def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> Step:
+    """The training step as PyTorch users write it."""
+
+    def step(tokens: Tensor) -> Tensor:
+        with setting.autocast():
+            logits = model(tokens[:, :-1])
+        loss = next_token_loss(logits, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def plain(setting: Setting) -> Step:
+    """Plain PyTorch, every rank alone: what the arithmetic costs without communication."""
+    model = setting.model()
+    return _plain_step(model, adamw(model.parameters()), setting)
+
+
+def plain_main(setting: Setting) -> Step:
+    """Plain PyTorch, every rank alone: a bf16 model with fp32 main parameters, kept by hand."""
+    model = setting.model()
+    mains = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    optimizer = adamw(mains)
+    model = model.to(torch.bfloat16)
+    parameters = list(model.parameters())
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = next_token_loss(model(tokens[:, :-1]), tokens)
+        loss.backward()
+        for main, parameter in zip(mains, parameters, strict=True):
+            main.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, mains)
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _ddp_model(setting: Setting) -> nn.Module:
+    device_ids = [setting.device.index] if setting.device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(setting.model(), device_ids=device_ids)
+
+
+def ddp(setting: Setting) -> Step:
+    """torch DistributedDataParallel."""
+    model = _ddp_model(setting)
+    return _plain_step(model, adamw(model.parameters()), setting)
+
+
+def torch_zero1(setting: Setting) -> Step:
+    """torch ZeroRedundancyOptimizer over DistributedDataParallel."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = _ddp_model(setting)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, fused=True)
+    return _plain_step(model, optimizer, setting)
+
+
+def fsdp2(setting: Setting, *, reshard: bool) -> Step:
+    """torch `fully_shard` of every block and of the root, as its tutorial does."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(setting.device.type, (torch.distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if setting.bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = setting.model()
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = adamw(model.parameters())
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = next_token_loss(model(tokens[:, :-1]), tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def deepspeed(setting: Setting, *, stage: int, fused: bool) -> Step:
+    """DeepSpeed ZeRO with its defaults, over torch's AdamW (its own CPU kernel needs a compiler)."""
+    if setting.device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
+    import deepspeed as ds
+
+    config = {
+        "train_micro_batch_size_per_gpu": setting.batch,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": setting.bf16},
+        "steps_per_print": 10**9,
+    }
+    model = setting.model()
+    optimizer = adamw(model.parameters(), fused=fused)
+    engine, *_ = ds.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = next_token_loss(engine(tokens[:, :-1]), tokens)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def zeroshard(setting: Setting, *, stage: int) -> Step:
+    """zeroshard with its defaults."""
+    import zeroshard as zs
+
+    config: dict[str, Any] = {"stage": stage}
+    if setting.bf16:
+        config["precision"] = {"param_dtype": "bfloat16"}
+    model = setting.model()
+    engine, *_ = zs.initialize(model, adamw(model.parameters()), config=config)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = next_token_loss(engine(tokens[:, :-1]), tokens)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+ENGINES: dict[str, Callable[[Setting], Step]] = {
+    "plain": plain,
+    "plain-main": plain_main,
+    "ddp": ddp,
+    "torch-zero1": torch_zero1,
+    "fsdp2": partial(fsdp2, reshard=True),
+    "fsdp2-keep": partial(fsdp2, reshard=False),
+    **{f"deepspeed-{stage}": partial(deepspeed, stage=stage, fused=False) for stage in (1, 2, 3)},
+    **{f"deepspeed-fused-{stage}": partial(deepspeed, stage=stage, fused=True) for stage in (1, 2, 3)},
+    **{f"zeroshard-{stage}": partial(zeroshard, stage=stage) for stage in (0, 1, 2, 3)},
+}
+
+LABELS = {
+    "plain": "plain PyTorch, no communication",
+    "plain-main": "plain PyTorch with fp32 main parameters, no communication",
+    "ddp": "DistributedDataParallel",
+    "torch-zero1": "torch ZeroRedundancyOptimizer (stage 1)",
+    "fsdp2": "FSDP2 fully_shard",
+    "fsdp2-keep": "FSDP2 without reshard after forward (stage 2)",
+    **{f"deepspeed-{stage}": f"DeepSpeed stage {stage}" for stage in (1, 2, 3)},
+    **{f"deepspeed-fused-{stage}": f"DeepSpeed stage {stage}, fused AdamW" for stage in (1, 2, 3)},
+    **{f"zeroshard-{stage}": f"zeroshard stage {stage}" for stage in (0, 1, 2, 3)},
+}
+
+
+def why_not(name: str, precision: str) -> str | None:
+    """Why an engine can't be part of a run, or None if it can."""
+    if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+        return "DeepSpeed is not installed"
+    if name == "plain-main" and precision != "bf16":
+        return "fp32 has no separate main parameters"
+    if name.startswith("zeroshard"):
+        import zeroshard as zs
+
+        if not hasattr(zs, "initialize"):
+            return "this zeroshard has no initialize yet"
+    return None
+
+
+def select(requested: str | None, precision: str) -> tuple[list[str], dict[str, str]]:
+    """The engines to run, of a comma-separated list or all, and the reason for each left out.
+
+    Raises:
+        ValueError: for a name that isn't in `ENGINES`.
+    """
+    names = list(ENGINES) if requested is None else requested.split(",")
+    unknown = [name for name in names if name not in ENGINES]
+    if unknown:
+        raise ValueError(f"Expected engines among {', '.join(ENGINES)}, got {', '.join(unknown)}")
+    reasons = {name: why_not(name, precision) for name in names}
+    skipped = {name: reason for name, reason in reasons.items() if reason is not None}
+    return [name for name in names if name not in skipped], skipped

@@ -1,0 +1,223 @@
+"""Time of a training step: zeroshard's stages against plain PyTorch, DDP, FSDP2 and DeepSpeed.
+
+    python benchmarks/step_time.py --ranks 2 --batch 1 --precision fp32
+
+All engines live in one process per rank and take turns step by step, in an order that is
+shuffled every round, so that drift of the machine and what a neighbour leaves behind hit all
+of them alike. A barrier precedes each turn; a step takes as long as its slowest rank. What
+is compared are ratios of steps of the same round. `--lead-in 1` puts an untimed step of the
+same engine before each timed one: work that an engine starts after its optimizer step (stage
+1 and 2 gather the parameters then) is paid by its own next step, as in training; with 0 it
+may run during the barrier or another engine's turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import record
+from engines import ENGINES, LABELS, Setting, Step, select
+from launch import inside_rank, process_group, run_ranks
+from medians import median_of, median_ratio
+from model import add_shape_arguments, build_tokens, shape_from
+
+LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 1e-2}
+
+Times = Mapping[str, Sequence[float]]
+"""Seconds of each round, by engine."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
+    parser.add_argument("--rounds", type=int, default=30, help="timed turns of each engine")
+    parser.add_argument("--warmup", type=int, default=3, help="rounds before the timed ones")
+    parser.add_argument("--lead-in", type=int, default=0, help="untimed steps in each turn, before the timed one")
+    parser.add_argument("--engines", help=f"comma-separated, of {', '.join(ENGINES)}; default all")
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
+    add_shape_arguments(parser)
+    args = parser.parse_args(arguments)
+    if args.warmup < 1:
+        parser.error(f"Expected --warmup of at least 1 (losses are compared there), got {args.warmup}")
+    return args
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's own work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed_turn(step: Step, tokens: Tensor, lead_in: int) -> tuple[float, float]:
+    """Barrier, untimed steps, one timed step; return its seconds and this rank's loss."""
+    synchronize(tokens.device)
+    dist.barrier()
+    for _ in range(lead_in):
+        step(tokens)
+    synchronize(tokens.device)
+    start = time.perf_counter()
+    loss = step(tokens)
+    synchronize(tokens.device)
+    return time.perf_counter() - start, loss.item()
+
+
+def run_rounds(
+    steps: Mapping[str, Step], tokens: Tensor, num_rounds: int, *, lead_in: int, seed: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Let every engine have its turn in each round.
+
+    Returns:
+        This rank's seconds by engine, and its losses in the last round.
+    """
+    shuffle = random.Random(seed).shuffle  # the same on all ranks
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    losses: dict[str, float] = {}
+    for _ in range(num_rounds):
+        order = list(steps)
+        shuffle(order)
+        for name in order:
+            elapsed, losses[name] = timed_turn(steps[name], tokens, lead_in)
+            seconds[name].append(elapsed)
+    return seconds, losses
+
+
+def slowest_rank(seconds: Times) -> dict[str, list[float]]:
+    """Each round's time is that of its slowest rank."""
+    table = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    return dict(zip(seconds, table.tolist(), strict=True))
+
+
+def mean_losses(losses: Mapping[str, float]) -> dict[str, float]:
+    """The mean over the ranks."""
+    values = torch.tensor(list(losses.values()), dtype=torch.float64)
+    dist.all_reduce(values)
+    return dict(zip(losses, (values / dist.get_world_size()).tolist(), strict=True))
+
+
+def check_losses(losses: Mapping[str, float], tolerance: float, num_ranks: int) -> None:
+    """Nobody is timed on wrong work: after warm-up, all engines have about the same loss.
+
+    The engines without communication are left out where each rank trains on other tokens.
+
+    Raises:
+        RuntimeError: naming all losses, if two differ by more than `tolerance`, relative.
+    """
+    compared = {n: v for n, v in losses.items() if num_ranks == 1 or not n.startswith("plain")}
+    if not compared:
+        return
+    low, high = min(compared.values()), max(compared.values())
+    if not high - low <= tolerance * abs(low):
+        listing = ", ".join(f"{name} {value:.5f}" for name, value in compared.items())
+        raise RuntimeError(f"Expected equal losses within {tolerance:g} after warm-up, got {listing}")
+
+
+def build_engines(names: Sequence[str], setting: Setting, console: Console) -> dict[str, Step]:
+    """Build the engines one after the other, on all ranks."""
+    steps = {}
+    for name in names:
+        start = time.perf_counter()
+        steps[name] = ENGINES[name](setting)
+        console.print(f"built {name} in {time.perf_counter() - start:.1f} s")
+    return steps
+
+
+def ratio_rows(times: Times) -> list[dict[str, float | str]]:
+    """Median paired ratio of each zeroshard stage to each peer."""
+    rows: list[dict[str, float | str]] = []
+    for engine in (name for name in times if name.startswith("zeroshard")):
+        for peer in (name for name in times if not name.startswith("zeroshard")):
+            ratio = median_ratio(times[engine], times[peer])
+            rows.append({"engine": engine, "peer": peer, **ratio._asdict()})
+    return rows
+
+
+def time_rows(times: Times, losses: Mapping[str, float]) -> list[dict[str, object]]:
+    """Median seconds of each engine, and all of them."""
+    return [
+        {
+            "engine": name,
+            "label": LABELS[name],
+            "median_s": median_of(values)._asdict(),
+            "loss_after_warmup": losses[name],
+            "seconds": [round(value, 6) for value in values],
+        }
+        for name, values in times.items()
+    ]
+
+
+def show(times: Times, title: str, console: Console) -> None:
+    """Print seconds and, for each zeroshard stage present, the ratio to the engine of the row."""
+    stages = [name for name in times if name.startswith("zeroshard")]
+    table = Table(title=title, caption="ratios: the column's time / the row's; medians of pairs, 95% interval")
+    table.add_column("engine")
+    table.add_column("seconds per step", justify="right")
+    for stage in stages:
+        table.add_column(stage, justify="right")
+    for name, values in times.items():
+        seconds = median_of(values)
+        cells = [LABELS[name], f"{seconds.value:.4f} [{seconds.low:.4f}, {seconds.high:.4f}]"]
+        for stage in stages:
+            ratio = median_ratio(times[stage], values)
+            cells.append("" if stage == name else f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]")
+        table.add_row(*cells)
+    console.print(table)
+
+
+def measure(args: argparse.Namespace, device: torch.device) -> None:
+    """Build, warm up, check, time and report; runs on every rank."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    console = Console(quiet=rank != 0)
+    names, skipped = select(args.engines, args.precision)
+    for name, reason in skipped.items():
+        console.print(f"without {name}: {reason}")
+    setting = Setting(shape=shape_from(args), batch=args.batch, precision=args.precision, device=device)
+    steps = build_engines(names, setting, console)
+    tokens = build_tokens(setting.shape, args.batch, rank, device)
+
+    _, warm_losses = run_rounds(steps, tokens, args.warmup, lead_in=args.lead_in, seed=0)
+    losses = mean_losses(warm_losses)
+    check_losses(losses, LOSS_TOLERANCE[args.precision], num_ranks)
+    gc.collect()
+    gc.freeze()  # so that no engine pays for walking the objects of the others
+    seconds, _ = run_rounds(steps, tokens, args.rounds, lead_in=args.lead_in, seed=1)
+    gc.unfreeze()
+    times = slowest_rank(seconds)
+
+    if rank == 0:
+        title = f"{num_ranks} {device.type} ranks, {args.precision}, batch {args.batch}, {args.rounds} rounds"
+        show(times, title, console)
+        name = args.name or f"step_time_{device.type}_{num_ranks}ranks_{args.precision}_batch{args.batch}"
+        rows = {"times": time_rows(times, losses), "ratios": ratio_rows(times)}
+        path = record.write(name, rows, settings=vars(args), skipped=skipped)
+        console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    args = parse()
+    if not inside_rank():
+        return run_ranks(__file__, sys.argv[1:], args.ranks)
+    with process_group(args.device, args.threads) as device:
+        measure(args, device)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

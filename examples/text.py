@@ -1,0 +1,82 @@
+"""Text for a causal language model: where it comes from, its tokens, and fixed-length blocks of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+HELD_OUT_EVERY = 20  # one block in 20 is kept for evaluation
+
+
+class Tokenizer(Protocol):
+    """The two methods that are needed of a tokenizer; those of `transformers` have them."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """Every byte of the UTF-8 text is a token, so the vocabulary has 256."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        text = bytes(ids).decode(errors="replace")
+        return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+class Split(NamedTuple):
+    """Blocks of token ids, (number of blocks, block length), int64."""
+
+    train: torch.Tensor
+    held_out: torch.Tensor
+
+
+def read_text(path: str | None) -> str:
+    """A text file, the "text" fields of a .jsonl file, or (None) the documentation that comes with Python.
+
+    Raises OSError or ValueError for a file that can't be read.
+    """
+    if path is None:
+        from pydoc_data.topics import topics
+
+        # Some sections are in several topics: each is taken once, or the held-out text wouldn't be new.
+        return "\n\n".join(dict.fromkeys(part for topic in topics.values() for part in topic.split("\n\n")))
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    return _text_fields(path, text) if path.endswith(".jsonl") else text
+
+
+def _text_fields(path: str, lines: str) -> str:
+    documents = []
+    for number, line in enumerate(lines.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: expected JSON, {error}") from None
+        if not isinstance(document, dict) or not isinstance(document.get("text"), str):
+            raise ValueError(f'{path}, line {number}: expected an object with a string "text"')
+        documents.append(document["text"])
+    return "\n\n".join(documents)
+
+
+def split_blocks(ids: list[int], length: int, world_size: int) -> Split:
+    """Cut `ids` into blocks of `length`, and hold out every 20th.
+
+    Raises ValueError when there isn't a held-out block for each rank.
+    """
+    needed = HELD_OUT_EVERY * world_size * length
+    if len(ids) < needed:
+        raise ValueError(
+            f"the text is too small: expected at least {needed} tokens ({HELD_OUT_EVERY} blocks of {length} "
+            f"for each of {world_size} ranks), came {len(ids)}; give more text or a smaller --seq-len"
+        )
+    blocks = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    held_out = torch.arange(len(blocks)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    return Split(blocks[~held_out], blocks[held_out])

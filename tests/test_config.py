@@ -1,0 +1,555 @@
+"""What the user may ask for, how it is written down, and what the refusals say."""
+
+import dataclasses
+import fractions
+import json
+import math
+import pathlib
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+from zeroshard.config import Checkpoint, Config, Mesh, Offload, Pipeline, Precision, require_supported
+
+SECTIONS = {
+    "precision": Precision,
+    "offload": Offload,
+    "checkpoint": Checkpoint,
+    "mesh": Mesh,
+    "pipeline": Pipeline,
+}
+
+
+def refusal(function, *args, **kwargs):
+    """The message of the ValueError that a call ends in; anything else fails the test."""
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+class Block(nn.Module):
+    pass
+
+
+# ------------------------------------------------------------------------------------------ defaults
+
+
+def test_a_default_config_is_stage_3_with_everything_else_off():
+    values = {
+        "stage": 3,
+        "gradient_accumulation_steps": 1,
+        "clip_grad_norm": None,
+        "micro_batch_size": 1,
+        "units": None,
+        "shard_group_size": None,
+        "reshard_after_forward": True,
+        "num_prefetch": 1,
+        "recompute": "none",
+        "compile": False,
+        "watchdog_s": 600.0,
+    }
+    precision = ("param_dtype", "reduce_dtype", "main_dtype", "output_dtype", "loss_scale")
+    sections = {
+        "precision": dict.fromkeys(precision),
+        "offload": {
+            "optimizer": "none",
+            "parameters": "none",
+            "activations": "none",
+            "device_fraction": 0.0,
+            "nvme_path": None,
+            "num_threads": None,
+        },
+        "checkpoint": {"keep_last": None, "verify": True},
+        "mesh": {"pp": 1, "tp": 1},
+        "pipeline": {"schedule": "1f1b", "num_microbatches": 1, "split": None, "num_chunks": 1},
+    }
+    assert Config().to_dict() == values | sections
+
+
+def test_a_config_is_frozen_keyword_only_and_hashable():
+    config = Config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.stage = 1
+    with pytest.raises(TypeError):
+        Config(1)
+    assert hash(config) == hash(Config())
+
+
+def test_replacing_a_field_checks_again():
+    config = Config(shard_group_size=4)
+    assert dataclasses.replace(config, num_prefetch=2).shard_group_size == 4
+    assert "shard_group_size=4" in refusal(dataclasses.replace, config, stage=1)
+
+
+# ---------------------------------------------------------------------------------- types and ranges
+
+
+def wrong(key, *values):
+    return [pytest.param(key, value, id=f"{key}-{value!r}"[:40]) for value in values]
+
+
+NAN, INF = math.nan, math.inf
+AN_INTEGER = (True, "1", 1.0, [1])
+
+WRONG_VALUES = [
+    *wrong("stage", -1, 4, None, *AN_INTEGER),
+    *wrong("gradient_accumulation_steps", 0, -1, None, *AN_INTEGER),
+    *wrong("micro_batch_size", 0, None, *AN_INTEGER),
+    *wrong("shard_group_size", 0, *AN_INTEGER),
+    *wrong("num_prefetch", -1, None, *AN_INTEGER),
+    *wrong("clip_grad_norm", 0, -1.0, NAN, INF, 10**400, True, "1.0", 1j),
+    *wrong("watchdog_s", 0, -1, NAN, INF, None, False, "600"),
+    *wrong(
+        "units", 3, True, [3], ["Block", None], [""], "", b"Block", {"Block": 1}, [int], Block(), [Block()]
+    ),
+    *wrong("reshard_after_forward", 1, 0, -2, None, "true", 2.0),
+    *wrong("recompute", "full", None, True),
+    *wrong("compile", 1, None, "yes"),
+    *wrong("precision", None, "bf16", torch.bfloat16, Mesh()),
+    *wrong("offload", None, "cpu", True),
+    *wrong(
+        "precision.param_dtype", torch.int8, torch.complex64, "bf15", "torch", 16, True, torch.tensor(1.0)
+    ),
+    *wrong("precision.reduce_dtype", torch.int64, "int8"),
+    *wrong("precision.main_dtype", torch.bool, ""),
+    *wrong("precision.output_dtype", "float8_e4m3fn", torch.float8_e4m3fn),
+    *wrong("precision.loss_scale", 0, -2, NAN, INF, True, "static", "128"),
+    *wrong("offload.optimizer", None, "gpu", True),
+    *wrong("offload.parameters", None, "disk"),
+    *wrong("offload.activations", None, "disk", ["cpu"]),
+    *wrong("offload.device_fraction", -0.1, 1.1, NAN, None, True, "0.5"),
+    *wrong("offload.nvme_path", "", 3, True, b"/nvme"),
+    *wrong("offload.num_threads", 0, *AN_INTEGER),
+    *wrong("checkpoint.keep_last", 0, -1, *AN_INTEGER),
+    *wrong("checkpoint.verify", 1, None, "yes"),
+    *wrong("mesh.pp", 0, None, *AN_INTEGER),
+    *wrong("mesh.tp", 0, None, *AN_INTEGER),
+    *wrong("pipeline.schedule", "2f2b", None, 1),
+    *wrong("pipeline.num_microbatches", 0, None, *AN_INTEGER),
+    *wrong("pipeline.split", 3, [3], [Block], b"layers"),
+    *wrong("pipeline.num_chunks", 0, None, *AN_INTEGER),
+]
+
+
+def nested(key, value):
+    section, _, name = key.rpartition(".")
+    return {section: {name: value}} if section else {name: value}
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG_VALUES)
+def test_a_wrong_value_is_refused_with_its_key_what_was_expected_and_what_came(key, value):
+    section, _, name = key.rpartition(".")
+    by_constructor = refusal(SECTIONS.get(section, Config), **{name: value})
+    by_dict = refusal(Config.from_dict, nested(key, value))
+    assert by_constructor == by_dict
+    assert by_dict.startswith(f"config key '{key}': expected ")
+    came = "None" if value is None else f"({type(value).__name__})"
+    assert by_dict.endswith(came)
+    assert repr(value).removeprefix("torch.")[:200] in by_dict
+
+
+def test_refusals_read_as_sentences():
+    assert (
+        refusal(Config, stage=True) == "config key 'stage': expected an integer from 0 to 3, came True (bool)"
+    )
+    assert refusal(Config, clip_grad_norm="1.0") == (
+        "config key 'clip_grad_norm': expected None or a finite number > 0, came '1.0' (str)"
+    )
+    assert refusal(Config.from_dict, {"precision": {"param_dtype": "bf15"}}) == (
+        "config key 'precision.param_dtype': expected None or a dtype among bfloat16, float16, float32, "
+        "float64, came 'bf15' (str)"
+    )
+    assert refusal(Config, recompute="full") == (
+        "config key 'recompute': expected 'none' or 'unit', came 'full' (str)"
+    )
+    assert refusal(Config, units=3) == (
+        "config key 'units': expected None or class names (or module classes) or a predicate that takes a "
+        "module, came 3 (int)"
+    )
+    assert refusal(Config, reshard_after_forward=1) == (
+        "config key 'reshard_after_forward': expected True or False or an integer >= 2, came 1 (int)"
+    )
+
+
+def test_a_refusal_stays_short_when_what_came_is_huge():
+    assert len(refusal(Config, stage=["x" * 10**6])) < 400
+
+
+def test_the_constructor_takes_sections_as_objects_and_says_where_dicts_go():
+    assert refusal(Config, precision={"param_dtype": "bf16"}) == (
+        "config key 'precision': expected Precision(...), or its keys as a dict in from_dict, "
+        "came {'param_dtype': 'bf16'} (dict)"
+    )
+
+
+def test_an_integer_will_do_for_a_number_and_is_stored_as_one():
+    config = Config(clip_grad_norm=1, watchdog_s=60, offload=Offload(device_fraction=1))
+    stored = (config.clip_grad_norm, config.watchdog_s, config.offload.device_fraction)
+    assert stored == (1.0, 60.0, 1.0)
+    assert {type(value) for value in stored} == {float}
+    assert Config(clip_grad_norm=fractions.Fraction(1, 4)).clip_grad_norm == 0.25
+
+
+@pytest.mark.parametrize("value", [True, False, 2, 8])
+def test_reshard_after_forward_takes_a_bool_or_a_group_size(value):
+    assert Config(reshard_after_forward=value).reshard_after_forward is value
+
+
+def test_choices_are_read_in_upper_or_lower_case():
+    assert Pipeline(schedule="Interleaved1F1B").schedule == "interleaved1f1b"
+    assert Pipeline(schedule="ZeroBubble").schedule == "zerobubble"
+    assert Pipeline(schedule="GPipe").schedule == "gpipe"
+    assert Offload(optimizer="CPU").optimizer == "cpu"
+
+
+def test_a_path_object_is_stored_as_text():
+    path = pathlib.Path("scratch") / "nvme"
+    assert Offload(optimizer="nvme", nvme_path=path).nvme_path == str(path)
+
+
+# --------------------------------------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "names"),
+    [
+        (torch.bfloat16, ["bf16", "bfloat16", "torch.bfloat16", "BF16", "BFloat16"]),
+        (torch.float16, ["fp16", "float16", "torch.float16", "half", "torch.half", "FP16"]),
+        (torch.float32, ["fp32", "float32", "torch.float32", "float", "FP32"]),
+        (torch.float64, ["fp64", "float64", "torch.float64", "double", "FP64"]),
+    ],
+)
+def test_a_dtype_is_given_as_such_or_by_name(dtype, names):
+    for given_as in [dtype, *names]:
+        assert Precision(param_dtype=given_as).param_dtype is dtype
+        assert Config.from_dict({"precision": {"reduce_dtype": given_as}}).precision.reduce_dtype is dtype
+
+
+def test_a_loss_scale_is_a_number_or_dynamic_and_needs_float16():
+    assert Precision(param_dtype="fp16", loss_scale="Dynamic").loss_scale == "dynamic"
+    assert Precision(param_dtype="fp16", loss_scale=1024).loss_scale == 1024.0
+    assert refusal(Precision, loss_scale="dynamic", param_dtype="bf16") == (
+        "precision.loss_scale='dynamic' needs precision.param_dtype to be float16, came bfloat16"
+    )
+    assert "precision.param_dtype to be float16, came None" in refusal(Precision, loss_scale=8)
+
+
+# ---------------------------------------------------------------------------------------------- units
+
+
+@pytest.mark.parametrize("units", ["Block", Block, ["Block"], ("Block",), [Block], {"Block"}, {Block}])
+def test_units_are_named_by_class_name_or_class_alone_or_in_a_collection(units):
+    assert Config(units=units).units == ("Block",)
+
+
+def test_units_keep_the_order_they_are_given_in_and_a_set_is_sorted():
+    assert Config(units=["B", "A", Block]).units == ("B", "A", "Block")
+    assert Config(units={"B", "A", "C"}).units == ("A", "B", "C")
+
+
+def test_a_predicate_is_kept_but_cannot_be_written_down():
+    def is_block(module):
+        return isinstance(module, Block)
+
+    config = Config(units=is_block)
+    assert config.units is is_block
+    message = refusal(config.to_dict)
+    assert message.startswith("config key 'units': expected class names to write down, came <function")
+
+
+# ---------------------------------------------------------------------------- impossible combinations
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"shard_group_size": 4}, "shard_group_size=4"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward=2"),
+        ({"offload": {"parameters": "cpu"}}, "offload.parameters='cpu'"),
+    ],
+)
+def test_what_concerns_sharded_parameters_needs_stage_3(stage, options, text):
+    message = refusal(Config.from_dict, options | {"stage": stage})
+    assert message == f"{text} needs stage to be 3, came {stage}"
+    Config.from_dict(options | {"stage": 3})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_not_resharding_after_forward_is_allowed_at_every_stage(stage):
+    assert Config(stage=stage, reshard_after_forward=False).reshard_after_forward is False
+
+
+@pytest.mark.parametrize("tier", ["optimizer", "parameters", "activations"])
+def test_an_nvme_tier_needs_a_path(tier):
+    message = refusal(Config.from_dict, {"offload": {tier: "nvme"}})
+    assert message == f"offload.{tier}='nvme' needs offload.nvme_path to be a path, came None"
+    assert (
+        Config.from_dict({"offload": {tier: "nvme", "nvme_path": "scratch"}}).offload.nvme_path == "scratch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"num_chunks": 2}, "pipeline.num_chunks=2"),
+        ({"split": "layers.4"}, "pipeline.split=('layers.4',)"),
+    ],
+)
+def test_cutting_the_model_into_chunks_needs_pipeline_ranks(option, text):
+    assert refusal(Config, pipeline=Pipeline(**option)) == f"{text} needs mesh.pp to be >= 2, came 1"
+    Config(pipeline=Pipeline(**option), mesh=Mesh(pp=2))
+
+
+# ------------------------------------------------------------------------------------------ from_dict
+
+
+def test_a_misspelt_key_is_refused_with_the_closest_one():
+    message = refusal(Config.from_dict, {"precison": {"param_dtype": "bf16"}})
+    assert message.startswith("unknown config key 'precison'; did you mean 'precision'? Known keys: stage, ")
+    for known in dataclasses.fields(Config):
+        assert known.name in message
+
+
+def test_a_misspelt_key_of_a_section_is_refused_with_its_dotted_name():
+    message = refusal(Config.from_dict, {"precision": {"parm_dtype": "bf16"}})
+    assert message == (
+        "unknown config key 'precision.parm_dtype'; did you mean 'precision.param_dtype'? "
+        "Known keys of 'precision': param_dtype, reduce_dtype, main_dtype, output_dtype, loss_scale"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("Stage", "stage"),
+        ("clip_gradient_norm", "clip_grad_norm"),
+        ("grad_accumulation_steps", "gradient_accumulation_steps"),
+        ("watchdog", "watchdog_s"),
+    ],
+)
+def test_the_closest_key_is_found_for_usual_slips(key, meant):
+    assert f"unknown config key '{key}'; did you mean '{meant}'?" in refusal(Config.from_dict, {key: 1})
+
+
+def test_a_key_that_belongs_elsewhere_is_sent_there():
+    message = refusal(Config.from_dict, {"param_dtype": "bf16"})
+    assert "unknown config key 'param_dtype'; did you mean 'precision.param_dtype'?" in message
+    message = refusal(Config.from_dict, {"mesh": {"stage": 1}})
+    assert "unknown config key 'mesh.stage'; did you mean 'stage'? Known keys of 'mesh': pp, tp" in message
+
+
+@pytest.mark.parametrize("key", ["zzz", 3, None, ("stage",)])
+def test_a_key_like_no_other_is_refused_with_the_known_keys(key):
+    assert f"unknown config key '{key}'" in refusal(Config.from_dict, {key: 1})
+    assert "Known keys: stage, precision" in refusal(Config.from_dict, {"zzz": 1})
+
+
+@pytest.mark.parametrize("options", [None, 3, "stage", [("stage", 1)], Config()])
+def test_only_a_mapping_is_read_as_one(options):
+    message = refusal(Config.from_dict, options)
+    assert message.startswith("expected a mapping of config keys, came ")
+
+
+def test_sections_may_be_objects_inside_a_dict():
+    options = {"precision": Precision(param_dtype="bf16"), "mesh": {"tp": 2}}
+    assert Config.from_dict(options) == Config(precision=Precision(param_dtype="bf16"), mesh=Mesh(tp=2))
+
+
+def test_reading_a_dict_leaves_it_as_it_was():
+    options = {"precision": {"param_dtype": "bf16"}, "units": ["Block"]}
+    Config.from_dict(options)
+    assert options == {"precision": {"param_dtype": "bf16"}, "units": ["Block"]}
+
+
+# -------------------------------------------------------------------------------------------- to_dict
+
+dtypes = st.sampled_from([None, torch.bfloat16, torch.float16, torch.float32, torch.float64])
+counts = st.integers(1, 2**40)
+positive = st.floats(0, exclude_min=True, allow_infinity=False, allow_nan=False)
+tiers = st.sampled_from(["none", "cpu", "nvme"])
+names = st.none() | st.lists(st.text(min_size=1), max_size=3)
+precisions = st.builds(
+    Precision, param_dtype=dtypes, reduce_dtype=dtypes, main_dtype=dtypes, output_dtype=dtypes
+) | st.builds(Precision, param_dtype=st.just("fp16"), loss_scale=st.none() | st.just("dynamic") | positive)
+offloads = st.builds(
+    Offload,
+    optimizer=tiers,
+    parameters=tiers,
+    activations=tiers,
+    device_fraction=st.floats(0, 1),
+    nvme_path=st.text(min_size=1),
+    num_threads=st.none() | counts,
+)
+configs = st.builds(
+    Config,
+    stage=st.just(3),
+    precision=precisions,
+    gradient_accumulation_steps=counts,
+    clip_grad_norm=st.none() | positive,
+    micro_batch_size=counts,
+    units=names,
+    shard_group_size=st.none() | counts,
+    reshard_after_forward=st.booleans() | st.integers(2, 4096),
+    num_prefetch=st.integers(0, 100),
+    recompute=st.sampled_from(["none", "unit"]),
+    compile=st.booleans(),
+    offload=offloads,
+    checkpoint=st.builds(Checkpoint, keep_last=st.none() | counts, verify=st.booleans()),
+    mesh=st.builds(Mesh, pp=st.integers(2, 64), tp=counts),
+    pipeline=st.builds(
+        Pipeline,
+        schedule=st.sampled_from(["1f1b", "gpipe", "interleaved1f1b", "zerobubble"]),
+        num_microbatches=counts,
+        split=names,
+        num_chunks=counts,
+    ),
+    watchdog_s=positive,
+) | st.builds(Config, stage=st.integers(0, 2), precision=precisions, clip_grad_norm=st.none() | positive)
+
+
+@given(configs)
+@settings(max_examples=100, deadline=None)
+def test_a_config_survives_being_written_down_as_json_and_read_again(config):
+    written = json.dumps(config.to_dict(), allow_nan=False)
+    assert Config.from_dict(json.loads(written)) == config
+
+
+def test_dtypes_and_names_are_written_down_as_text():
+    written = Config(units="Block", precision=Precision(param_dtype="bf16")).to_dict()
+    assert written["units"] == ["Block"]
+    assert written["precision"]["param_dtype"] == "bfloat16"
+
+
+# -------------------------------------------------------------------------------------------- files
+
+JSON = '{"stage": 2, "clip_grad_norm": 1, "units": ["Block"], "precision": {"param_dtype": "bf16"}}'
+TOML = 'stage = 2\nclip_grad_norm = 1\nunits = ["Block"]\n[precision]\nparam_dtype = "bf16"\n'
+
+
+def write(folder, name, text):
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("c.json", JSON), ("c.toml", TOML), ("C.JSON", JSON), ("bom.json", "\ufeff" + JSON)]
+)
+def test_json_and_toml_files_say_the_same(tmp_path, name, text):
+    file = write(tmp_path, name, text)
+    expected = Config(stage=2, clip_grad_norm=1, units="Block", precision=Precision(param_dtype="bf16"))
+    assert Config.from_file(file) == Config.from_file(str(file)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("c.yaml", "stage: 2", "expected a name that ends in .json or .toml"),
+        ("c", "{}", "expected a name that ends in .json or .toml"),
+        ("c.json", '{"stage": 2,\n "units" "Block"}', "line 2"),
+        ("c.json", "", "line 1"),
+        ("c.toml", "stage = 2\n\nunits = Block\n", "line 3"),
+        ("c.json", "[1, 2]", "expected a mapping of config keys, came [1, 2] (list)"),
+        ("c.json", "null", "expected a mapping of config keys, came None"),
+        ("c.json", '{"precison": {}}', "unknown config key 'precison'; did you mean 'precision'?"),
+        ("c.toml", "[mesh]\npipe = 2\n", "unknown config key 'mesh.pipe'"),
+        ("c.toml", "stage = 9\n", "config key 'stage': expected an integer from 0 to 3, came 9 (int)"),
+        ("c.json", '{"clip_grad_norm": Infinity}', "'clip_grad_norm': expected None or a finite number"),
+        ("c.toml", "stage = 1\nshard_group_size = 2\n", "needs stage to be 3"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_the_name_of_the_file(tmp_path, name, text, reason):
+    file = write(tmp_path, name, text)
+    message = refusal(Config.from_file, file)
+    assert message.startswith(f"config file '{file}': ")
+    assert reason in message
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    missing = tmp_path / "missing.json"
+    assert refusal(Config.from_file, missing) == (
+        f"config file '{missing}': can't be read: No such file or directory"
+    )
+    folder = tmp_path / "folder.json"
+    folder.mkdir()
+    assert f"config file '{folder}': can't be read" in refusal(Config.from_file, folder)
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert f"config file '{binary}': " in refusal(Config.from_file, binary)
+    assert refusal(Config.from_file, 3) == "config file: expected a path, came 3 (int)"
+
+
+# -------------------------------------------------------------------------------------------- parse
+
+
+def test_parse_takes_nothing_a_config_a_dict_or_a_path(tmp_path):
+    config = Config(stage=2)
+    file = write(tmp_path, "c.toml", "stage = 2\n")
+    assert Config.parse(None) == Config()
+    assert Config.parse(config) is config
+    assert Config.parse({"stage": 2}) == Config.parse(file) == Config.parse(str(file)) == config
+
+
+@pytest.mark.parametrize("config", [3, True, ["stage"], b"c.json", Precision()])
+def test_parse_refuses_anything_else(config):
+    message = refusal(Config.parse, config)
+    assert message.startswith("config: expected a Config, a dict, a path or None, came ")
+    assert message.endswith(f"({type(config).__name__})")
+
+
+# ------------------------------------------------------------------------------- what is not there yet
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_this_version_has_is_supported(stage):
+    for dtype in (None, "bf16", "fp32", "fp64"):
+        require_supported(Config(stage=stage, precision=Precision(param_dtype=dtype, reduce_dtype=dtype)))
+    for dtype in (None, "fp32", "fp64"):
+        require_supported(Config(stage=stage, precision=Precision(main_dtype=dtype)))
+    for reshard in (True, False):
+        require_supported(Config(stage=stage, reshard_after_forward=reshard, num_prefetch=0))
+    for units in (["Block"], lambda module: True):
+        require_supported(
+            Config(stage=stage, units=units, clip_grad_norm=1.0, gradient_accumulation_steps=4, watchdog_s=1)
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "listed"),
+    [
+        ({"shard_group_size": 2}, "shard_group_size=2"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward=2"),
+        ({"recompute": "unit"}, "recompute='unit'"),
+        ({"compile": True}, "compile=True"),
+        ({"offload": {"optimizer": "cpu"}}, "offload.optimizer='cpu'"),
+        ({"offload": {"activations": "cpu"}}, "offload.activations='cpu'"),
+        ({"checkpoint": {"keep_last": 3}}, "checkpoint.keep_last=3"),
+        ({"checkpoint": {"verify": False}}, "checkpoint.verify=False"),
+        ({"mesh": {"pp": 2}}, "mesh.pp=2"),
+        ({"mesh": {"tp": 2}}, "mesh.tp=2"),
+        ({"pipeline": {"schedule": "gpipe"}}, "pipeline.schedule='gpipe'"),
+        ({"pipeline": {"num_microbatches": 4}}, "pipeline.num_microbatches=4"),
+        ({"precision": {"param_dtype": "fp16"}}, "precision.param_dtype=float16"),
+        ({"precision": {"main_dtype": "bf16"}}, "precision.main_dtype=bfloat16"),
+    ],
+)
+def test_what_this_version_does_not_have_is_refused_by_name(options, listed):
+    message = refusal(require_supported, Config.from_dict(options))
+    assert message == f"not available in zeroshard yet: {listed}"
+
+
+def test_all_that_is_missing_is_listed_at_once():
+    config = Config(
+        compile=True,
+        mesh=Mesh(pp=2),
+        precision=Precision(param_dtype="fp16", loss_scale="dynamic"),
+        offload=Offload(optimizer="nvme", nvme_path="scratch"),
+    )
+    assert refusal(require_supported, config) == (
+        "not available in zeroshard yet: precision.param_dtype=float16, precision.loss_scale='dynamic', "
+        "compile=True, offload.optimizer='nvme', offload.nvme_path='scratch', mesh.pp=2"
+    )

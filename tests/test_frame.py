@@ -1,0 +1,129 @@
+"""The frame that the code stands in: imports point downward, and few modules know torch.distributed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# The layer picture of docs/architecture.md, from the ground up.
+LAYERS = (
+    {"config", "tables"},
+    {"comm"},
+    {"sharding"},
+    {"memory", "offload", "optim", "parallel", "checkpoint"},
+    {"engine", "data"},
+    {"initialize"},
+    {"cli"},
+    {"__init__", "__main__"},
+)
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+
+# What of torch.distributed a part may use, besides the type of the mesh that is passed down.
+MESH = "torch.distributed.device_mesh.DeviceMesh"
+DISTRIBUTED = {
+    "comm": ("torch.distributed",),
+    "checkpoint": ("torch.distributed.checkpoint",),
+    "parallel": ("torch.distributed.tensor", "torch.distributed.pipelining"),
+}
+
+
+def modules(folder: str) -> dict[str, ast.Module]:
+    """The syntax trees under a folder of the repository, by path."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    return {str(file.relative_to(ROOT)): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+
+
+def part_of(path: str) -> str:
+    """The part of zeroshard that a module belongs to: zeroshard/comm/mesh.py -> comm."""
+    return Path(path).parts[1].removesuffix(".py")
+
+
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Dotted names of all that is imported, wherever in the file: `from a import b` gives a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: expected an absolute import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_parts(tree: ast.Module) -> set[str]:
+    """The parts of zeroshard that a module imports; a public name counts as the package's __init__."""
+    names = {f"{name}.__init__".split(".")[1] for name in imported(tree) if is_within(name, "zeroshard")}
+    return {name if name in PARTS else "__init__" for name in names}
+
+
+def level(part: str) -> int:
+    return LEVEL.get(part, len(LAYERS))
+
+
+def used_attributes(tree: ast.Module) -> Iterator[str]:
+    """Dotted names in expressions, such as torch.distributed.barrier, in full."""
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    beginnings = {id(node.value) for node in attributes}
+    return (ast.unparse(node) for node in attributes if id(node) not in beginnings)
+
+
+def may_use(part: str, name: str) -> bool:
+    return any(is_within(name, own) for own in (MESH, *DISTRIBUTED.get(part, ())))
+
+
+ZEROSHARD = modules("zeroshard")
+PARTS = {part_of(path) for path in ZEROSHARD}
+
+
+def test_every_module_has_a_place_in_the_layer_picture() -> None:
+    assert LEVEL.keys() >= PARTS, "expected a place in LAYERS, and in the picture of docs/architecture.md"
+
+
+def test_imports_point_downward() -> None:
+    upward = [
+        f"{path} imports {part}"
+        for path, tree in ZEROSHARD.items()
+        for part in imported_parts(tree) - {part_of(path)}
+        if level(part) > level(part_of(path))
+    ]
+    assert not upward
+
+
+def test_parts_of_one_layer_do_not_import_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for path, tree in ZEROSHARD.items():
+        graph.setdefault(part_of(path), set()).update(imported_parts(tree) - {part_of(path)})
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names them
+
+
+def test_only_comm_and_the_wrappers_of_torch_libraries_use_torch_distributed() -> None:
+    used = {
+        f"{path} uses {name}"
+        for path, tree in ZEROSHARD.items()
+        for name in [*imported(tree), *used_attributes(tree)]
+        if is_within(name, "torch.distributed") and not may_use(part_of(path), name)
+    }
+    assert not used
+
+
+def test_layout_is_pure() -> None:
+    names = list(imported(ZEROSHARD["zeroshard/sharding/layout.py"]))
+    assert not [name for name in names if is_within(name, "torch")]
+
+
+@pytest.mark.parametrize("folder", ["examples", "benchmarks"])
+def test_examples_and_benchmarks_use_only_the_public_api(folder: str) -> None:
+    private = [
+        f"{path} imports {part}"
+        for path, tree in modules(folder).items()
+        for part in imported_parts(tree) - {"__init__", "optim"}
+    ]
+    assert not private

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankError, Ranks
+
+
+def describe(*values: object, **named: object) -> tuple[object, ...]:
+    return dist.get_rank(), dist.get_world_size(), values, named
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    tensor += dist.get_rank()
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def draw_number_with_threads() -> tuple[float, int]:
+    return torch.rand(()).item(), torch.get_num_threads()
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def open_group_from_environment() -> tuple[bool, str, int]:
+    was_open = dist.is_initialized()
+    dist.init_process_group("gloo")
+    dist.barrier()
+    return was_open, os.environ["LOCAL_RANK"], dist.get_world_size()
+
+
+def leave_traces() -> None:
+    os.environ["TRACE"] = "left"
+    torch.set_default_dtype(torch.float64)
+
+
+def find_traces() -> tuple[str | None, torch.dtype]:
+    return os.environ.get("TRACE"), torch.get_default_dtype()
+
+
+def fail_on(failing: list[int]) -> int:
+    if dist.get_rank() in failing:
+        print("about to fail")
+        raise ValueError(f"bad luck on rank {dist.get_rank()}")
+    return dist.get_rank()
+
+
+def fail_while_others_wait() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 gave up")
+    wait_for_all()
+
+
+def wait_for_all() -> None:
+    dist.barrier()
+
+
+def sleep_for_long() -> None:
+    time.sleep(600)
+
+
+def die_while_others_wait() -> None:
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_for_all()
+
+
+def return_a_lambda() -> object:
+    return lambda: None
+
+
+def write_process_id_and_sleep(path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+    sleep_for_long()
+
+
+def test_results_come_by_rank_with_arguments_passed_on(ranks: Ranks) -> None:
+    assert ranks(2, describe, 1, key="value") == [
+        (0, 2, (1,), {"key": "value"}),
+        (1, 2, (1,), {"key": "value"}),
+    ]
+
+
+def test_tensors_travel_by_value_and_ranks_communicate(ranks: Ranks) -> None:
+    tensor = torch.ones(3)
+    results = ranks(2, sum_over_ranks, tensor)
+    assert all(torch.equal(result, torch.full((3,), 3.0)) for result in results)
+    assert torch.equal(tensor, torch.ones(3))
+
+
+def test_every_call_starts_from_the_same_seed_with_one_thread(ranks: Ranks) -> None:
+    assert ranks(2, draw_number_with_threads) == ranks(2, draw_number_with_threads)
+    assert ranks(1, draw_number_with_threads)[0][1] == 1
+
+
+def test_processes_are_reused_at_every_world_size(ranks: Ranks) -> None:
+    processes = ranks(2, process_id)
+    assert ranks(1, process_id) == processes[:1]
+    assert ranks(2, process_id) == processes
+
+
+def test_function_can_open_the_process_group_as_under_torchrun(ranks: Ranks) -> None:
+    results = ranks(2, open_group_from_environment, process_group=False)
+    assert results == [(False, "0", 2), (False, "1", 2)]
+    assert ranks(2, open_group_from_environment, process_group=False) == results
+
+
+def test_environment_and_default_dtype_are_restored(ranks: Ranks) -> None:
+    ranks(1, leave_traces)
+    assert ranks(1, find_traces) == [(None, torch.float32)]
+
+
+def test_exceptions_are_reported_by_rank_and_processes_stay(ranks: Ranks) -> None:
+    processes = ranks(2, process_id)
+    with pytest.raises(RankError) as caught:
+        ranks(2, fail_on, [1])
+    assert caught.value.errors == [None, ("ValueError", "bad luck on rank 1")]
+    assert "in fail_on" in str(caught.value)
+    assert "about to fail" in str(caught.value)
+    with pytest.raises(RankError) as caught:
+        ranks(2, fail_on, [0, 1])
+    assert caught.value.errors == [("ValueError", f"bad luck on rank {rank}") for rank in range(2)]
+    assert ranks(2, process_id) == processes
+
+
+def test_result_that_cannot_be_pickled_is_an_error_of_the_rank(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(1, return_a_lambda)
+    assert "lambda" in str(caught.value)
+
+
+def test_hang_ends_soon_with_the_stacks_of_the_ranks(ranks: Ranks) -> None:
+    ranks(2, describe)
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks(2, sleep_for_long, timeout=0.5)
+    assert time.monotonic() - start < 10
+    assert [error and error[0] for error in caught.value.errors] == ["TimeoutError", "TimeoutError"]
+    assert str(caught.value).count("in sleep_for_long") == 2
+    assert ranks(2, fail_on, []) == [0, 1]
+
+
+def test_rank_that_raises_comes_before_the_stacks_of_those_that_wait(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, fail_while_others_wait)
+    waiting, raised = caught.value.errors
+    assert waiting is not None
+    assert waiting[0] == "TimeoutError"
+    assert raised == ("ValueError", "rank 1 gave up")
+    message = str(caught.value)
+    assert 0 < message.index("in fail_while_others_wait") < message.index("in wait_for_all")
+
+
+def test_process_that_dies_is_named_with_its_signal(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, die_while_others_wait)
+    assert caught.value.errors[0] == ("ChildProcessError", "killed by SIGKILL")
+    assert ranks(2, fail_on, []) == [0, 1]
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    file = tmp_path / "process_id"
+    code = "import sys; from tests.ranks import Ranks; from tests import test_ranks; Ranks()"
+    code += f"(1, test_ranks.write_process_id_and_sleep, {str(file)!r})"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1])
+    try:
+        wait_until(file.exists)
+        wait_until(lambda: file.read_text() != "")
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not Path(f"/proc/{file.read_text()}").exists(), timeout=10)
+
+
+def wait_until(condition: object, timeout: float = 120) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s"
+        time.sleep(0.1)

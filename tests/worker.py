@@ -1,0 +1,183 @@
+"""A rank's process: pytest's end of it, and what runs inside."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT = timedelta(seconds=45)
+PRINTED_CHARACTERS = 20_000  # of a process's output, the last ones are shown
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Failure(NamedTuple):
+    kind: str  # type name of an exception
+    message: str
+    details: str  # traceback, stacks, output
+    lost: bool  # whether the process died or doesn't answer
+
+
+class Reply(NamedTuple):
+    value: Any = None
+    failure: Failure | None = None
+
+
+class Worker:
+    """Pytest's end: asks for a step, and gets one reply."""
+
+    def __init__(self) -> None:
+        self.connection, inside = Pipe()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process runs)
+        self._mark = 0
+        descriptor = inside.fileno()
+        # What can be imported here can be there. With a session of its own, its children are killed too.
+        code = f"import sys; sys.path = {sys.path!r}; from tests import worker; worker.serve({descriptor})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[descriptor],
+            start_new_session=True,
+            env=os.environ | ENVIRONMENT,
+        )
+        inside.close()
+
+    def ask(self, step: str, arguments: tuple[Any, ...]) -> None:
+        self._mark = self.output_size()
+        with suppress(OSError):  # a process that has died says so in `reply`
+            # Not send(): torch has it pass tensors as shared memory.
+            self.connection.send_bytes(pickle.dumps((step, arguments)))
+
+    def reply(self) -> Reply:
+        try:
+            reply: Reply = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            return Reply(failure=Failure("ChildProcessError", self._ending(), self.printed(), lost=True))
+        if reply.failure:
+            return Reply(failure=reply.failure._replace(details=reply.failure.details + self.printed()))
+        return reply
+
+    def hung(self, seconds: float) -> Reply:
+        message = f"still running after {seconds:.0f} s"
+        return Reply(failure=Failure("TimeoutError", message, self.printed(), lost=True))
+
+    def printed(self) -> str:
+        """What the process has printed since it was asked."""
+        output = os.pread(self._output.fileno(), self.output_size() - self._mark, self._mark)
+        return output.decode(errors="replace")[-PRINTED_CHARACTERS:]
+
+    def output_size(self) -> int:
+        return os.fstat(self._output.fileno()).st_size
+
+    def print_stacks(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGUSR1)
+
+    def stop(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.connection.close()
+        self._output.close()
+
+    def _ending(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(timeout=5)
+            return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exited with {status}"
+        return "closed its connection"
+
+
+def print_stacks(workers: Sequence[Worker], timeout: float = 3.0) -> None:
+    """Have the processes print the stacks of all their threads, and wait until they have."""
+    before = [worker.output_size() for worker in workers]
+    for worker in workers:
+        worker.print_stacks()
+    deadline, sizes = time.monotonic() + timeout, before
+    while workers and time.monotonic() < deadline:
+        time.sleep(0.2)
+        last, sizes = sizes, [worker.output_size() for worker in workers]
+        if sizes == last and all(now > then for now, then in zip(sizes, before, strict=True)):
+            break
+
+
+# ---------------------------------------------------------------------------------- inside the process
+
+
+def serve(descriptor: int) -> NoReturn:
+    """Take the steps that pytest asks for, until it closes the connection or ends."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    rank, connection = _Rank(), Connection(descriptor)
+    while True:
+        try:
+            step, arguments = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        connection.send_bytes(_attempt(getattr(rank, step), arguments))
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _attempt(step: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    """The pickled reply. Nothing that was raised, nor its frames, outlives this."""
+    try:
+        return pickle.dumps(Reply(step(*arguments)))
+    except BaseException as error:
+        failure = Failure(type(error).__name__, str(error), traceback.format_exc(), lost=False)
+        return pickle.dumps(Reply(failure=failure))
+
+
+class _Rank:
+    """The steps of `tests.ranks`."""
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._job: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
+
+    def load(self, environment: dict[str, str], job: bytes) -> None:
+        gc.freeze()  # modules: `close` need not walk through them
+        os.environ.update(environment)
+        self._job = pickle.loads(job)
+
+    def call(self, process_group: bool) -> Any:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        if process_group:
+            dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
+        assert self._job is not None
+        function, args, kwargs = self._job
+        return function(*args, **kwargs)
+
+    def close(self) -> None:
+        self._job = None
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        os.environ.clear()
+        os.environ.update(self._environment)

@@ -1,0 +1,23 @@
+"""zeroshard: a ZeRO/FSDP memory-sharding training engine for PyTorch."""
+
+from zeroshard.comm.counter import CommReport
+from zeroshard.config import Checkpoint, Config, Mesh, Offload, Pipeline, Precision
+from zeroshard.engine import Engine
+from zeroshard.initialize import Initialized, initialize
+from zeroshard.memory.report import MemoryReport
+from zeroshard.sharding.shard import shard
+
+__all__ = [
+    "Checkpoint",
+    "CommReport",
+    "Config",
+    "Engine",
+    "Initialized",
+    "MemoryReport",
+    "Mesh",
+    "Offload",
+    "Pipeline",
+    "Precision",
+    "initialize",
+    "shard",
+]

@@ -1,0 +1,248 @@
+"""Collectives over one axis of the mesh, with asynchronous handles and counts.
+
+On CPU ranks all-gather and reduce-scatter are direct exchanges between each pair of ranks: Gloo's own
+are several times slower, and an exchange runs in Gloo's thread while this one computes. Sums are taken
+in rank order, so that results do not depend on timing. Other backends use their own collectives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.comm.counter import Counter
+from zeroshard.comm.pool import BufferPool
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Return when the result may be used by the current stream; a second call does nothing."""
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+DONE: Handle = _Done()
+"""The handle of a collective that had nothing to exchange."""
+
+
+class _Pending:
+    """Work under way, what remains to be done when it is there, and how to speak of it."""
+
+    def __init__(
+        self,
+        axis: Axis,
+        label: str,
+        works: Sequence[dist.Work | None],
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        self._axis, self._label, self._works, self._then = axis, label, works, then
+        axis.under_way.add(self)
+
+    def wait(self) -> None:
+        self._axis.under_way.discard(self)
+        works, self._works = self._works, ()
+        then, self._then = self._then, None
+        self._axis.wait_for(works, self._label)
+        if then is not None:
+            then()
+
+    def drain(self, timeout: timedelta) -> None:
+        """Let the exchange end, whatever comes of it: peers may still read this rank's buffers."""
+        try:
+            for work in self._works:
+                if work is not None:
+                    work.wait(timeout)
+        except RuntimeError:
+            pass  # the other side is gone
+
+
+class Axis:
+    """One axis of the device mesh, as this rank sees it.
+
+    Args:
+        group: the process group of the axis; None for a single rank.
+        device: where the tensors live.
+        counter: where traffic is counted.
+        timeout_s: seconds that a rank waits in a collective before it gives up.
+        control: a group for small CPU tensors; None uses `group`, which must then be a Gloo one.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        device: torch.device,
+        counter: Counter,
+        timeout_s: float,
+        control: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rank: int = dist.get_rank(group) if group is not None else 0
+        self.size: int = dist.get_world_size(group) if group is not None else 1
+        self.counter = counter
+        self.under_way: set[_Pending] = set()
+        self._group, self._control = group, control or group
+        self._timeout = timedelta(seconds=timeout_s)
+        self._exchanges = device.type == "cpu"
+        self.first_tag = 0
+        """Tags from here on keep the exchanges of this engine apart from those of others."""
+        # Peers from the next rank on, so that not all ranks send to the same one at first.
+        self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
+
+    def all_gather(self, flat: Tensor, own: Tensor, *, tag: int, label: str) -> Handle:
+        """Fill `flat` with the shards of all ranks, in rank order.
+
+        Args:
+            flat: [size * K], the result; this rank's part is filled by the caller.
+            own: [K], this rank's shard: its part of `flat`, or a tensor with the same values.
+            tag: the same number on all ranks for the same collective, other than that of any other
+                collective that may be under way.
+            label: what this is, for error messages.
+        """
+        if self.size == 1 or not flat.numel():
+            return DONE
+        self.counter.add("all_gather", own.numel() * own.element_size() * (self.size - 1))
+        if not self._exchanges:
+            work = dist.all_gather_into_tensor(flat, own, group=self._group, async_op=True)
+            return _Pending(self, label, [work])
+        chunks = flat.chunk(self.size)
+        works: list[dist.Work | None] = []
+        for back, peer in zip(reversed(self._peers), self._peers, strict=True):
+            works.append(self._receive(chunks[back], back, tag))
+            works.append(self._send(own, peer, tag))
+        return _Pending(self, label, works)
+
+    def reduce_scatter(self, flat: Tensor, out: Tensor, pool: BufferPool, *, tag: int, label: str) -> Handle:
+        """Sum `flat` over the ranks in rank order and leave this rank's part in `out`.
+
+        Args:
+            flat: [size * K], scaled by the caller; unusable afterwards.
+            out: [K], in the dtype of `flat` or a wider one, in which the sum is then taken; may be this
+                rank's part of `flat`.
+            pool: where the exchange takes its receive buffers from.
+            tag, label: as in `all_gather`.
+        """
+        chunks = flat.chunk(self.size)
+        own = chunks[self.rank]
+        if self.size == 1 or not flat.numel():
+            out.copy_(own)
+            return DONE
+        self.counter.add("reduce_scatter", own.numel() * own.element_size() * (self.size - 1))
+        if not self._exchanges:
+            same = out.dtype == flat.dtype
+            target = out if same else torch.empty_like(own)
+            work = dist.reduce_scatter_tensor(target, flat, group=self._group, async_op=True)
+            return _Pending(self, label, [work], None if same else lambda: _copy(out, target))
+        received = {peer: pool.take(flat.dtype, own.numel()) for peer in self._peers}
+        works: list[dist.Work | None] = []
+        for back, peer in zip(reversed(self._peers), self._peers, strict=True):
+            works.append(self._receive(received[back], back, tag))
+            works.append(self._send(chunks[peer], peer, tag))
+
+        def add() -> None:
+            _sum([received.get(rank, own) for rank in range(self.size)], own, out)
+            for buffer in received.values():
+                pool.give(buffer)
+
+        return _Pending(self, label, works, add)
+
+    def broadcast(self, tensor: Tensor, label: str) -> None:
+        """Give every rank rank 0's values; returns when they are there."""
+        if self.size > 1 and tensor.numel():
+            self.counter.add("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
+            source = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+            self.wait_for([dist.broadcast(tensor, source, group=self._group, async_op=True)], label)
+
+    def any(self, flags: Sequence[bool], label: str) -> list[bool]:
+        """For each flag, whether it is set on any rank. Runs on the CPU: a GPU never waits for it."""
+        if self.size == 1 or not flags:
+            return list(flags)
+        bitmap = torch.tensor(flags, dtype=torch.uint8)
+        self.counter.add("control", bitmap.numel())
+        work = dist.all_reduce(bitmap, dist.ReduceOp.MAX, group=self._control, async_op=True)
+        self.wait_for([work], label)
+        return [bool(flag) for flag in bitmap.tolist()]
+
+    def sum(self, value: Tensor, label: str) -> Tensor:
+        """The sum of a small tensor over the ranks, added in rank order, on `value`'s device."""
+        if self.size == 1:
+            return value
+        self.counter.add("control", value.numel() * value.element_size())
+        parts = [torch.empty_like(value) for _ in range(self.size)]
+        self.wait_for([dist.all_gather(parts, value, group=self._group, async_op=True)], label)
+        return torch.stack(parts).sum(dim=0)
+
+    def all_gather_object(self, value: Any, label: str) -> list[Any]:
+        """A small picklable value from every rank, in rank order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        self.counter.add("control", 0)
+        try:
+            dist.all_gather_object(values, value, group=self._control)
+        except RuntimeError as error:
+            raise self._lost(label, error) from error
+        return values
+
+    def wait_for(self, works: Sequence[dist.Work | None], label: str) -> None:
+        """Wait for all works.
+
+        Raises:
+            RuntimeError: naming this rank and the collective, when a rank is lost or too late.
+        """
+        try:
+            for work in works:
+                assert work is not None, "this rank is a member of the group"
+                work.wait(self._timeout) if self._exchanges else work.wait()
+        except RuntimeError as error:
+            raise self._lost(label, error) from error
+
+    def _lost(self, label: str, error: RuntimeError) -> RuntimeError:
+        reason = str(error).strip().splitlines()[0]
+        return RuntimeError(
+            f"rank {self.rank} of {self.size} gave up in the {label} after at most "
+            f"{self._timeout.total_seconds():g} s: another rank has failed, has ended, or did not "
+            f"come to the same point ({reason})"
+        )
+
+    def close(self, drain_s: float) -> None:
+        """Wait up to `drain_s` for what is under way and forget the process groups."""
+        until = time.monotonic() + drain_s
+        for pending in self.under_way:
+            pending.drain(timedelta(seconds=max(0.01, until - time.monotonic())))
+        self.under_way.clear()
+        self._group = self._control = None
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:
+        return dist.isend(tensor, group=self._group, group_dst=peer, tag=self.first_tag + tag)
+
+    def _receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:
+        return dist.irecv(tensor, group=self._group, group_src=peer, tag=self.first_tag + tag)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+def _sum(parts: Sequence[Tensor], own: Tensor, out: Tensor) -> None:
+    """parts[0] + parts[1] + ... from the left, into `out`; every part but `own` may be overwritten."""
+    if out.dtype != own.dtype:
+        out.copy_(parts[0])
+        for part in parts[1:]:
+            out.add_(part)
+        return
+    scratch = parts[0] if parts[0] is not own else parts[1]
+    total = parts[0]
+    for part in parts[1:-1]:
+        total = torch.add(total, part, out=scratch)
+    torch.add(total, parts[-1], out=out)

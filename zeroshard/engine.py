@@ -1,0 +1,286 @@
+"""The training loop's face: a module that one calls, a backward, a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from zeroshard.comm.counter import CommReport
+from zeroshard.comm.mesh import Axes
+from zeroshard.config import Config
+from zeroshard.memory.report import MemoryReport, measure
+from zeroshard.optim.clipping import clip_grad_norm_
+from zeroshard.sharding import access
+from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.unit import UnitInfo
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class Engine(nn.Module):
+    """A sharded model with its optimizer. Made by `zeroshard.initialize`.
+
+    Its parameters and buffers are the model's, under their original names; between steps the parameters
+    are this rank's 1-D slices.
+    """
+
+    module: nn.Module
+    """The model that was given."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        runtime: Runtime,
+        axes: Axes,
+        config: Config,
+        *,
+        optimizer: Optimizer | None,
+        lr_scheduler: Any,
+        loss_fn: LossFunction | None,
+    ) -> None:
+        super().__init__()
+        # Shared, not registered: so names have no prefix.
+        object.__setattr__(self, "module", module)
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        self.training = module.training
+        self.config, self.optimizer, self.lr_scheduler, self.loss_fn = (
+            config,
+            optimizer,
+            lr_scheduler,
+            loss_fn,
+        )
+        self._runtime, self._axes = runtime, axes
+        self.global_step = 0
+        """Optimizer steps taken by `step()`."""
+        self.skipped_steps = 0
+        """Steps that were not taken because gradients were not finite."""
+        self.grad_norm: Tensor | None = None
+        """The global gradient norm before the last clipping, 0-dim; None before."""
+        self._micro_step = 0
+        if optimizer is not None:
+            self._attach(optimizer)
+
+    # -- training -------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute gradients of `loss` / `gradient_accumulation_steps`, averaged over the ranks.
+
+        Args:
+            loss: 0-dim, this rank's mean over its micro-batch.
+        """
+        num_steps = self.config.gradient_accumulation_steps
+        if num_steps > 1:
+            loss = loss / num_steps
+        placements = self._runtime.context.placements
+        with self._runtime.deferring(placements.accumulates_locally and not self._is_at_boundary):
+            loss.backward()
+
+    def step(self) -> bool:
+        """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
+
+        Returns:
+            Whether parameters changed.
+
+        Raises:
+            RuntimeError: the engine has no optimizer.
+        """
+        if self.optimizer is None:
+            raise RuntimeError("step() needs an optimizer: give one to zeroshard.initialize")
+        if not self._is_at_boundary:
+            self._micro_step += 1
+            return False
+        self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self._micro_step = 0
+        self.global_step += 1
+        self.zero_grad()
+        return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those that were added up locally too."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+        self._runtime.drop_deferred()
+        self.module.zero_grad(set_to_none)
+
+    def train_batch(self, inputs: Any, targets: Any = None) -> Tensor:
+        """One optimizer step on this rank's batch, cut along dim 0 into the accumulation steps.
+
+        Args:
+            inputs: a tensor, or a mapping of keyword arguments to tensors, [batch, ...].
+            targets: [batch, ...], the second argument of `loss_fn`. Without a `loss_fn` the model must
+                return an object or mapping with a `loss`, and gets them as `labels`.
+
+        Returns:
+            The mean loss over all ranks and micro-batches; 0-dim, detached.
+
+        Raises:
+            ValueError: the batch does not divide into the accumulation steps; there is no loss.
+            RuntimeError: some of the accumulation steps were taken outside.
+        """
+        if self._micro_step:
+            raise RuntimeError(f"train_batch() after {self._micro_step} micro-batches of an unfinished step")
+        num_steps = self.config.gradient_accumulation_steps
+        total = torch.zeros((), device=self._runtime.context.device)
+        pieces = zip(_split(inputs, num_steps), _split(targets, num_steps), strict=True)
+        for piece, target in pieces:
+            loss = self._loss(piece, target)
+            self.backward(loss)
+            total += loss.detach().float()
+            self.step()
+        axis = self._axes.dp_shard
+        return axis.sum(total / num_steps, "mean of the loss") / axis.size
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, backward adds gradients up on this rank and sends nothing."""
+        return self._runtime.deferring(True)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)).
+
+        Returns:
+            The global 2-norm before that; 0-dim, float32.
+        """
+        self._runtime.before_step()
+        self.grad_norm = clip_grad_norm_(self._runtime, max_norm)
+        return self.grad_norm
+
+    @property
+    def _is_at_boundary(self) -> bool:
+        return self._micro_step + 1 >= self.config.gradient_accumulation_steps
+
+    def _loss(self, inputs: Any, targets: Any) -> Tensor:
+        named = dict(inputs) if isinstance(inputs, Mapping) else {}
+        args = () if named else (inputs,)
+        if self.loss_fn is not None:
+            return self.loss_fn(self(*args, **named), targets)
+        output = self(*args, **named) if targets is None else self(*args, **named, labels=targets)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                "train_batch() needs loss_fn= at initialize, or a model whose output has a tensor `loss`; "
+                f"the model returned {type(output).__name__}"
+            )
+        return loss
+
+    def _attach(self, optimizer: Optimizer) -> None:
+        """Follow the optimizer, however it is stepped: by this engine or by the user."""
+        engine = weakref.ref(self)
+
+        def before(*_: Any) -> None:
+            if (self := engine()) is not None and self.config.clip_grad_norm is not None:
+                self.grad_norm = clip_grad_norm_(self._runtime, self.config.clip_grad_norm)
+
+        self._runtime.attach(optimizer)
+        optimizer.register_step_pre_hook(before)
+
+    # -- parameters -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def unsharded(self, *modules: nn.Module, write_back: bool = False) -> Iterator[None]:
+        """Show full parameters, in the main dtype, on every rank.
+
+        Args:
+            modules: parts of the model; none means all of it. Whole units are gathered.
+            write_back: keep edits; every rank must make the same ones.
+
+        Raises:
+            RuntimeError: the ranks made different edits.
+        """
+        with access.unsharded(self._runtime, modules or (self.module,), write_back):
+            yield
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Rank 0: CPU tensors under the model's original names, parameters in float32; {} elsewhere."""
+        return access.full_state_dict(self._runtime)
+
+    # -- reports --------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh."""
+        return self._axes.mesh
+
+    @property
+    def units(self) -> list[UnitInfo]:
+        """Name, padded size, and whether it is kept from forward to backward, of each unit."""
+        return self._runtime.unit_infos
+
+    def memory_report(self) -> MemoryReport:
+        """Measured bytes on this rank, by kind."""
+        return measure(self._runtime, self.optimizer)
+
+    def comm_report(self) -> CommReport:
+        """Bytes and calls by collective since the last `reset_comm_report()`."""
+        return self._axes.dp_shard.counter.report()
+
+    def reset_comm_report(self) -> None:
+        """Start counting from zero."""
+        self._axes.dp_shard.counter.reset()
+
+    # -- nn.Module ------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Engine:
+        """Training (or evaluation) mode, for the model as for any module."""
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's slices under the original names; `full_state_dict()` has the whole model."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load full-shape tensors, the same on every rank; each keeps its slices.
+
+        Raises:
+            ValueError: `assign`, which would replace the sharded parameters.
+        """
+        if assign:
+            raise ValueError("load_state_dict(assign=True) would replace the sharded parameters")
+        with self.unsharded(write_back=True):
+            return self.module.load_state_dict(state_dict, strict)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
+        """What `.to()`, `.half()`, `.cuda()` are made of.
+
+        Raises:
+            RuntimeError: always; flat buffers cannot be moved or cast under the optimizer.
+        """
+        raise RuntimeError(
+            "a sharded model cannot be moved or cast: set Config(precision=...) for dtypes; initialize "
+            "has moved the model to this rank's device"
+        )
+
+
+def _split(value: Any, num_pieces: int) -> list[Any]:
+    """Cut every tensor along dim 0.
+
+    Raises:
+        ValueError: a batch that does not divide.
+    """
+    if isinstance(value, Mapping):
+        columns = {key: _split(item, num_pieces) for key, item in value.items()}
+        return [{key: column[i] for key, column in columns.items()} for i in range(num_pieces)]
+    if not isinstance(value, Tensor):
+        return [value] * num_pieces
+    if not value.dim() or value.shape[0] % num_pieces:
+        raise ValueError(
+            f"expected a batch whose dim 0 is a multiple of gradient_accumulation_steps={num_pieces}, "
+            f"got shape {tuple(value.shape)}"
+        )
+    return list(value.chunk(num_pieces))

@@ -1,0 +1,101 @@
+"""Model, optimizer and config become an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from zeroshard.comm.counter import Counter
+from zeroshard.comm.lifecycle import close_at_exit
+from zeroshard.comm.mesh import build_mesh, default_device, open_axes, start_process_group
+from zeroshard.config import Config, require_supported
+from zeroshard.data import EpochLoader
+from zeroshard.engine import Engine, LossFunction
+from zeroshard.optim.takeover import OptimizerFactory, check_optimizer, take_over
+from zeroshard.sharding.agreement import check_agreement
+from zeroshard.sharding.shard import shard_over
+
+
+class Initialized(NamedTuple):
+    """What `initialize` returns: unpacks as engine, optimizer, dataloader, lr_scheduler."""
+
+    engine: Engine
+    optimizer: Optimizer | None
+    dataloader: DataLoader[Any] | None
+    lr_scheduler: Any
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: Optimizer | OptimizerFactory | None = None,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    training_data: Dataset[Any] | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    lr_scheduler: Any = None,
+    loss_fn: LossFunction | None = None,
+    tp_plan: Any = None,
+) -> Initialized:
+    """Shard a model and its optimizer over the ranks.
+
+    Starts the process group if nobody has. The model is sharded in place and moved to this rank's device;
+    all ranks get rank 0's parameters and buffers.
+
+    Args:
+        model: parameters of floating-point dtypes, any device.
+        optimizer: over parameters of `model`, not stepped yet, element-wise; or a callable that makes one
+            from the list of the model's original parameters; None to run or evaluate only.
+        config: a Config, a dict, or a path to a .json or .toml file.
+        training_data: becomes a DataLoader with a distributed sampler and `config.micro_batch_size`.
+        collate_fn: for that DataLoader.
+        lr_scheduler: over `optimizer`, or a callable that makes one from it; `engine.step()` advances it.
+        loss_fn: (output, targets) -> 0-dim mean loss, for `train_batch`.
+        tp_plan: not available yet.
+
+    Raises:
+        ValueError: the config, the optimizer or the model is not as expected.
+        RuntimeError: the ranks' models or configs differ.
+    """
+    config = Config.parse(config)
+    require_supported(config)
+    if tp_plan is not None:
+        raise ValueError("not available in zeroshard yet: tp_plan")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
+    optimizer = _build_optimizer(optimizer, model)
+    device = default_device()
+    started = start_process_group(device, config.watchdog_s)
+    axes = open_axes(build_mesh(config, device), device, Counter(), config.watchdog_s)
+    axis = axes.dp_shard
+    close_at_exit(axis, owns_process_group=started)
+    check_agreement(axis, model, config, optimizer)
+    runtime, replacements = shard_over(model, config, axes, device)
+    if optimizer is not None:
+        take_over(optimizer, replacements)
+        if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+            lr_scheduler = lr_scheduler(optimizer)
+    dataloader = None
+    if training_data is not None:
+        dataloader = EpochLoader.over(
+            training_data, config.micro_batch_size, axis.rank, axis.size, collate_fn
+        )
+    engine = Engine(
+        model, runtime, axes, config, optimizer=optimizer, lr_scheduler=lr_scheduler, loss_fn=loss_fn
+    )
+    engine.reset_comm_report()
+    return Initialized(engine, optimizer, dataloader, lr_scheduler)
+
+
+def _build_optimizer(optimizer: Optimizer | OptimizerFactory | None, model: nn.Module) -> Optimizer | None:
+    """The optimizer over the original parameters, checked."""
+    if optimizer is None:
+        return None
+    if callable(optimizer) and not isinstance(optimizer, Optimizer):
+        optimizer = optimizer(list(model.parameters()))
+    check_optimizer(optimizer, {parameter: name for name, parameter in model.named_parameters()})
+    return optimizer

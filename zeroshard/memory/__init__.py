@@ -1,0 +1,1 @@
+"""Bytes: measured and estimated."""

@@ -1,0 +1,1 @@
+"""The user's optimizer: taken over, clipped."""

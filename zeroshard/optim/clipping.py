@@ -1,0 +1,54 @@
+"""The global gradient norm, and clipping by it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.collectives import Axis
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.runtime import Runtime
+
+_EPSILON = 1e-6
+"""Of torch.nn.utils.clip_grad_norm_, so that factors agree."""
+
+
+def clip_grad_norm_(runtime: Runtime, max_norm: float) -> Tensor:
+    """Scale all gradients by min(1, max_norm / (norm + 1e-6)).
+
+    Returns:
+        The 2-norm of all gradients before that, over the parameters of the whole model: 0-dim, float32.
+    """
+    norm = global_norm(runtime)
+    factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+    grads = [p.grad for buffer in runtime.buffers for p in buffer.sharded if p.grad is not None]
+    for grad in grads:
+        grad.mul_(factor)
+    return norm
+
+
+@torch.no_grad()
+def global_norm(runtime: Runtime) -> Tensor:
+    """The 2-norm over all gradients, each element counted once; one exchange of a number.
+
+    Every rank adds up the squares of the elements that the layout gives it, at every stage alike, in
+    float64; so the norm does not depend on the stage.
+    """
+    axis = runtime.context.axis
+    squares = [square for buffer in runtime.buffers for square in _squares(buffer, axis)]
+    total = torch.zeros((), dtype=torch.float64, device=runtime.context.device)
+    if squares:
+        total += torch.stack(squares).sum()
+    return axis.sum(total, "sum of the squared gradient norms").sqrt().float()
+
+
+def _squares(buffer: FlatBuffer, axis: Axis) -> list[Tensor]:
+    """The sum of squares of this rank's own part of each gradient."""
+    squares = []
+    for index, parameter in enumerate(buffer.sharded):
+        grad = parameter.grad
+        if grad is None:
+            continue
+        own = grad if buffer.is_partial else grad[buffer.layout.owned(index, axis.rank).slice]
+        squares.append(torch.linalg.vector_norm(own, dtype=torch.float64).square())
+    return squares

@@ -1,0 +1,124 @@
+"""The user's optimizer goes on as the same object, over sharded parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroshard.sharding.parameter import ShardedParameter
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+_ELEMENT_WISE = frozenset(
+    ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+"""torch's optimizers whose update of an element needs that element's gradient and state alone."""
+
+_WHOLE_TENSOR = {
+    "Adafactor": "row and column statistics of a matrix",
+    "Muon": "orthogonalized matrices",
+    "LBFGS": "inner products over all parameters",
+    "SparseAdam": "sparse gradients",
+    "Shampoo": "matrix preconditioners",
+    "DistributedShampoo": "matrix preconditioners",
+    "SOAP": "matrix preconditioners",
+    "LARS": "norms of whole tensors",
+    "LAMB": "norms of whole tensors",
+    "Lamb": "norms of whole tensors",
+    "Prodigy": "sums over all parameters",
+    "DAdaptAdam": "sums over all parameters",
+    "DAdaptSGD": "sums over all parameters",
+    "DAdaptAdaGrad": "sums over all parameters",
+    "DAdaptLion": "sums over all parameters",
+}
+
+
+def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
+    """Whether an optimizer can go on over slices of its parameters.
+
+    Args:
+        names: the model's parameters with their names.
+
+    Raises:
+        ValueError: naming the optimizer or the parameters.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"expected a torch.optim.Optimizer or a callable that makes one, got {optimizer!r}")
+    _check_kind(optimizer)
+    foreign = [
+        f"{list(parameter.shape)} in group {number}"
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter not in names
+    ]
+    if foreign:
+        raise ValueError(
+            f"{_name(optimizer)} holds {len(foreign)} parameter(s) that are not the model's: "
+            f"{', '.join(foreign[:3])}. Build it over the parameters of the model given to initialize"
+        )
+    begun = [names[p] for p, state in optimizer.state.items() if p in names and _has_begun(state)]
+    if begun:
+        raise ValueError(
+            f"{_name(optimizer)} has state already, for {', '.join(map(repr, begun[:3]))}: "
+            "initialize takes an optimizer that has not stepped yet"
+        )
+
+
+def _check_kind(optimizer: Optimizer) -> None:
+    kind = type(optimizer)
+    for base in kind.__mro__:
+        if base.__name__ in _WHOLE_TENSOR:
+            raise ValueError(
+                f"{_name(optimizer)} needs whole tensors ({_WHOLE_TENSOR[base.__name__]}), and a rank holds "
+                "slices of them; use an element-wise optimizer such as AdamW, SGD or RMSprop"
+            )
+        if base.__module__.split(".")[0] == "bitsandbytes":
+            raise ValueError(
+                f"{_name(optimizer)} is a bitsandbytes optimizer: the precision of its states would depend "
+                "on the slice that a rank holds, so it is not supported yet; use torch.optim.AdamW"
+            )
+        if base.__module__.startswith("torch.optim.") and base.__name__ in _ELEMENT_WISE:
+            if kind is not base:
+                _warn_unknown(optimizer)
+            return
+    _warn_unknown(optimizer)
+
+
+def _warn_unknown(optimizer: Optimizer) -> None:
+    warnings.warn(
+        f"{_name(optimizer)} is not known to zeroshard. It sees 1-D slices of the parameters: results are "
+        "right only if the update of an element depends on that element alone",
+        stacklevel=4,
+    )
+
+
+def take_over(optimizer: Optimizer, replacements: Mapping[Any, ShardedParameter]) -> None:
+    """Re-point parameter groups to the sharded parameters; every hyperparameter stays."""
+    for group in optimizer.param_groups:
+        group["params"] = [replacements[parameter] for parameter in group["params"]]
+    fresh = dict(optimizer.state)
+    optimizer.state.clear()
+    for parameter, state in fresh.items():  # Adagrad makes its state when it is built
+        sharded = replacements[parameter]
+        optimizer.state[sharded] = {key: _slice_state(value, sharded) for key, value in state.items()}
+
+
+def _slice_state(value: Any, sharded: ShardedParameter) -> Any:
+    """A state that has not begun is the same for all elements of a parameter."""
+    if not isinstance(value, Tensor) or value.shape != sharded.full_shape or not value.dim():
+        return value
+    return value.reshape(-1)[: sharded.numel()].to(device=sharded.device, dtype=sharded.dtype, copy=True)
+
+
+def _has_begun(state: dict[str, Any]) -> bool:
+    step = state.get("step")
+    return bool(state) and (step is None or bool(torch.as_tensor(step) != 0))
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__

@@ -1,0 +1,1 @@
+"""The core: who owns which element, and when parameters are gathered and gradients reduced."""

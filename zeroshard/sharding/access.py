@@ -1,0 +1,90 @@
+"""Full parameters outside forward and backward: to read, to edit, to save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.runtime import Runtime
+
+Opened = Sequence[tuple[FlatBuffer, Tensor]]
+"""Buffers with their whole main parameters, [total]."""
+
+
+@contextmanager
+def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) -> Iterator[None]:
+    """Show full parameters in the main dtype, on every rank, in the units that `modules` take part in.
+
+    Args:
+        modules: parts of the sharded module.
+        write_back: keep the edits that were made, the same on every rank.
+
+    Raises:
+        RuntimeError: `write_back`, and the ranks made different edits; then none is kept.
+    """
+    runtime.settle()
+    wanted = {id(parameter) for module in modules for parameter in module.parameters()}
+    units = [u for u in runtime.units if any(id(p) in wanted for b in u.buffers for p in b.sharded)]
+    opened = [(buffer, buffer.gather_main()) for unit in units for buffer in unit.buffers]
+    shown = {
+        id(sharded): nn.Parameter(view, requires_grad=sharded.requires_grad)
+        for buffer, whole in opened
+        for sharded, view in zip(buffer.sharded, buffer.main_views(whole), strict=True)
+    }
+    before = [unit.stand_in(shown) for unit in units]
+    try:
+        yield
+        if write_back:
+            _write_back(runtime, opened, shown)
+    finally:
+        for unit, parameters in zip(units, before, strict=True):
+            unit.stand_in(parameters)
+            unit.refresh()
+
+
+@torch.no_grad()
+def _write_back(runtime: Runtime, opened: Opened, shown: dict[int, nn.Parameter]) -> None:
+    for buffer, whole in opened:
+        for sharded, view in zip(buffer.sharded, buffer.main_views(whole), strict=True):
+            if shown[id(sharded)].data_ptr() != view.data_ptr():  # p.data = something else
+                view.copy_(shown[id(sharded)])
+    # Bits as integers, so that NaN equals itself and the sum does not depend on its order.
+    digests = [int(whole.view(torch.int16).sum(dtype=torch.int64)) for _, whole in opened]
+    everyone = runtime.context.axis.all_gather_object(digests, "agreement on edited parameters")
+    for (buffer, _), *sums in zip(opened, *everyone, strict=True):
+        if len(set(sums)) > 1:
+            raise RuntimeError(
+                f"unsharded(write_back=True): the ranks made different edits to {buffer.describe()}; "
+                "expected the same on every rank. Nothing was written"
+            )
+    for buffer, whole in opened:
+        buffer.main.copy_(whole[buffer.main_span.slice])
+
+
+def full_state_dict(runtime: Runtime) -> dict[str, Tensor]:
+    """The whole model under the original names, on rank 0's CPU; empty on other ranks.
+
+    One unit is gathered at a time. Floating-point parameters come in float32 or wider, buffers in their
+    own dtype.
+    """
+    runtime.settle()
+    is_first = runtime.context.axis.rank == 0
+    whole: dict[int, Tensor] = {}
+    for buffer in runtime.buffers:
+        flat = buffer.gather_main()
+        if is_first:
+            dtype = torch.promote_types(flat.dtype, torch.float32)
+            views = buffer.main_views(flat.to(device="cpu", dtype=dtype))
+            # A copy each: a view would keep the whole flat buffer alive, padding included.
+            whole.update(zip(map(id, buffer.sharded), [view.clone() for view in views], strict=True))
+    if not is_first:
+        return {}
+    state = runtime.root.module.state_dict(keep_vars=True)
+    return {
+        name: whole[id(value)] if id(value) in whole else value.detach().to("cpu", copy=True)
+        for name, value in state.items()
+    }

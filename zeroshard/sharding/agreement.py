@@ -1,0 +1,61 @@
+"""All ranks must have been given the same: checked once, before anything is exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zeroshard.comm.collectives import Axis
+from zeroshard.config import Config
+
+
+def check_agreement(axis: Axis, model: nn.Module, config: Config, optimizer: Optimizer | None) -> None:
+    """Compare config, parameters and optimizer over the ranks.
+
+    Raises:
+        RuntimeError: on every rank, with the first difference and the ranks that have it.
+    """
+    facts = [*_config_facts(config), *_model_facts(model), *_optimizer_facts(optimizer)]
+    everyone = axis.all_gather_object(facts, "agreement on model and config")
+    for versions in zip_longest(*everyone, fillvalue="nothing more"):
+        if len(set(versions)) == 1:
+            continue
+        ranks: dict[str, list[int]] = {}
+        for rank, version in enumerate(versions):
+            ranks.setdefault(version, []).append(rank)
+        told = "; ".join(f"rank(s) {_numbers(who)} have {what}" for what, who in ranks.items())
+        raise RuntimeError(f"the ranks were given different models, configs or optimizers: {told}")
+
+
+def _config_facts(config: Config) -> Iterator[str]:
+    for section, value in vars(config).items():
+        yield f"config {section}={'a predicate' if callable(value) else value!r}"
+
+
+def _model_facts(model: nn.Module) -> Iterator[str]:
+    first_names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), name)
+        tied = f" tied to '{first}'" if first != name else ""
+        trained = "" if parameter.requires_grad else " frozen"
+        yield f"parameter '{name}' {tuple(parameter.shape)} {parameter.dtype}{trained}{tied}"
+    for name, buffer in model.named_buffers():
+        yield f"buffer '{name}' {tuple(buffer.shape)} {buffer.dtype}"
+
+
+def _optimizer_facts(optimizer: Optimizer | None) -> Iterator[str]:
+    if optimizer is None:
+        yield "no optimizer"
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        name, num = type(optimizer).__name__, len(group["params"])
+        yield f"optimizer {name} group {number} of {num} parameters {settings}"
+
+
+def _numbers(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"

@@ -1,0 +1,215 @@
+"""One flat buffer: the parameters of a unit that share a dtype and whether they are trained.
+
+    full    [total]           compute dtype; the unsharded parameters are views of it; freed and refilled
+    main    [shard] or [total]  main dtype; the sharded parameters are views of it; always there
+
+Where both would hold the same values all the time (replicated parameters whose main dtype is the compute
+dtype; one rank alone), `main` is a view of `full` and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm.collectives import DONE, Axis, Handle
+from zeroshard.comm.streams import Mark, Streams
+from zeroshard.sharding.layout import Layout, Span
+from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.placement import Placements
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """A parameter of the module before sharding, and every place that holds it."""
+
+    parameter: nn.Parameter
+    fqn: str
+    owners: tuple[tuple[nn.Module, str], ...]
+    """(module, attribute): more than one for a tied parameter."""
+
+
+@dataclass(slots=True)
+class Meter:
+    """Bytes of unsharded parameters that are not there at rest."""
+
+    now: int = 0
+    peak: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What the buffers of one engine share."""
+
+    axis: Axis
+    placements: Placements
+    device: torch.device
+    streams: Streams
+    meter: Meter
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    main_dtype: torch.dtype | None
+
+
+class FlatBuffer:
+    """Allocate, view, gather, free.
+
+    Args:
+        originals: parameters of one dtype and one `requires_grad`; their data is taken over: broadcast
+            from rank 0, cut, and released.
+        unit_name: for names in errors.
+        tag: the exchange tag of its gathers.
+    """
+
+    def __init__(self, originals: Sequence[Original], unit_name: str, tag: int, context: Context) -> None:
+        self.originals = tuple(originals)
+        self.unit_name, self.tag, self._context = unit_name, tag, context
+        axis, placements = context.axis, context.placements
+        first = originals[0].parameter
+        self.trainable = first.requires_grad
+        self.shapes = tuple(original.parameter.shape for original in originals)
+        self.layout = Layout(tuple(shape.numel() for shape in self.shapes), axis.size)
+        self.given_dtype = first.dtype
+        self.compute_dtype = context.param_dtype or first.dtype
+        self.main_dtype = self._choose_main_dtype()
+
+        same = self.main_dtype == self.compute_dtype
+        replicated = placements.gathers_gradients if self.trainable else not placements.frees_parameters
+        self.is_resident = not placements.frees_parameters or (axis.size == 1 and same)
+        self.is_partial = axis.size > 1 and not replicated
+        self.is_alias = self.is_resident and same
+        """Whether `main` is a view of `full`."""
+
+        self.main_span = self.layout.shard(axis.rank) if self.is_partial else Span(0, self.layout.total)
+        """The flat range that `main` holds."""
+        values = self._take_over()
+        own = values[self.main_span.slice]
+        self.full = values if same else values.to(self.compute_dtype)
+        self.main = own if self.is_alias else own.clone()
+        self.sharded = self._make_sharded()
+        self.unsharded = self._make_unsharded()
+        self._version = self.main._version
+        self._mark = Mark(None)
+        if not self.is_resident:
+            self.full.untyped_storage().resize_(0)
+
+    @property
+    def full_bytes(self) -> int:
+        return self.layout.total * self.full.element_size()
+
+    def _choose_main_dtype(self) -> torch.dtype:
+        if not self.trainable:
+            return self.compute_dtype
+        return self._context.main_dtype or torch.promote_types(self.given_dtype, torch.float32)
+
+    def _take_over(self) -> Tensor:
+        """[total], main dtype: rank 0's values on every rank, padding zero; the originals are emptied."""
+        values = torch.zeros(self.layout.total, dtype=self.main_dtype, device=self._context.device)
+        for index, original in enumerate(self.originals):
+            data = original.parameter.detach()
+            values[self.layout.parameter(index).slice].copy_(data.reshape(-1))
+            original.parameter.data = data.new_empty(0)
+        self._context.axis.broadcast(values, f"first broadcast of {self.describe()}")
+        return values
+
+    def _make_sharded(self) -> tuple[ShardedParameter, ...]:
+        return tuple(
+            ShardedParameter.wrap(
+                self.main[self.sharded_span(index).slice],
+                self.trainable,
+                fqn=original.fqn,
+                unit_name=self.unit_name,
+                full_shape=self.shapes[index],
+                is_partial=self.is_partial,
+            )
+            for index, original in enumerate(self.originals)
+        )
+
+    def _make_unsharded(self) -> tuple[nn.Parameter, ...]:
+        parameters = []
+        for index, shape in enumerate(self.shapes):
+            parameter = nn.Parameter(self.full.new_empty(0), requires_grad=self.trainable)
+            # Through .data it gets a version counter of its own: a refill of `full` is then no in-place
+            # change to autograd, as it would be for a Parameter made of the view.
+            parameter.data = self.full[self.layout.parameter(index).slice].view(shape)
+            parameters.append(parameter)
+        return tuple(parameters)
+
+    def sharded_span(self, index: int) -> Span:
+        """The part of `main`, and of the reduced gradient, that a sharded parameter is a view of."""
+        return self.layout.parameter(index).intersect(self.main_span).shifted(-self.main_span.start)
+
+    def describe(self) -> str:
+        return f"unit '{self.unit_name}'" if self.unit_name else "the root unit"
+
+    # -- full parameters ------------------------------------------------------------------------------
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether main parameters changed since `full` was filled from them."""
+        return not self.is_alias_of_all and self.main._version != self._version
+
+    @property
+    def is_alias_of_all(self) -> bool:
+        """Whether `full` holds the values of `main` by itself, without copy or exchange."""
+        return self.is_alias and not self.is_partial
+
+    def mark_stale(self) -> None:
+        """An optimizer stepped; not every one counts versions (`parameter.data` does not)."""
+        if self.trainable:
+            self._version = -1
+
+    def gather(self) -> Handle:
+        """Start to fill `full` from the main parameters of all ranks; the storage is allocated here."""
+        self._version = self.main._version
+        if self.is_alias_of_all:
+            return DONE
+        streams, axis = self._context.streams, self._context.axis
+        with torch.no_grad(), streams.gather.after_compute():
+            if not self.is_resident:
+                self.full.untyped_storage().resize_(self.full_bytes)
+                self._context.meter.add(self.full_bytes)
+            own = self.full[self.main_span.slice]
+            if not self.is_alias:
+                own.copy_(self.main)
+            handle: Handle = DONE
+            if self.is_partial:
+                label = f"all-gather of {self.describe()}"
+                handle = axis.all_gather(self.full, own, tag=self.tag, label=label)
+            self._mark = streams.gather.mark()
+        self._version = self.main._version
+        return handle
+
+    def wait(self, handle: Handle) -> None:
+        """Let compute wait until `full` is filled."""
+        handle.wait()
+        self._mark.wait()
+
+    def free(self) -> None:
+        """Give the storage of `full` back; nothing may still be writing to it."""
+        if not self.is_resident:
+            self.full.untyped_storage().resize_(0)
+            self._context.meter.add(-self.full_bytes)
+
+    def gather_main(self) -> Tensor:
+        """[total], main dtype: the whole main parameters, a copy."""
+        whole = torch.empty(self.layout.total, dtype=self.main.dtype, device=self.main.device)
+        own = whole[self.main_span.slice]
+        own.copy_(self.main.detach())
+        if self.is_partial:
+            label = f"all-gather of the main parameters of {self.describe()}"
+            self._context.axis.all_gather(whole, own, tag=self.tag, label=label).wait()
+        return whole
+
+    def main_views(self, whole: Tensor) -> list[Tensor]:
+        """The full-shape parameters inside the result of `gather_main`."""
+        return [
+            whole[self.layout.parameter(index).slice].view(shape) for index, shape in enumerate(self.shapes)
+        ]

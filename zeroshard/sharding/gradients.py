@@ -1,0 +1,253 @@
+"""The gradients of one flat buffer on their way from autograd to the optimizer.
+
+    autograd's gradient  --pack-->  flat [total]  --reduce-scatter-->  reduced [shard]  --deliver-->  p.grad
+
+`flat` holds each gradient times 1/N in the reduce dtype and lives from the first gradient of a backward
+to the end of the reduction. Under deferral (no_sync; accumulation where gradients are replicated) it
+holds plain sums in the main dtype and lives on to the next backward; then it is scaled and reduced once.
+One rank alone hands autograd's gradients on as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.pool import BufferPool
+from zeroshard.sharding.buffer import Context, FlatBuffer
+
+
+class GradientState(Enum):
+    """Where the gradients of a buffer are within a backward."""
+
+    EMPTY = "empty"
+    PACKING = "packing"
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+
+
+_MOVES = {
+    GradientState.EMPTY: {GradientState.PACKING, GradientState.REDUCING},
+    GradientState.PACKING: {GradientState.REDUCING, GradientState.EMPTY},
+    GradientState.REDUCING: {GradientState.REDUCED},
+    # A layer used inside and outside a reentrant checkpoint gets gradients twice in one backward.
+    GradientState.REDUCED: {GradientState.EMPTY, GradientState.PACKING, GradientState.REDUCING},
+}
+
+
+class Gradients:
+    """Pack, reduce, deliver."""
+
+    def __init__(self, buffer: FlatBuffer, context: Context, pool: BufferPool, tag: int) -> None:
+        self.buffer = buffer
+        self._context, self._pool, self._tag = context, pool, tag
+        self._axis = context.axis
+        self._reduce_dtype = context.reduce_dtype or torch.promote_types(buffer.compute_dtype, torch.float32)
+        self._scale = 1.0 / self._axis.size
+        self._spans = [buffer.sharded_span(index) for index in range(len(buffer.sharded))]
+        num = len(buffer.sharded)
+        self.state = GradientState.EMPTY
+        self.num_missing = num
+        """Parameters whose gradient has not arrived since the last reduction."""
+        self.used = [False] * num
+        """Parameters that got a gradient since the last delivery, on this rank."""
+        self._arrived = [False] * num
+        self._filled = [False] * num
+        self._flat: Tensor | None = None
+        self._is_deferred = False
+        self._pending: list[Callable[[], None]] = []
+        self._reduced: Tensor | None = None
+        self._single: dict[int, Tensor] = {}
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether `flat` holds sums that no rank has seen yet."""
+        return self._is_deferred
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of gradients that are not in any p.grad."""
+        return sum(t.nbytes for t in (self._flat, self._reduced) if t is not None)
+
+    @torch.no_grad()
+    def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
+        """Take over the gradient of one parameter, in the compute dtype and full shape.
+
+        Raises:
+            RuntimeError: the gradient is sparse.
+        """
+        if gradient.layout is not torch.strided:
+            name = self.buffer.originals[index].fqn
+            raise RuntimeError(
+                f"the gradient of '{name}' is sparse ({gradient.layout}); expected a dense one"
+            )
+        if not self._arrived[index]:
+            self._arrived[index] = True
+            self.num_missing -= 1
+        self.used[index] = True
+        if self._axis.size == 1:
+            self._pack_single(index, gradient.detach().reshape(-1))
+            return
+        self._move(GradientState.PACKING)
+        if self._flat is None:
+            self._is_deferred = defer
+            dtype = self.buffer.main_dtype if defer else self._reduce_dtype
+            self._flat = self._pool.take(dtype, self.buffer.layout.total)
+        target = self._flat[self.buffer.layout.parameter(index).slice]
+        scale = 1.0 if self._is_deferred else self._scale
+        gradient = gradient.detach().reshape(-1)
+        if self._filled[index]:
+            target.add_(gradient, alpha=scale)
+        elif scale == 1.0:
+            target.copy_(gradient)
+        elif gradient.dtype == target.dtype:
+            torch.mul(gradient, scale, out=target)
+        else:
+            target.copy_(gradient).mul_(scale)
+        self._filled[index] = True
+
+    def _pack_single(self, index: int, gradient: Tensor) -> None:
+        gradient = gradient.to(self.buffer.main_dtype)
+        grad = self.buffer.sharded[index].grad
+        if grad is not None:
+            grad.add_(gradient)
+        elif index in self._single:
+            self._single[index].add_(gradient)
+        else:
+            self._single[index] = gradient
+
+    def start_reduce(self) -> None:
+        """Start the reduction; parameters without a gradient count zeros."""
+        self.complete()
+        self._move(GradientState.REDUCING)
+        self._arrived = [False] * len(self._arrived)
+        self.num_missing = len(self._arrived)
+        if self._axis.size == 1:
+            return
+        flat = self._finish_packing()
+        layout, buffer, context = self.buffer.layout, self.buffer, self._context
+        in_place = buffer.main_span.size == layout.total and flat.dtype == buffer.main_dtype
+        if in_place:
+            result = flat
+        else:
+            result = torch.empty(buffer.main_span.size, dtype=buffer.main_dtype, device=flat.device)
+        own = result
+        if not buffer.is_partial:
+            own = result[layout.shard(self._axis.rank).slice]
+        label = f"reduce-scatter of the gradients of {buffer.describe()}"
+        with context.streams.reduce.after_compute():
+            handle = self._axis.reduce_scatter(flat, own, self._pool, tag=self._tag, label=label)
+            mark = context.streams.reduce.mark()
+
+        def scattered() -> None:
+            handle.wait()
+            mark.wait()
+            if not in_place:
+                self._pool.give(flat)
+            if buffer.is_partial:
+                self._absorb(result)
+            else:
+                self._pending.append(self._start_gather(result, own))
+
+        self._pending.append(scattered)
+
+    def _start_gather(self, result: Tensor, own: Tensor) -> Callable[[], None]:
+        """The second half of an all-reduce, where every rank needs the whole gradient."""
+        label = f"all-gather of the gradients of {self.buffer.describe()}"
+        with self._context.streams.reduce.after_compute():
+            handle = self._axis.all_gather(result, own, tag=self._tag, label=label)
+            mark = self._context.streams.reduce.mark()
+
+        def gathered() -> None:
+            handle.wait()
+            mark.wait()
+            self._absorb(result)
+
+        return gathered
+
+    def _finish_packing(self) -> Tensor:
+        """The flat gradients, scaled, in the reduce dtype, with zeros where none arrived."""
+        layout = self.buffer.layout
+        if self._flat is None:
+            self._flat = self._pool.take(self._reduce_dtype, layout.total)
+        flat, self._flat = self._flat, None
+        for index, filled in enumerate(self._filled):
+            if not filled:
+                flat[layout.parameter(index).slice].zero_()
+        for gap in layout.gaps:
+            flat[gap.slice].zero_()
+        self._filled = [False] * len(self._filled)
+        if not self._is_deferred:
+            return flat
+        self._is_deferred = False
+        flat.mul_(self._scale)
+        if flat.dtype == self._reduce_dtype:
+            return flat
+        reduced = self._pool.take(self._reduce_dtype, layout.total).copy_(flat)
+        self._pool.give(flat)
+        return reduced
+
+    def progress(self) -> None:
+        """Wait for the exchange under way, and start the next one if the reduction needs two."""
+        if self._pending:
+            self._pending.pop(0)()
+
+    def complete(self) -> None:
+        """Finish a reduction that was started; its gradients wait for delivery."""
+        if self.state is GradientState.REDUCING:
+            while self._pending:
+                self.progress()
+            self._move(GradientState.REDUCED)
+
+    def _absorb(self, result: Tensor) -> None:
+        """Keep reduced gradients until it is known which of them any rank used."""
+        if all(parameter.grad is not None for parameter in self.buffer.sharded):
+            for parameter, span in zip(self.buffer.sharded, self._spans, strict=True):
+                parameter.grad.add_(result[span.slice])  # type: ignore[union-attr]
+        elif self._reduced is None:
+            self._reduced = result
+        else:
+            self._reduced.add_(result)
+
+    def keep_deferred(self) -> None:
+        """End a backward whose sums stay here until a later one reduces them."""
+        self._arrived = [False] * len(self._arrived)
+        self.num_missing = len(self._arrived)
+
+    def deliver(self, used: Sequence[bool]) -> None:
+        """Set or add to the gradients of the sharded parameters that any rank used."""
+        self.complete()
+        self._move(GradientState.EMPTY)
+        reduced, self._reduced = self._reduced, None
+        single, self._single = self._single, {}
+        self.used = [False] * len(self.used)
+        for index, parameter in enumerate(self.buffer.sharded):
+            gradient = single.get(index) if reduced is None else reduced[self._spans[index].slice]
+            if gradient is None or not used[index]:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+
+    def drop(self) -> None:
+        """Forget everything that is not in a p.grad; reductions under way are waited for."""
+        self.complete()
+        num = len(self.used)
+        self._flat = self._reduced = None
+        self._single = {}
+        self._is_deferred = False
+        self.used, self._arrived, self._filled = [False] * num, [False] * num, [False] * num
+        self.num_missing = num
+        self.state = GradientState.EMPTY
+
+    def _move(self, state: GradientState) -> None:
+        if state is self.state:
+            return
+        if state not in _MOVES[self.state]:
+            where, now = self.buffer.describe(), self.state.value
+            raise RuntimeError(f"the gradients of {where} cannot go from {now} to {state.value}")
+        self.state = state

@@ -1,0 +1,111 @@
+"""Who owns which element: integers in, integers out.
+
+A group of parameters lies in one flat, padded range of elements that is cut into equal shards:
+
+    elements  0        256       512       768       1024
+              |--w1: 600 elements------|.....|--b1: 200--|....|--w2 ...
+              '-- each parameter starts on a multiple of BLOCK = 256 --'
+    shard 0 = [0, K)   shard 1 = [K, 2K)  ...     K a multiple of BLOCK
+
+So a rank's part of a parameter is one contiguous slice that starts on a block of that parameter,
+and an all-gather of the shards is the flat range itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+BLOCK = 256
+"""Elements that are never cut by a shard boundary: a block of 8-bit optimizer states."""
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `count`."""
+    return -(-count // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A half-open range of elements [start, stop)."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+    def shifted(self, by: int) -> Span:
+        return Span(self.start + by, self.stop + by)
+
+    def intersect(self, other: Span) -> Span:
+        """The common range; where there is none, an empty one inside `other`."""
+        start = min(max(self.start, other.start), other.stop)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of `sizes` (elements per parameter) in a flat range shared by `num_ranks` ranks."""
+
+    sizes: tuple[int, ...]
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ValueError(f"a layout needs at least 1 rank, got {self.num_ranks}")
+        if any(size < 0 for size in self.sizes):
+            raise ValueError(f"parameter sizes must not be negative, got {self.sizes}")
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter starts: a multiple of BLOCK."""
+        ends = accumulate(round_up(size, BLOCK) for size in self.sizes)
+        return tuple(end - round_up(size, BLOCK) for end, size in zip(ends, self.sizes, strict=True))
+
+    @cached_property
+    def total(self) -> int:
+        """Padded elements of the whole range: a multiple of BLOCK * num_ranks."""
+        return round_up(sum(round_up(size, BLOCK) for size in self.sizes), BLOCK * self.num_ranks)
+
+    @property
+    def shard_size(self) -> int:
+        """Elements that each rank owns, padding included."""
+        return self.total // self.num_ranks
+
+    def shard(self, rank: int) -> Span:
+        """The flat range that `rank` owns."""
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"expected a rank in [0, {self.num_ranks}), got {rank}")
+        return Span(rank * self.shard_size, (rank + 1) * self.shard_size)
+
+    def parameter(self, index: int) -> Span:
+        """The flat range of a parameter, its padding left out."""
+        return Span(self.offsets[index], self.offsets[index] + self.sizes[index])
+
+    def owned(self, index: int, rank: int) -> Span:
+        """The part of a parameter that `rank` owns, counted from the parameter's own first element.
+
+        Empty where the rank owns nothing of it. A part that is not empty starts on a block.
+        """
+        whole = self.parameter(index)
+        return self.shard(rank).intersect(whole).shifted(-whole.start)
+
+    def in_shard(self, index: int, rank: int) -> Span:
+        """The same part, counted from the first element of the rank's shard."""
+        shard = self.shard(rank)
+        return self.parameter(index).intersect(shard).shifted(-shard.start)
+
+    @cached_property
+    def gaps(self) -> tuple[Span, ...]:
+        """The padding: every flat range that belongs to no parameter, in order."""
+        ends = (self.parameter(index).stop for index in range(len(self.sizes)))
+        starts = (*self.offsets[1:], self.total)
+        gaps = (Span(end, start) for end, start in zip(ends, starts, strict=True))
+        return tuple(gap for gap in gaps if gap.size)

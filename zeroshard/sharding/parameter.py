@@ -1,0 +1,163 @@
+"""Sharded parameters: what named_parameters() yields between steps and what the optimizer holds.
+
+Glossary:
+  original parameter    the module's own, full shape; gone once the module is sharded.
+  sharded parameter     1-D, this rank's slice of the main parameter, in the main dtype.
+  unsharded parameter   full shape, compute dtype; in the modules during forward and backward.
+
+A sharded parameter behaves as a tensor in all that optimizers and people do with one. What it must not
+do is pass silently for the whole weight: it raises where a layer computes with it, where gradients
+would flow to it, and where torch would take its slice of the gradient for the whole.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.optim.optimizer as torch_optimizer
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+_LAYER_FUNCTIONS = frozenset(
+    function
+    for namespace in (F, torch, Tensor)
+    for name in (
+        *("linear", "bilinear", "embedding", "embedding_bag", "layer_norm", "rms_norm", "group_norm"),
+        *("batch_norm", "instance_norm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "prelu"),
+        *("conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "cross_entropy"),
+        *("multi_head_attention_forward", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm"),
+        *("addmm", "addmv", "baddbmm", "addbmm", "einsum", "tensordot", "chain_matmul", "multi_dot"),
+    )
+    if callable(function := getattr(namespace, name, None))
+)
+"""What computes with a whole weight: refused for a slice even where the shapes happen to fit."""
+
+_GRAD_READERS = {
+    ("torch.nn.utils.clip_grad", "clip_grad_norm_"): "engine.clip_grad_norm_(max_norm) or "
+    "Config(clip_grad_norm=...)",
+    ("torch.amp.grad_scaler", "_unscale_grads_"): "Config(precision=Precision(loss_scale=...))",
+}
+"""Functions of torch that would take a slice of the gradient for the whole, and what to use instead."""
+
+
+class ShardedParameter(nn.Parameter):
+    """This rank's 1-D slice of a main parameter.
+
+    Attributes:
+        fqn: the original name.
+        unit_name: the unit that it belongs to.
+        full_shape: the shape of the original parameter.
+        is_partial: whether the slice can be less than the whole.
+    """
+
+    fqn: str
+    unit_name: str
+    full_shape: torch.Size
+    is_partial: bool
+
+    @staticmethod
+    def wrap(
+        data: Tensor,
+        requires_grad: bool,
+        *,
+        fqn: str,
+        unit_name: str,
+        full_shape: torch.Size,
+        is_partial: bool,
+    ) -> ShardedParameter:
+        """`data`: [n], not copied."""
+        parameter = torch.Tensor._make_subclass(ShardedParameter, data, requires_grad)
+        parameter.fqn, parameter.unit_name = fqn, unit_name
+        parameter.full_shape, parameter.is_partial = full_shape, is_partial
+        if requires_grad:
+            refuse = _Refuse(f"the loss depends on {parameter.describe()}")
+            parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
+        return parameter
+
+    def describe(self) -> str:
+        where = f"unit '{self.unit_name}'" if self.unit_name else "the root unit"
+        return f"the sharded parameter '{self.fqn}' of {where}"
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            values = self.detach().__repr__()
+        return f"ShardedParameter({self.fqn}, slice of {tuple(self.full_shape)}: {values})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is _GET_GRAD:
+            _check_grad_reader(args[0], sys._getframe(1))
+        elif func in _LAYER_FUNCTIONS:
+            raise _used_outside(_first_sharded(args, kwargs), func)
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                return func(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                if torch.is_grad_enabled():  # not an optimizer: a model that computes with a slice
+                    raise _used_outside(_first_sharded(args, kwargs), func) from error
+                raise
+
+
+_GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
+
+# torch's for-each and fused optimizers look at the exact type of a parameter; torch lists its own
+# subclasses (DTensor) in the same place. tests/sharding/test_parameter.py notices if that moves.
+torch_optimizer._foreach_supported_types.append(ShardedParameter)
+
+
+def partial_slices(parameters: Sequence[Tensor]) -> list[ShardedParameter]:
+    """Those that are slices of something larger."""
+    return [p for p in parameters if isinstance(p, ShardedParameter) and p.is_partial]
+
+
+REMEDY = (
+    "It can be used where it is whole: inside the forward of its unit, or under engine.unsharded(module). "
+    "To share it between modules, choose units= such that the forward of one unit holds every use"
+)
+
+
+class _Refuse:
+    """A gradient hook that raises: a slice has no gradient of its own."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        raise RuntimeError(f"{self._what} outside the forward of its unit. {REMEDY}.")
+
+
+def _used_outside(parameter: ShardedParameter, func: Callable[..., Any]) -> RuntimeError:
+    name = getattr(func, "__name__", str(func))
+    return RuntimeError(f"{name} got {parameter.describe()} outside the forward of its unit. {REMEDY}.")
+
+
+def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> ShardedParameter:
+    for value in pytree.tree_leaves((args, dict(kwargs or {}))):
+        if isinstance(value, ShardedParameter):
+            return value
+    raise AssertionError("called for a function that got a sharded parameter")
+
+
+def _check_grad_reader(parameter: Tensor, frame: FrameType | None) -> None:
+    """Refuse the functions of torch that would take a slice of the gradient for the whole."""
+    while frame is not None and frame.f_code.co_name.startswith("<"):
+        frame = frame.f_back  # a comprehension has a frame of its own on Python 3.11
+    if frame is None or not isinstance(parameter, ShardedParameter) or not parameter.is_partial:
+        return
+    reader = (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
+    if reader in _GRAD_READERS:
+        raise RuntimeError(
+            f"{'.'.join(reader)} would see only this rank's slice of the gradient of '{parameter.fqn}'; "
+            f"use {_GRAD_READERS[reader]} instead"
+        )

@@ -1,0 +1,395 @@
+"""The hooks: gather a unit just before it is used, free it right after, reduce its gradients.
+
+    before forward    unshard this, wait, prefetch the next
+    after forward     put the sharded parameters back; the storage goes when the next unit begins
+    before backward   everything after this unit has had its backward: reduce and free what is left of it;
+                      unshard this, wait, prefetch the one before
+    a gradient        pack it; when the unit has all of its gradients, start the reduction
+    end of backward   reduce what is left, agree on which parameters were used, deliver, free
+
+Autograd runs the nodes of a backward in the reverse order of their creation. So when the gradient of a
+unit's output arrives, all that ran after this unit has had its backward, and it is safe to free it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from zeroshard.comm.pool import BufferPool
+from zeroshard.sharding.autograd import at_end_of_backward, find_tensors, is_in_backward
+from zeroshard.sharding.buffer import Context, FlatBuffer
+from zeroshard.sharding.gradients import Gradients, GradientState
+from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
+
+MAX_REDUCTIONS_IN_FLIGHT = 2
+
+
+class Runtime:
+    """Runs the units of one sharded module.
+
+    Args:
+        units: the root unit first.
+        context: what their buffers share.
+        pool: scratch buffers of the backward.
+        num_prefetch: how many units are gathered ahead.
+        reshard_after_forward: whether freed parameters are gathered again for backward.
+        output_dtype: floating-point outputs of the root are cast to it.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        context: Context,
+        pool: BufferPool,
+        *,
+        num_prefetch: int,
+        reshard_after_forward: bool,
+        output_dtype: torch.dtype | None,
+    ) -> None:
+        self.root, self.units, self.context = units[0], tuple(units), context
+        self._pool, self._num_prefetch = pool, num_prefetch
+        self._reshard_after_forward, self._output_dtype = reshard_after_forward, output_dtype
+        self._order: list[Unit] = []
+        self._called: list[Unit] = []
+        self._kept: frozenset[Unit] = frozenset()
+        self._idle: list[Unit] = []
+        """Units whose forward has ended and whose storage goes when another unit begins."""
+        self._staying: set[Unit] = set()
+        """Units that stay gathered from this forward to its backward."""
+        self._to_pass: deque[Unit] = deque()
+        self._in_flight: deque[Gradients] = deque()
+        self._is_in_forward = False
+        self._is_in_backward = False
+        self._defer = False
+        self._has_deferred = False
+        self._is_tainted = False
+        for unit in units:
+            self._hook(unit)
+
+    # -- what the outside asks ------------------------------------------------------------------------
+
+    @property
+    def buffers(self) -> Iterator[FlatBuffer]:
+        return (buffer for unit in self.units for buffer in unit.buffers)
+
+    @property
+    def gradients(self) -> Iterator[Gradients]:
+        return (gradients for unit in self.units for gradients in unit.gradients)
+
+    @property
+    def parameters(self) -> Iterator[ShardedParameter]:
+        return (parameter for buffer in self.buffers for parameter in buffer.sharded)
+
+    @property
+    def unit_infos(self) -> list[UnitInfo]:
+        return [
+            UnitInfo(name=unit.name, numel=unit.numel, kept=self._is_kept(unit))
+            for unit in self.units
+            if unit.buffers
+        ]
+
+    @property
+    def local_gradient_bytes(self) -> int:
+        """Bytes of gradients that wait here for a later reduction."""
+        return sum(gradients.local_bytes for gradients in self.gradients)
+
+    @contextmanager
+    def deferring(self, defer: bool) -> Iterator[None]:
+        """While on, backward adds gradients up locally and sends nothing."""
+        before = self._defer
+        self._defer = before or (defer and self.context.axis.size > 1)
+        try:
+            yield
+        finally:
+            self._defer = before
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Follow an optimizer over the sharded parameters, whoever steps it."""
+        runtime = weakref.ref(self)
+        zero_grad = optimizer.zero_grad
+
+        def before(*_: Any) -> None:
+            if (self := runtime()) is not None:
+                self.before_step()
+
+        def after(*_: Any) -> None:
+            if (self := runtime()) is not None:
+                self.after_step()
+
+        @functools.wraps(zero_grad)
+        def zero_all(set_to_none: bool = True) -> None:
+            if (self := runtime()) is not None:
+                self.drop_deferred()
+            zero_grad(set_to_none)
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+        optimizer.zero_grad = zero_all  # type: ignore[method-assign]
+
+    def before_step(self) -> None:
+        """Make the gradients ready for an optimizer: reduce what was deferred.
+
+        Raises:
+            RuntimeError: an exception left gradients that hold part of a micro-batch.
+        """
+        self._recover()
+        if self._is_tainted:
+            raise RuntimeError(
+                "an exception in backward left gradients that hold only a part of a micro-batch; "
+                "call zero_grad() and repeat the micro-batches since the last step"
+            )
+        if self._has_deferred:
+            self._reduce_and_deliver()
+
+    def after_step(self) -> None:
+        """Main parameters changed: replicated parameters are gathered again while the host goes on."""
+        for unit in (self.root, *(self._order or self.units[1:])):
+            for buffer in unit.buffers:
+                buffer.mark_stale()
+            unit.refresh()
+
+    def drop_deferred(self) -> None:
+        """Forget gradients that were not reduced yet, as zero_grad() does."""
+        self._recover()
+        self._is_tainted = False
+        self._has_deferred = False
+        for gradients in self.gradients:
+            if gradients.has_deferred:
+                gradients.drop()
+
+    def settle(self) -> None:
+        """Wait for every exchange under way, and clean up after an exception."""
+        self._recover()
+        for unit in self.units:
+            if unit.state is UnitState.GATHERING:
+                unit.wait()
+
+    # -- forward --------------------------------------------------------------------------------------
+
+    def _hook(self, unit: Unit) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            self._before_forward(unit)
+            return self._cast_inputs(args, kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            return self._after_forward(unit, output)
+
+        unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        unit.module.register_forward_hook(after, always_call=True)
+        for gradients in unit.gradients:
+            for index, parameter in enumerate(gradients.buffer.unsharded):
+                self._hook_gradient(unit, gradients, index, parameter)
+
+    def _before_forward(self, unit: Unit) -> None:
+        if not is_in_backward():
+            if unit is self.root:
+                self._begin_forward()
+            else:
+                self._called.append(unit)
+            self._free_idle(unit)
+        unit.unshard()
+        unit.wait()
+        unit.install()
+        if not is_in_backward():
+            following = unit.position + 1
+            for upcoming in self._order[following : following + self._num_prefetch]:
+                upcoming.unshard()
+
+    def _after_forward(self, unit: Unit, output: Any) -> Any:
+        unit.uninstall()
+        if unit is self.root and self._output_dtype is not None:
+            output = _cast(output, self._output_dtype)
+        is_hidden = self._watch_outputs(unit, output)
+        if not is_in_backward():
+            if unit is self.root:
+                self._end_forward()
+            elif self._reshard_after_forward and not is_hidden:
+                self._idle.append(unit)
+            else:
+                self._staying.add(unit)
+        return output
+
+    def _begin_forward(self) -> None:
+        self._recover()
+        self._is_in_forward = True
+        self._called, self._staying = [], set()
+        for unit in self.units:
+            unit.refresh()
+
+    def _end_forward(self) -> None:
+        self._is_in_forward = False
+        if not self._order:
+            self._order = list(dict.fromkeys(self._called))
+            for position, unit in enumerate(self._order):
+                unit.position = position
+        if torch.is_grad_enabled():
+            self._kept = self._kept or frozenset(self._idle)
+            self._staying |= {self.root, *self._idle}
+        else:
+            self._staying = set()
+        self._idle = []
+        for unit in self.units:
+            if unit not in self._staying:
+                unit.reshard()
+
+    def _free_idle(self, but: Unit) -> None:
+        for unit in self._idle:
+            if unit is not but:
+                unit.reshard()
+        self._idle = []
+
+    def _is_kept(self, unit: Unit) -> bool:
+        return (
+            unit is self.root
+            or unit in self._kept
+            or not self._reshard_after_forward
+            or unit.is_resident
+            or not unit.backward_needs_parameters
+        )
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        dtype = self.context.param_dtype
+        return None if dtype is None else (_cast(args, dtype), _cast(kwargs, dtype))
+
+    # -- backward -------------------------------------------------------------------------------------
+
+    def _watch_outputs(self, unit: Unit, output: Any) -> bool:
+        """Hook the outputs of a forward that will have a backward.
+
+        Returns:
+            Whether gradients may come back through something that cannot be hooked.
+        """
+        if not torch.is_grad_enabled():
+            return False
+        tensors, is_opaque = find_tensors(output)
+        tensors = [tensor for tensor in tensors if tensor.requires_grad]
+        if tensors:
+            call = ForwardCall(unit)
+            unit.open_calls.add(call)
+
+            def before_backward(gradient: Tensor) -> None:
+                self._before_backward(call)
+
+            for tensor in tensors:
+                tensor.register_hook(before_backward)
+        return is_opaque and not tensors
+
+    def _before_backward(self, call: ForwardCall) -> None:
+        if not self._is_in_backward:
+            self._begin_backward()
+        unit = call.unit
+        unit.open_calls.discard(call)
+        self._pass(unit)
+        if unit.backward_needs_parameters:
+            unit.unshard()
+            unit.wait()
+        position = len(self._order) if unit is self.root else unit.position
+        for upcoming in self._order[max(0, position - self._num_prefetch) : max(0, position)][::-1]:
+            if upcoming.open_calls and upcoming.backward_needs_parameters:
+                upcoming.unshard()
+
+    def _begin_backward(self) -> None:
+        self._is_in_backward = True
+        self._to_pass = deque(reversed(self._order))
+        for unit in self.units:
+            unit.is_reduced = False
+        at_end_of_backward(self._end_backward)
+
+    def _pass(self, unit: Unit) -> None:
+        """Reduce and free the units whose backward is over now that it has come to `unit`."""
+        if unit is self.root:
+            return
+        waiting = []
+        while self._to_pass and self._to_pass[0].position > unit.position:
+            passed = self._to_pass.popleft()
+            if passed.open_calls:  # an earlier call of it is still to come
+                waiting.append(passed)
+                continue
+            if not passed.is_reduced and not self._defer:
+                self._start_reduce(passed)
+            passed.reshard()
+        self._to_pass.extendleft(reversed(waiting))
+
+    def _hook_gradient(self, unit: Unit, gradients: Gradients, index: int, parameter: nn.Parameter) -> None:
+        # Autograd keeps the hook out of the garbage collector's sight: strong references would leak.
+        runtime, unit, gradients = weakref.proxy(self), weakref.proxy(unit), weakref.proxy(gradients)
+
+        def arrived(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None, "called when it has been accumulated"
+            gradients.pack(index, gradient, runtime._defer)
+            if unit.is_complete and not runtime._defer:
+                runtime._start_reduce(unit)
+
+        parameter.register_post_accumulate_grad_hook(arrived)
+
+    def _start_reduce(self, unit: Unit) -> None:
+        unit.start_reduce()
+        self._in_flight.extend(unit.gradients)
+        while len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
+            self._in_flight.popleft().progress()
+
+    def _end_backward(self) -> None:
+        self._is_in_backward = False
+        if self._defer:
+            self._has_deferred = True
+            for gradients in self.gradients:
+                gradients.keep_deferred()
+        else:
+            self._reduce_and_deliver()
+        for unit in self.units:
+            unit.reshard()
+
+    def _reduce_and_deliver(self) -> None:
+        """Reduce what this backward has not, the root last; then hand gradients to the parameters."""
+        for unit in (*reversed(self.units[1:]), self.root):
+            if not unit.is_reduced or any(g.state is GradientState.PACKING for g in unit.gradients):
+                self._start_reduce(unit)
+        for gradients in self._in_flight:
+            gradients.progress()
+        self._in_flight.clear()
+        used = iter(self._used_on_any_rank())
+        for gradients in self.gradients:
+            gradients.deliver([next(used) for _ in gradients.used])
+        self._pool.release()
+        self._has_deferred = False
+
+    def _used_on_any_rank(self) -> list[bool]:
+        flags = [flag for gradients in self.gradients for flag in gradients.used]
+        return self.context.axis.any(flags, "agreement on which parameters got a gradient")
+
+    def _recover(self) -> None:
+        """After an exception in a forward or a backward: drop what was under way."""
+        if is_in_backward() or not (self._is_in_forward or self._is_in_backward):
+            return
+        if self._is_in_backward:
+            accumulated = any(parameter.grad is not None for parameter in self.parameters)
+            self._is_tainted = accumulated or self._has_deferred
+            self._has_deferred = False
+        self._is_in_forward = self._is_in_backward = False
+        self._idle, self._called = [], []
+        self._in_flight.clear()
+        for unit in self.units:
+            unit.drop()
+        self._pool.release()
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in nested containers, in `dtype`."""
+
+    def cast(leaf: Any) -> Any:
+        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
+        return leaf.to(dtype) if is_float else leaf
+
+    return pytree.tree_map(cast, value)

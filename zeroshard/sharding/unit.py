@@ -1,0 +1,191 @@
+"""A unit: a module whose parameters are gathered and freed together.
+
+SHARDED --unshard()--> GATHERING --wait()--> UNSHARDED --reshard()--> SHARDED
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from weakref import WeakSet
+
+from torch import nn
+
+from zeroshard.comm.collectives import Handle
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.gradients import Gradients
+
+
+class UnitState(Enum):
+    """Whether the full parameters of a unit hold the current values."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
+_MOVES = {
+    UnitState.SHARDED: UnitState.GATHERING,
+    UnitState.GATHERING: UnitState.UNSHARDED,
+    UnitState.UNSHARDED: UnitState.SHARDED,
+}
+
+
+class ForwardCall:
+    """One forward of a unit whose backward is still to come; it dies with its graph."""
+
+    __slots__ = ("__weakref__", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+
+@dataclass(frozen=True, slots=True)
+class UnitInfo:
+    """What `engine.units` tells of a unit."""
+
+    name: str
+    """The module's name; the root unit's is empty."""
+    numel: int
+    """Elements, padding included."""
+    kept: bool
+    """Whether backward needs no second gather: it stays gathered, or backward needs no parameters."""
+
+
+class Unit:
+    """Parameters of one module, their buffers and their state.
+
+    Args:
+        name: the module's name in the model.
+        module: whose forward brackets the use of the parameters.
+        buffers: one for each dtype and `requires_grad`.
+        gradients: one for each trained buffer.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, buffers: list[FlatBuffer], gradients: list[Gradients]
+    ) -> None:
+        self.name, self.module = name, module
+        self.buffers, self.gradients = buffers, gradients
+        self.is_resident = all(buffer.is_resident for buffer in buffers)
+        self.backward_needs_parameters = not isinstance(module, nn.Embedding)
+        self.position = -1
+        """The place in the order of the first forward; -1 before, and for the root."""
+        self.open_calls: WeakSet[ForwardCall] = WeakSet()
+        self.is_reduced = False
+        """Whether the gradients of this backward were sent."""
+        self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
+        self._handles: list[tuple[FlatBuffer, Handle]] = []
+        self._slots = [
+            (owner, attribute, unsharded, sharded)
+            for buffer in buffers
+            for original, unsharded, sharded in zip(
+                buffer.originals, buffer.unsharded, buffer.sharded, strict=True
+            )
+            for owner, attribute in original.owners
+        ]
+        self._is_plain = all(type(m).__setattr__ is nn.Module.__setattr__ for m, _, _, _ in self._slots)
+        self._stand_ins: dict[int, nn.Parameter] = {}
+        self.uninstall()
+
+    @property
+    def numel(self) -> int:
+        """Elements of all buffers, padding included."""
+        return sum(buffer.layout.total for buffer in self.buffers)
+
+    # -- parameters -----------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Start to gather, unless the full parameters are there or on their way."""
+        if self.state is UnitState.SHARDED:
+            self._move(UnitState.GATHERING)
+            needed = [b for b in self.buffers if b.is_stale or not b.is_resident]
+            self._handles = [(buffer, buffer.gather()) for buffer in needed]
+
+    def wait(self) -> None:
+        """Let compute wait for the full parameters; gathers them if nobody has started to."""
+        self.unshard()
+        if self.state is UnitState.GATHERING:
+            handles, self._handles = self._handles, []
+            for buffer, handle in handles:
+                buffer.wait(handle)
+            self._move(UnitState.UNSHARDED)
+
+    def reshard(self) -> None:
+        """Free the full parameters, where they are freed at all."""
+        if self.state is UnitState.SHARDED or self.is_resident:
+            return
+        self.wait()
+        for buffer in self.buffers:
+            buffer.free()
+        self._move(UnitState.SHARDED)
+
+    def refresh(self) -> None:
+        """Where main parameters have changed: start new gathers of replicated ones, free the others."""
+        if self.state is UnitState.SHARDED or not any(buffer.is_stale for buffer in self.buffers):
+            return
+        self.wait()
+        if self.is_resident:
+            self._move(UnitState.SHARDED)
+            self.unshard()
+        else:
+            self.reshard()
+
+    def install(self) -> None:
+        """Put the unsharded parameters into the modules."""
+        for owner, attribute, unsharded, _ in self._slots:
+            if self._is_plain:
+                owner._parameters[attribute] = unsharded
+            else:  # an RNN keeps a list of its weights beside
+                setattr(owner, attribute, unsharded)
+
+    def uninstall(self) -> None:
+        """Put the sharded parameters into the modules, or what stands in for them."""
+        for owner, attribute, _, sharded in self._slots:
+            parameter = self._stand_ins.get(id(sharded), sharded)
+            if self._is_plain:
+                owner._parameters[attribute] = parameter
+            else:
+                setattr(owner, attribute, parameter)
+
+    def stand_in(self, parameters: dict[int, nn.Parameter]) -> dict[int, nn.Parameter]:
+        """From now on show others in the modules at rest, by the id of the sharded parameter.
+
+        Returns:
+            What was shown before.
+        """
+        before, self._stand_ins = self._stand_ins, parameters
+        self.uninstall()
+        return before
+
+    # -- gradients ------------------------------------------------------------------------------------
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every trained parameter got its gradient."""
+        return not any(gradients.num_missing for gradients in self.gradients)
+
+    def start_reduce(self) -> None:
+        for gradients in self.gradients:
+            gradients.start_reduce()
+        self.is_reduced = True
+
+    def drop(self) -> None:
+        """After an exception: forget what was under way and put the sharded parameters back."""
+        for gradients in self.gradients:
+            gradients.drop()
+        for buffer in self.buffers:
+            for parameter in buffer.unsharded:
+                parameter.grad = None
+        self.open_calls.clear()
+        self.is_reduced = False
+        self.uninstall()
+        self.reshard()
+
+    def _move(self, state: UnitState) -> None:
+        if _MOVES[self.state] is not state:
+            raise RuntimeError(
+                f"unit '{self.name}' cannot go from {self.state.value} to {state.value}; "
+                f"expected {_MOVES[self.state].value}"
+            )
+        self.state = state

@@ -1,0 +1,163 @@
+"""Which modules become units, and which unit a parameter belongs to."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zeroshard.sharding.buffer import Original
+
+LARGE = 1 << 20
+"""Elements from which a layer outside the repeated blocks (embedding, head) is a unit of its own."""
+
+UnitPolicy = Sequence[str] | Callable[[nn.Module], bool] | None
+"""Class names, a predicate, or None: find the repeated blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """A unit to be: its module and the parameters that it owns, by name."""
+
+    name: str
+    module: nn.Module
+    originals: list[Original] = field(default_factory=list)
+
+    def groups(self) -> list[list[Original]]:
+        """The parameters by (dtype, requires_grad): one flat buffer each."""
+        groups: dict[tuple[torch.dtype, bool], list[Original]] = {}
+        for original in self.originals:
+            key = (original.parameter.dtype, original.parameter.requires_grad)
+            groups.setdefault(key, []).append(original)
+        return list(groups.values())
+
+
+def find_units(root: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
+    """The units of a model, the root first, then in the order of registration.
+
+    A parameter belongs to the lowest unit that encloses every module that holds it. Units without
+    parameters are left out, but for the root.
+
+    Raises:
+        ValueError: a class name that no module has; a parameter that cannot be sharded.
+    """
+    modules = set(_choose(root, policy)) - {root}
+    specs = {root: UnitSpec("", root)}
+    for name, module in root.named_modules():
+        if module in modules:
+            specs[module] = UnitSpec(name, module)
+    chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
+    names: dict[nn.Parameter, str] = {}
+    owners: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
+    for chain, prefix, module in _walk(root, (), "", modules):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                chains.setdefault(parameter, []).append(chain)
+                names.setdefault(parameter, prefix + attribute)
+                owners.setdefault(parameter, {})[module, attribute] = None
+    for parameter, name in names.items():
+        _check(parameter, name)
+        original = Original(parameter, name, tuple(owners[parameter]))
+        specs[_lowest_common(chains[parameter])].originals.append(original)
+    return [spec for spec in specs.values() if spec.originals or spec.module is root]
+
+
+def _walk(
+    module: nn.Module, chain: tuple[nn.Module, ...], prefix: str, units: set[nn.Module]
+) -> Iterator[tuple[tuple[nn.Module, ...], str, nn.Module]]:
+    """Every path to every module: (the units that enclose it, its name with a dot, the module)."""
+    if module in units or not chain:
+        chain = (*chain, module)
+    yield chain, prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, chain, f"{prefix}{name}.", units)
+
+
+def _lowest_common(chains: list[tuple[nn.Module, ...]]) -> nn.Module:
+    shortest = min(len(chain) for chain in chains)
+    common = [level[0] for level in zip(*(c[:shortest] for c in chains), strict=True) if len(set(level)) == 1]
+    lowest: nn.Module = common[-1]
+    return lowest
+
+
+def _check(parameter: nn.Parameter, name: str) -> None:
+    if nn.parameter.is_lazy(parameter):
+        raise ValueError(f"parameter '{name}' is lazy: run the model once before it is sharded")
+    if not parameter.is_floating_point():
+        raise ValueError(
+            f"parameter '{name}' has dtype {parameter.dtype}; only floating-point parameters can be sharded"
+        )
+    if parameter.is_meta:
+        raise ValueError(f"parameter '{name}' is on the meta device; expected it to have values")
+
+
+# -- which modules ---------------------------------------------------------------------------------------
+
+
+def _choose(root: nn.Module, policy: UnitPolicy) -> list[nn.Module]:
+    if policy is None:
+        blocks = _named_blocks(root) or list(_repeated_blocks(root))
+        return blocks + _large_layers(root, blocks)
+    if callable(policy):
+        return [module for module in root.modules() if policy(module)]
+    return _by_class_name(root, policy)
+
+
+def _by_class_name(root: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    known = {type(module).__name__ for module in root.modules()}
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise ValueError(f"config key 'units': the model has no module of class '{name}'{hint}")
+    wanted = set(names)
+    return [module for module in root.modules() if type(module).__name__ in wanted]
+
+
+def _named_blocks(root: nn.Module) -> list[nn.Module]:
+    """Blocks that a transformers model names itself, in `_no_split_modules`."""
+    names = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return list(_outermost(root, lambda module: type(module).__name__ in names))
+
+
+def _outermost(module: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if wanted(child):
+            yield child
+        else:
+            yield from _outermost(child, wanted)
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Children of a ModuleList or Sequential that share their class and have children of their own."""
+    counts: Counter[type[nn.Module]] = Counter()
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        counts.update(type(child) for child in module if _is_block(child))
+    for child in module.children():
+        if counts[type(child)] > 1:
+            yield child
+        else:
+            yield from _repeated_blocks(child)
+
+
+def _is_block(module: nn.Module) -> bool:
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+    has_parameters = next(module.parameters(), None) is not None
+    return has_parameters and next(module.children(), None) is not None and not is_list
+
+
+def _large_layers(root: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Embeddings and linear layers outside the blocks with many elements."""
+    inside = {module for block in blocks for module in block.modules()}
+    return [
+        module
+        for module in root.modules()
+        if module not in inside
+        and type(module) in (nn.Embedding, nn.Linear)
+        and sum(parameter.numel() for parameter in module.parameters()) >= LARGE
+    ]

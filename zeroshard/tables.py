@@ -1,0 +1,30 @@
+"""How reports print: a small table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+
+def format_bytes(count: float) -> str:
+    """A byte count in the unit a person would use, powers of 1024."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A plain-text table: the first column to the left, all others to the right."""
+    table = Table(title=title)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    text = StringIO()
+    Console(file=text, width=100, no_color=True).print(table)
+    return text.getvalue().rstrip()
