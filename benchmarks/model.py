@@ -46,7 +46,8 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).reshape(batch, sequence, dim))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        hidden: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return hidden
 
 
 class GPT(nn.Module):
@@ -66,7 +67,8 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def build_model(shape: Shape, device: torch.device) -> GPT:

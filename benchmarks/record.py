@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def console(quiet: bool = False) -> Console:
+    """A console whose tables keep their columns when the output goes to a file."""
+    terminal = Console(quiet=quiet)
+    return terminal if terminal.is_terminal else Console(quiet=quiet, width=160)
 
 
 def _cpu_model() -> str:
@@ -71,7 +78,9 @@ def write(name: str, rows: Any, **extra: Any) -> Path:
         "command": shlex.join(["python", f"benchmarks/{script.name}", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "../zeroshard")),
+        "uncommitted_changes": bool(
+            _git("status", "--porcelain", "--untracked-files=no", "--", "../zeroshard")
+        ),
         "machine": machine(),
         "versions": versions(),
         **extra,

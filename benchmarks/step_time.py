@@ -47,7 +47,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
     parser.add_argument("--rounds", type=int, default=30, help="timed turns of each engine")
     parser.add_argument("--warmup", type=int, default=3, help="rounds before the timed ones")
-    parser.add_argument("--lead-in", type=int, default=0, help="untimed steps in each turn, before the timed one")
+    parser.add_argument(
+        "--lead-in", type=int, default=0, help="untimed steps in each turn, before the timed one"
+    )
     parser.add_argument("--engines", help=f"comma-separated, of {', '.join(ENGINES)}; default all")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--name", help="of the JSON file in benchmarks/results")
@@ -163,16 +165,18 @@ def time_rows(times: Times, losses: Mapping[str, float]) -> list[dict[str, objec
 
 
 def show(times: Times, title: str, console: Console) -> None:
-    """Print seconds and, for each zeroshard stage present, the ratio to the engine of the row."""
+    """Print seconds and, for each zeroshard stage present, its ratio to the engine of the row."""
     stages = [name for name in times if name.startswith("zeroshard")]
-    table = Table(title=title, caption="ratios: the column's time / the row's; medians of pairs, 95% interval")
+    table = Table(
+        title=title, caption="ratios: the column's time / the row's; medians of pairs, 95% interval"
+    )
     table.add_column("engine")
     table.add_column("seconds per step", justify="right")
     for stage in stages:
         table.add_column(stage, justify="right")
     for name, values in times.items():
         seconds = median_of(values)
-        cells = [LABELS[name], f"{seconds.value:.4f} [{seconds.low:.4f}, {seconds.high:.4f}]"]
+        cells = [name, f"{seconds.value:.4f} [{seconds.low:.4f}, {seconds.high:.4f}]"]
         for stage in stages:
             ratio = median_ratio(times[stage], values)
             cells.append("" if stage == name else f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]")
@@ -183,7 +187,7 @@ def show(times: Times, title: str, console: Console) -> None:
 def measure(args: argparse.Namespace, device: torch.device) -> None:
     """Build, warm up, check, time and report; runs on every rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    console = Console(quiet=rank != 0)
+    console = record.console(quiet=rank != 0)
     names, skipped = select(args.engines, args.precision)
     for name, reason in skipped.items():
         console.print(f"without {name}: {reason}")

@@ -75,7 +75,7 @@ def parse_args() -> argparse.Namespace:
     engine.add_argument("--clip", type=float, metavar="NORM", help="largest gradient norm (1.0); 0: any")
     engine.add_argument("--batch-size", type=at_least(1), metavar="N", help="blocks per rank (4)")
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=at_least(2), default=500, metavar="N", help="(%(default)s)")
+    training.add_argument("--steps", type=at_least(2), default=600, metavar="N", help="(%(default)s)")
     training.add_argument("--lr", type=float, default=3e-3, help="highest learning rate (%(default)s)")
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--data", metavar="FILE", help='text, or .jsonl with a "text" in each line')
@@ -244,13 +244,14 @@ def main() -> None:
         sys.exit(f"finetune.py: {error}")
     num_params = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.1, fused=True)
-    engine, optimizer, dataloader, _ = zeroshard.initialize(
+    engine, _, dataloader, _ = zeroshard.initialize(
         model,
         optimizer,
         config,
         training_data=TensorDataset(blocks.train),
         lr_scheduler=warmup_cosine(optimizer, args.steps),
     )
+    assert dataloader is not None  # there is training data
 
     console = Console(quiet=RANK != 0)  # so that rank 0 alone speaks
     unit = "token" if args.model else "byte"

@@ -4,6 +4,7 @@ from zeroshard.comm.counter import CommReport
 from zeroshard.config import Checkpoint, Config, Mesh, Offload, Pipeline, Precision
 from zeroshard.engine import Engine
 from zeroshard.initialize import Initialized, initialize
+from zeroshard.memory.estimate import Estimate, estimate
 from zeroshard.memory.report import MemoryReport
 from zeroshard.sharding.shard import shard
 
@@ -12,12 +13,14 @@ __all__ = [
     "CommReport",
     "Config",
     "Engine",
+    "Estimate",
     "Initialized",
     "MemoryReport",
     "Mesh",
     "Offload",
     "Pipeline",
     "Precision",
+    "estimate",
     "initialize",
     "shard",
 ]

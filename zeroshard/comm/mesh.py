@@ -110,6 +110,6 @@ def open_axes(mesh: DeviceMesh, device: torch.device, counter: Counter, timeout_
 def _next_tag_range(axis: Axis) -> int:
     """A number that no engine of any of these ranks has had: they may have been in other groups before."""
     global _tag_ranges_used
-    number = max(axis.all_gather_object(_tag_ranges_used, "agreement on tags"))
+    number: int = max(axis.all_gather_object(_tag_ranges_used, "agreement on tags"))
     _tag_ranges_used = number + 1
     return number

@@ -19,7 +19,7 @@ from zeroshard.comm.collectives import DONE, Axis, Handle
 from zeroshard.comm.streams import Mark, Streams
 from zeroshard.sharding.layout import Layout, Span
 from zeroshard.sharding.parameter import ShardedParameter
-from zeroshard.sharding.placement import Placements
+from zeroshard.sharding.placement import DtypePolicy, Placements, plan_buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,7 @@ class Context:
     device: torch.device
     streams: Streams
     meter: Meter
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    main_dtype: torch.dtype | None
+    dtypes: DtypePolicy
 
 
 class FlatBuffer:
@@ -71,28 +69,19 @@ class FlatBuffer:
     def __init__(self, originals: Sequence[Original], unit_name: str, tag: int, context: Context) -> None:
         self.originals = tuple(originals)
         self.unit_name, self.tag, self._context = unit_name, tag, context
-        axis, placements = context.axis, context.placements
+        axis = context.axis
         first = originals[0].parameter
         self.trainable = first.requires_grad
         self.shapes = tuple(original.parameter.shape for original in originals)
         self.layout = Layout(tuple(shape.numel() for shape in self.shapes), axis.size)
-        self.given_dtype = first.dtype
-        self.compute_dtype = context.param_dtype or first.dtype
-        self.main_dtype = self._choose_main_dtype()
-
-        same = self.main_dtype == self.compute_dtype
-        replicated = placements.gathers_gradients if self.trainable else not placements.frees_parameters
-        self.is_resident = not placements.frees_parameters or (axis.size == 1 and same)
-        self.is_partial = axis.size > 1 and not replicated
-        self.is_alias = self.is_resident and same
-        """Whether `main` is a view of `full`."""
-
+        self.plan = plan_buffer(context.placements, context.dtypes, first.dtype, self.trainable, axis.size)
+        self.is_resident, self.is_partial = self.plan.is_resident, self.plan.is_partial
         self.main_span = self.layout.shard(axis.rank) if self.is_partial else Span(0, self.layout.total)
         """The flat range that `main` holds."""
         values = self._take_over()
         own = values[self.main_span.slice]
-        self.full = values if same else values.to(self.compute_dtype)
-        self.main = own if self.is_alias else own.clone()
+        self.full = values.to(self.plan.compute_dtype)
+        self.main = own if self.plan.is_alias else own.clone()
         self.sharded = self._make_sharded()
         self.unsharded = self._make_unsharded()
         self._version = self.main._version
@@ -104,14 +93,9 @@ class FlatBuffer:
     def full_bytes(self) -> int:
         return self.layout.total * self.full.element_size()
 
-    def _choose_main_dtype(self) -> torch.dtype:
-        if not self.trainable:
-            return self.compute_dtype
-        return self._context.main_dtype or torch.promote_types(self.given_dtype, torch.float32)
-
     def _take_over(self) -> Tensor:
         """[total], main dtype: rank 0's values on every rank, padding zero; the originals are emptied."""
-        values = torch.zeros(self.layout.total, dtype=self.main_dtype, device=self._context.device)
+        values = torch.zeros(self.layout.total, dtype=self.plan.main_dtype, device=self._context.device)
         for index, original in enumerate(self.originals):
             data = original.parameter.detach()
             values[self.layout.parameter(index).slice].copy_(data.reshape(-1))
@@ -159,7 +143,7 @@ class FlatBuffer:
     @property
     def is_alias_of_all(self) -> bool:
         """Whether `full` holds the values of `main` by itself, without copy or exchange."""
-        return self.is_alias and not self.is_partial
+        return self.plan.is_alias and not self.is_partial
 
     def mark_stale(self) -> None:
         """An optimizer stepped; not every one counts versions (`parameter.data` does not)."""
@@ -177,7 +161,7 @@ class FlatBuffer:
                 self.full.untyped_storage().resize_(self.full_bytes)
                 self._context.meter.add(self.full_bytes)
             own = self.full[self.main_span.slice]
-            if not self.is_alias:
+            if not self.plan.is_alias:
                 own.copy_(self.main)
             handle: Handle = DONE
             if self.is_partial:

@@ -45,7 +45,7 @@ class Gradients:
         self.buffer = buffer
         self._context, self._pool, self._tag = context, pool, tag
         self._axis = context.axis
-        self._reduce_dtype = context.reduce_dtype or torch.promote_types(buffer.compute_dtype, torch.float32)
+        self._reduce_dtype = buffer.plan.reduce_dtype
         self._scale = 1.0 / self._axis.size
         self._spans = [buffer.sharded_span(index) for index in range(len(buffer.sharded))]
         num = len(buffer.sharded)
@@ -94,7 +94,7 @@ class Gradients:
         self._move(GradientState.PACKING)
         if self._flat is None:
             self._is_deferred = defer
-            dtype = self.buffer.main_dtype if defer else self._reduce_dtype
+            dtype = self.buffer.plan.main_dtype if defer else self._reduce_dtype
             self._flat = self._pool.take(dtype, self.buffer.layout.total)
         target = self._flat[self.buffer.layout.parameter(index).slice]
         scale = 1.0 if self._is_deferred else self._scale
@@ -110,7 +110,7 @@ class Gradients:
         self._filled[index] = True
 
     def _pack_single(self, index: int, gradient: Tensor) -> None:
-        gradient = gradient.to(self.buffer.main_dtype)
+        gradient = gradient.to(self.buffer.plan.main_dtype)
         grad = self.buffer.sharded[index].grad
         if grad is not None:
             grad.add_(gradient)
@@ -129,11 +129,11 @@ class Gradients:
             return
         flat = self._finish_packing()
         layout, buffer, context = self.buffer.layout, self.buffer, self._context
-        in_place = buffer.main_span.size == layout.total and flat.dtype == buffer.main_dtype
+        in_place = buffer.main_span.size == layout.total and flat.dtype == buffer.plan.main_dtype
         if in_place:
             result = flat
         else:
-            result = torch.empty(buffer.main_span.size, dtype=buffer.main_dtype, device=flat.device)
+            result = torch.empty(buffer.main_span.size, dtype=buffer.plan.main_dtype, device=flat.device)
         own = result
         if not buffer.is_partial:
             own = result[layout.shard(self._axis.rank).slice]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+
 
 class Placement(Enum):
     """How a tensor lies over the data-parallel ranks."""
@@ -54,3 +56,52 @@ STAGES: tuple[Placements, ...] = (
     Placements(parameter=_S, gradient=_S, optimizer=_S),
 )
 """Stage 0 (data parallel), 1 (optimizer states), 2 (and gradients), 3 (and parameters)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferPlan:
+    """What follows from a stage for one flat buffer of parameters."""
+
+    compute_dtype: torch.dtype
+    """Of the unsharded parameters."""
+    main_dtype: torch.dtype
+    """Of the main parameters, the gradients that the optimizer reads, and its states."""
+    reduce_dtype: torch.dtype
+    """Of gradients on the wire."""
+    is_resident: bool
+    """Whether the unsharded parameters are there all the time."""
+    is_partial: bool
+    """Whether a rank holds only its shard of the main parameters."""
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether the main parameters are a view of the unsharded ones."""
+        return self.is_resident and self.main_dtype == self.compute_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DtypePolicy:
+    """The dtypes that the user asked for; None is explained at each."""
+
+    param_dtype: torch.dtype | None
+    """To compute in; None: each parameter's own."""
+    reduce_dtype: torch.dtype | None
+    """Of gradients on the wire; None: the compute dtype, but at least float32."""
+    main_dtype: torch.dtype | None
+    """Of main parameters; None: the given dtype, but at least float32. Frozen ones need none."""
+
+
+def plan_buffer(
+    placements: Placements, dtypes: DtypePolicy, given: torch.dtype, trainable: bool, num_ranks: int
+) -> BufferPlan:
+    """Apply a stage to parameters of dtype `given`."""
+    compute = dtypes.param_dtype or given
+    main = (dtypes.main_dtype or torch.promote_types(given, torch.float32)) if trainable else compute
+    replicated = placements.gathers_gradients if trainable else not placements.frees_parameters
+    return BufferPlan(
+        compute_dtype=compute,
+        main_dtype=main,
+        reduce_dtype=dtypes.reduce_dtype or torch.promote_types(compute, torch.float32),
+        is_resident=not placements.frees_parameters or (num_ranks == 1 and main == compute),
+        is_partial=num_ranks > 1 and not replicated,
+    )

@@ -259,7 +259,7 @@ class Runtime:
         )
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        dtype = self.context.param_dtype
+        dtype = self.context.dtypes.param_dtype
         return None if dtype is None else (_cast(args, dtype), _cast(kwargs, dtype))
 
     # -- backward -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from zeroshard.config import Config, require_supported
 from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.parameter import ShardedParameter
-from zeroshard.sharding.placement import STAGES
+from zeroshard.sharding.placement import STAGES, DtypePolicy
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.sharding.units import UnitSpec, find_units
@@ -50,17 +50,17 @@ def shard_over(
 ) -> tuple[Runtime, Replacements]:
     """Shard a module in place and tell which parameter became which."""
     require_supported(config)
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"parameter '{name}' is on the meta device; expected it to have values")
     specs = find_units(module, config.units)
-    precision = config.precision
     context = Context(
         axis=axes.dp_shard,
         placements=STAGES[config.stage],
         device=device,
         streams=Streams.on(device),
         meter=Meter(),
-        param_dtype=precision.param_dtype,
-        reduce_dtype=precision.reduce_dtype,
-        main_dtype=precision.main_dtype,
+        dtypes=dtype_policy(config),
     )
     _take_over_buffers(module, context)
     pool = BufferPool(device)
@@ -82,9 +82,19 @@ def shard_over(
         pool,
         num_prefetch=config.num_prefetch,
         reshard_after_forward=bool(config.reshard_after_forward),
-        output_dtype=precision.output_dtype,
+        output_dtype=config.precision.output_dtype,
     )
     return runtime, replacements
+
+
+def dtype_policy(config: Config) -> DtypePolicy:
+    """The dtypes that a config asks for."""
+    precision = config.precision
+    return DtypePolicy(
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        main_dtype=precision.main_dtype,
+    )
 
 
 def _build_unit(spec: UnitSpec, buffers: list[FlatBuffer], context: Context, pool: BufferPool) -> Unit:

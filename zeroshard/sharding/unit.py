@@ -52,6 +52,11 @@ class UnitInfo:
     """Whether backward needs no second gather: it stays gathered, or backward needs no parameters."""
 
 
+def needs_parameters_in_backward(module: nn.Module) -> bool:
+    """Whether autograd saves the parameters of a unit; an embedding's backward needs the indices alone."""
+    return type(module) is not nn.Embedding
+
+
 class Unit:
     """Parameters of one module, their buffers and their state.
 
@@ -68,7 +73,7 @@ class Unit:
         self.name, self.module = name, module
         self.buffers, self.gradients = buffers, gradients
         self.is_resident = all(buffer.is_resident for buffer in buffers)
-        self.backward_needs_parameters = not isinstance(module, nn.Embedding)
+        self.backward_needs_parameters = needs_parameters_in_backward(module)
         self.position = -1
         """The place in the order of the first forward; -1 before, and for the root."""
         self.open_calls: WeakSet[ForwardCall] = WeakSet()

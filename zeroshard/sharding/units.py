@@ -92,8 +92,6 @@ def _check(parameter: nn.Parameter, name: str) -> None:
         raise ValueError(
             f"parameter '{name}' has dtype {parameter.dtype}; only floating-point parameters can be sharded"
         )
-    if parameter.is_meta:
-        raise ValueError(f"parameter '{name}' is on the meta device; expected it to have values")
 
 
 # -- which modules ---------------------------------------------------------------------------------------

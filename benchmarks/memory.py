@@ -1,0 +1,222 @@
+"""Bytes a rank holds by stage, world size and precision, against the formula.
+
+    python benchmarks/memory.py --ranks 1,2,4 --precisions fp32,bf16
+
+Measured after a backward and an optimizer step, with the gradients kept, in two ways:
+`engine.memory_report()`, and by walking all live tensors and counting each storage once.
+The sequence is short by default: activations are gone when the bytes are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import record
+import zeroshard
+from engines import adamw
+from launch import inside_rank, process_group, run_ranks
+from model import add_shape_arguments, build_model, build_tokens, next_token_loss, shape_from
+
+STAGES = (0, 1, 2, 3)
+KINDS = ("parameters", "gradients", "optimizer", "unsharded")
+COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", default="1,2,4", help="comma-separated world sizes")
+    parser.add_argument("--precisions", default="fp32,bf16", help="comma-separated, of fp32, bf16")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--name", default="memory", help="of the JSON and PNG files in benchmarks/results")
+    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their rows
+    add_shape_arguments(parser)
+    parser.set_defaults(sequence=16)
+    return parser.parse_args(arguments)
+
+
+def formula(stage: int, num_ranks: int, num_elements: int, precision: str) -> float:
+    """Bytes of model state at rest on a rank, with fp32 AdamW.
+
+    Args:
+        num_elements: P, the padded size of all units.
+    """
+    whole, part = num_elements, num_elements / num_ranks
+    if precision == "bf16":
+        main, copy, states = (whole, 2 * whole, 8 * whole) if stage == 0 else (part, 2 * whole, 8 * part)
+        return 4 * main + (copy if stage < 3 else 0) + 4 * main + states
+    parameters = part if stage == 3 else whole
+    gradients = part if stage >= 2 else whole
+    states = whole if stage == 0 else part
+    return 4 * parameters + 4 * gradients + 8 * states
+
+
+def live_tensor_bytes() -> int:
+    """Bytes of the storages of all live tensors, each storage once, gradients included."""
+    gc.collect()
+    storages: dict[int, int] = {}
+
+    def add(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.device.type != "meta" and storage.nbytes():
+            storages[storage.data_ptr()] = storage.nbytes()
+
+    # Not isinstance: it would ask lazy proxies for their class, and so import what they stand for.
+    for tensor in [item for item in gc.get_objects() if issubclass(type(item), Tensor)]:
+        add(tensor)
+        if tensor.is_leaf and tensor.grad is not None:  # a gradient has no Python object until asked for
+            add(tensor.grad)
+    return sum(storages.values())
+
+
+def largest(value: float) -> float:
+    """The largest of the ranks' values."""
+    box = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(box, dist.ReduceOp.MAX)
+    return box.item()
+
+
+def measure_one(args: argparse.Namespace, stage: int, precision: str, device: torch.device) -> dict[str, Any]:
+    """Train one step at a stage; return the row of this configuration."""
+    before = live_tensor_bytes()
+    shape = shape_from(args)
+    model = build_model(shape, device)
+    config: dict[str, Any] = {"stage": stage}
+    if precision == "bf16":
+        config["precision"] = {"param_dtype": "bfloat16"}
+    optimizer = adamw(model.parameters())
+    engine, *_ = zeroshard.initialize(model, optimizer, config=config)
+    tokens = build_tokens(shape, 1, dist.get_rank(), device)
+    next_token_loss(engine(tokens[:, :-1]), tokens).backward()
+    optimizer.step()
+
+    report = engine.memory_report()
+    counted = largest(live_tensor_bytes() - before)
+    num_elements = sum(unit.numel for unit in engine.units)
+    expected = formula(stage, dist.get_world_size(), num_elements, precision)
+    return {
+        "stage": stage,
+        "ranks": dist.get_world_size(),
+        "precision": precision,
+        "padded_elements": num_elements,
+        "parameters_without_padding": sum(
+            p.numel() for p in build_model(shape, torch.device("cpu")).parameters()
+        ),
+        "formula_bytes": expected,
+        "live_tensor_bytes": counted,
+        "live_over_formula": counted / expected,
+        "report_bytes": {kind: largest(getattr(report, kind)) for kind in (*KINDS, "peak_unsharded")},
+        "left_by_the_one_before": before,
+    }
+
+
+def measure_ranks(args: argparse.Namespace) -> None:
+    """Measure all stages and precisions at this world size; rank 0 writes the rows."""
+    with process_group(args.device) as device:
+        rows = [
+            measure_one(args, stage, precision, device)
+            for precision in args.precisions.split(",")
+            for stage in STAGES
+        ]
+        if dist.get_rank() == 0:
+            args.output.write_text(json.dumps(rows))
+
+
+def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print megabytes by kind, and what the formula says."""
+    table = Table(title="bytes of a rank after backward and step, gradients kept (MB)")
+    for column in ("precision", "ranks", "stage", *KINDS, "live tensors", "formula", "live / formula"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        kinds = [row["report_bytes"][kind] for kind in KINDS]
+        sizes = [f"{size / 1e6:.1f}" for size in (*kinds, row["live_tensor_bytes"], row["formula_bytes"])]
+        table.add_row(
+            row["precision"], str(row["ranks"]), str(row["stage"]), *sizes, f"{row['live_over_formula']:.4f}"
+        )
+    console.print(table)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw a panel for each precision and world size: a bar a stage, a mark where the formula is."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.artist import Artist
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Rectangle
+
+    precisions = list(dict.fromkeys(row["precision"] for row in rows))
+    worlds = list(dict.fromkeys(row["ranks"] for row in rows))
+    size = (3.2 * len(worlds) + 1, 2.8 * len(precisions) + 0.8)
+    figure, axes = plt.subplots(len(precisions), len(worlds), figsize=size, sharey=True, squeeze=False)
+    for row in rows:
+        axis = axes[precisions.index(row["precision"])][worlds.index(row["ranks"])]
+        bottom = 0.0
+        for kind, color in zip(KINDS, COLORS, strict=True):
+            height = row["report_bytes"][kind] / 1e6
+            axis.bar(row["stage"], height, bottom=bottom, color=color, width=0.7)
+            bottom += height
+        axis.hlines(row["formula_bytes"] / 1e6, row["stage"] - 0.45, row["stage"] + 0.45, color="black")
+        axis.set_title(
+            f"{row['precision']}, {row['ranks']} rank{'s' if row['ranks'] > 1 else ''}", fontsize=10
+        )
+        axis.set_xticks(STAGES)
+    for axis in axes[-1]:
+        axis.set_xlabel("stage")
+    for line in axes:
+        line[0].set_ylabel("MB per rank")
+    handles: list[Artist] = [Rectangle((0, 0), 1, 1, color=color) for color in COLORS]
+    handles.append(Line2D([], [], color="black"))
+    figure.legend(
+        handles, [*KINDS, "formula"], loc="upper center", ncols=len(handles), frameon=False, fontsize=9
+    )
+    figure.tight_layout(rect=(0, 0, 1, 0.94))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Start the ranks of each world size, then print, write and draw."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "rows.json"
+        for num_ranks in map(int, args.ranks.split(",")):
+            status = run_ranks(__file__, [*sys.argv[1:], "--output", str(output)], num_ranks)
+            if status != 0:
+                return status
+            rows += json.loads(output.read_text())
+    rows.sort(key=lambda row: (row["precision"] != "fp32", row["ranks"], row["stage"]))
+    console = record.console()
+    show(rows, console)
+    settings = {key: value for key, value in vars(args).items() if key != "output"}
+    path = record.write(args.name, rows, settings=settings)
+    draw(rows, path.with_suffix(".png"))
+    console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)} and the chart beside it")
+    return 0
+
+
+def main() -> int:
+    """Start the ranks of every world size, or be one."""
+    args = parse()
+    if inside_rank():
+        measure_ranks(args)
+        return 0
+    return measure(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Peak resident memory of a rank: one engine per run, in fresh processes, the smallest of three runs.
+
+    python benchmarks/rss.py --ranks 2 --batch 1
+
+It counts all that a rank's process holds: parameters, gradients, states, activations,
+communication buffers, and about 300 MB of libraries, so only differences mean something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+import record
+from engines import ENGINES, LABELS, Setting, select
+from launch import inside_rank, process_group, run_ranks
+from model import add_shape_arguments, build_tokens, shape_from
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
+    parser.add_argument("--steps", type=int, default=5, help="training steps of a run")
+    parser.add_argument("--runs", type=int, default=3, help="of each engine")
+    parser.add_argument("--engines", help=f"comma-separated, of {', '.join(ENGINES)}; default all")
+    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
+    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)  # where a run leaves its result
+    add_shape_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def peak_rss_mb() -> float:
+    """The highest resident size of this process so far, in MB of 10**6 bytes.
+
+    Not `getrusage`: its maximum is inherited from the process that started this one.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise RuntimeError("Expected a line VmHWM in /proc/self/status, got none: this benchmark needs Linux")
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train one engine for a few steps; rank 0 writes the peak of the largest rank."""
+    with process_group("cpu") as device:
+        setting = Setting(shape=shape_from(args), batch=args.batch, precision=args.precision, device=device)
+        step = ENGINES[args.engines](setting)
+        tokens = build_tokens(setting.shape, args.batch, dist.get_rank(), device)
+        for _ in range(args.steps):
+            step(tokens)
+        peak = torch.tensor(peak_rss_mb())
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        if dist.get_rank() == 0:
+            args.output.write_text(json.dumps(peak.item()))
+
+
+def run_engine(name: str, args: argparse.Namespace, output: Path) -> float:
+    """Peak RSS, in MB, of one run in fresh processes.
+
+    Raises:
+        RuntimeError: if the run failed.
+    """
+    arguments = [*sys.argv[1:], "--engines", name, "--output", str(output)]  # the last of a flag counts
+    status = run_ranks(__file__, arguments, args.ranks)
+    if status != 0 or not output.exists():
+        raise RuntimeError(f"Expected a result from {name}, got exit status {status}")
+    peak: float = json.loads(output.read_text())
+    output.unlink()
+    return peak
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Run every engine several times, print and write the table."""
+    console = record.console()
+    names, skipped = select(args.engines, args.precision)
+    peaks: dict[str, list[float]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(args.runs):
+            for name in names:
+                peaks[name].append(run_engine(name, args, Path(folder) / "peak.json"))
+                console.print(f"{name}: {peaks[name][-1]:.0f} MB")
+    table = Table(
+        "engine", title=f"peak RSS of a rank, {args.ranks} ranks, {args.precision}, batch {args.batch}"
+    )
+    table.add_column(f"MB, smallest of {args.runs}", justify="right")
+    for name in names:
+        table.add_row(LABELS[name], f"{min(peaks[name]):.0f}")
+    console.print(table)
+    rows = [{"engine": n, "label": LABELS[n], "peak_rss_mb": min(p), "runs_mb": p} for n, p in peaks.items()]
+    settings = {key: value for key, value in vars(args).items() if key != "output"}
+    path = record.write(
+        args.name or f"rss_{args.ranks}ranks_{args.precision}_batch{args.batch}",
+        rows,
+        settings=settings,
+        skipped=skipped,
+    )
+    console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
+
+
+def main() -> int:
+    """Run all engines, or be a rank of one run."""
+    args = parse()
+    if inside_rank():
+        train(args)
+    else:
+        measure(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Small models with shapes that nobody rounds to anything."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY = 509
+WIDTH = 84
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, with biases."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (_split_heads(part, self.heads) for part in self.qkv(self.norm_1(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(_join_heads(mixed))
+        return x + self.mlp(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    """Learned positions, a one-element parameter, head perhaps tied to the embedding; tokens -> logits."""
+
+    def __init__(self, *, tied: bool, num_blocks: int = 3, width: int = WIDTH, heads: int = 4) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(num_blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.gain = nn.Parameter(torch.ones(1))
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x) * self.gain)
+
+
+class LlamaBlock(nn.Module):
+    """Rotary, grouped-query attention and SwiGLU, without biases."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, size = heads, kv_heads, width // heads
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q_proj, self.o_proj = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, kv_heads * size, bias=False)
+        self.v_proj = nn.Linear(width, kv_heads * size, bias=False)
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor, *, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor]:
+        y = self.norm_1(x)
+        q = _rotate(_split_heads(self.q_proj(y), self.heads), *rotary)
+        k = _rotate(_split_heads(self.k_proj(y), self.kv_heads), *rotary)
+        v = _split_heads(self.v_proj(y), self.kv_heads)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o_proj(_join_heads(mixed))
+        y = self.norm_2(x)
+        return (x + self.down(F.silu(self.gate(y)) * self.up(y)),)
+
+
+class Llama(nn.Module):
+    """Blocks take keywords and return tuples, the model returns a dict; rotary tables are buffers."""
+
+    def __init__(self, *, tied: bool, num_blocks: int = 2, width: int = WIDTH, heads: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(LlamaBlock(width, heads, 2, 217) for _ in range(num_blocks))
+        self.norm, self.lm_head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        size = width // heads
+        angles = torch.outer(torch.arange(64.0), 10_000 ** -(torch.arange(0, size, 2) / size)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x, length = self.embed(tokens), tokens.shape[1]
+        rotary = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
+        for layer in self.layers:
+            (x,) = layer(x, rotary=rotary)
+        return {"logits": self.lm_head(self.norm(x))}
+
+
+class Gated(nn.Module):
+    """Layers that a caller can leave out, inside a block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.left, self.right = nn.LayerNorm(width), nn.Linear(width, 12), nn.Linear(12, width)
+        self.unused = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        return x if skip else x + self.right(F.silu(self.left(self.norm(x))))
+
+
+class Tiny(nn.Module):
+    """`num_blocks` blocks of a few hundred elements; [n, 7] -> [n, 3]."""
+
+    def __init__(self, num_blocks: int = 1) -> None:
+        super().__init__()
+        self.inner = nn.Linear(7, 10)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 10)) for _ in range(num_blocks))
+        self.outer = nn.Linear(10, 3)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.outer(x) * self.gain
+
+
+def _split_heads(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _join_heads(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat((-right, left), -1) * sin

@@ -1,0 +1,143 @@
+"""What a rank would hold and send, computed without a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeroshard.config import Config
+from zeroshard.memory.report import MemoryReport
+from zeroshard.sharding.layout import Layout
+from zeroshard.sharding.placement import STAGES, BufferPlan, Placements, plan_buffer
+from zeroshard.sharding.shard import dtype_policy
+from zeroshard.sharding.unit import needs_parameters_in_backward
+from zeroshard.sharding.units import find_units
+
+ADAM_STATES = 2
+"""Tensors of optimizer state for each trained parameter (exp_avg, exp_avg_sq)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate(MemoryReport):
+    """Bytes per rank by kind, and on the wire."""
+
+    wire_bytes_per_step: int
+    """Bytes that each rank sends per optimizer step, all micro-batches together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """A flat buffer to be: `size` elements with padding, `held` of them in the main parameters."""
+
+    plan: BufferPlan
+    size: int
+    held: int
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    buffers: tuple[_Buffer, ...]
+    backward_needs_parameters: bool = True
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """What gathering it takes beyond what is there at rest."""
+        return sum(b.size * b.plan.compute_dtype.itemsize for b in self.buffers if not b.plan.is_resident)
+
+
+def estimate(model_or_num_params: nn.Module | int, world_size: int, config: Config) -> Estimate:
+    """Bytes per rank for training with an optimizer of Adam's kind (two states).
+
+    Args:
+        model_or_num_params: a model, on the meta device if need be; or a number of float32 parameters,
+            taken as one unit that is freed after forward.
+        world_size: number of ranks.
+        config: stage, precision, units, accumulation, prefetch.
+
+    Raises:
+        ValueError: fewer than 1 rank; a parameter that cannot be sharded.
+    """
+    placements = STAGES[config.stage]
+    units = _units(model_or_num_params, world_size, config)
+    buffers = [buffer for unit in units for buffer in unit.buffers]
+    peak = _peak_unsharded(units, config)
+    return Estimate(
+        parameters=sum(_parameter_bytes(buffer) for buffer in buffers),
+        gradients=sum(_gradient_bytes(b, placements, config) for b in buffers if b.trainable),
+        optimizer=sum(ADAM_STATES * b.held * b.plan.main_dtype.itemsize for b in buffers if b.trainable),
+        unsharded=0,
+        peak_unsharded=peak,
+        wire_bytes_per_step=_wire_bytes(units, placements, world_size, config),
+    )
+
+
+def _units(model_or_num_params: nn.Module | int, world_size: int, config: Config) -> list[_Unit]:
+    """The units in order, the root first."""
+    if isinstance(model_or_num_params, int):
+        return [_Unit(()), _Unit((_buffer([model_or_num_params], torch.float32, True, world_size, config),))]
+    return [
+        _Unit(
+            tuple(
+                _buffer(
+                    [original.parameter.numel() for original in group],
+                    group[0].parameter.dtype,
+                    group[0].parameter.requires_grad,
+                    world_size,
+                    config,
+                )
+                for group in spec.groups()
+            ),
+            needs_parameters_in_backward(spec.module),
+        )
+        for spec in find_units(model_or_num_params, config.units)
+    ]
+
+
+def _buffer(
+    sizes: Iterable[int], dtype: torch.dtype, trainable: bool, world_size: int, config: Config
+) -> _Buffer:
+    plan = plan_buffer(STAGES[config.stage], dtype_policy(config), dtype, trainable, world_size)
+    layout = Layout(tuple(sizes), world_size)
+    return _Buffer(plan, layout.total, layout.shard_size if plan.is_partial else layout.total, trainable)
+
+
+def _parameter_bytes(buffer: _Buffer) -> int:
+    resident = buffer.size * buffer.plan.compute_dtype.itemsize if buffer.plan.is_resident else 0
+    return resident + (0 if buffer.plan.is_alias else buffer.held * buffer.plan.main_dtype.itemsize)
+
+
+def _gradient_bytes(buffer: _Buffer, placements: Placements, config: Config) -> int:
+    accumulates = placements.accumulates_locally and config.gradient_accumulation_steps > 1
+    return (buffer.size if accumulates else buffer.held) * buffer.plan.main_dtype.itemsize
+
+
+def _peak_unsharded(units: list[_Unit], config: Config) -> int:
+    """The root, the last unit, and the largest that are gathered together with them."""
+    root, *others = [unit.unsharded_bytes for unit in units]
+    if not config.reshard_after_forward:
+        return root + sum(others)
+    last = others[-1] if others else 0
+    return root + last + sum(sorted(others[:-1], reverse=True)[: 1 + config.num_prefetch])
+
+
+def _wire_bytes(units: list[_Unit], placements: Placements, num_ranks: int, config: Config) -> int:
+    steps = config.gradient_accumulation_steps
+    total = 0
+    for number, unit in enumerate(units):
+        kept = number in (0, len(units) - 1) or not unit.backward_needs_parameters
+        gathers_per_forward = 1 if kept or not config.reshard_after_forward else 2
+        for buffer in unit.buffers:
+            plan = buffer.plan
+            reductions = (1 if placements.accumulates_locally else steps) if buffer.trainable else 0
+            total += reductions * buffer.size * plan.reduce_dtype.itemsize
+            if placements.gathers_gradients:
+                total += reductions * buffer.size * plan.main_dtype.itemsize
+            elif placements.frees_parameters:
+                total += steps * gathers_per_forward * buffer.size * plan.compute_dtype.itemsize
+            elif buffer.trainable:
+                total += buffer.size * plan.compute_dtype.itemsize
+    return total * (num_ranks - 1) // num_ranks
