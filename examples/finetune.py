@@ -75,7 +75,7 @@ def parse_args() -> argparse.Namespace:
     engine.add_argument("--clip", type=float, metavar="NORM", help="largest gradient norm (1.0); 0: any")
     engine.add_argument("--batch-size", type=at_least(1), metavar="N", help="blocks per rank (4)")
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=at_least(2), default=600, metavar="N", help="(%(default)s)")
+    training.add_argument("--steps", type=at_least(2), default=500, metavar="N", help="(%(default)s)")
     training.add_argument("--lr", type=float, default=3e-3, help="highest learning rate (%(default)s)")
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--data", metavar="FILE", help='text, or .jsonl with a "text" in each line')

@@ -71,7 +71,11 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward."""
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            self._runtime.fail_forward()
+            raise
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of `loss` / `gradient_accumulation_steps`, averaged over the ranks.
@@ -110,8 +114,6 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those that were added up locally too."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none)
         self._runtime.drop_deferred()
         self.module.zero_grad(set_to_none)
 

@@ -79,6 +79,8 @@ def initialize(
         take_over(optimizer, replacements)
         if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
             lr_scheduler = lr_scheduler(optimizer)
+    if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError("lr_scheduler belongs to another optimizer than the one given")
     dataloader = None
     if training_data is not None:
         dataloader = EpochLoader.over(

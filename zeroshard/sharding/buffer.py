@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import DONE, Axis, Handle
 from zeroshard.comm.streams import Mark, Streams
 from zeroshard.sharding.layout import Layout, Span
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.placement import DtypePolicy, Placements, plan_buffer
 
 
@@ -131,7 +131,7 @@ class FlatBuffer:
         return self.layout.parameter(index).intersect(self.main_span).shifted(-self.main_span.start)
 
     def describe(self) -> str:
-        return f"unit '{self.unit_name}'" if self.unit_name else "the root unit"
+        return describe_unit(self.unit_name)
 
     # -- full parameters ------------------------------------------------------------------------------
 

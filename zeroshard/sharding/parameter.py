@@ -45,6 +45,11 @@ _GRAD_READERS = {
 """Functions of torch that would take a slice of the gradient for the whole, and what to use instead."""
 
 
+def describe_unit(name: str) -> str:
+    """How errors speak of a unit."""
+    return f"unit '{name}'" if name else "the root unit"
+
+
 class ShardedParameter(nn.Parameter):
     """This rank's 1-D slice of a main parameter.
 
@@ -80,8 +85,7 @@ class ShardedParameter(nn.Parameter):
         return parameter
 
     def describe(self) -> str:
-        where = f"unit '{self.unit_name}'" if self.unit_name else "the root unit"
-        return f"the sharded parameter '{self.fqn}' of {where}"
+        return f"the sharded parameter '{self.fqn}' of {describe_unit(self.unit_name)}"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():

@@ -14,6 +14,7 @@ unit's output arrives, all that ran after this unit has had its backward, and it
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from zeroshard.comm.pool import BufferPool
-from zeroshard.sharding.autograd import at_end_of_backward, find_tensors, is_in_backward
+from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.gradients import Gradients, GradientState
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.nested import cast_floats, find_tensors
+from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
@@ -70,6 +71,8 @@ class Runtime:
         self._to_pass: deque[Unit] = deque()
         self._in_flight: deque[Gradients] = deque()
         self._is_in_forward = False
+        self._has_failed = False
+        """Whether the forward that was begun has ended in an exception."""
         self._is_in_backward = False
         self._defer = False
         self._has_deferred = False
@@ -168,8 +171,18 @@ class Runtime:
             if gradients.has_deferred:
                 gradients.drop()
 
+    def fail_forward(self) -> None:
+        """The forward that was begun has ended in an exception: the next call cleans up."""
+        self._has_failed = self._is_in_forward
+
     def settle(self) -> None:
-        """Wait for every exchange under way, and clean up after an exception."""
+        """Wait for every exchange under way, and clean up after an exception.
+
+        Raises:
+            RuntimeError: a forward or backward is running.
+        """
+        if is_in_backward() or (self._is_in_forward and not self._has_failed):
+            raise RuntimeError("full parameters can be had between steps, not inside a forward or backward")
         self._recover()
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
@@ -207,12 +220,15 @@ class Runtime:
                 upcoming.unshard()
 
     def _after_forward(self, unit: Unit, output: Any) -> Any:
-        unit.uninstall()
+        if not is_in_backward():
+            unit.uninstall()
         if unit is self.root and self._output_dtype is not None:
-            output = _cast(output, self._output_dtype)
+            output = cast_floats(output, self._output_dtype)
         is_hidden = self._watch_outputs(unit, output)
         if not is_in_backward():
-            if unit is self.root:
+            if unit is self.root and output is None and sys.exc_info()[0] is not None:
+                self.fail_forward()
+            elif unit is self.root:
                 self._end_forward()
             elif self._reshard_after_forward and not is_hidden:
                 self._idle.append(unit)
@@ -221,6 +237,7 @@ class Runtime:
         return output
 
     def _begin_forward(self) -> None:
+        self._has_failed = self._is_in_forward
         self._recover()
         self._is_in_forward = True
         self._called, self._staying = [], set()
@@ -260,7 +277,7 @@ class Runtime:
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         dtype = self.context.dtypes.param_dtype
-        return None if dtype is None else (_cast(args, dtype), _cast(kwargs, dtype))
+        return None if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
 
     # -- backward -------------------------------------------------------------------------------------
 
@@ -286,6 +303,11 @@ class Runtime:
         return is_opaque and not tensors
 
     def _before_backward(self, call: ForwardCall) -> None:
+        if self._is_in_forward and not self._has_failed:
+            raise RuntimeError(
+                f"autograd ran through {describe_unit(call.unit.name)} inside the model's own forward, which "
+                "a sharded model does not allow: take gradients after the forward has returned"
+            )
         if not self._is_in_backward:
             self._begin_backward()
         unit = call.unit
@@ -294,6 +316,7 @@ class Runtime:
         if unit.backward_needs_parameters:
             unit.unshard()
             unit.wait()
+            unit.install()  # a part of it may be recomputed
         position = len(self._order) if unit is self.root else unit.position
         for upcoming in self._order[max(0, position - self._num_prefetch) : max(0, position)][::-1]:
             if upcoming.open_calls and upcoming.backward_needs_parameters:
@@ -318,6 +341,7 @@ class Runtime:
                 continue
             if not passed.is_reduced and not self._defer:
                 self._start_reduce(passed)
+            passed.uninstall()
             passed.reshard()
         self._to_pass.extendleft(reversed(waiting))
 
@@ -349,6 +373,7 @@ class Runtime:
         else:
             self._reduce_and_deliver()
         for unit in self.units:
+            unit.uninstall()
             unit.reshard()
 
     def _reduce_and_deliver(self) -> None:
@@ -371,25 +396,15 @@ class Runtime:
 
     def _recover(self) -> None:
         """After an exception in a forward or a backward: drop what was under way."""
-        if is_in_backward() or not (self._is_in_forward or self._is_in_backward):
+        if is_in_backward() or not (self._has_failed or self._is_in_backward):
             return
         if self._is_in_backward:
             accumulated = any(parameter.grad is not None for parameter in self.parameters)
             self._is_tainted = accumulated or self._has_deferred
             self._has_deferred = False
-        self._is_in_forward = self._is_in_backward = False
+        self._is_in_forward = self._has_failed = self._is_in_backward = False
         self._idle, self._called = [], []
         self._in_flight.clear()
         for unit in self.units:
             unit.drop()
         self._pool.release()
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in nested containers, in `dtype`."""
-
-    def cast(leaf: Any) -> Any:
-        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
-        return leaf.to(dtype) if is_float else leaf
-
-    return pytree.tree_map(cast, value)

@@ -14,6 +14,7 @@ from torch import nn
 from zeroshard.comm.collectives import Handle
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.parameter import describe_unit
 
 
 class UnitState(Enum):
@@ -190,7 +191,7 @@ class Unit:
     def _move(self, state: UnitState) -> None:
         if _MOVES[self.state] is not state:
             raise RuntimeError(
-                f"unit '{self.name}' cannot go from {self.state.value} to {state.value}; "
+                f"{describe_unit(self.name)} cannot go from {self.state.value} to {state.value}; "
                 f"expected {_MOVES[self.state].value}"
             )
         self.state = state

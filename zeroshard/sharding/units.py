@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeroshard.sharding.buffer import Original
+from zeroshard.sharding.parameter import ShardedParameter
 
 LARGE = 1 << 20
 """Elements from which a layer outside the repeated blocks (embedding, head) is a unit of its own."""
@@ -86,6 +87,13 @@ def _lowest_common(chains: list[tuple[nn.Module, ...]]) -> nn.Module:
 
 
 def _check(parameter: nn.Parameter, name: str) -> None:
+    if isinstance(parameter, ShardedParameter):
+        raise ValueError(f"parameter '{name}' is sharded already")
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"parameter '{name}' has gradient hooks, which sharding would drop; change gradients between "
+            "backward and step instead, where p.grad is this rank's slice"
+        )
     if nn.parameter.is_lazy(parameter):
         raise ValueError(f"parameter '{name}' is lazy: run the model once before it is sharded")
     if not parameter.is_floating_point():
