@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,3 +43,14 @@ def process_group(device_type: str, threads: int = 1) -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+def leave() -> NoReturn:
+    """End a rank whose work is done and written, without running destructors.
+
+    Some engines keep references to process groups, and about one interpreter in five that ends with
+    one aborts in Gloo ("terminate called without an active exception"); `torchrun` would call that a failure.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -10,6 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ def _version(package: str) -> str | None:
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the libraries compared; None where one isn't installed."""
     packages = {name: _version(name) for name in ("torch", "zeroshard", "deepspeed")}
+    if packages["zeroshard"] is None:  # run from a checkout
+        project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+        packages["zeroshard"] = project["project"]["version"]
     return {"python": platform.python_version(), **packages}
 
 

@@ -3,7 +3,7 @@
     python benchmarks/rss.py --ranks 2 --batch 1
 
 It counts all that a rank's process holds: parameters, gradients, states, activations,
-communication buffers, and about 300 MB of libraries, so only differences mean something.
+communication buffers, and hundreds of MB of libraries, so only differences mean something.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.table import Table
 
 import record
 from engines import ENGINES, LABELS, Setting, select
-from launch import inside_rank, process_group, run_ranks
+from launch import inside_rank, leave, process_group, run_ranks
 from model import add_shape_arguments, build_tokens, shape_from
 
 
@@ -37,7 +37,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)  # where a run leaves its result
     add_shape_arguments(parser)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    try:
+        select(args.engines, args.precision)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
 
 
 def peak_rss_mb() -> float:
@@ -113,8 +118,8 @@ def main() -> int:
     args = parse()
     if inside_rank():
         train(args)
-    else:
-        measure(args)
+        leave()
+    measure(args)
     return 0
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import record
 from engines import ENGINES, LABELS, Setting, Step, select
-from launch import inside_rank, process_group, run_ranks
+from launch import inside_rank, leave, process_group, run_ranks
 from medians import median_of, median_ratio
 from model import add_shape_arguments, build_tokens, shape_from
 
@@ -57,6 +57,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.warmup < 1:
         parser.error(f"Expected --warmup of at least 1 (losses are compared there), got {args.warmup}")
+    try:
+        select(args.engines, args.precision)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
@@ -216,11 +220,11 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
 def main() -> int:
     """Start the ranks, or be one."""
     args = parse()
-    if not inside_rank():
-        return run_ranks(__file__, sys.argv[1:], args.ranks)
-    with process_group(args.device, args.threads) as device:
-        measure(args, device)
-    return 0
+    if inside_rank():
+        with process_group(args.device, args.threads) as device:
+            measure(args, device)
+        leave()
+    return run_ranks(__file__, sys.argv[1:], args.ranks)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class Engine(nn.Module):
         try:
             return self.module(*args, **kwargs)
         except BaseException:
-            self._runtime.fail_forward()
+            self._runtime.abandon_forward()
             raise
 
     def backward(self, loss: Tensor) -> None:
@@ -107,13 +107,13 @@ class Engine(nn.Module):
         self.optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        self._micro_step = 0
         self.global_step += 1
         self.zero_grad()
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those that were added up locally too."""
+        """Forget all gradients, those that were added up locally too, and the micro-batches behind them."""
+        self._micro_step = 0
         self._runtime.drop_deferred()
         self.module.zero_grad(set_to_none)
 

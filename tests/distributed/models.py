@@ -111,7 +111,9 @@ class Tiny(nn.Module):
     def __init__(self, num_blocks: int = 1) -> None:
         super().__init__()
         self.inner = nn.Linear(7, 10)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 10)) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 10)) for _ in range(num_blocks)
+        )
         self.outer = nn.Linear(10, 3)
         self.gain = nn.Parameter(torch.ones(()))
 

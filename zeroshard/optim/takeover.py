@@ -105,12 +105,14 @@ def take_over(optimizer: Optimizer, replacements: Mapping[Any, ShardedParameter]
     optimizer.state.clear()
     for parameter, state in fresh.items():  # Adagrad makes its state when it is built
         sharded = replacements[parameter]
-        optimizer.state[sharded] = {key: _slice_state(value, sharded) for key, value in state.items()}
+        optimizer.state[sharded] = {
+            key: value if key == "step" else _slice_state(value, sharded) for key, value in state.items()
+        }
 
 
 def _slice_state(value: Any, sharded: ShardedParameter) -> Any:
     """A state that has not begun is the same for all elements of a parameter."""
-    if not isinstance(value, Tensor) or value.shape != sharded.full_shape or not value.dim():
+    if not isinstance(value, Tensor) or value.shape != sharded.full_shape:
         return value
     return value.reshape(-1)[: sharded.numel()].to(device=sharded.device, dtype=sharded.dtype, copy=True)
 

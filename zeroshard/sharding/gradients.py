@@ -91,6 +91,7 @@ class Gradients:
         if self._axis.size == 1:
             self._pack_single(index, gradient.detach().reshape(-1))
             return
+        self.complete()  # of a share that came earlier in this backward; this one is reduced by itself
         self._move(GradientState.PACKING)
         if self._flat is None:
             self._is_deferred = defer

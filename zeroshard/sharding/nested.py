@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -40,3 +40,18 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
         return leaf.to(dtype) if is_float else leaf
 
     return pytree.tree_map(cast, value)
+
+
+def view_tensors(value: Any) -> Any:
+    """The same nested value with new tensor objects, views of the old ones, that autograd tells apart."""
+
+    def view(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.view_as(leaf) if leaf.requires_grad else leaf
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            return replace(
+                leaf, **{f.name: view_tensors(getattr(leaf, f.name)) for f in fields(leaf) if f.init}
+            )
+        return leaf
+
+    return pytree.tree_map(view, value)

@@ -100,9 +100,13 @@ class ShardedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is _GET_GRAD:
+        if func == _GET_GRAD:
             _check_grad_reader(args[0], sys._getframe(1))
-        elif func in _LAYER_FUNCTIONS:
+        elif func == _GET_DATA:
+            func = Tensor.detach  # the same, but edits count versions: replicated parameters follow them
+        elif func in _CHANGES:
+            _check_change(func, args, kwargs)
+        elif func in _LAYER_FUNCTIONS or (func in _PARTS and torch.is_grad_enabled()):
             raise _used_outside(_first_sharded(args, kwargs), func)
         with torch._C.DisableTorchFunctionSubclass():
             try:
@@ -113,7 +117,14 @@ class ShardedParameter(nn.Parameter):
                 raise
 
 
+# Compared with ==: each access of a getter makes a new object.
 _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_CHANGES = frozenset((_SET_DATA, _SET_REQUIRES_GRAD, Tensor.requires_grad_))
+_PARTS = frozenset((Tensor.__getitem__, Tensor.T.__get__, Tensor.t, torch.t))  # type: ignore[attr-defined]
+"""What models take of a weight before they compute with it; meaningless for a slice."""
 
 # torch's for-each and fused optimizers look at the exact type of a parameter; torch lists its own
 # subclasses (DTensor) in the same place. tests/sharding/test_parameter.py notices if that moves.
@@ -151,6 +162,21 @@ def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> S
         if isinstance(value, ShardedParameter):
             return value
     raise AssertionError("called for a function that got a sharded parameter")
+
+
+def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
+    parameter = args[0]
+    if func == _SET_DATA:
+        raise RuntimeError(
+            f"{parameter.describe()} is a view of a flat buffer: its data cannot be replaced; copy_() into "
+            "it under torch.no_grad(), or edit the whole under engine.unsharded(module, write_back=True)"
+        )
+    wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
+    if bool(wanted) != parameter.requires_grad:
+        raise RuntimeError(
+            f"requires_grad of {parameter.describe()} cannot change any more: choose what is trained before "
+            "initialize"
+        )
 
 
 def _check_grad_reader(parameter: Tensor, frame: FrameType | None) -> None:

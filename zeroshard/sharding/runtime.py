@@ -14,10 +14,9 @@ unit's output arrives, all that ran after this unit has had its backward, and it
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,11 +28,15 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.gradients import Gradients, GradientState
-from zeroshard.sharding.nested import cast_floats, find_tensors
+from zeroshard.sharding.nested import cast_floats, find_tensors, view_tensors
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
+
+
+class _Token:
+    """Lives as long as a backward."""
 
 
 class Runtime:
@@ -71,9 +74,9 @@ class Runtime:
         self._to_pass: deque[Unit] = deque()
         self._in_flight: deque[Gradients] = deque()
         self._is_in_forward = False
-        self._has_failed = False
-        """Whether the forward that was begun has ended in an exception."""
         self._is_in_backward = False
+        self._backward: Callable[[], object] = object
+        """Gives None when the backward that was begun has ended in an exception."""
         self._defer = False
         self._has_deferred = False
         self._is_tainted = False
@@ -171,9 +174,12 @@ class Runtime:
             if gradients.has_deferred:
                 gradients.drop()
 
-    def fail_forward(self) -> None:
-        """The forward that was begun has ended in an exception: the next call cleans up."""
-        self._has_failed = self._is_in_forward
+    def abandon_forward(self) -> None:
+        """If a forward was begun, it has ended in an exception. Gradients stay as they are."""
+        if self._is_in_forward and not is_in_backward():
+            self._is_in_forward = False
+            self._idle, self._called, self._staying = [], [], set()
+            self._put_away()
 
     def settle(self) -> None:
         """Wait for every exchange under way, and clean up after an exception.
@@ -181,7 +187,7 @@ class Runtime:
         Raises:
             RuntimeError: a forward or backward is running.
         """
-        if is_in_backward() or (self._is_in_forward and not self._has_failed):
+        if is_in_backward() or self._is_in_forward:
             raise RuntimeError("full parameters can be had between steps, not inside a forward or backward")
         self._recover()
         for unit in self.units:
@@ -198,8 +204,12 @@ class Runtime:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             return self._after_forward(unit, output)
 
+        def at_last(module: nn.Module, args: Any, output: Any) -> None:
+            self._leave_forward(unit)
+
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        unit.module.register_forward_hook(after, always_call=True)
+        unit.module.register_forward_hook(after)
+        unit.module.register_forward_hook(at_last, always_call=True)
         for gradients in unit.gradients:
             for index, parameter in enumerate(gradients.buffer.unsharded):
                 self._hook_gradient(unit, gradients, index, parameter)
@@ -220,15 +230,11 @@ class Runtime:
                 upcoming.unshard()
 
     def _after_forward(self, unit: Unit, output: Any) -> Any:
-        if not is_in_backward():
-            unit.uninstall()
         if unit is self.root and self._output_dtype is not None:
             output = cast_floats(output, self._output_dtype)
-        is_hidden = self._watch_outputs(unit, output)
+        output, is_hidden = self._watch_outputs(unit, output)
         if not is_in_backward():
-            if unit is self.root and output is None and sys.exc_info()[0] is not None:
-                self.fail_forward()
-            elif unit is self.root:
+            if unit is self.root:
                 self._end_forward()
             elif self._reshard_after_forward and not is_hidden:
                 self._idle.append(unit)
@@ -236,8 +242,15 @@ class Runtime:
                 self._staying.add(unit)
         return output
 
+    def _leave_forward(self, unit: Unit) -> None:
+        """A forward is over, perhaps by an exception; then the root's has not come to its end."""
+        if not is_in_backward():
+            unit.uninstall()
+            if unit is self.root:
+                self.abandon_forward()
+
     def _begin_forward(self) -> None:
-        self._has_failed = self._is_in_forward
+        self.abandon_forward()
         self._recover()
         self._is_in_forward = True
         self._called, self._staying = [], set()
@@ -281,16 +294,20 @@ class Runtime:
 
     # -- backward -------------------------------------------------------------------------------------
 
-    def _watch_outputs(self, unit: Unit, output: Any) -> bool:
+    def _watch_outputs(self, unit: Unit, output: Any) -> tuple[Any, bool]:
         """Hook the outputs of a forward that will have a backward.
 
         Returns:
-            Whether gradients may come back through something that cannot be hooked.
+            The output, and whether gradients may come back through something that cannot be hooked.
         """
         if not torch.is_grad_enabled():
-            return False
+            return output, False
         tensors, is_opaque = find_tensors(output)
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
+        if any(tensor._backward_hooks for tensor in tensors):
+            # A unit that returned its input: hooks of one tensor would run in the order of the forward.
+            output = view_tensors(output)
+            tensors = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
         if tensors:
             call = ForwardCall(unit)
             unit.open_calls.add(call)
@@ -300,26 +317,29 @@ class Runtime:
 
             for tensor in tensors:
                 tensor.register_hook(before_backward)
-        return is_opaque and not tensors
+        return output, is_opaque and not tensors
 
     def _before_backward(self, call: ForwardCall) -> None:
-        if self._is_in_forward and not self._has_failed:
+        if self._is_in_forward:
             raise RuntimeError(
                 f"autograd ran through {describe_unit(call.unit.name)} inside the model's own forward, which "
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
+        if self._is_in_backward and self._backward() is None:
+            self._abandon_backward()
         if not self._is_in_backward:
             self._begin_backward()
         unit = call.unit
         unit.open_calls.discard(call)
-        self._pass(unit)
+        if unit is not self.root:
+            self._pass(unit.position)
         if unit.backward_needs_parameters:
             unit.unshard()
             unit.wait()
             unit.install()  # a part of it may be recomputed
         position = len(self._order) if unit is self.root else unit.position
         for upcoming in self._order[max(0, position - self._num_prefetch) : max(0, position)][::-1]:
-            if upcoming.open_calls and upcoming.backward_needs_parameters:
+            if upcoming.joins_backward:
                 upcoming.unshard()
 
     def _begin_backward(self) -> None:
@@ -327,18 +347,24 @@ class Runtime:
         self._to_pass = deque(reversed(self._order))
         for unit in self.units:
             unit.is_reduced = False
-        at_end_of_backward(self._end_backward)
+        token = _Token()
+        self._backward = weakref.ref(token)
 
-    def _pass(self, unit: Unit) -> None:
-        """Reduce and free the units whose backward is over now that it has come to `unit`."""
-        if unit is self.root:
-            return
+        def end(_: _Token = token) -> None:  # autograd drops it, and with it the token, on an exception
+            self._end_backward()
+
+        at_end_of_backward(end)
+
+    def _pass(self, position: int) -> None:
+        """Reduce and free the units after `position`, whose backward is over."""
         waiting = []
-        while self._to_pass and self._to_pass[0].position > unit.position:
+        while self._to_pass and self._to_pass[0].position > position:
             passed = self._to_pass.popleft()
-            if passed.open_calls:  # an earlier call of it is still to come
+            if passed.open_calls and position >= 0:  # an earlier call of it is still to come
                 waiting.append(passed)
                 continue
+            if passed.joins_backward:  # without one here, other ranks may still have had one
+                passed.unshard()
             if not passed.is_reduced and not self._defer:
                 self._start_reduce(passed)
             passed.uninstall()
@@ -365,6 +391,7 @@ class Runtime:
             self._in_flight.popleft().progress()
 
     def _end_backward(self) -> None:
+        self._pass(-1)
         self._is_in_backward = False
         if self._defer:
             self._has_deferred = True
@@ -372,6 +399,9 @@ class Runtime:
                 gradients.keep_deferred()
         else:
             self._reduce_and_deliver()
+        self._put_away()
+
+    def _put_away(self) -> None:
         for unit in self.units:
             unit.uninstall()
             unit.reshard()
@@ -395,16 +425,16 @@ class Runtime:
         return self.context.axis.any(flags, "agreement on which parameters got a gradient")
 
     def _recover(self) -> None:
-        """After an exception in a forward or a backward: drop what was under way."""
-        if is_in_backward() or not (self._has_failed or self._is_in_backward):
-            return
-        if self._is_in_backward:
-            accumulated = any(parameter.grad is not None for parameter in self.parameters)
-            self._is_tainted = accumulated or self._has_deferred
-            self._has_deferred = False
-        self._is_in_forward = self._has_failed = self._is_in_backward = False
-        self._idle, self._called = [], []
+        """Clean up after a backward that ended in an exception."""
+        if self._is_in_backward and not is_in_backward():
+            self._abandon_backward()
+
+    def _abandon_backward(self) -> None:
+        accumulated = any(parameter.grad is not None for parameter in self.parameters)
+        self._is_tainted |= accumulated or self._has_deferred
+        self._is_in_backward = self._has_deferred = False
         self._in_flight.clear()
         for unit in self.units:
-            unit.drop()
+            unit.drop_gradients()
+        self._put_away()
         self._pool.release()

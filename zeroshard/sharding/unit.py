@@ -164,6 +164,11 @@ class Unit:
         self.uninstall()
         return before
 
+    @property
+    def joins_backward(self) -> bool:
+        """Whether its parameters are gathered in a backward: on all ranks, if it is trained."""
+        return self.backward_needs_parameters and bool(self.open_calls or self.gradients)
+
     # -- gradients ------------------------------------------------------------------------------------
 
     @property
@@ -176,17 +181,14 @@ class Unit:
             gradients.start_reduce()
         self.is_reduced = True
 
-    def drop(self) -> None:
-        """After an exception: forget what was under way and put the sharded parameters back."""
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a backward that failed."""
         for gradients in self.gradients:
             gradients.drop()
         for buffer in self.buffers:
             for parameter in buffer.unsharded:
                 parameter.grad = None
         self.open_calls.clear()
-        self.is_reduced = False
-        self.uninstall()
-        self.reshard()
 
     def _move(self, state: UnitState) -> None:
         if _MOVES[self.state] is not state:

@@ -1,0 +1,513 @@
+"""Collectives give torch's results, sums in rank order to the bit, and exact counts."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm.collectives import DONE, Axis
+from zeroshard.comm.counter import KINDS, Counter
+from zeroshard.comm.pool import BufferPool
+
+CPU = torch.device("cpu")
+FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+WORLDS = [1, 2, 3, 4]
+
+
+def world(timeout_s=20.0):
+    return Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=timeout_s)
+
+
+def values_of(rank, size, dtype, salt=0):
+    """What a rank brings: of many magnitudes, so that sums depend on the order of additions."""
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    exponents = torch.randint(-6, 7, (size,), generator=generator)
+    return (torch.randn(size, generator=generator) * 2.0**exponents).to(dtype)
+
+
+def sum_in_order(parts, dtype):
+    total = parts[0].to(dtype)
+    for part in parts[1:]:
+        total = total + part.to(dtype)
+    return total
+
+
+def assert_same_bits(one, other):
+    assert one.dtype == other.dtype
+    assert one.shape == other.shape
+    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+# ------------------------------------------------------------------------------------------ all-gather
+
+
+def all_gather(dtype, size, in_place):
+    axis = world()
+    own = values_of(axis.rank, size, dtype)
+    flat = torch.full((axis.size * size,), -1.0, dtype=dtype)
+    part = flat.chunk(axis.size)[axis.rank].copy_(own)
+    axis.all_gather(flat, part if in_place else own, tag=0, label="test").wait()
+    expected = torch.empty_like(flat)
+    dist.all_gather_into_tensor(expected, own)
+    return flat, expected
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP64])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_all_gather_brings_what_torchs_own_brings(ranks, num_ranks, dtype, in_place):
+    for flat, expected in ranks(num_ranks, all_gather, dtype, 1027, in_place):
+        assert_same_bits(flat, expected)
+        assert_same_bits(flat, torch.cat([values_of(rank, 1027, dtype) for rank in range(num_ranks)]))
+
+
+# -------------------------------------------------------------------------------------- reduce-scatter
+
+
+def reduce_scatter(wire, dtype, size, in_place):
+    axis = world()
+    flat = values_of(axis.rank, axis.size * size, wire)
+    out = flat.chunk(axis.size)[axis.rank] if in_place else torch.empty(size, dtype=dtype)
+    axis.reduce_scatter(flat, out, BufferPool(CPU), tag=0, label="test").wait()
+    return out.clone()
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+@pytest.mark.parametrize(
+    ("wire", "dtype", "in_place"),
+    [
+        (FP32, FP32, False),
+        (FP32, FP32, True),
+        (BF16, BF16, False),
+        (BF16, BF16, True),
+        (BF16, FP32, False),
+        (FP16, FP32, False),
+        (FP64, FP64, True),
+    ],
+)
+def test_a_reduce_scatter_adds_in_rank_order_to_the_bit(ranks, num_ranks, wire, dtype, in_place):
+    size = 513
+    results = ranks(num_ranks, reduce_scatter, wire, dtype, size, in_place)
+    inputs = [values_of(rank, num_ranks * size, wire) for rank in range(num_ranks)]
+    expected = sum_in_order(inputs, dtype)
+    for out, part in zip(results, expected.chunk(num_ranks), strict=True):
+        assert_same_bits(out, part)
+    if num_ranks >= 3 and dtype == wire:  # the test would notice another order
+        assert not torch.equal(sum_in_order(inputs[::-1], dtype), expected)
+
+
+def reduce_with_a_pool(times):
+    """The places of the buffers that were left in the pool after each reduction."""
+    axis, pool = world(), BufferPool(CPU)
+    places = []
+    for _ in range(times):
+        flat = torch.ones(axis.size * 100)
+        axis.reduce_scatter(flat, torch.empty(100), pool, tag=0, label="test").wait()
+        buffers = [pool.take(FP32, 100) for _ in range(axis.size - 1)]
+        places.append(sorted(buffer.data_ptr() for buffer in buffers))
+        for buffer in buffers:
+            pool.give(buffer)
+    return places
+
+
+def test_a_reduce_scatter_allocates_nothing_once_the_pool_is_filled(ranks):
+    for first, *later in ranks(3, reduce_with_a_pool, 3):
+        assert len(set(first)) == 2
+        assert later == [first, first]
+
+
+# --------------------------------------------------------------------------------- several at the same time
+
+
+def run_many(num_each):
+    """Start many of both kinds and wait for them, each rank in an order of its own."""
+    axis, pool = world(), BufferPool(CPU)
+    flats, outs, handles = {}, {}, {}
+    orders = list(itertools.permutations(range(2 * num_each)))
+    starts, waits = (orders[(axis.rank * 1009 + salt) % len(orders)] for salt in (7, 400))
+    for tag in starts:
+        size = 50 + tag
+        if tag % 2:
+            flats[tag] = torch.empty(axis.size * size)
+            own = flats[tag].chunk(axis.size)[axis.rank].copy_(values_of(axis.rank, size, FP32, tag))
+            handles[tag] = axis.all_gather(flats[tag], own, tag=tag, label=f"gather {tag}")
+        else:
+            flats[tag] = values_of(axis.rank, axis.size * size, FP32, tag)
+            outs[tag] = torch.empty(size)
+            handles[tag] = axis.reduce_scatter(flats[tag], outs[tag], pool, tag=tag, label=f"reduce {tag}")
+    for tag in waits:
+        handles[tag].wait()
+    return [outs.get(tag, flats[tag]) for tag in range(2 * num_each)], starts
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_many_collectives_in_flight_keep_apart_in_any_order_on_any_rank(ranks, num_ranks):
+    results = ranks(num_ranks, run_many, 3)
+    assert len({starts for _, starts in results}) == num_ranks
+    for rank, (tensors, _) in enumerate(results):
+        for tag, tensor in enumerate(tensors):
+            size = 50 + tag
+            if tag % 2:
+                expected = torch.cat([values_of(peer, size, FP32, tag) for peer in range(num_ranks)])
+            else:
+                inputs = [values_of(peer, num_ranks * size, FP32, tag) for peer in range(num_ranks)]
+                expected = sum_in_order(inputs, FP32).chunk(num_ranks)[rank]
+            assert_same_bits(tensor, expected)
+
+
+def use_one_tag_again():
+    axis = world()
+    results = []
+    for salt in range(3):
+        flat = torch.empty(axis.size * 20)
+        own = flat.chunk(axis.size)[axis.rank].copy_(values_of(axis.rank, 20, FP32, salt))
+        handle = axis.all_gather(flat, own, tag=5, label="test")
+        handle.wait()
+        handle.wait()
+        results.append(flat)
+    return results
+
+
+def test_a_tag_can_be_used_again_and_a_second_wait_does_nothing(ranks):
+    for results in ranks(3, use_one_tag_again):
+        for salt, flat in enumerate(results):
+            assert_same_bits(flat, torch.cat([values_of(rank, 20, FP32, salt) for rank in range(3)]))
+
+
+def use_two_axes():
+    """Two engines over the same ranks with the same tags, the second started first on rank 1."""
+    axes = [world(), world()]
+    axes[1].first_tag = 1 << 16
+    flats, handles = [torch.empty(axis.size * 10) for axis in axes], {}
+    for number in (0, 1) if axes[0].rank else (1, 0):
+        axis, flat = axes[number], flats[number]
+        own = flat.chunk(axis.size)[axis.rank].fill_(10 * number + axis.rank)
+        handles[number] = axis.all_gather(flat, own, tag=3, label="test")
+    for number in range(2):
+        handles[number].wait()
+    return [flat.unique().tolist() for flat in flats]
+
+
+def test_axes_with_tags_of_their_own_keep_apart(ranks):
+    assert ranks(2, use_two_axes) == [[[0, 1], [10, 11]]] * 2
+
+
+# ----------------------------------------------------------------------------------------- small messages
+
+
+def exchange_nothing():
+    axis, pool = world(), BufferPool(CPU)
+    empty = torch.empty(0)
+    handles = [
+        axis.all_gather(empty, torch.empty(0), tag=0, label="test"),
+        axis.reduce_scatter(empty, torch.empty(0), pool, tag=1, label="test"),
+    ]
+    for handle in handles:
+        handle.wait()
+    axis.broadcast(empty, "test")
+    return axis.any([], "test"), axis.counter.report()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_empty_tensors_are_not_exchanged(ranks, num_ranks):
+    for flags, report in ranks(num_ranks, exchange_nothing):
+        assert flags == []
+        assert not any(report.calls.values())
+        assert not any(report.bytes_sent.values())
+
+
+def find_any(flags_by_rank):
+    axis = world()
+    flags = flags_by_rank[axis.rank]
+    return axis.any(flags, "test"), flags
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_a_flag_is_set_where_any_rank_set_it(ranks, num_ranks):
+    patterns = list(itertools.product([False, True], repeat=num_ranks))
+    flags_by_rank = [list(column) for column in zip(*patterns, strict=True)]
+    for found, given in ranks(num_ranks, find_any, flags_by_rank):
+        assert found == [any(pattern) for pattern in patterns]
+        assert all(type(flag) is bool for flag in found)
+        assert given in flags_by_rank
+
+
+def sum_of_values(size, dtype):
+    axis = world()
+    value = values_of(axis.rank, size, dtype).reshape(()) if size == 1 else values_of(axis.rank, size, dtype)
+    before = value.clone()
+    total = axis.sum(value, "test")
+    assert_same_bits(value.reshape(-1), before.reshape(-1))
+    return total
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+@pytest.mark.parametrize(("size", "dtype"), [(1, FP64), (1, FP32), (65, FP32)])
+def test_a_small_sum_is_taken_in_rank_order_to_the_bit(ranks, num_ranks, size, dtype):
+    expected = sum_in_order([values_of(rank, size, dtype) for rank in range(num_ranks)], dtype)
+    for total in ranks(num_ranks, sum_of_values, size, dtype):
+        assert total.dim() == (size > 1)
+        assert_same_bits(total.reshape(-1), expected)
+
+
+def test_a_small_sum_over_more_ranks_than_fit_a_vector_is_in_rank_order_too(monkeypatch):
+    num_ranks = 7
+    parts = [values_of(rank, 1, FP32).reshape(()) for rank in range(num_ranks)]
+    expected = sum_in_order(parts, FP32)
+    assert expected != torch.stack(parts).flip(0).sum()  # the test would notice another order
+    axis = Axis(None, device=CPU, counter=Counter(), timeout_s=1)
+    axis.size = num_ranks
+
+    class Work:
+        def wait(self, timeout):
+            return True
+
+    def all_gather_from_nobody(outputs, value, **_):
+        for output, part in zip(outputs, parts, strict=True):
+            output.copy_(part)
+        return Work()
+
+    monkeypatch.setattr(dist, "all_gather", all_gather_from_nobody)
+    assert axis.sum(parts[0], "test") == expected
+
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool),
+]
+
+
+def broadcast_dtypes():
+    axis = world()
+    tensors = [torch.full((3, 2), 1.0 - axis.rank).to(dtype) for dtype in DTYPES]
+    tensors.append(torch.tensor(1.0 - axis.rank))
+    for tensor in tensors:
+        axis.broadcast(tensor, f"broadcast of {tensor.dtype}")
+    return [tensor.to(torch.complex64) for tensor in tensors]
+
+
+def test_a_broadcast_brings_rank_0s_values_in_any_dtype(ranks):
+    for tensors in ranks(2, broadcast_dtypes):
+        for tensor in tensors:
+            assert torch.equal(tensor, torch.ones_like(tensor))
+
+
+def broadcast_views():
+    axis = world()
+    values = torch.arange(24.0).view(4, 6) + 100 * axis.rank
+    outside = values.clone()
+    views = [
+        values.clone().t(),
+        values.clone()[:, ::2],
+        values.clone()[1:3, 1:4],
+        values[0, :1].clone().expand(3),
+        outside[:, 1],
+    ]
+    for view in views:
+        axis.broadcast(view, "test")
+    return views, outside
+
+
+def test_a_broadcast_brings_rank_0s_values_to_any_view_and_touches_nothing_beside_it(ranks):
+    values = torch.arange(24.0).view(4, 6)
+    for rank, (views, outside) in enumerate(ranks(2, broadcast_views)):
+        expected = [values.t(), values[:, ::2], values[1:3, 1:4], values[0, :1].expand(3), values[:, 1]]
+        for view, right in zip(views, expected, strict=True):
+            assert torch.equal(view, right)
+        beside = torch.cat([outside[:, :1], outside[:, 2:]], dim=1)
+        assert torch.equal(beside, torch.cat([values[:, :1], values[:, 2:]], dim=1) + 100 * rank)
+
+
+def gather_objects():
+    axis = world()
+    return axis.all_gather_object({"rank": axis.rank, "name": "x" * axis.rank}, "test")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_objects_come_from_every_rank_in_rank_order(ranks, num_ranks):
+    expected = [{"rank": rank, "name": "x" * rank} for rank in range(num_ranks)]
+    assert ranks(num_ranks, gather_objects) == [expected] * num_ranks
+
+
+# ------------------------------------------------------------------------------------------------ counts
+
+
+def count_traffic(wire, dtype, size):
+    """What the axis counts, and what isend is really given."""
+    axis, pool = world(), BufferPool(CPU)
+    sent = []
+    isend = dist.isend
+
+    def counting_isend(tensor, *args, **kwargs):
+        sent.append(tensor.numel() * tensor.element_size())
+        return isend(tensor, *args, **kwargs)
+
+    dist.isend = counting_isend
+    reports, sent_bytes = [], []
+    try:
+        for kind in ("all_gather", "reduce_scatter"):
+            flat = torch.zeros(axis.size * size, dtype=wire)
+            own = flat.chunk(axis.size)[axis.rank]
+            for _ in range(2):
+                if kind == "all_gather":
+                    axis.all_gather(flat, own, tag=0, label="test").wait()
+                else:
+                    axis.reduce_scatter(
+                        flat, torch.empty(size, dtype=dtype), pool, tag=0, label="test"
+                    ).wait()
+            reports.append(axis.counter.report())
+            sent_bytes.append(sum(sent))
+            axis.counter.reset()
+            sent.clear()
+    finally:
+        dist.isend = isend
+    return reports, sent_bytes
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+@pytest.mark.parametrize(("wire", "dtype"), [(FP32, FP32), (BF16, FP32)])
+def test_counts_are_those_of_the_formula_and_of_what_is_sent(ranks, num_ranks, wire, dtype):
+    size = 768
+    for reports, sent_bytes in ranks(num_ranks, count_traffic, wire, dtype, size):
+        for kind, report, sent in zip(("all_gather", "reduce_scatter"), reports, sent_bytes, strict=True):
+            num_bytes = 2 * (num_ranks - 1) * size * wire.itemsize
+            num_calls = 2 if num_ranks > 1 else 0
+            assert report.bytes_sent == dict.fromkeys(KINDS, 0) | {kind: num_bytes}
+            assert report.calls == dict.fromkeys(KINDS, 0) | {kind: num_calls}
+            assert sent == num_bytes
+
+
+def count_small_messages():
+    axis = world()
+    axis.any([True, False, True], "test")
+    axis.sum(torch.zeros(2, dtype=FP64), "test")
+    axis.broadcast(torch.zeros(5), "test")
+    axis.all_gather_object("something", "test")
+    return axis.counter.report()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_small_messages_count_under_control_alone(ranks, num_ranks):
+    for rank, report in enumerate(ranks(num_ranks, count_small_messages)):
+        expected = 0 if num_ranks == 1 else 3 + 2 * 8 + (5 * 4 if rank == 0 else 0)
+        assert report.bytes_sent == dict.fromkeys(KINDS, 0) | {"control": expected}
+        assert report.calls["control"] == (4 if num_ranks > 1 else 0)
+        assert sum(report.calls.values()) == report.calls["control"]
+
+
+def test_a_report_is_a_copy_that_prints_as_a_table():
+    counter = Counter()
+    counter.add("all_gather", 3 << 20)
+    report = counter.report()
+    counter.add("all_gather", 1)
+    counter.reset()
+    assert report.bytes_sent["all_gather"] == 3 << 20
+    assert report.calls["all_gather"] == 1
+    assert counter.report().calls == dict.fromkeys(KINDS, 0)
+    assert all(kind in str(report) for kind in KINDS)
+
+
+# ----------------------------------------------------------------------------------------------- one rank
+
+
+def test_one_rank_alone_exchanges_nothing_and_copies_only_what_it_must():
+    axis = Axis(None, device=CPU, counter=Counter(), timeout_s=1)
+    flat, out = torch.arange(4.0), torch.empty(4, dtype=FP64)
+    assert (axis.rank, axis.size) == (0, 1)
+    assert axis.all_gather(flat, flat, tag=0, label="test") is DONE
+    axis.reduce_scatter(flat, out, BufferPool(CPU), tag=0, label="test").wait()
+    assert torch.equal(out, flat.double())
+    axis.broadcast(flat, "test")
+    value = torch.ones(())
+    assert axis.sum(value, "test") is value
+    assert axis.any([True, False], "test") == [True, False]
+    assert axis.all_gather_object("x", "test") == ["x"]
+    assert not any(axis.counter.calls.values())
+
+
+# --------------------------------------------------------------------------------------------- lost ranks
+
+
+def exchange_with_a_rank_that(what, kind):
+    """Rank 0's error: rank 1 does not come, or has ended its process group."""
+    axis = world(timeout_s=0.3)
+    if axis.rank == 1:
+        if what == "ends":
+            dist.destroy_process_group()
+        return None
+    flat = torch.zeros(2 * axis.size)
+    errors = []
+    for label in ("first thing", "second thing"):
+        try:
+            if kind == "all_gather":
+                axis.all_gather(flat, flat[:2], tag=0, label=label).wait()
+            else:
+                axis.reduce_scatter(flat, flat[:2], BufferPool(CPU), tag=0, label=label).wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("what", ["stays away", "ends"])
+def test_an_exchange_with_a_lost_rank_names_rank_and_label_the_first_time_and_later(ranks, what, kind):
+    errors = ranks(2, exchange_with_a_rank_that, what, kind)[0]
+    assert len(errors) == 2
+    for error, label in zip(errors, ("first thing", "second thing"), strict=True):
+        assert "rank 0 of 2" in error
+        assert label in error
+        assert "0.3 s" in error
+
+
+def small_messages_to_a_rank_that_ended():
+    axis = world(timeout_s=2)
+    if axis.rank == 1:
+        dist.destroy_process_group()
+        return None
+    exchanges = {
+        "any": lambda label: axis.any([True], label),
+        "sum": lambda label: axis.sum(torch.ones(()), label),
+        "objects": lambda label: axis.all_gather_object(1, label),
+    }
+    errors = {}
+    for name, exchange in exchanges.items():
+        try:
+            exchange(f"label of {name}")
+        except RuntimeError as error:
+            errors[name] = str(error)
+    return errors
+
+
+def test_small_messages_to_a_lost_rank_name_rank_and_label(ranks):
+    errors = ranks(2, small_messages_to_a_rank_that_ended)[0]
+    assert list(errors) == ["any", "sum", "objects"]
+    for name, error in errors.items():
+        assert "rank 0 of 2" in error
+        assert f"label of {name}" in error
+
+
+def close_while_an_exchange_is_under_way():
+    axis = world()
+    flat = torch.zeros(axis.size * 10)
+    own = flat.chunk(axis.size)[axis.rank].fill_(axis.rank + 1)
+    axis.all_gather(flat, own, tag=0, label="test")
+    axis.close(drain_s=10)
+    return flat.unique().tolist(), len(axis.under_way)
+
+
+def test_closing_an_axis_lets_exchanges_under_way_end(ranks):
+    assert ranks(2, close_while_an_exchange_is_under_way) == [([1, 2], 0)] * 2
+
+
+def close_with_a_rank_that_stays_away():
+    axis = world()
+    flat = torch.zeros(axis.size * 10)
+    if axis.rank == 0:
+        axis.all_gather(flat, flat[:10], tag=0, label="test")
+    axis.close(drain_s=0.2)
+    return len(axis.under_way)
+
+
+def test_closing_an_axis_does_not_wait_for_ever_for_a_rank_that_stays_away(ranks):
+    assert ranks(2, close_with_a_rank_that_stays_away, timeout=20) == [0, 0]

@@ -1,0 +1,74 @@
+"""Scratch buffers are used again, and never by two at once."""
+
+import gc
+import weakref
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from zeroshard.comm.pool import BufferPool
+
+KINDS = [(dtype, size) for dtype in (torch.float32, torch.bfloat16) for size in (4, 8)]
+
+
+@pytest.fixture
+def pool():
+    return BufferPool(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_buffer_has_the_dtype_and_size_that_were_asked_for(pool, dtype, size):
+    for _ in range(2):
+        buffer = pool.take(dtype, size)
+        assert (buffer.dtype, buffer.shape, buffer.device.type) == (dtype, (size,), "cpu")
+        pool.give(buffer)
+
+
+def test_a_buffer_that_was_given_back_is_taken_again(pool):
+    first, second = pool.take(torch.float32, 8), pool.take(torch.float32, 8)
+    places = {first.data_ptr(), second.data_ptr()}
+    assert len(places) == 2
+    pool.give(first)
+    pool.give(second)
+    assert {pool.take(torch.float32, 8).data_ptr(), pool.take(torch.float32, 8).data_ptr()} <= places
+
+
+@pytest.mark.parametrize("other", [(torch.float32, 9), (torch.int32, 8), (torch.bfloat16, 16)])
+def test_a_buffer_of_another_dtype_or_size_is_not_taken(pool, other):
+    kept = pool.take(torch.float32, 8)
+    pool.give(kept)
+    assert pool.take(*other).data_ptr() != kept.data_ptr()
+
+
+def test_released_buffers_are_freed_and_those_in_use_are_not(pool):
+    free, used = pool.take(torch.float32, 8), pool.take(torch.float32, 8)
+    pool.give(free)
+    gone, there = weakref.ref(free), weakref.ref(used)
+    del free
+    pool.release()
+    gc.collect()
+    assert gone() is None
+    assert there() is used
+    pool.give(used)
+    assert pool.take(torch.float32, 8) is used
+
+
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.booleans()), max_size=40))
+def test_no_buffer_is_in_use_twice_and_no_more_are_made_than_are_in_use_at_once(steps):
+    pool = BufferPool(torch.device("cpu"))
+    used = {kind: [] for kind in KINDS}
+    made = {kind: {} for kind in KINDS}
+    most = dict.fromkeys(KINDS, 0)
+    for kind, is_take in steps:
+        if is_take:
+            buffer = pool.take(*kind)
+            assert all(buffer is not other for other in used[kind])
+            used[kind].append(buffer)
+            made[kind][id(buffer)] = buffer
+            most[kind] = max(most[kind], len(used[kind]))
+        elif used[kind]:
+            pool.give(used[kind].pop(0))
+    assert {kind: len(buffers) for kind, buffers in made.items()} == most

@@ -1,0 +1,459 @@
+"""What the runtime takes for granted about autograd, and how it looks into outputs."""
+
+import collections
+import dataclasses
+import functools
+import types
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard
+from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward
+from zeroshard.sharding.nested import cast_floats, find_tensors
+
+
+class HookError(Exception):
+    pass
+
+
+class Step(torch.autograd.Function):
+    """Adds up its inputs and notes when its backward runs."""
+
+    @staticmethod
+    def forward(ctx, log, number, *inputs):
+        ctx.log, ctx.number, ctx.num_inputs = log, number, len(inputs)
+        return sum(inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.log.append(ctx.number)
+        return (None, None, *[gradient] * ctx.num_inputs)
+
+
+def leaf(value=1.0):
+    return torch.tensor(value, requires_grad=True)
+
+
+def fail(*_):
+    raise HookError
+
+
+# ------------------------------------------------------------------------------------------ in backward
+
+
+def test_hooks_are_in_backward_and_nothing_before_or_after_is():
+    seen, x = [], leaf()
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(is_in_backward()))
+    x.register_post_accumulate_grad_hook(lambda parameter: seen.append(is_in_backward()))
+    seen.append(is_in_backward())
+    y.backward()
+    seen.append(is_in_backward())
+    assert seen == [False, True, True, False]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_recomputed_forward_is_in_backward_and_the_first_is_not(use_reentrant):
+    seen = []
+
+    def forward(x):
+        seen.append(is_in_backward())
+        return x.exp()
+
+    checkpoint(forward, leaf(), use_reentrant=use_reentrant).backward()
+    assert seen == [False, True]
+
+
+def test_nothing_is_in_backward_after_an_exception():
+    y = leaf() * 2
+    y.register_hook(fail)
+    with pytest.raises(HookError):
+        y.backward()
+    assert not is_in_backward()
+
+
+# -------------------------------------------------------------------------------------- end of backward
+
+
+def test_a_callback_runs_once_after_the_last_gradient():
+    seen, x, z = [], leaf(), leaf()
+    y = x * z
+    y.register_hook(lambda gradient: at_end_of_backward(lambda: seen.append((x.grad, z.grad))))
+    for parameter in (x, z):
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
+    y.backward()
+    assert seen == ["accumulated", "accumulated", (x.grad, z.grad)]
+    (leaf() * 2).backward()
+    assert len(seen) == 3
+
+
+def test_a_callback_runs_after_the_gradients_of_a_nested_backward():
+    seen, x = [], leaf()
+    y = checkpoint(torch.exp, x, use_reentrant=True) * 2
+    y.register_hook(lambda gradient: at_end_of_backward(lambda: seen.append(x.grad.item())))
+    y.backward()
+    assert seen == [x.grad.item()]
+
+
+def test_a_callback_also_runs_where_gradients_are_returned():
+    seen, x = [], leaf()
+    y = x * 2
+    y.register_hook(lambda gradient: at_end_of_backward(lambda: seen.append("end")))
+    torch.autograd.grad(y, x)
+    assert seen == ["end"]
+
+
+def test_a_callback_does_not_run_after_an_exception_nor_in_the_next_backward():
+    seen, x = [], leaf()
+    y = x * 2
+    z = y * 3
+    z.register_hook(lambda gradient: at_end_of_backward(lambda: seen.append("end")))
+    y.register_hook(fail)
+    with pytest.raises(HookError):
+        z.backward()
+    (leaf() * 2).backward()
+    assert seen == []
+
+
+def test_an_exception_in_a_callback_comes_out_of_backward():
+    y = leaf() * 2
+    y.register_hook(lambda gradient: at_end_of_backward(fail))
+    with pytest.raises(HookError):
+        y.backward()
+
+
+def test_a_callback_cannot_be_left_outside_of_a_backward():
+    with pytest.raises(RuntimeError, match="backward"):
+        at_end_of_backward(lambda: None)
+
+
+# ------------------------------------------------------------------------------------ order of a backward
+
+
+@st.composite
+def graphs(draw):
+    """For each node, which of the ones before it are its inputs; -1 is a leaf."""
+    num_nodes = draw(st.integers(1, 12))
+    inputs = [
+        sorted(draw(st.sets(st.integers(-1, number - 1), min_size=1, max_size=3)))
+        for number in range(num_nodes)
+    ]
+    return inputs, draw(st.permutations(range(num_nodes)))
+
+
+@given(graphs())
+def test_nodes_run_in_the_reverse_order_of_their_creation(graph):
+    inputs, order_of_sum = graph
+    log = []
+    nodes = []
+    for number, sources in enumerate(inputs):
+        nodes.append(Step.apply(log, number, *(leaf() if s < 0 else nodes[s] for s in sources)))
+    torch.stack([nodes[number] for number in order_of_sum]).sum().backward()
+    assert log == list(reversed(range(len(nodes))))
+
+
+@given(graphs())
+def test_when_an_outputs_gradient_is_there_all_that_was_made_after_it_has_run(graph):
+    """The parameters of what ran after a unit have their gradients when the hook on its output runs."""
+    inputs, order_of_sum = graph
+    log, nodes = [], []
+    for number, sources in enumerate(inputs):
+        weight = leaf()
+        weight.register_post_accumulate_grad_hook(lambda _, number=number: log.append(("gradient", number)))
+        total = sum(leaf() if source < 0 else nodes[source] for source in sources)
+        nodes.append(total * weight)
+        nodes[-1].register_hook(lambda _, number=number: log.append(("output", number)))
+    torch.stack([nodes[number] for number in order_of_sum]).sum().backward()
+    expected = [(what, number) for number in reversed(range(len(nodes))) for what in ("output", "gradient")]
+    assert log == expected
+
+
+def test_a_hook_on_an_output_runs_when_it_is_changed_in_place_afterwards():
+    seen, x = [], leaf(3.0)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(gradient.item()))
+    y *= 5
+    y.backward()
+    assert seen == [5.0]
+    assert x.grad == 10
+
+
+@pytest.mark.parametrize(("use_reentrant", "times"), [(True, 2), (False, 1)])
+def test_a_gradient_accumulates_once_a_backward_but_twice_around_a_reentrant_checkpoint(use_reentrant, times):
+    seen, weight, x = [], leaf(2.0), leaf(3.0)
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter))
+    (x * weight * weight).backward()
+    assert len(seen) == 1
+    seen.clear()
+    (checkpoint(lambda y: y * weight, x, use_reentrant=use_reentrant) * weight).backward()
+    assert len(seen) == times
+
+
+# ---------------------------------------------------------------------------------- looking into outputs
+
+A, B, C = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+
+
+@dataclasses.dataclass
+class Plain:
+    logits: object
+    rest: object = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    logits: object
+
+
+Named = collections.namedtuple("Named", ["first", "second"])
+
+
+class Opaque:
+    def __init__(self, value):
+        self.value = value
+
+
+TRANSPARENT = {
+    "tensor": (A, [A]),
+    "nothing": (None, []),
+    "numbers and names": ((1, 2.5, "name", b"", True, None, torch.float32, torch.Size((1,))), []),
+    "tuple": ((A, [B, {"c": C}]), [A, B, C]),
+    "nested dict": ({"x": {"y": A, "z": [B]}, "w": (C,)}, [A, B, C]),
+    "ordered dict": (collections.OrderedDict(b=B, a=A), [B, A]),
+    "default dict": (collections.defaultdict(list, {"a": [A, B]}), [A, B]),
+    "named tuple": (Named(A, Named(B, C)), [A, B, C]),
+    "dataclass": (Plain(A, 3), [A]),
+    "dataclass in a dict in a dataclass": (Plain({"x": Plain(A, [B])}, C), [A, B, C]),
+    "frozen dataclass with slots": (Frozen((A, B)), [A, B]),
+    "the same tensor twice": ((A, A), [A, A]),
+}
+
+
+@pytest.mark.parametrize("what", TRANSPARENT)
+def test_every_tensor_in_nested_containers_and_dataclasses_is_found(what):
+    value, expected = TRANSPARENT[what]
+    tensors, is_opaque = find_tensors(value)
+    assert sorted(map(id, tensors)) == sorted(map(id, expected))
+    assert not is_opaque
+
+
+OPAQUE = {
+    "object": (Opaque(A), []),
+    "object among tensors": ((A, Opaque(B), C), [A, C]),
+    "object in a dataclass": (Plain(A, Opaque(B)), [A]),
+    "user dict": (collections.UserDict(a=A), []),
+    "namespace": (types.SimpleNamespace(a=A), []),
+    "set": ({A}, []),
+    "function": (lambda: A, []),
+}
+
+
+@pytest.mark.parametrize("what", OPAQUE)
+def test_what_cannot_be_looked_into_is_reported(what):
+    value, expected = OPAQUE[what]
+    tensors, is_opaque = find_tensors(value)
+    assert sorted(map(id, tensors)) == sorted(map(id, expected))
+    assert is_opaque
+
+
+def test_tensors_of_a_transformers_output_are_found():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    value = outputs.CausalLMOutputWithPast(loss=A, logits=B, hidden_states=(C, A))
+    tensors, is_opaque = find_tensors(value)
+    assert sorted(map(id, tensors)) == sorted(map(id, [A, B, C, A]))
+    assert not is_opaque
+
+
+def test_tensors_of_a_transformers_output_of_a_class_of_ones_own_are_found():
+    generic = pytest.importorskip("transformers.utils")
+
+    @dataclasses.dataclass
+    class Output(generic.ModelOutput):
+        loss: torch.Tensor | None = None
+        extra: tuple[torch.Tensor, ...] | None = None
+
+    tensors, is_opaque = find_tensors([Output(loss=A, extra=(B, C)), Output()])
+    assert sorted(map(id, tensors)) == sorted(map(id, [A, B, C]))
+    assert not is_opaque
+
+
+def test_a_field_that_a_dataclass_has_not_been_given_is_no_error():
+    @dataclasses.dataclass
+    class Partly:
+        logits: torch.Tensor
+        later: torch.Tensor = dataclasses.field(init=False)
+
+    tensors, _ = find_tensors(Partly(A))
+    assert len(tensors) == 1
+
+
+def test_casting_changes_the_floats_in_nested_containers_and_nothing_else():
+    whole, flag = torch.tensor([1, 2]), torch.tensor(True)
+    value = {"x": (A, [B.double(), whole]), "y": {"flag": flag, "text": "as it is"}}
+    cast = cast_floats(value, torch.bfloat16)
+    assert [cast["x"][0].dtype, cast["x"][1][0].dtype] == [torch.bfloat16, torch.bfloat16]
+    assert cast["x"][1][1] is whole
+    assert cast["y"]["flag"] is flag
+    assert cast["y"]["text"] == "as it is"
+    assert cast_floats(A, A.dtype) is A
+
+
+def test_casting_reaches_the_tensors_that_are_found_in_dataclasses():
+    cast = cast_floats(Plain(A, {"x": Frozen(B)}), torch.float64)
+    tensors, _ = find_tensors(cast)
+    assert [tensor.dtype for tensor in tensors] == [torch.float64, torch.float64]
+
+
+# -------------------------------------------------------------------- forwards that are hard to follow
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.body = nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x):
+        return x + self.body(self.layer(x))
+
+
+class RecomputedPart(Block):
+    """Recomputes a part of itself."""
+
+    def forward(self, x, *, use_reentrant):
+        return x + checkpoint(lambda y: self.body(self.layer(y)), x, use_reentrant=use_reentrant)
+
+
+class RecomputedTwice(Block):
+    """Uses its layers outside of a checkpoint and inside."""
+
+    def forward(self, x, *, use_reentrant):
+        x = x + self.body(self.layer(x))
+        return x + checkpoint(lambda y: self.body(self.layer(y)), x, use_reentrant=use_reentrant)
+
+
+class Hiding(Block):
+    """Returns a tensor, and another in an object, made after it from a parameter."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, Opaque(self.body(self.body(y)).square().mean())
+
+
+class Net(nn.Module):
+    def __init__(self, block, forward):
+        super().__init__()
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([block() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 4)
+        self.run = forward
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def in_turn(net, x, **options):
+    x = net.inp(x)
+    for block in net.blocks:
+        x = block(x, **options)
+    return net.head(x)
+
+
+def called_outside_then_inside(net, x, use_reentrant):
+    x = net.inp(x)
+    for block in net.blocks:
+        x = checkpoint(block, block(x), use_reentrant=use_reentrant)
+    return net.head(x)
+
+
+def called_inside_then_outside(net, x, use_reentrant):
+    x = net.inp(x)
+    for block in net.blocks:
+        x = block(checkpoint(block, x, use_reentrant=use_reentrant))
+    return net.head(x)
+
+
+def recomputed_over_two_units(net, x, use_reentrant):
+    x = net.inp(x)
+    x = checkpoint(lambda y: net.blocks[1](net.blocks[0](y)), x, use_reentrant=use_reentrant)
+    return net.head(net.blocks[2](x))
+
+
+def recomputed_layers_of_the_root(net, x, use_reentrant):
+    x = net.inp(x)
+    for block in net.blocks:
+        x = block(x)
+    return checkpoint(lambda y: net.head(torch.tanh(net.inp(y))), x, use_reentrant=use_reentrant)
+
+
+def hidden_in_an_object(net, x):
+    x, penalty = net.inp(x), 0
+    for block in net.blocks:
+        x, box = block(x)
+        penalty = penalty + box.value
+    return net.head(x) + penalty
+
+
+def train(net, step):
+    """Losses of three steps of SGD on the same batch."""
+    losses = []
+    for number in range(3):
+        inputs = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(number))
+        loss = net(inputs).square().mean()
+        loss.backward()
+        step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_plain_and_sharded(block, forward, options):
+    """Losses of plain training, and of each stage, on all ranks alike."""
+
+    def build():
+        torch.manual_seed(0)
+        net = Net(block, functools.partial(forward, **options))
+        return net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+    def step(optimizer):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    net, optimizer = build()
+    plain = train(net, lambda: step(optimizer))
+    sharded = []
+    for stage in range(4):
+        engine, optimizer, *_ = zeroshard.initialize(*build(), {"stage": stage, "watchdog_s": 20})
+        sharded.append(train(engine, lambda: step(optimizer)))  # noqa: B023 (called at once)
+    return plain, sharded
+
+
+HARD = {
+    "a part of a unit": (RecomputedPart, in_turn),
+    "a part of a unit that is also used outside": (RecomputedTwice, in_turn),
+    "a unit that was called before": (Block, called_outside_then_inside),
+    "a unit that is called again": (Block, called_inside_then_outside),
+    "two units together": (Block, recomputed_over_two_units),
+    "layers of the root": (Block, recomputed_layers_of_the_root),
+}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("what", HARD)
+def test_recomputing_gives_the_losses_of_plain_training(ranks, what, use_reentrant):
+    results = ranks(2, train_plain_and_sharded, *HARD[what], {"use_reentrant": use_reentrant})
+    for plain, sharded in results:
+        for losses in sharded:
+            assert losses == pytest.approx(plain, rel=1e-6)
+
+
+def test_an_output_hidden_in_an_object_gets_its_backward_with_the_units_parameters(ranks):
+    for plain, sharded in ranks(2, train_plain_and_sharded, Hiding, hidden_in_an_object, {}):
+        for losses in sharded:
+            assert losses == pytest.approx(plain, rel=1e-6)

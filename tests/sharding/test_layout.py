@@ -1,0 +1,187 @@
+"""Who owns which element: properties over parameter sizes and numbers of ranks."""
+
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import example, given
+
+from zeroshard.sharding.layout import BLOCK, Layout, Span, round_up
+
+EDGES = st.sampled_from((0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK))
+SIZES = st.lists(EDGES | st.integers(0, 5 * BLOCK) | st.integers(0, 40_000), max_size=6).map(tuple)
+RANKS = st.integers(1, 8) | st.integers(1, 4096)
+LAYOUTS = st.builds(Layout, SIZES, RANKS)
+SPANS = st.tuples(st.integers(-40, 40), st.integers(0, 40)).map(lambda pair: Span(pair[0], pair[0] + pair[1]))
+
+
+def refusal(function, *args):
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        function(*args)
+    return str(caught.value)
+
+
+def elements(span):
+    return set(range(span.start, span.stop))
+
+
+# ------------------------------------------------------------------------------------------- ownership
+
+
+@given(LAYOUTS)
+@example(Layout((), 3))
+@example(Layout((1,), 4096))
+@example(Layout((0, 0, 257), 2))
+def test_every_element_of_every_parameter_is_owned_by_exactly_one_rank(layout):
+    for index, size in enumerate(layout.sizes):
+        parts = [layout.owned(index, rank) for rank in range(layout.num_ranks)]
+        assert all(0 <= part.start <= part.stop <= size for part in parts)
+        parts = [part for part in parts if part.size]
+        # End to end from the first element to the last: no element is left out, and none is there twice.
+        ends = [0, *(part.stop for part in parts)]
+        assert [part.start for part in parts] == ends[:-1]
+        assert ends[-1] == size
+
+
+@given(LAYOUTS)
+def test_shards_are_equal_whole_blocks_and_tile_the_range_in_rank_order(layout):
+    shards = [layout.shard(rank) for rank in range(layout.num_ranks)]
+    assert {shard.size for shard in shards} == {layout.shard_size}
+    assert layout.shard_size % BLOCK == 0
+    assert [shard.start for shard in shards] == [0, *(shard.stop for shard in shards[:-1])]
+    assert shards[-1].stop == layout.total
+
+
+@given(LAYOUTS)
+def test_each_parameter_starts_on_a_block_and_none_overlaps_the_next(layout):
+    spans = [layout.parameter(index) for index in range(len(layout.sizes))]
+    assert [span.size for span in spans] == list(layout.sizes)
+    assert [span.start for span in spans] == list(layout.offsets)
+    assert all(span.start % BLOCK == 0 for span in spans)
+    assert all(span.stop <= following.start for span, following in pairwise(spans))
+    assert all(span.stop <= layout.total for span in spans)
+
+
+@given(LAYOUTS)
+def test_no_block_of_a_parameter_is_cut_between_two_ranks(layout):
+    for index, size in enumerate(layout.sizes):
+        for rank in range(layout.num_ranks):
+            part = layout.owned(index, rank)
+            if part.size:
+                assert part.start % BLOCK == 0
+                assert part.stop % BLOCK == 0 or part.stop == size
+
+
+@given(LAYOUTS)
+def test_padding_is_at_most_255_elements_a_parameter_and_less_than_one_row_of_blocks(layout):
+    padding = layout.total - sum(layout.sizes)
+    assert 0 <= padding <= 255 * len(layout.sizes) + 256 * layout.num_ranks - 1
+
+
+@given(st.lists(EDGES | st.integers(0, 5 * BLOCK), max_size=5).map(tuple), st.integers(1, 40))
+def test_a_part_is_the_same_in_its_parameter_its_shard_and_the_flat_range(sizes, num_ranks):
+    layout = Layout(sizes, num_ranks)
+    parameters = [np.arange(size) + 10_000 * (index + 1) for index, size in enumerate(sizes)]
+    flat = np.zeros(layout.total, dtype=int)
+    for index, values in enumerate(parameters):
+        flat[layout.parameter(index).slice] = values
+    for rank in range(num_ranks):
+        shard = flat[layout.shard(rank).slice]
+        for index, values in enumerate(parameters):
+            inside = layout.in_shard(index, rank)
+            assert 0 <= inside.start <= inside.stop <= layout.shard_size
+            assert np.array_equal(shard[inside.slice], values[layout.owned(index, rank).slice])
+
+
+@given(st.lists(EDGES | st.integers(0, 5 * BLOCK), max_size=6).map(tuple), st.integers(1, 40))
+@example((), 4)
+def test_gaps_are_exactly_what_no_parameter_covers(sizes, num_ranks):
+    layout = Layout(sizes, num_ranks)
+    covered = np.zeros(layout.total, dtype=int)
+    for index in range(len(sizes)):
+        covered[layout.parameter(index).slice] += 1
+    for gap in layout.gaps:
+        assert gap.size > 0
+        covered[gap.slice] += 1
+    assert (covered == 1).all()
+    assert list(layout.gaps) == sorted(layout.gaps, key=lambda gap: gap.start)
+
+
+@given(SIZES, st.integers(1, 64), st.integers(1, 64))
+def test_parameters_lie_at_the_same_places_for_any_number_of_ranks(sizes, one, other):
+    assert Layout(sizes, one).offsets == Layout(sizes, other).offsets
+
+
+# -------------------------------------------------------------------------------------------- examples
+
+
+def test_the_drawing_of_two_parameters_over_two_ranks_is_as_drawn():
+    layout = Layout((600, 200), 2)
+    assert layout.offsets == (0, 768)
+    assert (layout.total, layout.shard_size) == (1024, 512)
+    assert [layout.owned(0, rank) for rank in range(2)] == [Span(0, 512), Span(512, 600)]
+    assert layout.owned(1, 0).size == 0
+    assert layout.owned(1, 1) == Span(0, 200)
+    assert layout.in_shard(1, 1) == Span(256, 456)
+    assert layout.gaps == (Span(600, 768), Span(968, 1024))
+
+
+def test_ranks_beyond_the_last_block_own_padding_alone():
+    layout = Layout((300,), 5)
+    assert layout.total == 5 * BLOCK
+    assert [layout.owned(0, rank).size for rank in range(5)] == [256, 44, 0, 0, 0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4096])
+def test_parameters_without_elements_take_no_room(num_ranks):
+    assert Layout((0, 0), num_ranks).total == 0
+    assert Layout((5, 0, 7), num_ranks).offsets == (0, BLOCK, BLOCK)
+    layout = Layout((5, 0, 7), num_ranks)
+    assert layout.parameter(1).size == 0
+    assert all(layout.owned(1, rank).size == 0 for rank in range(num_ranks))
+    assert all(gap.size for gap in layout.gaps)
+
+
+def test_one_rank_alone_owns_every_parameter_whole():
+    layout = Layout((1, 256, 1000), 1)
+    assert [layout.owned(index, 0) for index in range(3)] == [Span(0, 1), Span(0, 256), Span(0, 1000)]
+
+
+# ------------------------------------------------------------------------------------- spans and errors
+
+
+@given(SPANS, SPANS)
+def test_an_intersection_holds_the_common_elements_and_lies_inside_the_other_span(one, other):
+    common = one.intersect(other)
+    assert elements(common) == elements(one) & elements(other)
+    assert other.start <= common.start <= common.stop <= other.stop
+
+
+@given(SPANS, st.integers(-50, 50))
+def test_a_shifted_span_has_every_element_moved(span, by):
+    assert elements(span.shifted(by)) == {element + by for element in elements(span)}
+    assert span.size == len(elements(span))
+
+
+@given(st.integers(0, 2000), st.integers(1, 300))
+def test_rounding_up_gives_the_first_multiple_that_is_not_smaller(count, multiple):
+    assert round_up(count, multiple) == next(m for m in range(count, count + multiple) if m % multiple == 0)
+
+
+@pytest.mark.parametrize("num_ranks", [0, -1])
+def test_fewer_than_one_rank_is_refused(num_ranks):
+    assert f"at least 1 rank, got {num_ranks}" in refusal(Layout, (256,), num_ranks)
+
+
+def test_a_negative_size_is_refused_with_the_sizes():
+    assert "(3, -1)" in refusal(Layout, (3, -1), 2)
+
+
+@pytest.mark.parametrize("rank", [-1, 3, 4096])
+def test_a_rank_that_does_not_exist_is_refused_wherever_one_is_asked_for(rank):
+    layout = Layout((256,), 3)
+    for ask in (layout.shard, lambda rank: layout.owned(0, rank), lambda rank: layout.in_shard(0, rank)):
+        message = refusal(ask, rank)
+        assert "[0, 3)" in message
+        assert str(rank) in message

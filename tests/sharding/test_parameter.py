@@ -1,0 +1,319 @@
+"""Sharded parameters pass for tensors with optimizers and people, and for a weight with nobody."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.optim.optimizer as torch_optimizer
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from zeroshard.sharding.parameter import ShardedParameter, partial_slices
+
+NAME, UNIT, SHAPE = "model.head.weight", "model.head", torch.Size((6, 4))
+HIDDEN = torch.arange(12.0).view(3, 4)
+INDICES = torch.tensor([0, 1])
+
+
+def sharded(values, *, requires_grad=True, is_partial=True, unit=UNIT):
+    return ShardedParameter.wrap(
+        values, requires_grad, fqn=NAME, unit_name=unit, full_shape=SHAPE, is_partial=is_partial
+    )
+
+
+@pytest.fixture
+def weight():
+    """Half of a [6, 4] weight."""
+    return sharded(torch.arange(12.0))
+
+
+def assert_names_the_remedy(error):
+    message = str(error.value)
+    assert f"'{NAME}'" in message
+    assert f"'{UNIT}'" in message
+    assert "units=" in message
+
+
+# ------------------------------------------------------------------------ layers outside the unit's forward
+
+
+class FusedHead(torch.autograd.Function):
+    """As fused losses are written: the weight comes as an argument and is used inside."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+LAYERS = {
+    "linear": lambda w: F.linear(HIDDEN, w),
+    "linear with a slice as bias": lambda w: F.linear(HIDDEN, torch.zeros(12, 4), w),
+    "linear by keyword": lambda w: F.linear(HIDDEN, weight=w),
+    "linear whose shapes fit": lambda w: F.linear(torch.ones(2, 12), w),
+    "at sign": lambda w: HIDDEN @ w,
+    "at sign from the left": lambda w: w @ torch.ones(12, 2),
+    "matmul": lambda w: torch.matmul(HIDDEN, w),
+    "matmul method": lambda w: HIDDEN.matmul(w),
+    "addmm": lambda w: torch.addmm(torch.zeros(3), HIDDEN, w),
+    "embedding": lambda w: F.embedding(INDICES, w),
+    "embedding bag": lambda w: F.embedding_bag(INDICES, w, INDICES),
+    "layer norm": lambda w: F.layer_norm(torch.ones(2, 12), (12,), w),
+    "rms norm": lambda w: F.rms_norm(torch.ones(2, 12), (12,), w),
+    "convolution": lambda w: F.conv1d(torch.ones(1, 4, 9), w),
+    "einsum": lambda w: torch.einsum("bd,vd->bv", HIDDEN, w),
+    "tensordot": lambda w: torch.tensordot(HIDDEN, w, dims=1),
+    "class weights of a loss": lambda w: F.cross_entropy(torch.ones(2, 12), INDICES, w),
+    "reshaped": lambda w: w.view(6, 4),
+    "added to activations": lambda w: HIDDEN + w,
+}
+DERIVED = {
+    "transposed by t": lambda w: HIDDEN @ w.t(),
+    "transposed by T": lambda w: HIDDEN @ w.T,
+    "transposed by mT": lambda w: HIDDEN @ w.mT,
+    "transposed by dimensions": lambda w: HIDDEN @ w.transpose(0, 1),
+    "cast": lambda w: F.linear(HIDDEN.double(), w.double()),
+    "cast by to": lambda w: F.linear(HIDDEN.bfloat16(), w.to(torch.bfloat16)),
+    "normalized": lambda w: F.linear(HIDDEN, F.normalize(w, dim=1)),
+    "fused in a function of its own": lambda w: FusedHead.apply(HIDDEN, w),
+}
+
+
+@pytest.mark.parametrize("use", [*LAYERS, *DERIVED])
+def test_a_layer_that_gets_a_slice_for_its_weight_names_parameter_unit_and_remedy(weight, use):
+    with pytest.raises(RuntimeError) as caught:
+        (LAYERS | DERIVED)[use](weight)
+    assert_names_the_remedy(caught)
+
+
+@pytest.mark.parametrize("use", ["linear", "linear whose shapes fit", "at sign", "embedding", "layer norm"])
+def test_a_layer_refuses_a_slice_without_gradients_too(use):
+    with torch.no_grad(), pytest.raises(RuntimeError) as caught:
+        LAYERS[use](sharded(torch.arange(12.0)))
+    assert_names_the_remedy(caught)
+    with pytest.raises(RuntimeError) as caught:
+        LAYERS[use](sharded(torch.arange(12.0), requires_grad=False))
+    assert_names_the_remedy(caught)
+
+
+def test_a_whole_but_flat_parameter_is_refused_by_layers_like_a_slice():
+    with pytest.raises(RuntimeError) as caught:
+        F.linear(HIDDEN, sharded(torch.arange(24.0), is_partial=False))
+    assert_names_the_remedy(caught)
+
+
+def test_the_root_unit_is_spoken_of_as_such():
+    with pytest.raises(RuntimeError, match=rf"'{NAME}' of the root unit"):
+        F.linear(HIDDEN, sharded(torch.arange(12.0), unit=""))
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        lambda w: w.square().sum(),
+        lambda w: (w * 2).abs().mean(),
+        lambda w: torch.linalg.vector_norm(w),
+        lambda w: torch.stack([w.sum(), w.max()]).sum(),
+    ],
+    ids=["squares", "scaled", "norm", "stacked"],
+)
+def test_a_loss_that_depends_on_a_slice_raises_in_backward(weight, penalty):
+    loss = penalty(weight)
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    assert_names_the_remedy(caught)
+    assert weight.grad is None
+
+
+def test_other_errors_of_torch_keep_their_kind_outside_of_training(weight):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="size of tensor"):
+        weight.add_(torch.ones(5))
+
+
+# ---------------------------------------------------------------------------------------------- inspection
+
+
+def test_a_slice_can_be_inspected_like_any_tensor(weight):
+    plain = torch.arange(12.0)
+    assert torch.equal(weight.detach(), plain)
+    assert torch.equal(weight.clone(), plain)
+    assert weight.numel() == 12
+    assert weight.shape == (12,)
+    assert weight.norm().item() == plain.norm().item()
+    assert weight.sum().item() == 66
+    assert weight.tolist() == plain.tolist()
+    assert weight.isfinite().all()
+    assert (weight > 5).sum() == 6
+    assert weight[3].item() == 3
+    assert isinstance(weight, nn.Parameter)
+    assert weight.full_shape == SHAPE
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [lambda w: w.detach(), lambda w: w.data, lambda w: w.clone(), lambda w: w + 1],
+    ids=["detach", "data", "clone", "sum"],
+)
+def test_what_is_made_from_a_slice_is_a_plain_tensor(weight, derive):
+    assert type(derive(weight)) is torch.Tensor
+
+
+@pytest.mark.parametrize("show", [repr, str, "{}".format], ids=["repr", "str", "format"])
+def test_printing_tells_name_full_shape_and_values(weight, show):
+    text = show(weight)
+    assert NAME in text
+    assert "(6, 4)" in text
+    assert "11." in text
+
+
+def test_what_is_detached_can_be_pickled_and_saved(weight):
+    plain = torch.arange(12.0)
+    assert torch.equal(pickle.loads(pickle.dumps(weight.detach())), plain)
+    file = io.BytesIO()
+    torch.save({"weight": weight.detach()}, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True)["weight"], plain)
+
+
+def test_a_deep_copy_has_the_values_and_can_be_printed(weight):
+    twin = copy.deepcopy(weight)
+    assert torch.equal(twin.detach(), weight.detach())
+    assert twin.data_ptr() != weight.data_ptr()
+    assert "11." in repr(twin)
+
+
+def test_partial_slices_are_told_from_whole_and_plain_parameters(weight):
+    whole, plain = sharded(torch.zeros(24), is_partial=False), nn.Parameter(torch.zeros(2))
+    assert partial_slices([plain, weight, whole]) == [weight]
+
+
+# --------------------------------------------------------------------------------- torch's gradient readers
+
+
+def test_torchs_clipping_by_norm_is_refused_on_slices_with_what_to_use_instead(weight):
+    weight.grad = torch.full((12,), 3.0)
+    other = nn.Parameter(torch.zeros(2))
+    other.grad = torch.ones(2)
+    with pytest.raises(RuntimeError, match=r"engine\.clip_grad_norm_") as caught:
+        clip_grad_norm_([other, weight], 1.0)
+    assert f"'{NAME}'" in str(caught.value)
+    assert torch.equal(weight.grad, torch.full((12,), 3.0))
+
+
+@pytest.mark.parametrize("arguments", [{"foreach": True}, {"foreach": False}, {"norm_type": float("inf")}])
+def test_torchs_clipping_by_norm_is_refused_in_all_its_forms(weight, arguments):
+    weight.grad = torch.ones(12)
+    with pytest.raises(RuntimeError, match=r"engine\.clip_grad_norm_"):
+        clip_grad_norm_(weight, 1.0, **arguments)
+
+
+def test_torchs_clipping_by_norm_works_where_slices_are_whole():
+    whole, plain = sharded(torch.zeros(24), is_partial=False), nn.Parameter(torch.zeros(24))
+    whole.grad, plain.grad = torch.arange(24.0), torch.arange(24.0)
+    assert clip_grad_norm_([whole], 1.0) == clip_grad_norm_([plain], 1.0)
+    assert torch.equal(whole.grad, plain.grad)
+
+
+def test_torchs_clipping_by_value_works_on_slices(weight):
+    weight.grad = torch.arange(12.0)
+    clip_grad_value_([weight], 5.0)
+    assert torch.equal(weight.grad, torch.arange(12.0).clamp(max=5))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("use", ["unscale_", "step"])
+def test_torchs_gradient_scaler_is_refused_on_slices_with_what_to_use_instead(weight, use, fused):
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    weight.grad = torch.ones(12)
+    with pytest.raises(RuntimeError, match="loss_scale") as caught:
+        getattr(scaler, use)(optimizer)
+    assert f"'{NAME}'" in str(caught.value)
+    assert torch.equal(weight.detach(), torch.arange(12.0))
+
+
+def test_gradients_can_be_read_set_and_cleared_by_anybody_else(weight):
+    assert weight.grad is None
+    weight.grad = torch.ones(12)
+    assert torch.equal(weight.grad, torch.ones(12))
+    assert all(parameter.grad is not None for parameter in [weight])
+    torch.optim.SGD([weight], lr=0.1).zero_grad()
+    assert weight.grad is None
+
+
+# ---------------------------------------------------------------------------------------------- optimizers
+
+
+OPTIMIZERS = [
+    (torch.optim.AdamW, {"lr": 0.1}, True),
+    (torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.1, "amsgrad": True}, True),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, True),
+    (torch.optim.Adagrad, {"lr": 0.1}, True),
+    (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.9, "centered": True}, False),
+    (torch.optim.Adamax, {"lr": 0.1}, False),
+    (torch.optim.NAdam, {"lr": 0.1}, False),
+    (torch.optim.RAdam, {"lr": 0.1}, False),
+    (torch.optim.Adadelta, {"lr": 0.1}, False),
+    (torch.optim.ASGD, {"lr": 0.1}, False),
+    (torch.optim.Rprop, {"lr": 0.1}, False),
+]
+STEPS = [
+    (kind, options | way)
+    for kind, options, has_fused in OPTIMIZERS
+    for way in ({}, {"foreach": False}, {"foreach": True}, {"fused": True})
+    if has_fused or "fused" not in way
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), STEPS, ids=[f"{kind.__name__}-{'-'.join(options)}" for kind, options in STEPS]
+)
+def test_an_optimizer_steps_slices_as_it_steps_plain_parameters(kind, options):
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(size, generator=generator) for size in (12, 1, 0, 300)]
+    slices = [sharded(value.clone()) for value in values]
+    plain = [nn.Parameter(value.clone()) for value in values]
+    optimizers = [kind(parameters, **options) for parameters in (slices, plain)]
+    for _ in range(3):
+        for one, other in zip(slices, plain, strict=True):
+            one.grad = torch.randn(one.shape, generator=generator)
+            other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(slices, plain, strict=True):
+        assert torch.equal(one.detach(), other.detach())
+        for key, state in optimizers[1].state[other].items():
+            assert torch.equal(torch.as_tensor(optimizers[0].state[one][key]), torch.as_tensor(state))
+            assert type(optimizers[0].state[one][key]) is type(state)
+
+
+def test_a_step_changes_the_flat_buffer_that_slices_are_views_of_and_its_version():
+    flat = torch.zeros(20)
+    one, other = sharded(flat[:8]), sharded(flat[8:])
+    one.grad, other.grad = torch.ones(8), torch.full((12,), 2.0)
+    before = flat._version
+    torch.optim.SGD([one, other], lr=1.0).step()
+    assert torch.equal(flat, torch.cat([torch.full((8,), -1.0), torch.full((12,), -2.0)]))
+    assert flat._version > before
+
+
+def test_torch_takes_the_fast_path_of_its_optimizers_for_slices(weight, monkeypatch):
+    """Fails if torch keeps its list of types elsewhere: optimizers on GPUs would then run a loop."""
+
+    class Unlisted(nn.Parameter):
+        pass
+
+    for devices in ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"):
+        monkeypatch.setattr(torch_optimizer, devices, lambda: ["cpu"])
+    plain, unlisted = nn.Parameter(torch.zeros(2)), Unlisted(torch.zeros(2))
+    choose = torch_optimizer._default_to_fused_or_foreach
+    assert choose([plain], False, False) == choose([weight], False, False) == (False, True)
+    assert choose([plain], False, True) == choose([weight], False, True) == (True, False)
+    assert choose([unlisted], False, False) == (False, False)

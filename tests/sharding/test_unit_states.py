@@ -1,0 +1,380 @@
+"""Units and their gradients move as drawn, and their buffers are freed and refilled in place."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from zeroshard.comm.collectives import Axis
+from zeroshard.comm.counter import Counter
+from zeroshard.comm.mesh import Axes
+from zeroshard.config import Config, Precision
+from zeroshard.sharding.gradients import GradientState
+from zeroshard.sharding.layout import Layout
+from zeroshard.sharding.shard import shard_over
+from zeroshard.sharding.unit import UnitState
+
+CPU = torch.device("cpu")
+SHARDED, GATHERING, UNSHARDED = UnitState.SHARDED, UnitState.GATHERING, UnitState.UNSHARDED
+EMPTY, PACKING, REDUCING, REDUCED = (
+    GradientState.EMPTY,
+    GradientState.PACKING,
+    GradientState.REDUCING,
+    GradientState.REDUCED,
+)
+BF16 = Precision(param_dtype=torch.bfloat16)
+
+
+class Net(nn.Module):
+    """A unit of two layers inside a root that owns a layer too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 20)
+        self.block = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 20))
+
+
+def shard_net(axis=None, **options):
+    """The runtime of a sharded Net, its root unit and its inner unit, and the values before sharding."""
+    torch.manual_seed(0)
+    net = Net()
+    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    config = Config(units=["Sequential"], **options)
+    axis = axis or Axis(None, device=CPU, counter=Counter(), timeout_s=10)
+    runtime, _ = shard_over(net, config, Axes(mesh=None, dp_shard=axis), CPU)
+    root, inner = runtime.units
+    return SimpleNamespace(net=net, runtime=runtime, root=root, inner=inner, before=before, axis=axis)
+
+
+def world():
+    return Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=20)
+
+
+def unsharded_values(unit):
+    (buffer,) = unit.buffers
+    return {o.fqn: p.detach().clone() for o, p in zip(buffer.originals, buffer.unsharded, strict=True)}
+
+
+def storage_bytes(unit):
+    return unit.buffers[0].full.untyped_storage().nbytes()
+
+
+# ------------------------------------------------------------------------------------------------ moves
+
+
+@pytest.mark.parametrize(("start", "end"), list(itertools.product(UnitState, UnitState)))
+def test_a_unit_goes_round_in_one_direction_and_other_moves_are_errors_that_name_it(start, end):
+    unit = shard_net(stage=3, precision=BF16).inner
+    unit.state = start
+    if (start, end) in [(SHARDED, GATHERING), (GATHERING, UNSHARDED), (UNSHARDED, SHARDED)]:
+        unit._move(end)
+        assert unit.state is end
+        return
+    with pytest.raises(RuntimeError, match="unit 'block'") as caught:
+        unit._move(end)
+    assert f"from {start.value} to {end.value}" in str(caught.value)
+    assert unit.state is start
+
+
+def test_the_error_of_an_illegal_move_of_the_root_calls_it_the_root():
+    unit = shard_net(stage=3, precision=BF16).root
+    with pytest.raises(RuntimeError, match="root"):
+        unit._move(UNSHARDED)
+
+
+LEGAL_GRADIENT_MOVES = [
+    (EMPTY, PACKING),
+    (EMPTY, REDUCING),  # no parameter got a gradient: zeros
+    (PACKING, REDUCING),
+    (REDUCING, REDUCED),
+    (REDUCED, EMPTY),
+    (REDUCED, PACKING),  # a second gradient in one backward
+]
+ILLEGAL_GRADIENT_MOVES = [
+    (EMPTY, REDUCED),
+    (PACKING, REDUCED),
+    (REDUCING, EMPTY),
+    (REDUCING, PACKING),
+]
+
+
+@pytest.mark.parametrize(("start", "end"), LEGAL_GRADIENT_MOVES)
+def test_gradients_are_packed_then_reduced_then_delivered(start, end):
+    (gradients,) = shard_net(stage=3).inner.gradients
+    gradients.state = start
+    gradients._move(end)
+    assert gradients.state is end
+
+
+@pytest.mark.parametrize(("start", "end"), ILLEGAL_GRADIENT_MOVES)
+def test_other_moves_of_gradients_are_errors_that_name_the_unit(start, end):
+    (gradients,) = shard_net(stage=3).inner.gradients
+    gradients.state = start
+    with pytest.raises(RuntimeError, match="unit 'block'") as caught:
+        gradients._move(end)
+    assert f"from {start.value} to {end.value}" in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------- freed and refilled
+
+
+def test_a_unit_is_gathered_waited_for_and_freed():
+    unit = shard_net(stage=3, precision=BF16).inner
+    states = [unit.state]
+    for move in (unit.unshard, unit.wait, unit.reshard, unit.wait, unit.reshard):
+        move()
+        states.append(unit.state)
+    assert states == [SHARDED, GATHERING, UNSHARDED, SHARDED, UNSHARDED, SHARDED]
+
+
+def test_moves_that_are_not_needed_change_nothing():
+    unit = shard_net(stage=3, precision=BF16).inner
+    unit.reshard()
+    assert unit.state is SHARDED
+    unit.unshard()
+    unit.unshard()
+    assert unit.state is GATHERING
+    unit.wait()
+    filled = unit.buffers[0].full.data_ptr()
+    unit.wait()
+    unit.unshard()
+    assert unit.state is UNSHARDED
+    assert unit.buffers[0].full.data_ptr() == filled
+
+
+def test_the_storage_is_there_from_unshard_to_reshard_and_nothing_of_it_otherwise():
+    unit = shard_net(stage=3, precision=BF16).inner
+    (buffer,) = unit.buffers
+    size = 2 * Layout((600, 30, 600, 20), 1).total
+    assert storage_bytes(unit) == 0
+    assert buffer.main.untyped_storage().nbytes() == 2 * size
+    for _ in range(3):
+        unit.unshard()
+        assert storage_bytes(unit) == size
+        unit.wait()
+        unit.reshard()
+        assert storage_bytes(unit) == 0
+    assert buffer.main.untyped_storage().nbytes() == 2 * size
+
+
+def test_unsharded_parameters_are_the_same_objects_and_views_of_the_buffer_after_every_refill():
+    sharded = shard_net(stage=3, precision=BF16)
+    unit = sharded.inner
+    (buffer,) = unit.buffers
+    parameters = buffer.unsharded
+    for _ in range(3):
+        unit.wait()
+        assert buffer.unsharded is parameters
+        start = buffer.full.data_ptr()
+        offsets = Layout((600, 30, 600, 20), 1).offsets
+        assert [p.data_ptr() - start for p in parameters] == [2 * offset for offset in offsets]
+        for name, value in unsharded_values(unit).items():
+            assert torch.equal(value, sharded.before[name].bfloat16())
+        unit.reshard()
+        assert buffer.full.data_ptr() == 0
+
+
+def test_the_meter_counts_what_is_there_beyond_rest_and_the_most_of_it():
+    sharded = shard_net(stage=3, precision=BF16)
+    meter = sharded.runtime.context.meter
+    sizes = [2 * unit.buffers[0].layout.total for unit in (sharded.root, sharded.inner)]
+    sharded.root.wait()
+    sharded.inner.wait()
+    assert meter.now == sum(sizes)
+    sharded.root.reshard()
+    sharded.inner.reshard()
+    assert meter.now == 0
+    sharded.inner.wait()
+    assert (meter.now, meter.peak) == (sizes[1], sum(sizes))
+
+
+@pytest.mark.parametrize("change", ["in place", "through data"])
+def test_a_refill_has_the_values_that_a_step_left(change):
+    sharded = shard_net(stage=3, precision=BF16)
+    unit = sharded.inner
+    unit.wait()
+    for parameter in unit.buffers[0].sharded:
+        if change == "in place":
+            with torch.no_grad():
+                parameter.add_(1)
+        else:
+            parameter.data += 1
+    sharded.runtime.after_step()
+    unit.wait()
+    for name, value in unsharded_values(unit).items():
+        assert torch.equal(value, (sharded.before[name] + 1).bfloat16())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["float32", "bfloat16"])
+def test_replicated_parameters_stay_where_they_are_and_follow_a_step(stage, precision):
+    sharded = shard_net(stage=stage, precision=precision)
+    unit = sharded.inner
+    (buffer,) = unit.buffers
+    place = buffer.full.data_ptr()
+    for step in range(1, 3):
+        unit.wait()
+        unit.reshard()
+        assert unit.state is UNSHARDED
+        with torch.no_grad():
+            for parameter in buffer.sharded:
+                parameter += 1
+        sharded.runtime.after_step()
+        unit.wait()
+        assert buffer.full.data_ptr() == place
+        for name, value in unsharded_values(unit).items():
+            expected = sharded.before[name]
+            for _ in range(step):
+                expected = expected + 1
+            assert torch.equal(value, expected.to(value.dtype))
+
+
+def test_one_rank_alone_without_mixed_precision_has_one_copy_that_is_never_moved():
+    sharded = shard_net(stage=3)
+    (buffer,) = sharded.inner.buffers
+    assert buffer.main.data_ptr() == buffer.full.data_ptr()
+    place = buffer.full.data_ptr()
+    sharded.inner.reshard()
+    sharded.inner.wait()
+    assert buffer.full.data_ptr() == place
+    assert sharded.runtime.context.meter.peak == 0
+
+
+def test_a_refill_between_forward_and_backward_is_no_change_to_autograd():
+    sharded = shard_net(stage=3, precision=BF16)
+    unit = sharded.inner
+    unit.wait()
+    weight = unit.buffers[0].unsharded[0]
+    hidden = torch.ones(3, 20, dtype=torch.bfloat16, requires_grad=True)
+    loss = F.linear(hidden, weight).square().sum()
+    unit.reshard()
+    unit.wait()
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    plain = sharded.before["block.0.weight"].bfloat16()
+    (expected,) = torch.autograd.grad(F.linear(hidden, plain).square().sum(), hidden)
+    assert torch.equal(gradient, expected)
+
+
+def test_modules_hold_unsharded_parameters_only_while_they_are_installed():
+    sharded = shard_net(stage=3, precision=BF16)
+    layer, unit = sharded.net.block[0], sharded.inner
+    (buffer,) = unit.buffers
+    assert layer.weight is buffer.sharded[0]
+    unit.wait()
+    unit.install()
+    assert layer.weight is buffer.unsharded[0]
+    assert list(dict(sharded.net.named_parameters())) == list(sharded.before)
+    unit.uninstall()
+    assert layer.weight is buffer.sharded[0]
+
+
+def test_a_module_that_lists_its_weights_beside_gets_them_there_too():
+    torch.manual_seed(0)
+    lstm = nn.LSTM(4, 3)
+    inputs = torch.randn(5, 2, 4)
+    expected = lstm(inputs)[0].detach()
+    axis = Axis(None, device=CPU, counter=Counter(), timeout_s=10)
+    shard_over(lstm, Config(stage=3), Axes(mesh=None, dp_shard=axis), CPU)
+    assert torch.equal(lstm(inputs)[0], expected)
+    assert all(weight.dim() == 1 for weight in lstm._flat_weights)
+
+
+# --------------------------------------------------------------------------------------- with other ranks
+
+
+def gather_twice(stage):
+    sharded = shard_net(world(), stage=stage)
+    counter, unit = sharded.axis.counter, sharded.inner
+    counter.reset()
+    owned = sum(parameter.numel() for parameter in unit.buffers[0].sharded)
+    unit.unshard()
+    unit.unshard()
+    unit.wait()
+    unit.wait()
+    unit.unshard()
+    values, calls = unsharded_values(unit), counter.calls["all_gather"]
+    unit.reshard()
+    freed = storage_bytes(unit)
+    unit.unshard()
+    unit.reshard()  # before anybody waited
+    state, freed_again = unit.state, storage_bytes(unit)
+    unit.wait()
+    same = all(torch.equal(value, values[name]) for name, value in unsharded_values(unit).items())
+    return values, calls, owned, freed, (state.value, freed_again, same)
+
+
+def test_a_gather_is_started_once_and_brings_rank_0s_values_to_every_rank(ranks):
+    before = shard_net().before
+    results = ranks(3, gather_twice, 3)
+    for values, calls, _, freed, again in results:
+        assert calls == 1
+        assert freed == 0
+        assert again == ("sharded", 0, True)
+        for name, value in values.items():
+            assert torch.equal(value, before[name])
+    assert sum(owned for _, _, owned, _, _ in results) == 600 + 30 + 600 + 20
+
+
+def reduce_and_deliver(stage, deferred):
+    """Two parameters get gradients, one of them on rank 0 alone; two get none on any rank."""
+    axis = world()
+    sharded = shard_net(axis, stage=stage)
+    (gradients,) = sharded.inner.gradients
+    scale = 10.0**axis.rank
+    gradients.pack(0, torch.full((30, 20), scale), deferred)
+    if axis.rank == 0:
+        gradients.pack(1, torch.full((30,), 4.0), deferred)
+    packed = gradients.state
+    if deferred:
+        gradients.keep_deferred()
+        gradients.pack(0, torch.full((30, 20), scale), deferred)
+    gradients.start_reduce()
+    started = gradients.state
+    gradients.complete()
+    finished = gradients.state
+    gradients.deliver(axis.any(gradients.used, "test"))
+    grads = [parameter.grad for parameter in gradients.buffer.sharded]
+    return [state.value for state in (packed, started, finished, gradients.state)], grads
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("deferred", [False, True])
+def test_gradients_are_averaged_and_what_no_rank_used_stays_without(ranks, stage, deferred):
+    results = ranks(2, reduce_and_deliver, stage, deferred)
+    times = 2 if deferred else 1
+    for rank, (states, grads) in enumerate(results):
+        assert states == ["packing", "reducing", "reduced", "empty"]
+        layout = Layout((600, 30, 600, 20), 2)
+        sizes = [layout.owned(index, rank).size if stage else size for index, size in enumerate(layout.sizes)]
+        assert torch.equal(grads[0], torch.full((sizes[0],), times * (1.0 + 10.0) / 2))
+        assert torch.equal(grads[1], torch.full((sizes[1],), 2.0))
+        assert grads[2:] == [None, None]
+
+
+def drop_while_reducing():
+    axis = world()
+    (gradients,) = shard_net(axis, stage=2).inner.gradients
+    gradients.pack(0, torch.ones(30, 20), False)
+    gradients.start_reduce()
+    gradients.drop()
+    state, num_missing, kept = gradients.state, gradients.num_missing, gradients.local_bytes
+    gradients.pack(0, torch.full((30, 20), 2.0), False)
+    gradients.start_reduce()
+    gradients.deliver(axis.any(gradients.used, "test"))
+    return state.value, num_missing, kept, gradients.buffer.sharded[0].grad
+
+
+def test_gradients_that_are_dropped_leave_nothing_behind(ranks):
+    for state, num_missing, kept, grad in ranks(2, drop_while_reducing):
+        assert (state, num_missing, kept) == ("empty", 4, 0)
+        assert torch.equal(grad, torch.full_like(grad, 2.0))
+
+
+def test_a_sparse_gradient_is_refused_by_name():
+    (gradients,) = shard_net(stage=3).inner.gradients
+    with pytest.raises(RuntimeError, match=r"'block\.0\.weight' is sparse"):
+        gradients.pack(0, torch.zeros(30, 20).to_sparse(), False)

@@ -1,0 +1,456 @@
+"""Which modules become units, and which unit owns which parameter."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+from zeroshard.comm.collectives import Axis
+from zeroshard.comm.counter import Counter
+from zeroshard.comm.mesh import Axes
+from zeroshard.config import Config
+from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.shard import shard_over
+from zeroshard.sharding.units import LARGE, find_units
+
+WIDTH = 64
+
+
+class Attention(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.query = nn.Linear(width, width)
+        self.out = nn.Linear(width, width, bias=False)
+
+
+class Block(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.attention = Attention(width)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+class OtherBlock(Block):
+    pass
+
+
+class Model(nn.Module):
+    """Blocks between an embedding and a head."""
+
+    def __init__(self, blocks, vocabulary=10, width=4):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = blocks
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+
+class Holder(nn.Module):
+    """Takes what it is given as attributes: modules and parameters."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def units_of(model, policy=None):
+    """Unit name -> the names of the parameters that it owns."""
+    return {spec.name: [original.fqn for original in spec.originals] for spec in find_units(model, policy)}
+
+
+def names_of(model, policy=None):
+    return [spec.name for spec in find_units(model, policy)]
+
+
+def refusal(model, policy=None):
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        find_units(model, policy)
+    return str(caught.value)
+
+
+def assert_owned_once(model, policy=None):
+    owned = [original for spec in find_units(model, policy) for original in spec.originals]
+    assert sorted(original.fqn for original in owned) == sorted(name for name, _ in model.named_parameters())
+    assert {id(original.parameter) for original in owned} == {id(p) for p in model.parameters()}
+
+
+# ------------------------------------------------------------------------------------- repeated blocks
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda blocks: nn.Sequential(*blocks)])
+def test_repeated_blocks_of_a_list_are_units_and_the_root_owns_the_rest(container):
+    model = Model(container([Block() for _ in range(3)]))
+    units = units_of(model)
+    assert list(units) == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert units[""] == ["embedding.weight", "norm.weight", "norm.bias", "head.weight"]
+    for number in range(3):
+        prefix = f"blocks.{number}."
+        assert units[f"blocks.{number}"] == [
+            name for name, _ in model.named_parameters() if name.startswith(prefix)
+        ]
+
+
+def test_blocks_in_nested_lists_are_found_and_the_lists_are_not_units():
+    groups = nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block()])])
+    assert names_of(Model(groups)) == ["", "blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1"]
+
+
+def test_blocks_inside_repeated_blocks_stay_in_the_outermost():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList([Block(), Block()])
+
+    assert names_of(Model(nn.ModuleList([Layer(), Layer()]))) == ["", "blocks.0", "blocks.1"]
+
+
+def test_encoder_and_decoder_blocks_of_different_classes_are_units():
+    model = Holder(
+        encoder=nn.ModuleList([Block(), Block()]),
+        decoder=nn.ModuleList([OtherBlock(), OtherBlock()]),
+        both=nn.ModuleList([Block(), OtherBlock(), Block()]),
+    )
+    assert names_of(model) == ["", "encoder.0", "encoder.1", "decoder.0", "decoder.1", "both.0", "both.2"]
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        nn.ModuleList([Block()]),
+        nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]),
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+        nn.ModuleDict({"a": Block(), "b": Block()}),
+        nn.ModuleList([nn.ParameterList([torch.zeros(2)]), nn.ParameterList([torch.zeros(2)])]),
+    ],
+    ids=["one block", "plain layers", "plain sequence", "a dict", "parameter lists"],
+)
+def test_what_is_not_a_repeated_block_stays_with_the_root(blocks):
+    assert names_of(Model(blocks)) == [""]
+
+
+def test_one_block_registered_many_times_is_one_unit():
+    block = Block()
+    model = Model(nn.ModuleList([block, block, block]))
+    assert names_of(model) == ["", "blocks.0"]
+    assert_owned_once(model)
+
+
+def test_blocks_without_parameters_are_not_units():
+    class Activation(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.function = nn.ReLU()
+
+    assert names_of(Model(nn.ModuleList([Activation(), Activation()]))) == [""]
+
+
+def test_a_model_that_is_itself_a_list_of_blocks_has_them_as_units():
+    assert names_of(nn.Sequential(Block(), Block())) == ["", "0", "1"]
+
+
+def test_a_model_without_parameters_is_the_root_alone():
+    assert units_of(nn.ReLU()) == {"": []}
+
+
+# ---------------------------------------------------------------------------------------- transformers
+
+
+def test_blocks_that_a_model_names_itself_are_units_wherever_they_are():
+    class Pretrained(Model):
+        _no_split_modules = ["OtherBlock"]  # noqa: RUF012 (as transformers has it)
+
+    model = Pretrained(nn.ModuleDict({"a": OtherBlock(), "b": nn.ModuleList([Block(), OtherBlock()])}))
+    assert names_of(model) == ["", "blocks.a", "blocks.b.1"]
+    assert names_of(Holder(inner=model)) == ["", "inner.blocks.a", "inner.blocks.b.1"]
+
+
+@pytest.mark.parametrize("named", [None, [], ["Absent"]])
+def test_a_model_that_names_no_block_of_its_own_has_its_repeated_blocks_as_units(named):
+    class Pretrained(Model):
+        _no_split_modules = named
+
+    assert names_of(Pretrained(nn.ModuleList([Block(), Block()]))) == ["", "blocks.0", "blocks.1"]
+
+
+def test_layers_of_a_transformers_llama_are_units():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    units = units_of(model)
+    assert list(units) == ["", "model.layers.0", "model.layers.1", "model.layers.2"]
+    assert units[""] == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    assert_owned_once(model)
+
+
+def test_blocks_of_a_transformers_t5_are_units_and_its_shared_embedding_is_the_roots():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    units = units_of(model)
+    assert list(units) == ["", *(f"{half}.block.{n}" for half in ("encoder", "decoder") for n in range(2))]
+    assert "shared.weight" in units[""]
+    assert_owned_once(model)
+
+
+# ------------------------------------------------------------------------------------------ what is asked
+
+
+def test_asked_class_names_are_units_at_every_depth():
+    model = Model(nn.ModuleList([Block(), OtherBlock()]))
+    assert names_of(model, ["Attention"]) == ["", "blocks.0.attention", "blocks.1.attention"]
+    nested = ["", "blocks.0", "blocks.0.attention", "blocks.1.attention"]
+    assert names_of(model, ("Block", "Attention")) == nested
+    assert names_of(model, Config(units=[Block, "Attention"]).units) == nested
+    assert names_of(model, Config(units="Block").units) == ["", "blocks.0"]
+
+
+def test_a_parameter_belongs_to_the_innermost_of_nested_units():
+    units = units_of(Model(nn.ModuleList([Block()])), ["Block", "Attention"])
+    layers = ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert units["blocks.0"] == [f"blocks.0.mlp.{name}" for name in layers]
+    assert units["blocks.0.attention"] == [
+        f"blocks.0.attention.{name}" for name in ("query.weight", "query.bias", "out.weight")
+    ]
+
+
+def test_a_predicate_chooses_the_units():
+    model = Model(nn.ModuleList([Block(), Block()]))
+    config = Config(units=lambda module: isinstance(module, nn.LayerNorm | Attention))
+    assert names_of(model, config.units) == ["", "blocks.0.attention", "blocks.1.attention", "norm"]
+
+
+def test_a_predicate_that_also_takes_the_root_leaves_it_the_root():
+    model = Holder(layer=nn.Linear(2, 2), weight=nn.Parameter(torch.zeros(3)))
+    assert units_of(model, lambda module: True) == {"": ["weight"], "layer": ["layer.weight", "layer.bias"]}
+
+
+def test_nothing_but_what_is_asked_becomes_a_unit():
+    large = Model(nn.ModuleList([Block(), Block()]), vocabulary=LARGE // 4)
+    assert names_of(large, ["LayerNorm"]) == ["", "norm"]
+    assert names_of(large, []) == [""]
+
+
+def test_a_misspelt_class_name_is_refused_with_the_closest_one():
+    message = refusal(Model(nn.ModuleList([OtherBlock()])), ["OtherBlok"])
+    assert "'units'" in message
+    assert "'OtherBlok'" in message
+    assert "did you mean 'OtherBlock'" in message
+
+
+def test_a_class_name_that_resembles_nothing_is_refused_without_a_guess():
+    message = refusal(nn.Sequential(nn.ReLU()), ["Transformer"])
+    assert "'Transformer'" in message
+    assert "did you mean" not in message
+
+
+# ---------------------------------------------------------------------------------------- large layers
+
+
+def test_large_embeddings_and_heads_outside_the_blocks_are_units():
+    rows = LARGE // WIDTH
+    model = Model(nn.ModuleList([Block(WIDTH), Block(WIDTH)]), vocabulary=rows, width=WIDTH)
+    units = units_of(model)
+    assert list(units) == ["", "embedding", "blocks.0", "blocks.1", "head"]
+    assert units["embedding"] == ["embedding.weight"]
+    assert units["head"] == ["head.weight"]
+
+
+def test_embeddings_and_heads_below_the_limit_stay_with_the_root():
+    rows = LARGE // WIDTH - 1
+    model = Model(nn.ModuleList([Block(WIDTH), Block(WIDTH)]), vocabulary=rows, width=WIDTH)
+    assert names_of(model) == ["", "blocks.0", "blocks.1"]
+
+
+def test_a_large_layer_inside_a_block_belongs_to_the_block():
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(LARGE // 16, 16), nn.ReLU()) for _ in range(2)])
+    assert names_of(Model(blocks)) == ["", "blocks.0", "blocks.1"]
+
+
+# ------------------------------------------------------------------------------- tied and shared parameters
+
+
+def test_a_large_head_tied_to_the_embedding_belongs_to_the_root_once():
+    model = Model(nn.ModuleList([Block(WIDTH), Block(WIDTH)]), vocabulary=LARGE // WIDTH, width=WIDTH)
+    model.head.weight = model.embedding.weight
+    root, *others = find_units(model, None)
+    assert [spec.name for spec in others] == ["blocks.0", "blocks.1"]
+    tied = next(original for original in root.originals if original.fqn == "embedding.weight")
+    assert tied.owners == ((model.embedding, "weight"), (model.head, "weight"))
+    assert_owned_once(model)
+
+
+def test_a_parameter_tied_within_a_unit_stays_there():
+    block = Block()
+    block.attention.out.weight = block.attention.query.weight
+    model = Model(nn.ModuleList([block, Block()]))
+    assert "blocks.0.attention.query.weight" in units_of(model)["blocks.0"]
+    assert "blocks.0.attention.query.weight" in units_of(model, ["Block", "Attention"])["blocks.0.attention"]
+
+
+def test_a_parameter_tied_across_nested_units_goes_to_the_lowest_that_encloses_both():
+    block = Block()
+    block.mlp[0].weight = block.attention.out.weight
+    model = Model(nn.ModuleList([block, Block()]))
+    assert "blocks.0.attention.out.weight" in units_of(model, ["Block", "Attention"])["blocks.0"]
+
+
+def test_a_parameter_tied_across_blocks_goes_to_the_root():
+    model = Model(nn.ModuleList([Block(), Block()]))
+    model.blocks[1].mlp[0].weight = model.blocks[0].mlp[0].weight
+    assert "blocks.0.mlp.0.weight" in units_of(model)[""]
+    assert_owned_once(model)
+
+
+def test_a_submodule_shared_by_two_blocks_goes_to_the_root():
+    model = Model(nn.ModuleList([Block(), Block()]))
+    model.blocks[1].attention = model.blocks[0].attention
+    units = units_of(model)
+    assert {"blocks.0.attention.query.weight", "blocks.0.attention.query.bias"} <= set(units[""])
+    assert all("attention" not in name for name in units["blocks.0"] + units["blocks.1"])
+    assert_owned_once(model)
+
+
+def test_a_shared_submodule_that_is_a_unit_keeps_its_parameters():
+    model = Model(nn.ModuleList([Block(), Block()]))
+    model.blocks[1].attention = model.blocks[0].attention
+    units = units_of(model, ["Block", "Attention"])
+    assert len(units["blocks.0.attention"]) == 3
+
+
+def enclosing_units(root, units, holders):
+    """By brute force: the units without which no holder can be reached from the root, outermost first."""
+
+    def reachable(without):
+        found, todo = set(), [root] if root is not without else []
+        while todo:
+            module = todo.pop()
+            if module not in found:
+                found.add(module)
+                todo += [child for child in module._modules.values() if child is not without]
+        return found
+
+    enclosing = [unit for unit in units if not reachable(unit) & set(holders)]
+    # An inner unit cannot be reached without the outer one.
+    return sorted(enclosing, key=lambda unit: sum(unit not in reachable(other) for other in enclosing))
+
+
+@st.composite
+def module_graphs(draw):
+    """A root with modules that may be shared, parameters that may be tied, and the modules to be units."""
+    modules = [nn.Module() for _ in range(draw(st.integers(1, 7)))]
+    for number, module in enumerate(modules[1:], start=1):
+        for parent in draw(st.sets(st.integers(0, number - 1), min_size=1, max_size=3)):
+            modules[parent].add_module(f"child{number}", module)
+    for number in range(draw(st.integers(1, 4))):
+        parameter = nn.Parameter(torch.zeros(2))
+        for holder in draw(st.sets(st.sampled_from(range(len(modules))), min_size=1, max_size=3)):
+            modules[holder].register_parameter(f"weight{number}", parameter)
+    return modules[0], draw(st.sets(st.sampled_from(modules)))
+
+
+@given(module_graphs())
+@settings(max_examples=200)
+def test_every_parameter_belongs_to_the_lowest_unit_that_encloses_all_its_uses(graph):
+    root, chosen = graph
+    owner = {
+        original.parameter: spec.module
+        for spec in find_units(root, lambda module: module in chosen)
+        for original in spec.originals
+    }
+    assert set(owner) == set(root.parameters())
+    for parameter, unit in owner.items():
+        holders = [m for m in root.modules() if any(p is parameter for p in m._parameters.values())]
+        assert unit is enclosing_units(root, {root, *chosen}, holders)[-1]
+
+
+@given(module_graphs())
+def test_parameters_keep_their_names_and_know_every_place_that_holds_them(graph):
+    root, chosen = graph
+    names = {parameter: name for name, parameter in root.named_parameters()}
+    for spec in find_units(root, lambda module: module in chosen):
+        for original in spec.originals:
+            assert original.fqn == names[original.parameter]
+            places = {
+                (module, attribute)
+                for module in root.modules()
+                for attribute, parameter in module._parameters.items()
+                if parameter is original.parameter
+            }
+            assert set(original.owners) == places
+            assert len(original.owners) == len(places)
+
+
+def test_parameters_of_the_root_and_of_containers_between_units_are_the_roots():
+    stack = Holder(blocks=nn.ModuleList([Block(), Block()]), scale=nn.Parameter(torch.ones(2)))
+    model = Holder(stack=stack, bias=nn.Parameter(torch.zeros(3)))
+    assert units_of(model)[""] == ["bias", "stack.scale"]
+
+
+# ------------------------------------------------------------------------------------ groups and refusals
+
+
+def test_trained_and_frozen_parameters_and_different_dtypes_never_share_a_buffer():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2))
+    model[2].weight.requires_grad_(False)
+    (root,) = find_units(model, None)
+    groups = root.groups()
+    assert [[original.fqn for original in group] for group in groups] == [
+        ["0.weight", "0.bias", "2.bias"],
+        ["1.weight", "1.bias"],
+        ["2.weight"],
+    ]
+    for group in groups:
+        assert len({(o.parameter.dtype, o.parameter.requires_grad) for o in group}) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64])
+def test_a_parameter_that_is_not_floating_point_is_refused_by_name_and_dtype(dtype):
+    weight = nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=dtype.is_complex)
+    message = refusal(Model(nn.ModuleList([Block(), Holder(codes=weight)])))
+    assert "'blocks.1.codes'" in message
+    assert str(dtype) in message
+
+
+def test_a_lazy_parameter_is_refused_by_name():
+    message = refusal(nn.Sequential(nn.ReLU(), nn.LazyLinear(3)))
+    assert "'1.weight'" in message
+    assert "lazy" in message
+
+
+def test_a_parameter_without_values_is_refused_by_name_when_it_is_sharded():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    device = torch.device("cpu")
+    axes = Axes(mesh=None, dp_shard=Axis(None, device=device, counter=Counter(), timeout_s=10))
+    with pytest.raises(ValueError, match=r"'1\.weight' is on the meta device"):
+        shard_over(model, Config(), axes, device)
+    assert not model[0].weight.is_meta
+    assert model[0].weight.shape == (2, 2)
+
+
+def test_a_parameter_that_is_sharded_already_is_refused_by_name():
+    slice_of = {"fqn": "weight", "unit_name": "", "full_shape": torch.Size((4,)), "is_partial": True}
+    weight = ShardedParameter.wrap(torch.zeros(2), True, **slice_of)
+    message = refusal(Holder(inner=Holder(weight=weight)))
+    assert "'inner.weight'" in message
+    assert "already" in message
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_parameter_whose_gradient_hooks_would_be_lost_is_refused_by_name(kind):
+    model = Model(nn.ModuleList([Block(), Block()]))
+    getattr(model.norm.weight, kind)(lambda gradient: None)
+    message = refusal(model)
+    assert "'norm.weight'" in message
+    assert "hooks" in message
