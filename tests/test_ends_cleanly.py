@@ -58,7 +58,7 @@ def collect():
         print(json.dumps([output, os.waitstatus_to_exitcode(status), time.monotonic() - begun]), flush=True)
 script = run()
 if script is not None:
-    exec(compile(script, "script.py", "exec"), {"__name__": "__main__"})
+    exec(compile(script, "script.py", "exec"), globals())
 """
 
 MODEL = """

@@ -104,11 +104,12 @@ class Engine(nn.Module):
         if not self._is_at_boundary:
             self._micro_step += 1
             return False
-        self.optimizer.step()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        with torch._C.DisableTorchFunctionSubclass():  # nothing here takes a slice for the whole
+            self.optimizer.step()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+            self.zero_grad()
         self.global_step += 1
-        self.zero_grad()
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -69,6 +69,7 @@ LAYERS = {
     "convolution": lambda w: F.conv1d(torch.ones(1, 4, 9), w),
     "einsum": lambda w: torch.einsum("bd,vd->bv", HIDDEN, w),
     "tensordot": lambda w: torch.tensordot(HIDDEN, w, dims=1),
+    "rows by index": lambda w: w[INDICES],
     "class weights of a loss": lambda w: F.cross_entropy(torch.ones(2, 12), INDICES, w),
     "reshaped": lambda w: w.view(6, 4),
     "added to activations": lambda w: HIDDEN + w,
@@ -150,7 +151,7 @@ def test_a_slice_can_be_inspected_like_any_tensor(weight):
     assert weight.tolist() == plain.tolist()
     assert weight.isfinite().all()
     assert (weight > 5).sum() == 6
-    assert weight[3].item() == 3
+    assert weight.detach()[3].item() == 3
     assert isinstance(weight, nn.Parameter)
     assert weight.full_shape == SHAPE
 
@@ -191,6 +192,30 @@ def test_a_deep_copy_has_the_values_and_can_be_printed(weight):
 def test_partial_slices_are_told_from_whole_and_plain_parameters(weight):
     whole, plain = sharded(torch.zeros(24), is_partial=False), nn.Parameter(torch.zeros(2))
     assert partial_slices([plain, weight, whole]) == [weight]
+
+
+def test_values_can_be_changed_through_data_as_hand_written_optimizers_do():
+    flat = torch.zeros(20)
+    weight = sharded(flat[:12])
+    weight.data.add_(1)
+    weight.data -= 3 * torch.ones(12)
+    weight.data[0] = 5
+    assert torch.equal(flat, torch.tensor([5.0] + [-2.0] * 11 + [0.0] * 8))
+
+
+def test_replacing_the_data_is_refused_because_the_slice_would_leave_its_buffer(weight):
+    with pytest.raises(RuntimeError, match=f"'{NAME}'"):
+        weight.data = torch.zeros(12)
+    assert torch.equal(weight.detach(), torch.arange(12.0))
+
+
+def test_what_is_trained_cannot_be_changed_but_may_be_confirmed(weight):
+    weight.requires_grad_(True)
+    weight.requires_grad = True
+    for change in (lambda: weight.requires_grad_(False), lambda: setattr(weight, "requires_grad", False)):
+        with pytest.raises(RuntimeError, match=f"'{NAME}'"):
+            change()
+    assert weight.requires_grad
 
 
 # --------------------------------------------------------------------------------- torch's gradient readers

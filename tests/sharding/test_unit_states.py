@@ -102,21 +102,30 @@ ILLEGAL_GRADIENT_MOVES = [
 ]
 
 
-@pytest.mark.parametrize(("start", "end"), LEGAL_GRADIENT_MOVES)
-def test_gradients_are_packed_then_reduced_then_delivered(start, end):
-    (gradients,) = shard_net(stage=3).inner.gradients
-    gradients.state = start
-    gradients._move(end)
-    assert gradients.state is end
+def try_moves(moves):
+    """For each move, the state after it and the error."""
+    (gradients,) = shard_net(world(), stage=3).inner.gradients
+    outcomes = []
+    for start, end in moves:
+        gradients.state = start
+        try:
+            gradients._move(end)
+        except RuntimeError as error:
+            outcomes.append((gradients.state, str(error)))
+        else:
+            outcomes.append((gradients.state, None))
+    gradients.state = EMPTY
+    return outcomes
 
 
-@pytest.mark.parametrize(("start", "end"), ILLEGAL_GRADIENT_MOVES)
-def test_other_moves_of_gradients_are_errors_that_name_the_unit(start, end):
-    (gradients,) = shard_net(stage=3).inner.gradients
-    gradients.state = start
-    with pytest.raises(RuntimeError, match="unit 'block'") as caught:
-        gradients._move(end)
-    assert f"from {start.value} to {end.value}" in str(caught.value)
+def test_gradients_are_packed_then_reduced_then_delivered_and_other_moves_name_the_unit(ranks):
+    for outcomes in ranks(2, try_moves, LEGAL_GRADIENT_MOVES + ILLEGAL_GRADIENT_MOVES):
+        num_legal = len(LEGAL_GRADIENT_MOVES)
+        assert outcomes[:num_legal] == [(end, None) for _, end in LEGAL_GRADIENT_MOVES]
+        for (start, end), (state, error) in zip(ILLEGAL_GRADIENT_MOVES, outcomes[num_legal:], strict=True):
+            assert state is start
+            assert "unit 'block'" in error
+            assert f"from {start.value} to {end.value}" in error
 
 
 # ------------------------------------------------------------------------------------- freed and refilled
@@ -202,7 +211,7 @@ def test_a_refill_has_the_values_that_a_step_left(change):
             with torch.no_grad():
                 parameter.add_(1)
         else:
-            parameter.data += 1
+            parameter.data.add_(1)
     sharded.runtime.after_step()
     unit.wait()
     for name, value in unsharded_values(unit).items():
@@ -374,7 +383,63 @@ def test_gradients_that_are_dropped_leave_nothing_behind(ranks):
         assert torch.equal(grad, torch.full_like(grad, 2.0))
 
 
-def test_a_sparse_gradient_is_refused_by_name():
-    (gradients,) = shard_net(stage=3).inner.gradients
-    with pytest.raises(RuntimeError, match=r"'block\.0\.weight' is sparse"):
-        gradients.pack(0, torch.zeros(30, 20).to_sparse(), False)
+def sparse_backward(axis):
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    shard_over(model, Config(stage=3), Axes(mesh=None, dp_shard=axis), CPU)
+    with pytest.raises(RuntimeError, match=r"'0\.weight'.*sparse"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def sparse_backward_in_world():
+    sparse_backward(world())
+
+
+def test_a_sparse_gradient_is_refused_by_name(ranks):
+    sparse_backward(Axis(None, device=CPU, counter=Counter(), timeout_s=10))
+    ranks(2, sparse_backward_in_world)
+
+
+# ------------------------------------------------------------------------------------------------ buffers
+
+BUFFER_DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool),
+]
+
+
+def buffers_of(shift):
+    """Buffers of many dtypes and of all memory layouts, and the memory beside one of them."""
+    values = torch.arange(24.0).view(4, 6) + shift
+    beside = values.clone()
+    ones = torch.full((3, 2), 1.0 - shift)
+    buffers = {f"in_{dtype}".replace(".", "_"): ones.to(dtype) for dtype in BUFFER_DTYPES}
+    buffers |= {
+        "number": torch.tensor(7 + shift),
+        "empty": torch.zeros(0),
+        "transposed": values.clone().t(),
+        "strided": values.clone()[:, ::2],
+        "column": values.clone()[:, 1],
+        "part": values.clone()[1:3, 1:4],
+        "expanded": beside[0, :1].expand(3),
+    }
+    return buffers, beside
+
+
+def shard_buffers():
+    axis = world()
+    buffers, beside = buffers_of(axis.rank)
+    module = nn.Linear(2, 2)
+    for name, buffer in buffers.items():
+        module.register_buffer(name, buffer, persistent=name != "number")
+    shard_over(module, Config(), Axes(mesh=None, dp_shard=axis), CPU)
+    return dict(module.named_buffers()), beside
+
+
+def test_buffers_of_any_dtype_and_layout_get_rank_0s_values_and_nothing_beside_them_changes(ranks):
+    expected, _ = buffers_of(0)
+    for rank, (buffers, beside) in enumerate(ranks(2, shard_buffers)):
+        assert list(buffers) == list(expected)
+        for name, buffer in buffers.items():
+            assert buffer.dtype == expected[name].dtype
+            assert torch.equal(buffer.to(torch.complex64), expected[name].to(torch.complex64)), name
+        assert torch.equal(beside.view(-1)[1:], torch.arange(1.0, 24.0) + rank)

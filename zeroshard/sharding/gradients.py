@@ -5,7 +5,6 @@
 `flat` holds each gradient times 1/N in the reduce dtype and lives from the first gradient of a backward
 to the end of the reduction. Under deferral (no_sync; accumulation where gradients are replicated) it
 holds plain sums in the main dtype and lives on to the next backward; then it is scaled and reduced once.
-One rank alone hands autograd's gradients on as they are.
 """
 
 from __future__ import annotations
@@ -39,67 +38,135 @@ _MOVES = {
 
 
 class Gradients:
+    """One rank alone: autograd's gradients are handed on as they are.
+
+    The face of all gradients; those that other ranks take part in are `ReducedGradients`.
+    """
+
+    def __init__(self, buffer: FlatBuffer) -> None:
+        self.buffer = buffer
+        self.num_missing = len(buffer.sharded)
+        """Parameters whose gradient has not arrived since the last reduction."""
+        self.used = [False] * len(buffer.sharded)
+        """Parameters that got a gradient since the last delivery, on this rank."""
+        self._held: dict[int, Tensor] = {}
+        self._sums: list[Tensor | None] = []
+
+    has_deferred = False
+    """Whether there are sums that no other rank has seen yet."""
+    has_more = False
+    """Whether a gradient has arrived since the last reduction."""
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of gradients that are not in any p.grad."""
+        return sum(gradient.nbytes for gradient in self._held.values())
+
+    def begin(self) -> None:
+        """A backward begins. Gradients that exist already are added to as the new ones arrive."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._sums = [parameter.grad for parameter in self.buffer.sharded]
+
+    def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
+        """Take over the gradient of one parameter, in the compute dtype and full shape.
+
+        Args:
+            index: which parameter.
+            gradient: as autograd made it; not used by anyone else.
+            defer: whether it is to be reduced by a later backward.
+
+        Raises:
+            RuntimeError: the gradient is sparse.
+        """
+        self.used[index] = True
+        before = self._sums[index] if self._sums[index] is not None else self._held.get(index)
+        if before is None:
+            self._held[index] = gradient
+        else:
+            before.add_(self._flatten(index, gradient).view_as(before))
+
+    def start_reduce(self) -> None:
+        """Start the reduction; parameters without a gradient count zeros."""
+
+    def progress(self) -> None:
+        """Wait for the exchange under way, and start the next one if the reduction needs two."""
+
+    def complete(self) -> None:
+        """Finish a reduction that was started; its gradients wait for delivery."""
+
+    def keep_deferred(self) -> None:
+        """End a backward whose sums stay here until a later one reduces them."""
+
+    def deliver(self, used: Sequence[bool]) -> None:
+        """Set or add to the gradients of the sharded parameters that any rank used."""
+        self.used = [False] * len(self.used)
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, gradient in self._held.items():
+                flat = self._flatten(index, gradient)
+                self.buffer.sharded[index].grad = flat.to(self.buffer.plan.main_dtype)
+        self._held, self._sums = {}, []
+
+    def drop(self) -> None:
+        """Forget everything that is not in a p.grad; reductions under way are waited for."""
+        self.used = [False] * len(self.used)
+        self._held, self._sums = {}, []
+
+    def _flatten(self, index: int, gradient: Tensor) -> Tensor:
+        if gradient.layout is not torch.strided:
+            name = self.buffer.originals[index].fqn
+            raise RuntimeError(f"the gradient of '{name}' is {gradient.layout}; expected a dense one")
+        return gradient.detach().reshape(-1)
+
+
+class ReducedGradients(Gradients):
     """Pack, reduce, deliver."""
 
     def __init__(self, buffer: FlatBuffer, context: Context, pool: BufferPool, tag: int) -> None:
-        self.buffer = buffer
+        super().__init__(buffer)
         self._context, self._pool, self._tag = context, pool, tag
         self._axis = context.axis
         self._reduce_dtype = buffer.plan.reduce_dtype
         self._scale = 1.0 / self._axis.size
-        self._spans = [buffer.sharded_span(index) for index in range(len(buffer.sharded))]
         num = len(buffer.sharded)
+        self._slices = [buffer.layout.parameter(index).slice for index in range(num)]
+        self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
         self.state = GradientState.EMPTY
-        self.num_missing = num
-        """Parameters whose gradient has not arrived since the last reduction."""
-        self.used = [False] * num
-        """Parameters that got a gradient since the last delivery, on this rank."""
         self._arrived = [False] * num
         self._filled = [False] * num
         self._flat: Tensor | None = None
         self._is_deferred = False
         self._pending: list[Callable[[], None]] = []
         self._reduced: Tensor | None = None
-        self._single: dict[int, Tensor] = {}
 
     @property
-    def has_deferred(self) -> bool:
-        """Whether `flat` holds sums that no rank has seen yet."""
+    def has_deferred(self) -> bool:  # type: ignore[override]
         return self._is_deferred
 
     @property
+    def has_more(self) -> bool:  # type: ignore[override]
+        return self.state is GradientState.PACKING
+
+    @property
     def local_bytes(self) -> int:
-        """Bytes of gradients that are not in any p.grad."""
         return sum(t.nbytes for t in (self._flat, self._reduced) if t is not None)
 
-    @torch.no_grad()
-    def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
-        """Take over the gradient of one parameter, in the compute dtype and full shape.
+    def begin(self) -> None:
+        pass
 
-        Raises:
-            RuntimeError: the gradient is sparse.
-        """
-        if gradient.layout is not torch.strided:
-            name = self.buffer.originals[index].fqn
-            raise RuntimeError(
-                f"the gradient of '{name}' is sparse ({gradient.layout}); expected a dense one"
-            )
+    def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
+        gradient = self._flatten(index, gradient)
         if not self._arrived[index]:
             self._arrived[index] = True
             self.num_missing -= 1
         self.used[index] = True
-        if self._axis.size == 1:
-            self._pack_single(index, gradient.detach().reshape(-1))
-            return
         self.complete()  # of a share that came earlier in this backward; this one is reduced by itself
         self._move(GradientState.PACKING)
         if self._flat is None:
             self._is_deferred = defer
             dtype = self.buffer.plan.main_dtype if defer else self._reduce_dtype
             self._flat = self._pool.take(dtype, self.buffer.layout.total)
-        target = self._flat[self.buffer.layout.parameter(index).slice]
+        target = self._flat[self._slices[index]]
         scale = 1.0 if self._is_deferred else self._scale
-        gradient = gradient.detach().reshape(-1)
         if self._filled[index]:
             target.add_(gradient, alpha=scale)
         elif scale == 1.0:
@@ -110,24 +177,11 @@ class Gradients:
             target.copy_(gradient).mul_(scale)
         self._filled[index] = True
 
-    def _pack_single(self, index: int, gradient: Tensor) -> None:
-        gradient = gradient.to(self.buffer.plan.main_dtype)
-        grad = self.buffer.sharded[index].grad
-        if grad is not None:
-            grad.add_(gradient)
-        elif index in self._single:
-            self._single[index].add_(gradient)
-        else:
-            self._single[index] = gradient
-
     def start_reduce(self) -> None:
-        """Start the reduction; parameters without a gradient count zeros."""
         self.complete()
         self._move(GradientState.REDUCING)
         self._arrived = [False] * len(self._arrived)
         self.num_missing = len(self._arrived)
-        if self._axis.size == 1:
-            return
         flat = self._finish_packing()
         layout, buffer, context = self.buffer.layout, self.buffer, self._context
         in_place = buffer.main_span.size == layout.total and flat.dtype == buffer.plan.main_dtype
@@ -192,12 +246,10 @@ class Gradients:
         return reduced
 
     def progress(self) -> None:
-        """Wait for the exchange under way, and start the next one if the reduction needs two."""
         if self._pending:
             self._pending.pop(0)()
 
     def complete(self) -> None:
-        """Finish a reduction that was started; its gradients wait for delivery."""
         if self.state is GradientState.REDUCING:
             while self._pending:
                 self.progress()
@@ -206,42 +258,41 @@ class Gradients:
     def _absorb(self, result: Tensor) -> None:
         """Keep reduced gradients until it is known which of them any rank used."""
         if all(parameter.grad is not None for parameter in self.buffer.sharded):
-            for parameter, span in zip(self.buffer.sharded, self._spans, strict=True):
-                parameter.grad.add_(result[span.slice])  # type: ignore[union-attr]
+            for parameter, own in zip(self.buffer.sharded, self._own_slices, strict=True):
+                parameter.grad.add_(result[own])  # type: ignore[union-attr]
         elif self._reduced is None:
             self._reduced = result
         else:
             self._reduced.add_(result)
 
     def keep_deferred(self) -> None:
-        """End a backward whose sums stay here until a later one reduces them."""
         self._arrived = [False] * len(self._arrived)
         self.num_missing = len(self._arrived)
 
     def deliver(self, used: Sequence[bool]) -> None:
-        """Set or add to the gradients of the sharded parameters that any rank used."""
         self.complete()
         self._move(GradientState.EMPTY)
         reduced, self._reduced = self._reduced, None
-        single, self._single = self._single, {}
         self.used = [False] * len(self.used)
-        for index, parameter in enumerate(self.buffer.sharded):
-            gradient = single.get(index) if reduced is None else reduced[self._spans[index].slice]
-            if gradient is None or not used[index]:
-                continue
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.add_(gradient)
+        if reduced is None:  # they were added as they came
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, parameter in enumerate(self.buffer.sharded):
+                if not used[index]:
+                    continue
+                gradient = reduced[self._own_slices[index]]
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad.add_(gradient)
 
     def drop(self) -> None:
-        """Forget everything that is not in a p.grad; reductions under way are waited for."""
         self.complete()
+        super().drop()
         num = len(self.used)
         self._flat = self._reduced = None
-        self._single = {}
         self._is_deferred = False
-        self.used, self._arrived, self._filled = [False] * num, [False] * num, [False] * num
+        self._arrived, self._filled = [False] * num, [False] * num
         self.num_missing = num
         self.state = GradientState.EMPTY
 

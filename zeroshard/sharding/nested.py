@@ -18,6 +18,8 @@ def find_tensors(value: Any) -> tuple[list[Tensor], bool]:
     Returns:
         The tensors, and whether something was found that cannot be looked into and may hide more.
     """
+    if type(value) is Tensor:
+        return [value], False
     tensors: list[Tensor] = []
     is_opaque = False
     for leaf in pytree.tree_leaves(value):

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from zeroshard.comm.pool import BufferPool
 from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward
 from zeroshard.sharding.buffer import Context, FlatBuffer
-from zeroshard.sharding.gradients import Gradients, GradientState
+from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.nested import cast_floats, find_tensors, view_tensors
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
@@ -64,6 +64,8 @@ class Runtime:
         self.root, self.units, self.context = units[0], tuple(units), context
         self._pool, self._num_prefetch = pool, num_prefetch
         self._reshard_after_forward, self._output_dtype = reshard_after_forward, output_dtype
+        self._is_alone = context.axis.size == 1 and all(unit.is_resident for unit in units)
+        """Whether there is nothing to gather, free or reduce: then only the root's outputs are watched."""
         self._order: list[Unit] = []
         self._called: list[Unit] = []
         self._kept: frozenset[Unit] = frozenset()
@@ -197,9 +199,8 @@ class Runtime:
     # -- forward --------------------------------------------------------------------------------------
 
     def _hook(self, unit: Unit) -> None:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        def before(module: nn.Module, args: Any) -> None:
             self._before_forward(unit)
-            return self._cast_inputs(args, kwargs)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             return self._after_forward(unit, output)
@@ -207,7 +208,10 @@ class Runtime:
         def at_last(module: nn.Module, args: Any, output: Any) -> None:
             self._leave_forward(unit)
 
-        unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        if (dtype := self.context.dtypes.param_dtype) is not None:
+            cast_inputs = functools.partial(_cast_inputs, dtype=dtype)
+            unit.module.register_forward_pre_hook(cast_inputs, prepend=True, with_kwargs=True)
+        unit.module.register_forward_pre_hook(before, prepend=True)
         unit.module.register_forward_hook(after)
         unit.module.register_forward_hook(at_last, always_call=True)
         for gradients in unit.gradients:
@@ -232,7 +236,9 @@ class Runtime:
     def _after_forward(self, unit: Unit, output: Any) -> Any:
         if unit is self.root and self._output_dtype is not None:
             output = cast_floats(output, self._output_dtype)
-        output, is_hidden = self._watch_outputs(unit, output)
+        is_hidden = False
+        if unit is self.root or not self._is_alone:
+            output, is_hidden = self._watch_outputs(unit, output)
         if not is_in_backward():
             if unit is self.root:
                 self._end_forward()
@@ -287,10 +293,6 @@ class Runtime:
             or unit.is_resident
             or not unit.backward_needs_parameters
         )
-
-    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        dtype = self.context.dtypes.param_dtype
-        return None if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
 
     # -- backward -------------------------------------------------------------------------------------
 
@@ -347,6 +349,10 @@ class Runtime:
         self._to_pass = deque(reversed(self._order))
         for unit in self.units:
             unit.is_reduced = False
+            for gradients in unit.gradients:
+                gradients.begin()
+            if self._is_alone:
+                unit.install()
         token = _Token()
         self._backward = weakref.ref(token)
 
@@ -378,8 +384,10 @@ class Runtime:
         def arrived(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None, "called when it has been accumulated"
+            if not runtime._is_in_backward:  # no output of a unit could be hooked
+                runtime._begin_backward()
             gradients.pack(index, gradient, runtime._defer)
-            if unit.is_complete and not runtime._defer:
+            if not gradients.num_missing and unit.is_complete and not runtime._defer:
                 runtime._start_reduce(unit)
 
         parameter.register_post_accumulate_grad_hook(arrived)
@@ -409,7 +417,7 @@ class Runtime:
     def _reduce_and_deliver(self) -> None:
         """Reduce what this backward has not, the root last; then hand gradients to the parameters."""
         for unit in (*reversed(self.units[1:]), self.root):
-            if not unit.is_reduced or any(g.state is GradientState.PACKING for g in unit.gradients):
+            if not unit.is_reduced or any(gradients.has_more for gradients in unit.gradients):
                 self._start_reduce(unit)
         for gradients in self._in_flight:
             gradients.progress()
@@ -438,3 +446,7 @@ class Runtime:
             unit.drop_gradients()
         self._put_away()
         self._pool.release()
+
+
+def _cast_inputs(module: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> tuple[Any, Any]:
+    return cast_floats(args, dtype), cast_floats(kwargs, dtype)

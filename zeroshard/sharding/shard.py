@@ -12,7 +12,7 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.config import Config, require_supported
 from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
-from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.gradients import Gradients, ReducedGradients
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.placement import STAGES, DtypePolicy
 from zeroshard.sharding.runtime import Runtime
@@ -98,8 +98,11 @@ def dtype_policy(config: Config) -> DtypePolicy:
 
 
 def _build_unit(spec: UnitSpec, buffers: list[FlatBuffer], context: Context, pool: BufferPool) -> Unit:
-    gradients = [Gradients(b, context, pool, b.tag + 1) for b in buffers if b.trainable]
-    return Unit(spec.name, spec.module, buffers, gradients)
+    trained = [buffer for buffer in buffers if buffer.trainable]
+    if context.axis.size == 1:
+        return Unit(spec.name, spec.module, buffers, [Gradients(buffer) for buffer in trained])
+    gradients = [ReducedGradients(buffer, context, pool, buffer.tag + 1) for buffer in trained]
+    return Unit(spec.name, spec.module, buffers, list(gradients))
 
 
 def _take_over_buffers(module: nn.Module, context: Context) -> None:

@@ -1,0 +1,242 @@
+"""Train with zeroshard, and with plain PyTorch or DistributedDataParallel, on the same data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+import zeroshard
+from tests.distributed.models import GPT, VOCABULARY, Llama
+from zeroshard import Engine
+
+STAGES = (0, 1, 2, 3)
+
+Loss = Callable[[nn.Module, int], Tensor]
+"""(model or engine, number of the step) -> this rank's loss."""
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
+    "AdamW": lambda parameters: AdamW(parameters, lr=1e-3),
+    "fused AdamW": lambda parameters: AdamW(parameters, lr=1e-3, fused=True),
+    "SGD": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
+}
+
+
+def build(kind: str, **sizes: int) -> nn.Module:
+    """A model by the name of its architecture, the same on every rank; "tied ..." ties embedding and head."""
+    torch.manual_seed(0)
+    tied = kind.startswith("tied ")
+    name = kind.removeprefix("tied ")
+    make = {"GPT": GPT, "Llama": Llama, "transformers Llama": _transformers_llama}[name]
+    model = make(tied=tied, **sizes)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):  # as language models do; logits of a tied head stay small
+            nn.init.normal_(module.weight, std=0.02)
+    return model
+
+
+def _transformers_llama(*, tied: bool) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=84,
+            intermediate_size=217,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=tied,
+            use_cache=False,
+        )
+    )
+
+
+def tokens(step: int, *, rank: int | None = None) -> Tensor:
+    """[2, 17], other ones for each rank and step."""
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randint(0, VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def numbers(step: int, *shape: int, rank: int | None = None) -> Tensor:
+    """Normal ones of any shape, other ones for each rank and step."""
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def token_loss(model: nn.Module, step: int) -> Tensor:
+    """Cross entropy of the next token."""
+    batch = tokens(step)
+    output = model(batch[:, :-1])
+    logits = output["logits"] if isinstance(output, Mapping) else output
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def square_loss(model: nn.Module, step: int) -> Tensor:
+    """For models from [n, 7]."""
+    return model(numbers(step, 5, 7)).square().mean()
+
+
+def replicate(model: nn.Module, *, find_unused: bool = False) -> nn.Module:
+    """What zeroshard must do the same as: a copy in DDP; on one rank, the plain copy."""
+    model = copy.deepcopy(model)
+    if dist.get_world_size() == 1:
+        return model
+    return DistributedDataParallel(model, find_unused_parameters=find_unused)
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """The model inside DDP."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def start(
+    model: nn.Module, optimizer: str | Optimizer = "AdamW", **config: Any
+) -> tuple[Engine, Optimizer]:
+    """Shard the model; `optimizer` is one over its parameters, or a key of OPTIMIZERS."""
+    if isinstance(optimizer, str):
+        optimizer = OPTIMIZERS[optimizer](model.parameters())
+    engine, made, _, _ = zeroshard.initialize(model, optimizer, config)
+    assert made is optimizer
+    return engine, optimizer
+
+
+def step(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> float:
+    """One step of the plain loop, which works for DDP and for an engine."""
+    value = loss(model, number)
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.item()
+
+
+@dataclass
+class Run:
+    """What came of some steps."""
+
+    losses: list[float]
+    parameters: dict[str, Tensor]
+    """The model's state_dict(); of a sharded model, empty on ranks other than 0."""
+
+
+def train(model: nn.Module, optimizer: Optimizer, num_steps: int, loss: Loss = token_loss) -> Run:
+    """Some steps of the plain loop."""
+    return finish(model, [step(model, optimizer, loss, number) for number in range(num_steps)])
+
+
+def finish(model: nn.Module, losses: list[float]) -> Run:
+    """The end of a run: its parameters as they are now."""
+    whole = model.full_state_dict() if isinstance(model, Engine) else plain(model).state_dict()
+    return Run(losses, {name: value.clone() for name, value in whole.items()})
+
+
+def train_replicated(
+    model: nn.Module,
+    optimizer: str,
+    num_steps: int,
+    loss: Loss = token_loss,
+    *,
+    find_unused: bool = False,
+) -> Run:
+    """The run of DDP, or on one rank of plain PyTorch, that starts from a model; it is left alone."""
+    replica = replicate(model, find_unused=find_unused)
+    return train(replica, OPTIMIZERS[optimizer](replica.parameters()), num_steps, loss)
+
+
+def train_sharded(
+    model: nn.Module, optimizer: str, num_steps: int, loss: Loss = token_loss, **config: Any
+) -> Run:
+    """The run of zeroshard that starts from a model; it is left alone."""
+    return train(*start(copy.deepcopy(model), optimizer, **config), num_steps, loss)
+
+
+def differences(what: str, got: Run, want: Run) -> list[str]:
+    """Where two runs differ by a single bit. Parameters are compared on rank 0, losses everywhere."""
+    found = [
+        f"{what}: loss {number} is {a!r}, not {b!r}"
+        for number, (a, b) in enumerate(zip(got.losses, want.losses, strict=True))
+        if a != b
+    ]
+    if dist.get_rank() == 0 and got.parameters.keys() != want.parameters.keys():
+        found.append(f"{what}: names {got.parameters.keys() ^ want.parameters.keys()}")
+    found += [
+        f"{what}: {name} differs by {(value - want.parameters[name]).abs().max().item():g}"
+        for name, value in got.parameters.items()
+        if name in want.parameters and not torch.equal(value, want.parameters[name])
+    ]
+    return found[:4]
+
+
+def same_as_replicated(
+    model: nn.Module,
+    optimizer: str = "AdamW",
+    num_steps: int = 4,
+    loss: Loss = token_loss,
+    *,
+    stages: Iterable[int] = STAGES,
+    find_unused: bool = False,
+    **config: Any,
+) -> list[str]:
+    """Where zeroshard's run differs from DDP's by a single bit."""
+    want = train_replicated(model, optimizer, num_steps, loss, find_unused=find_unused)
+    found = []
+    for stage in stages:
+        got = train_sharded(model, optimizer, num_steps, loss, stage=stage, **config)
+        found += differences(f"stage {stage}, {optimizer}", got, want)
+    return found
+
+
+def full_gradients(engine: Engine) -> dict[str, Tensor]:
+    """The gradients of all ranks put together, flat, by name; without those that are None."""
+    own = {name: p.grad.clone() for name, p in engine.named_parameters() if p.grad is not None}
+    if engine.config.stage == 0:
+        return own
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return {name: torch.cat([slices[name] for slices in everyone]) for name in own}
+
+
+def flat_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Of a plain or DDP model, as `full_gradients` gives them."""
+    return {name: p.grad.flatten().clone() for name, p in plain(model).named_parameters() if p.grad is not None}
+
+
+def distances(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:
+    """By name, the norm of the difference relative to the norm."""
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    return {name: _distance(value, want[name]) for name, value in got.items()}
+
+
+def distance_of_all(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
+    """The norm of the difference of all tensors together relative to their norm."""
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    pairs = [(got[name].flatten(), want[name].flatten()) for name in got]
+    return _distance(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
+
+
+def _distance(got: Tensor, want: Tensor) -> float:
+    difference = (got.double() - want.double()).norm()
+    return (difference / want.double().norm()).item() if difference else 0.0
+
+
+def padded_size(engine: Engine) -> int:
+    """P of the formulas: elements of all units, padding included."""
+    return sum(unit.numel for unit in engine.units)
+
+
+def unequal(what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> Iterator[str]:
+    """Names under which two mappings do not hold the same bits."""
+    for name in sorted(got.keys() | want.keys()):
+        if name not in got or name not in want:
+            yield f"{what}: {name} is only in one"
+        elif not torch.equal(got[name], want[name]):
+            yield f"{what}: {name} differs by {(got[name] - want[name]).abs().max().item():g}"
