@@ -87,7 +87,7 @@ class Engine(nn.Module):
         if num_steps > 1:
             loss = loss / num_steps
         placements = self._runtime.context.placements
-        with self._runtime.deferring(placements.accumulates_locally and not self._is_at_boundary):
+        with self._runtime.reducer.deferring(placements.accumulates_locally and not self._is_at_boundary):
             loss.backward()
 
     def step(self) -> bool:
@@ -148,7 +148,7 @@ class Engine(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward adds gradients up on this rank and sends nothing."""
-        return self._runtime.deferring(True)
+        return self._runtime.reducer.deferring(True)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients by min(1, max_norm / (norm + 1e-6)).

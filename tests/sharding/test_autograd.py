@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward
-from zeroshard.sharding.nested import cast_floats, find_tensors
+from zeroshard.sharding.nested import cast_floats, find_tensors, view_tensors
 
 
 class HookError(Exception):
@@ -307,6 +307,27 @@ def test_casting_reaches_the_tensors_that_are_found_in_dataclasses():
     cast = cast_floats(Plain(A, {"x": Frozen(B)}), torch.float64)
     tensors, _ = find_tensors(cast)
     assert [tensor.dtype for tensor in tensors] == [torch.float64, torch.float64]
+
+
+def test_views_of_what_a_unit_returned_are_other_tensors_with_the_same_values_in_the_same_places():
+    @dataclasses.dataclass
+    class Output:
+        logits: torch.Tensor
+        rest: object
+        count: int = dataclasses.field(init=False, default=0)
+
+    x, y = leaf(1.0), leaf(2.0)
+    output = Output(x, {"more": [y, A]})
+    output.count = 3
+    viewed, plain = view_tensors((output, "text"))[0], output.rest["more"][1]
+    tensors, originals = find_tensors(viewed)[0], find_tensors(output)[0]
+    assert [tensor.item() for tensor in tensors] == [tensor.item() for tensor in originals]
+    assert [a is b for a, b in zip(tensors, originals, strict=True)] == [False, False, True]
+    assert viewed.rest["more"][1] is plain
+    assert viewed.count == 3
+    assert output.logits is x
+    sum(tensors).backward()
+    assert (x.grad, y.grad) == (1, 1)
 
 
 # -------------------------------------------------------------------- forwards that are hard to follow

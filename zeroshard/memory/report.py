@@ -44,7 +44,7 @@ def measure(runtime: Runtime, optimizer: Optimizer | None) -> MemoryReport:
     grads = (p.grad for p in runtime.parameters if p.grad is not None)
     return MemoryReport(
         parameters=_storage_bytes([*(b.main for b in runtime.buffers), *resident]),
-        gradients=_storage_bytes(grads) + runtime.local_gradient_bytes,
+        gradients=_storage_bytes(grads) + runtime.reducer.local_bytes,
         optimizer=_storage_bytes(_states(runtime, optimizer)),
         unsharded=runtime.context.meter.now,
         peak_unsharded=runtime.context.meter.peak,

@@ -17,7 +17,6 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,9 +29,8 @@ from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.nested import cast_floats, find_tensors, view_tensors
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
+from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
-
-MAX_REDUCTIONS_IN_FLIGHT = 2
 
 
 class _Token:
@@ -62,7 +60,8 @@ class Runtime:
         output_dtype: torch.dtype | None,
     ) -> None:
         self.root, self.units, self.context = units[0], tuple(units), context
-        self._pool, self._num_prefetch = pool, num_prefetch
+        self.reducer = Reducer(units, context.axis, pool)
+        self._num_prefetch = num_prefetch
         self._reshard_after_forward, self._output_dtype = reshard_after_forward, output_dtype
         self._is_alone = context.axis.size == 1 and all(unit.is_resident for unit in units)
         """Whether there is nothing to gather, free or reduce: then only the root's outputs are watched."""
@@ -74,14 +73,10 @@ class Runtime:
         self._staying: set[Unit] = set()
         """Units that stay gathered from this forward to its backward."""
         self._to_pass: deque[Unit] = deque()
-        self._in_flight: deque[Gradients] = deque()
         self._is_in_forward = False
         self._is_in_backward = False
         self._backward: Callable[[], object] = object
         """Gives None when the backward that was begun has ended in an exception."""
-        self._defer = False
-        self._has_deferred = False
-        self._is_tainted = False
         for unit in units:
             self._hook(unit)
 
@@ -90,10 +85,6 @@ class Runtime:
     @property
     def buffers(self) -> Iterator[FlatBuffer]:
         return (buffer for unit in self.units for buffer in unit.buffers)
-
-    @property
-    def gradients(self) -> Iterator[Gradients]:
-        return (gradients for unit in self.units for gradients in unit.gradients)
 
     @property
     def parameters(self) -> Iterator[ShardedParameter]:
@@ -106,21 +97,6 @@ class Runtime:
             for unit in self.units
             if unit.buffers
         ]
-
-    @property
-    def local_gradient_bytes(self) -> int:
-        """Bytes of gradients that wait here for a later reduction."""
-        return sum(gradients.local_bytes for gradients in self.gradients)
-
-    @contextmanager
-    def deferring(self, defer: bool) -> Iterator[None]:
-        """While on, backward adds gradients up locally and sends nothing."""
-        before = self._defer
-        self._defer = before or (defer and self.context.axis.size > 1)
-        try:
-            yield
-        finally:
-            self._defer = before
 
     def attach(self, optimizer: Optimizer) -> None:
         """Follow an optimizer over the sharded parameters, whoever steps it."""
@@ -152,13 +128,7 @@ class Runtime:
             RuntimeError: an exception left gradients that hold part of a micro-batch.
         """
         self._recover()
-        if self._is_tainted:
-            raise RuntimeError(
-                "an exception in backward left gradients that hold only a part of a micro-batch; "
-                "call zero_grad() and repeat the micro-batches since the last step"
-            )
-        if self._has_deferred:
-            self._reduce_and_deliver()
+        self.reducer.before_step()
 
     def after_step(self) -> None:
         """Main parameters changed: replicated parameters are gathered again while the host goes on."""
@@ -170,11 +140,7 @@ class Runtime:
     def drop_deferred(self) -> None:
         """Forget gradients that were not reduced yet, as zero_grad() does."""
         self._recover()
-        self._is_tainted = False
-        self._has_deferred = False
-        for gradients in self.gradients:
-            if gradients.has_deferred:
-                gradients.drop()
+        self.reducer.drop_deferred()
 
     def abandon_forward(self) -> None:
         """If a forward was begun, it has ended in an exception. Gradients stay as they are."""
@@ -347,10 +313,8 @@ class Runtime:
     def _begin_backward(self) -> None:
         self._is_in_backward = True
         self._to_pass = deque(reversed(self._order))
+        self.reducer.begin()
         for unit in self.units:
-            unit.is_reduced = False
-            for gradients in unit.gradients:
-                gradients.begin()
             if self._is_alone:
                 unit.install()
         token = _Token()
@@ -371,8 +335,8 @@ class Runtime:
                 continue
             if passed.joins_backward:  # without one here, other ranks may still have had one
                 passed.unshard()
-            if not passed.is_reduced and not self._defer:
-                self._start_reduce(passed)
+            if not passed.is_reduced:
+                self.reducer.start(passed)
             passed.uninstall()
             passed.reshard()
         self._to_pass.extendleft(reversed(waiting))
@@ -386,27 +350,16 @@ class Runtime:
             assert gradient is not None, "called when it has been accumulated"
             if not runtime._is_in_backward:  # no output of a unit could be hooked
                 runtime._begin_backward()
-            gradients.pack(index, gradient, runtime._defer)
-            if not gradients.num_missing and unit.is_complete and not runtime._defer:
-                runtime._start_reduce(unit)
+            gradients.pack(index, gradient, runtime.reducer.is_deferring)
+            if not gradients.num_missing and unit.is_complete:
+                runtime.reducer.start(unit)
 
         parameter.register_post_accumulate_grad_hook(arrived)
-
-    def _start_reduce(self, unit: Unit) -> None:
-        unit.start_reduce()
-        self._in_flight.extend(unit.gradients)
-        while len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
-            self._in_flight.popleft().progress()
 
     def _end_backward(self) -> None:
         self._pass(-1)
         self._is_in_backward = False
-        if self._defer:
-            self._has_deferred = True
-            for gradients in self.gradients:
-                gradients.keep_deferred()
-        else:
-            self._reduce_and_deliver()
+        self.reducer.end()
         self._put_away()
 
     def _put_away(self) -> None:
@@ -414,38 +367,15 @@ class Runtime:
             unit.uninstall()
             unit.reshard()
 
-    def _reduce_and_deliver(self) -> None:
-        """Reduce what this backward has not, the root last; then hand gradients to the parameters."""
-        for unit in (*reversed(self.units[1:]), self.root):
-            if not unit.is_reduced or any(gradients.has_more for gradients in unit.gradients):
-                self._start_reduce(unit)
-        for gradients in self._in_flight:
-            gradients.progress()
-        self._in_flight.clear()
-        used = iter(self._used_on_any_rank())
-        for gradients in self.gradients:
-            gradients.deliver([next(used) for _ in gradients.used])
-        self._pool.release()
-        self._has_deferred = False
-
-    def _used_on_any_rank(self) -> list[bool]:
-        flags = [flag for gradients in self.gradients for flag in gradients.used]
-        return self.context.axis.any(flags, "agreement on which parameters got a gradient")
-
     def _recover(self) -> None:
         """Clean up after a backward that ended in an exception."""
         if self._is_in_backward and not is_in_backward():
             self._abandon_backward()
 
     def _abandon_backward(self) -> None:
-        accumulated = any(parameter.grad is not None for parameter in self.parameters)
-        self._is_tainted |= accumulated or self._has_deferred
-        self._is_in_backward = self._has_deferred = False
-        self._in_flight.clear()
-        for unit in self.units:
-            unit.drop_gradients()
+        self._is_in_backward = False
+        self.reducer.abandon()
         self._put_away()
-        self._pool.release()
 
 
 def _cast_inputs(module: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> tuple[Any, Any]:

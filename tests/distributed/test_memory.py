@@ -1,0 +1,208 @@
+"""Bytes that a rank holds, counted by walking all live tensors, against the formulas of the stages."""
+
+import contextlib
+import copy
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.training import STAGES, build, padded_size, start, token_loss
+
+
+def live_bytes():
+    """Of every tensor that the garbage collector sees, each storage once."""
+    gc.unfreeze()  # the process that runs this hides what it had before
+    gc.collect()
+    storages = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for thing in gc.get_objects():
+            if isinstance(thing, torch.Tensor):
+                with contextlib.suppress(RuntimeError, NotImplementedError):  # fake and meta tensors
+                    storage = thing.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def formula(stage, n):
+    """Bytes per element, fp32 AdamW: parameters, gradients and two states, 4 bytes each."""
+    return {0: 16, 1: 8 + 8 / n, 2: 4 + 12 / n, 3: 16 / n}[stage]
+
+
+def kinds(stage, n):
+    """Bytes per element of (parameters, gradients, optimizer), fp32 AdamW, as they lie after a step."""
+    return {0: (4, 4, 8), 1: (4, 4 / n, 8 / n), 2: (4, 4 / n, 8 / n), 3: (4 / n, 4 / n, 8 / n)}[stage]
+
+
+def held(kind, optimizer):
+    """By stage: bytes per element measured from outside, and by memory_report."""
+    found = {}
+    for stage in STAGES:
+        before = live_bytes()
+        engine, made = start(build(kind), optimizer, stage=stage)
+        for number in range(2):
+            made.zero_grad()
+            token_loss(engine, number).backward()
+            made.step()
+        P, report = padded_size(engine), engine.memory_report()
+        reported = report.parameters, report.gradients, report.optimizer, report.unsharded
+        found[stage] = (live_bytes() - before) / P, tuple(value / P for value in reported)
+        del engine, made
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "kind"), [(1, "GPT"), (2, "tied GPT"), (2, "Llama"), (4, "GPT")])
+def test_after_a_step_with_its_gradients_a_rank_holds_what_the_formula_says(ranks, num_ranks, kind):
+    """1.02: besides model states there are a step number per parameter, the batch, the model's buffers."""
+    for found in ranks(num_ranks, held, kind, "AdamW"):
+        for stage, (measured, reported) in found.items():
+            assert measured <= 1.02 * formula(stage, num_ranks), (stage, found)
+            assert sum(reported) == pytest.approx(measured, rel=0.01)
+            assert reported[:3] == pytest.approx(kinds(stage, num_ranks), rel=0.002)
+            assert reported[3] == 0
+
+
+def held_in_bf16():
+    found = {}
+    for stage in STAGES:
+        before = live_bytes()
+        engine, optimizer = start(build("tied GPT"), stage=stage, precision={"param_dtype": "bf16"})
+        token_loss(engine, 0).backward()
+        optimizer.step()
+        P = padded_size(engine)
+        if stage < 3:
+            engine(torch.zeros(1, 3, dtype=torch.long))  # ends the gathers that the step has started
+        found[stage] = (live_bytes() - before) / P
+        del engine, optimizer
+    return found
+
+
+def test_in_bf16_a_rank_holds_a_copy_in_bf16_beside_its_part_of_the_main_parameters(ranks):
+    n = 2
+    want = {0: 2 + 16, 1: 2 + 16 / n, 2: 2 + 16 / n, 3: 16 / n}
+    for found in ranks(n, held_in_bf16):
+        for stage, measured in found.items():
+            assert measured == pytest.approx(want[stage], rel=0.02)
+
+
+def held_after_zero_grad():
+    """Bytes per element at rest without gradients, and with the sums that no_sync leaves."""
+    found = {}
+    for stage in STAGES:
+        engine, optimizer = start(build("tied GPT"), stage=stage)
+        for number in range(2):
+            token_loss(engine, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        P, rest = padded_size(engine), engine.memory_report()
+        with engine.no_sync():
+            token_loss(engine, 0).backward()
+        deferred = engine.memory_report()
+        found[stage] = rest.gradients, deferred.gradients / P, deferred.unsharded
+    return found
+
+
+def test_zero_grad_frees_gradients_and_no_sync_holds_whole_sums(ranks):
+    for found in ranks(2, held_after_zero_grad):
+        for at_rest, deferred, gathered in found.values():
+            assert at_rest == gathered == 0
+            assert deferred == pytest.approx(4)
+
+
+# ---------------------------------------------------------------------------------- gathered at a time
+
+
+class Watch:
+    """Which blocks have storage behind their full parameters, looked at wherever a layer runs."""
+
+    def __init__(self, engine):
+        self.parameters, self.seen, self.most = {}, [], {"forward": 0, "backward": 0}
+        self._engine = engine
+        for name, block in engine.module.blocks.named_children():
+            for number, layer in enumerate(block.modules()):
+                if layer is not block:
+                    layer.register_forward_hook(self._after_layer(f"blocks.{name}", block))
+                if number == 1:
+                    layer.register_forward_pre_hook(self._find(f"blocks.{name}", block))
+
+    def gathered(self):
+        kept = {unit.name for unit in self._engine.units if unit.kept}
+        return {
+            name
+            for name, parameters in self.parameters.items()
+            if name not in kept and any(p.untyped_storage().nbytes() for p in parameters)
+        }
+
+    def _find(self, name, block):
+        def hook(layer, args):
+            self.parameters[name] = list(block.parameters())
+
+        return hook
+
+    def _after_layer(self, name, block):
+        def in_backward(gradient):
+            self.most["backward"] = max(self.most["backward"], len(self.gathered()))
+
+        def hook(layer, args, output):
+            self.most["forward"] = max(self.most["forward"], len(self.gathered()))
+            output.register_hook(in_backward)
+
+        return hook
+
+
+def gathered_units(num_prefetch):
+    """(most in forward, most in backward, between, after)"""
+    engine, optimizer = start(build("tied GPT", num_blocks=7), stage=3, num_prefetch=num_prefetch)
+    watch = Watch(engine)
+    results = set()
+    for number in range(4):
+        watch.most = {"forward": 0, "backward": 0}
+        loss = token_loss(engine, number)
+        between = len(watch.gathered())
+        loss.backward()
+        after = sum(p.untyped_storage().nbytes() for block in watch.parameters.values() for p in block)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number:  # the order of the units is known from the first forward on
+            results.add((watch.most["forward"], watch.most["backward"], between, after))
+    peak, P = engine.memory_report().peak_unsharded, padded_size(engine)
+    largest = max(unit.numel for unit in engine.units if not unit.kept)
+    kept = sum(unit.numel for unit in engine.units if unit.kept)
+    return results, peak <= 4 * (kept + (1 + num_prefetch) * largest) < 4 * P
+
+
+@pytest.mark.parametrize("num_prefetch", [0, 1, 2])
+def test_at_most_the_unit_at_work_and_those_prefetched_are_gathered_besides_the_kept(ranks, num_prefetch):
+    for results, is_peak_bounded in ranks(2, gathered_units, num_prefetch):
+        assert len(results) == 1
+        forward, backward, between, after = results.pop()
+        assert 1 <= forward <= 1 + num_prefetch
+        assert 1 <= backward <= 1 + num_prefetch
+        assert between == after == 0
+        assert is_peak_bounded
+
+
+def memory_over_time():
+    """Live bytes after steps, evaluations and discarded forwards."""
+    model, sizes = build("tied GPT"), {}
+    for stage in STAGES:
+        engine, optimizer = start(copy.deepcopy(model), stage=stage)
+        seen = []
+        for number in range(6):
+            token_loss(engine, number)
+            token_loss(engine, number).backward()
+            with torch.no_grad():
+                token_loss(engine, number)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(live_bytes())
+        sizes[stage] = seen
+    assert dist.get_world_size() == 2
+    return sizes
+
+
+def test_memory_does_not_grow_from_step_to_step(ranks):
+    for sizes in ranks(2, memory_over_time):
+        for seen in sizes.values():
+            assert seen[-1] <= seen[1]

@@ -1,0 +1,190 @@
+"""Elements on the wire per step, against the table of the stages.
+
+P is the padded size, `kept` the padded size of the units that `engine.units` lists as kept, k the number
+of micro-batches. Per step a rank sends, times (N - 1) / N:
+
+    stage   all-gather       reduce-scatter
+    0       P                P               (the all-reduce of the gradients)
+    1       P                P
+    2       P                kP
+    3       2kP - k kept     kP
+"""
+
+import contextlib
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.models import Block
+from tests.distributed.training import STAGES, build, padded_size, start, token_loss
+
+
+class SendCounter:
+    """Elements that torch.distributed.isend was asked to send; all-gather and reduce-scatter use it."""
+
+    def __init__(self):
+        self.elements, self._send = 0, dist.isend
+
+    def __call__(self, tensor, *args, **kwargs):
+        self.elements += tensor.numel()
+        return self._send(tensor, *args, **kwargs)
+
+
+def expected(engine, stage, k):
+    """(all-gather, reduce-scatter) elements that one rank sends per step."""
+    P, n = padded_size(engine), dist.get_world_size()
+    kept = sum(unit.numel for unit in engine.units if unit.kept)
+    gathered = {0: P, 1: P, 2: P, 3: 2 * k * P - k * kept}[stage]
+    scattered = {0: P, 1: P, 2: k * P, 3: k * P}[stage]
+    assert P % n == 0
+    return gathered * (n - 1) // n, scattered * (n - 1) // n
+
+
+def measure(engine, take_step, stage, k, element_bytes=(4, 4), num_steps=3):
+    """Where a step's traffic is not as expected."""
+    found = []
+    for number in range(num_steps):
+        engine.reset_comm_report()
+        with mock.patch.object(dist, "isend", SendCounter()) as counter:
+            take_step(number)
+        sent = engine.comm_report().bytes_sent
+        want = expected(engine, stage, k)
+        got = sent["all_gather"] / element_bytes[0], sent["reduce_scatter"] / element_bytes[1]
+        if got != want or counter.elements != sum(want) or sent["all_reduce"] or sent["point_to_point"]:
+            found.append((stage, k, number, got, counter.elements, want, dict(sent)))
+    return found
+
+
+def micro_batches(engine, k):
+    def take_step(number):
+        for micro in range(k):
+            engine.backward(token_loss(engine, k * number + micro))
+            engine.step()
+
+    return take_step
+
+
+def traffic(kind, k):
+    found = []
+    for stage in STAGES:
+        engine, _ = start(build(kind), stage=stage, gradient_accumulation_steps=k)
+        found += measure(engine, micro_batches(engine, k), stage, k)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("k", [1, 3])
+def test_the_first_and_later_steps_send_what_the_table_says(ranks, num_ranks, k):
+    assert ranks(num_ranks, traffic, "tied GPT", k) == [[]] * num_ranks
+
+
+def traffic_of_units():
+    """With embeddings as units, which backward needs no parameters of; and where all stay gathered."""
+    found, kinds = [], {}
+    for name, options in {
+        "embeddings": {"units": lambda m: isinstance(m, torch.nn.Embedding | Block)},
+        "all kept": {"reshard_after_forward": False},
+        "no prefetch": {"num_prefetch": 0},
+        "far prefetch": {"num_prefetch": 5},
+        "blocks in blocks": {"units": ["Block", "Sequential"]},
+        "one unit": {"units": lambda m: False},
+    }.items():
+        engine, _ = start(build("GPT"), stage=3, **options)
+        found += [(name, *line) for line in measure(engine, micro_batches(engine, 1), 3, 1)]
+        kinds[name] = [unit.name for unit in engine.units if unit.kept]
+    return found, kinds
+
+
+def test_units_that_stay_gathered_are_listed_as_kept_and_not_sent_again(ranks):
+    for found, kept in ranks(2, traffic_of_units):
+        assert found == []
+        # `positions` is read by the root, so it is not a unit of its own use; `tokens` is.
+        assert {"", "tokens", "blocks.2"} <= set(kept["embeddings"])
+        assert kept["all kept"] == ["", "blocks.0", "blocks.1", "blocks.2"]
+        assert kept["no prefetch"] == kept["far prefetch"] == ["", "blocks.2"]
+        assert kept["one unit"] == [""]
+
+
+def traffic_of_bf16():
+    """Parameters travel in the compute dtype, gradients in the reduce dtype; stage 0 gathers gradients."""
+    found = []
+    for stage in STAGES:
+        for reduce_dtype, size in ((None, 4), ("bf16", 2)):
+            precision = {"param_dtype": "bf16", "reduce_dtype": reduce_dtype}
+            engine, _ = start(build("tied GPT"), stage=stage, precision=precision)
+            sizes = 4 if stage == 0 else 2, size
+            found += measure(engine, micro_batches(engine, 1), stage, 1, sizes, num_steps=2)
+    return found
+
+
+def test_bf16_halves_the_bytes_of_parameters_and_reduce_dtype_those_of_gradients(ranks):
+    assert ranks(2, traffic_of_bf16) == [[], []]
+
+
+def traffic_of_no_sync():
+    """Three micro-batches, one reduction."""
+    found = []
+    for stage in STAGES:
+        engine, optimizer = start(build("tied GPT"), stage=stage)
+
+        def take_step(number, engine=engine, optimizer=optimizer):
+            for micro in range(3):
+                with engine.no_sync() if micro < 2 else contextlib.nullcontext():
+                    token_loss(engine, 3 * number + micro).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        P = padded_size(engine)
+        for number in range(2):
+            engine.reset_comm_report()
+            take_step(number)
+            sent = engine.comm_report().bytes_sent
+            if sent["reduce_scatter"] != 4 * P // 2:
+                found.append((stage, number, "reduce_scatter", dict(sent), P))
+            gathered = expected(engine, stage, 3 if stage == 3 else 1)[0]
+            if sent["all_gather"] != 4 * gathered:
+                found.append((stage, number, "all_gather", dict(sent), 4 * gathered))
+    return found
+
+
+def test_under_no_sync_gradients_are_sent_once(ranks):
+    assert ranks(2, traffic_of_no_sync) == [[], []]
+
+
+def traffic_of_one_rank():
+    for stage in STAGES:
+        engine, optimizer = start(build("tied GPT"), stage=stage)
+        with mock.patch.object(dist, "isend", SendCounter()) as counter:
+            token_loss(engine, 0).backward()
+            optimizer.step()
+        report = engine.comm_report()
+        assert not any(report.bytes_sent.values()), report
+        assert not any(report.calls.values()), report
+        assert not counter.elements
+
+
+def test_one_rank_sends_nothing_and_calls_nothing(ranks):
+    ranks(1, traffic_of_one_rank)
+
+
+def traffic_of_evaluation():
+    """At rest nothing is gathered at stages 0 to 2; at stage 3 each unit once."""
+    found, model = {}, build("tied GPT")
+    for stage in STAGES:
+        engine, _ = start(copy.deepcopy(model), stage=stage)
+        for number in range(2):
+            engine.reset_comm_report()
+            with torch.no_grad():
+                token_loss(engine, number)
+            sent = dict(engine.comm_report().bytes_sent)
+            found[stage, number] = sent["all_gather"] / 4 / padded_size(engine), sent["reduce_scatter"]
+    return found
+
+
+def test_evaluation_gathers_each_unit_once_at_stage_3_and_sends_nothing_at_others(ranks):
+    for found in ranks(2, traffic_of_evaluation):
+        for (stage, _), sent in found.items():
+            assert sent == (0.5 if stage == 3 else 0.0, 0)

@@ -1,0 +1,122 @@
+"""The gradients of all units: reduced as they arrive, delivered together at the end of a backward."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from zeroshard.comm.collectives import Axis
+from zeroshard.comm.pool import BufferPool
+from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.unit import Unit
+
+MAX_IN_FLIGHT = 2
+"""Reductions under way: each holds a packed buffer."""
+
+
+class Reducer:
+    """Start reductions, keep a few in flight, agree on what was used, deliver.
+
+    Args:
+        units: the root unit first.
+        axis: whose ranks take part.
+        pool: the buffers that gradients are packed into; emptied after each delivery.
+    """
+
+    def __init__(self, units: Sequence[Unit], axis: Axis, pool: BufferPool) -> None:
+        self._units, self._axis, self._pool = tuple(units), axis, pool
+        self._all = tuple(gradients for unit in units for gradients in unit.gradients)
+        self._in_flight: deque[Gradients] = deque()
+        self.is_deferring = False
+        """Whether backward adds gradients up locally and sends nothing."""
+        self._has_deferred = False
+        self._is_tainted = False
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of gradients that wait here for a later reduction."""
+        return sum(gradients.local_bytes for gradients in self._all)
+
+    @contextmanager
+    def deferring(self, defer: bool) -> Iterator[None]:
+        """While on, backward adds gradients up locally and sends nothing."""
+        before = self.is_deferring
+        self.is_deferring = before or (defer and self._axis.size > 1)
+        try:
+            yield
+        finally:
+            self.is_deferring = before
+
+    def begin(self) -> None:
+        """A backward begins."""
+        for unit in self._units:
+            unit.is_reduced = False
+        for gradients in self._all:
+            gradients.begin()
+
+    def start(self, unit: Unit) -> None:
+        """Start the reduction of a unit, unless reductions are deferred."""
+        if not self.is_deferring:
+            self._start(unit)
+
+    def _start(self, unit: Unit) -> None:
+        unit.start_reduce()
+        self._in_flight.extend(unit.gradients)
+        while len(self._in_flight) > MAX_IN_FLIGHT:
+            self._in_flight.popleft().progress()
+
+    def end(self) -> None:
+        """A backward has ended: reduce what is left and deliver, or keep the sums."""
+        if self.is_deferring:
+            self._has_deferred = True
+            for gradients in self._all:
+                gradients.keep_deferred()
+        else:
+            self._deliver()
+
+    def before_step(self) -> None:
+        """Make the gradients ready for an optimizer: reduce what was deferred.
+
+        Raises:
+            RuntimeError: an exception left gradients that hold part of a micro-batch.
+        """
+        if self._is_tainted:
+            raise RuntimeError(
+                "an exception in backward left gradients that hold only a part of a micro-batch; "
+                "call zero_grad() and repeat the micro-batches since the last step"
+            )
+        if self._has_deferred:
+            self._deliver()
+
+    def drop_deferred(self) -> None:
+        """Forget gradients that were not reduced yet, as zero_grad() does."""
+        self._is_tainted = self._has_deferred = False
+        for gradients in self._all:
+            if gradients.has_deferred:
+                gradients.drop()
+
+    def abandon(self) -> None:
+        """A backward has ended in an exception: forget what has not been delivered."""
+        delivered = any(p.grad is not None for gradients in self._all for p in gradients.buffer.sharded)
+        self._is_tainted |= delivered or self._has_deferred
+        self._has_deferred = False
+        self._in_flight.clear()
+        for unit in self._units:
+            unit.drop_gradients()
+        self._pool.release()
+
+    def _deliver(self) -> None:
+        """Reduce what this backward has not, the root last; then hand gradients to the parameters."""
+        for unit in (*reversed(self._units[1:]), self._units[0]):
+            if not unit.is_reduced or any(gradients.has_more for gradients in unit.gradients):
+                self._start(unit)
+        for gradients in self._in_flight:
+            gradients.progress()
+        self._in_flight.clear()
+        flags = [flag for gradients in self._all for flag in gradients.used]
+        used = iter(self._axis.any(flags, "agreement on which parameters got a gradient"))
+        for gradients in self._all:
+            gradients.deliver([next(used) for _ in gradients.used])
+        self._pool.release()
+        self._has_deferred = False
