@@ -104,11 +104,10 @@ class Engine(nn.Module):
         if not self._is_at_boundary:
             self._micro_step += 1
             return False
-        with torch._C.DisableTorchFunctionSubclass():  # nothing here takes a slice for the whole
-            self.optimizer.step()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-            self.zero_grad()
+        self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.zero_grad()
         self.global_step += 1
         return True
 
@@ -116,7 +115,8 @@ class Engine(nn.Module):
         """Forget all gradients, those that were added up locally too, and the micro-batches behind them."""
         self._micro_step = 0
         self._runtime.drop_deferred()
-        self.module.zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # its guards take longer than the rest
+            self.module.zero_grad(set_to_none)
 
     def train_batch(self, inputs: Any, targets: Any = None) -> Tensor:
         """One optimizer step on this rank's batch, cut along dim 0 into the accumulation steps.

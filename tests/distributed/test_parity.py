@@ -32,6 +32,7 @@ from tests.distributed.training import (
     train_sharded,
 )
 
+
 def against_replicated(kinds, optimizers, num_steps):
     found = []
     for kind in kinds:

@@ -99,9 +99,7 @@ def plain(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def start(
-    model: nn.Module, optimizer: str | Optimizer = "AdamW", **config: Any
-) -> tuple[Engine, Optimizer]:
+def start(model: nn.Module, optimizer: str | Optimizer = "AdamW", **config: Any) -> tuple[Engine, Optimizer]:
     """Shard the model; `optimizer` is one over its parameters, or a key of OPTIMIZERS."""
     if isinstance(optimizer, str):
         optimizer = OPTIMIZERS[optimizer](model.parameters())
@@ -207,7 +205,9 @@ def full_gradients(engine: Engine) -> dict[str, Tensor]:
 
 def flat_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Of a plain or DDP model, as `full_gradients` gives them."""
-    return {name: p.grad.flatten().clone() for name, p in plain(model).named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.flatten().clone() for name, p in plain(model).named_parameters() if p.grad is not None
+    }
 
 
 def distances(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:

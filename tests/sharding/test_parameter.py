@@ -11,6 +11,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+import zeroshard
 from zeroshard.sharding.parameter import ShardedParameter, partial_slices
 
 NAME, UNIT, SHAPE = "model.head.weight", "model.head", torch.Size((6, 4))
@@ -236,6 +237,25 @@ def test_torchs_clipping_by_norm_is_refused_in_all_its_forms(weight, arguments):
     weight.grad = torch.ones(12)
     with pytest.raises(RuntimeError, match=r"engine\.clip_grad_norm_"):
         clip_grad_norm_(weight, 1.0, **arguments)
+
+
+def clip_inside_a_step(step_of):
+    """An optimizer that clips by itself, stepped by the engine or by the user."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(
+        lambda opt, *_: clip_grad_norm_(opt.param_groups[0]["params"], 1.0) and None
+    )
+    engine, optimizer, *_ = zeroshard.initialize(model, optimizer, {"stage": 3, "watchdog_s": 20})
+    engine.backward(engine(torch.ones(3, 40)).square().mean())
+    with pytest.raises(RuntimeError, match=r"engine\.clip_grad_norm_"):
+        (engine if step_of == "engine" else optimizer).step()
+
+
+@pytest.mark.parametrize("step_of", ["engine", "optimizer"])
+def test_torchs_clipping_by_norm_is_refused_inside_an_optimizers_step(ranks, step_of):
+    ranks(2, clip_inside_a_step, step_of)
 
 
 def test_torchs_clipping_by_norm_works_where_slices_are_whole():

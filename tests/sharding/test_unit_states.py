@@ -383,8 +383,17 @@ def test_gradients_that_are_dropped_leave_nothing_behind(ranks):
         assert torch.equal(grad, torch.full_like(grad, 2.0))
 
 
+class SparseLookup(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(10, 4))
+
+    def forward(self, indices):
+        return nn.functional.embedding(indices, self.weight, sparse=True)
+
+
 def sparse_backward(axis):
-    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    model = nn.Sequential(SparseLookup(), nn.Linear(4, 2))
     shard_over(model, Config(stage=3), Axes(mesh=None, dp_shard=axis), CPU)
     with pytest.raises(RuntimeError, match=r"'0\.weight'.*sparse"):
         model(torch.tensor([1, 2])).sum().backward()

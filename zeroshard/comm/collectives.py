@@ -8,7 +8,7 @@ in rank order, so that results do not depend on timing. Other backends use their
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.pool import BufferPool
+
+Parts = Mapping[int, Tensor] | Sequence[Tensor]
+"""A tensor for each rank."""
 
 
 class Handle(Protocol):
@@ -116,11 +119,8 @@ class Axis:
             work = dist.all_gather_into_tensor(flat, own, group=self._group, async_op=True)
             return _Pending(self, label, [work])
         chunks = flat.chunk(self.size)
-        works: list[dist.Work | None] = []
-        for back, peer in zip(reversed(self._peers), self._peers, strict=True):
-            works.append(self._receive(chunks[back], back, tag))
-            works.append(self._send(own, peer, tag))
-        return _Pending(self, label, works)
+        sent = dict.fromkeys(self._peers, own)
+        return _Pending(self, label, self._exchange(sent, chunks, tag, label))
 
     def reduce_scatter(self, flat: Tensor, out: Tensor, pool: BufferPool, *, tag: int, label: str) -> Handle:
         """Sum `flat` over the ranks in rank order and leave this rank's part in `out`.
@@ -144,10 +144,7 @@ class Axis:
             work = dist.reduce_scatter_tensor(target, flat, group=self._group, async_op=True)
             return _Pending(self, label, [work], None if same else lambda: _copy(out, target))
         received = {peer: pool.take(flat.dtype, own.numel()) for peer in self._peers}
-        works: list[dist.Work | None] = []
-        for back, peer in zip(reversed(self._peers), self._peers, strict=True):
-            works.append(self._receive(received[back], back, tag))
-            works.append(self._send(chunks[peer], peer, tag))
+        works = self._exchange(chunks, received, tag, label)
 
         def add() -> None:
             _sum([received.get(rank, own) for rank in range(self.size)], own, out)
@@ -161,7 +158,11 @@ class Axis:
         if self.size > 1 and tensor.numel():
             self.counter.add("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
             source = dist.get_global_rank(self._group, 0) if self._group is not None else 0
-            self.wait_for([dist.broadcast(tensor, source, group=self._group, async_op=True)], label)
+            data = tensor.contiguous()
+            raw = data.view(-1).view(torch.uint8)  # Gloo knows few dtypes
+            self.wait_for([dist.broadcast(raw, source, group=self._group, async_op=True)], label)
+            if data is not tensor:
+                tensor.copy_(data)
 
     def any(self, flags: Sequence[bool], label: str) -> list[bool]:
         """For each flag, whether it is set on any rank. Runs on the CPU: a GPU never waits for it."""
@@ -180,7 +181,10 @@ class Axis:
         self.counter.add("control", value.numel() * value.element_size())
         parts = [torch.empty_like(value) for _ in range(self.size)]
         self.wait_for([dist.all_gather(parts, value, group=self._group, async_op=True)], label)
-        return torch.stack(parts).sum(dim=0)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
 
     def all_gather_object(self, value: Any, label: str) -> list[Any]:
         """A small picklable value from every rank, in rank order."""
@@ -222,6 +226,17 @@ class Axis:
             pending.drain(timedelta(seconds=max(0.01, until - time.monotonic())))
         self.under_way.clear()
         self._group = self._control = None
+
+    def _exchange(self, sent: Parts, received: Parts, tag: int, label: str) -> list[dist.Work | None]:
+        """Start to send and receive one tensor to and from every other rank."""
+        works: list[dist.Work | None] = []
+        try:
+            for back, peer in zip(reversed(self._peers), self._peers, strict=True):
+                works.append(self._receive(received[back], back, tag))
+                works.append(self._send(sent[peer], peer, tag))
+        except RuntimeError as error:
+            raise self._lost(label, error) from error
+        return works
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:
         return dist.isend(tensor, group=self._group, group_dst=peer, tag=self.first_tag + tag)

@@ -106,6 +106,6 @@ class Layout:
     def gaps(self) -> tuple[Span, ...]:
         """The padding: every flat range that belongs to no parameter, in order."""
         ends = (self.parameter(index).stop for index in range(len(self.sizes)))
-        starts = (*self.offsets[1:], self.total)
+        starts = (*self.offsets, self.total)[1:]
         gaps = (Span(end, start) for end, start in zip(ends, starts, strict=True))
         return tuple(gap for gap in gaps if gap.size)

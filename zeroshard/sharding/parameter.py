@@ -31,6 +31,7 @@ _LAYER_FUNCTIONS = frozenset(
         *("batch_norm", "instance_norm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "prelu"),
         *("conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "cross_entropy"),
         *("multi_head_attention_forward", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm"),
+        *("t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "adjoint"),
         *("addmm", "addmv", "baddbmm", "addbmm", "einsum", "tensordot", "chain_matmul", "multi_dot"),
     )
     if callable(function := getattr(namespace, name, None))
@@ -84,6 +85,19 @@ class ShardedParameter(nn.Parameter):
             parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
         return parameter
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        with torch._C.DisableTorchFunctionSubclass():
+            data = self.detach().clone()
+        twin = memo[id(self)] = ShardedParameter.wrap(
+            data,
+            self.requires_grad,
+            fqn=self.fqn,
+            unit_name=self.unit_name,
+            full_shape=self.full_shape,
+            is_partial=self.is_partial,
+        )
+        return twin
+
     def describe(self) -> str:
         return f"the sharded parameter '{self.fqn}' of {describe_unit(self.unit_name)}"
 
@@ -110,12 +124,28 @@ class ShardedParameter(nn.Parameter):
             raise _used_outside(_first_sharded(args, kwargs), func)
         with torch._C.DisableTorchFunctionSubclass():
             try:
-                return func(*args, **(kwargs or {}))
-            except RuntimeError as error:
+                result = func(*args, **(kwargs or {}))
+            except (RuntimeError, IndexError) as error:
                 if torch.is_grad_enabled():  # not an optimizer: a model that computes with a slice
                     raise _used_outside(_first_sharded(args, kwargs), func) from error
                 raise
+        if func in _CASTS and type(result) is Tensor and result.requires_grad:
+            result = result.as_subclass(_CastSlice)
+            result.describe = _first_sharded(args, kwargs).describe
+        return result
 
+
+class _CastSlice(Tensor):
+    """A slice in another dtype: no layer may compute with it either."""
+
+    describe: Callable[[], str]
+
+    __torch_function__ = ShardedParameter.__torch_function__
+
+
+_CASTS = frozenset(
+    (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as)
+)
 
 # Compared with ==: each access of a getter makes a new object.
 _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
@@ -123,7 +153,7 @@ _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _CHANGES = frozenset((_SET_DATA, _SET_REQUIRES_GRAD, Tensor.requires_grad_))
-_PARTS = frozenset((Tensor.__getitem__, Tensor.T.__get__, Tensor.t, torch.t))  # type: ignore[attr-defined]
+_PARTS = frozenset((Tensor.__getitem__, Tensor.T.__get__))  # type: ignore[attr-defined]
 """What models take of a weight before they compute with it; meaningless for a slice."""
 
 # torch's for-each and fused optimizers look at the exact type of a parameter; torch lists its own
@@ -152,14 +182,17 @@ class _Refuse:
         raise RuntimeError(f"{self._what} outside the forward of its unit. {REMEDY}.")
 
 
-def _used_outside(parameter: ShardedParameter, func: Callable[..., Any]) -> RuntimeError:
+Guarded = ShardedParameter | _CastSlice
+
+
+def _used_outside(parameter: Guarded, func: Callable[..., Any]) -> RuntimeError:
     name = getattr(func, "__name__", str(func))
     return RuntimeError(f"{name} got {parameter.describe()} outside the forward of its unit. {REMEDY}.")
 
 
-def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> ShardedParameter:
+def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Guarded:
     for value in pytree.tree_leaves((args, dict(kwargs or {}))):
-        if isinstance(value, ShardedParameter):
+        if isinstance(value, ShardedParameter | _CastSlice):
             return value
     raise AssertionError("called for a function that got a sharded parameter")
 
@@ -167,6 +200,9 @@ def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> S
 def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
     parameter = args[0]
     if func == _SET_DATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            if args[1].data_ptr() == parameter.data_ptr() and args[1].shape == parameter.shape:
+                return  # p.data -= ... has changed it in place and sets it to itself
         raise RuntimeError(
             f"{parameter.describe()} is a view of a flat buffer: its data cannot be replaced; copy_() into "
             "it under torch.no_grad(), or edit the whole under engine.unsharded(module, write_back=True)"

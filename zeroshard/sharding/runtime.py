@@ -14,6 +14,7 @@ unit's output arrives, all that ran after this unit has had its backward, and it
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,7 @@ class Runtime:
         self._staying: set[Unit] = set()
         """Units that stay gathered from this forward to its backward."""
         self._to_pass: deque[Unit] = deque()
+        self._has_warned = False
         self._is_in_forward = False
         self._is_in_backward = False
         self._backward: Callable[[], object] = object
@@ -285,7 +287,18 @@ class Runtime:
 
             for tensor in tensors:
                 tensor.register_hook(before_backward)
-        return output, is_opaque and not tensors
+        if is_opaque:
+            self._warn_opaque(unit)
+        return output, is_opaque
+
+    def _warn_opaque(self, unit: Unit) -> None:
+        if unit is not self.root and not unit.is_resident and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{describe_unit(unit.name)} returns an object that zeroshard cannot look into for tensors: "
+                "it and its like stay gathered until the end of backward",
+                stacklevel=2,
+            )
 
     def _before_backward(self, call: ForwardCall) -> None:
         if self._is_in_forward:

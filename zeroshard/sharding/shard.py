@@ -111,7 +111,7 @@ def _take_over_buffers(module: nn.Module, context: Context) -> None:
         for attribute, buffer in owner._buffers.items():
             if buffer is None:
                 continue
-            moved = buffer.to(context.device)
+            moved = buffer.to(context.device).contiguous()
             context.axis.broadcast(moved.detach(), f"first broadcast of buffer '{name}.{attribute}'")
             owner._buffers[attribute] = moved
 

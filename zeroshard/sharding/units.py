@@ -46,6 +46,8 @@ def find_units(root: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
     Raises:
         ValueError: a class name that no module has; a parameter that cannot be sharded.
     """
+    for name, module in root.named_modules():
+        _check_module(module, name)
     modules = set(_choose(root, policy)) - {root}
     specs = {root: UnitSpec("", root)}
     for name, module in root.named_modules():
@@ -80,10 +82,18 @@ def _walk(
 
 
 def _lowest_common(chains: list[tuple[nn.Module, ...]]) -> nn.Module:
-    shortest = min(len(chain) for chain in chains)
-    common = [level[0] for level in zip(*(c[:shortest] for c in chains), strict=True) if len(set(level)) == 1]
-    lowest: nn.Module = common[-1]
-    return lowest
+    return [unit for unit in chains[0] if all(unit in chain for chain in chains[1:])][-1]
+
+
+def _check_module(module: nn.Module, name: str) -> None:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if module.sparse:
+            raise ValueError(f"module '{name}' has sparse gradients; expected sparse=False")
+        if module.max_norm is not None:
+            raise ValueError(
+                f"module '{name}' renormalizes its weight in forward, which sharding would lose; expected "
+                "max_norm=None"
+            )
 
 
 def _check(parameter: nn.Parameter, name: str) -> None:
