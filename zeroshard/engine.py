@@ -47,7 +47,7 @@ class Engine(nn.Module):
     ) -> None:
         super().__init__()
         # Shared, not registered: so names have no prefix.
-        object.__setattr__(self, "module", module)
+        self.module = module
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self.training = module.training
         self.config, self.optimizer, self.lr_scheduler, self.loss_fn = (
@@ -66,6 +66,10 @@ class Engine(nn.Module):
         self._micro_step = 0
         if optimizer is not None:
             self._attach(optimizer)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes are the engine's own: nn.Module's way would register them in the model."""
+        object.__setattr__(self, name, value)
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -122,7 +126,7 @@ class Engine(nn.Module):
         """One optimizer step on this rank's batch, cut along dim 0 into the accumulation steps.
 
         Args:
-            inputs: a tensor, or a mapping of keyword arguments to tensors, [batch, ...].
+            inputs: tensors [batch, ...]: one, a tuple of positional or a mapping of keyword arguments.
             targets: [batch, ...], the second argument of `loss_fn`. Without a `loss_fn` the model must
                 return an object or mapping with a `loss`, and gets them as `labels`.
 
@@ -166,7 +170,7 @@ class Engine(nn.Module):
 
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
         named = dict(inputs) if isinstance(inputs, Mapping) else {}
-        args = () if named else (inputs,)
+        args = inputs if isinstance(inputs, tuple) else () if named else (inputs,)
         if self.loss_fn is not None:
             return self.loss_fn(self(*args, **named), targets)
         output = self(*args, **named) if targets is None else self(*args, **named, labels=targets)
@@ -182,8 +186,10 @@ class Engine(nn.Module):
         """Follow the optimizer, however it is stepped: by this engine or by the user."""
         engine = weakref.ref(self)
 
-        def before(*_: Any) -> None:
+        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if (self := engine()) is not None and self.config.clip_grad_norm is not None:
+                if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
+                    raise RuntimeError("clip_grad_norm cannot clip gradients that a closure makes in step()")
                 self.grad_norm = clip_grad_norm_(self._runtime, self.config.clip_grad_norm)
 
         self._runtime.attach(optimizer)
@@ -279,6 +285,9 @@ def _split(value: Any, num_pieces: int) -> list[Any]:
     if isinstance(value, Mapping):
         columns = {key: _split(item, num_pieces) for key, item in value.items()}
         return [{key: column[i] for key, column in columns.items()} for i in range(num_pieces)]
+    if isinstance(value, list | tuple):
+        items = [_split(item, num_pieces) for item in value]
+        return [type(value)(item[i] for item in items) for i in range(num_pieces)]
     if not isinstance(value, Tensor):
         return [value] * num_pieces
     if not value.dim() or value.shape[0] % num_pieces:

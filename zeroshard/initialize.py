@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.comm.counter import Counter
@@ -67,7 +68,12 @@ def initialize(
         raise ValueError("not available in zeroshard yet: tp_plan")
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
+    if training_data is not None and not (hasattr(training_data, "__len__") and len(training_data)):
+        raise ValueError(f"training_data: expected a Dataset with a length above 0, got {training_data!r}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ValueError(f"loss_fn: expected a callable (output, targets) -> loss, got {loss_fn!r}")
     optimizer = _build_optimizer(optimizer, model)
+    lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
     device = default_device()
     started = start_process_group(device, config.watchdog_s)
     axes = open_axes(build_mesh(config, device), device, Counter(), config.watchdog_s)
@@ -77,10 +83,6 @@ def initialize(
     runtime, replacements = shard_over(model, config, axes, device)
     if optimizer is not None:
         take_over(optimizer, replacements)
-        if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
-            lr_scheduler = lr_scheduler(optimizer)
-    if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
-        raise ValueError("lr_scheduler belongs to another optimizer than the one given")
     dataloader = None
     if training_data is not None:
         dataloader = EpochLoader.over(
@@ -91,6 +93,24 @@ def initialize(
     )
     engine.reset_comm_report()
     return Initialized(engine, optimizer, dataloader, lr_scheduler)
+
+
+def _build_scheduler(lr_scheduler: Any, optimizer: Optimizer | None) -> Any:
+    """The LR scheduler over the optimizer, checked."""
+    if lr_scheduler is None:
+        return None
+    if optimizer is None:
+        raise ValueError("lr_scheduler: expected an optimizer to go with it, got None")
+    if isinstance(lr_scheduler, type) or not hasattr(lr_scheduler, "step"):
+        if not callable(lr_scheduler):
+            raise ValueError(f"lr_scheduler: expected a scheduler or a callable, got {lr_scheduler!r}")
+        lr_scheduler = lr_scheduler(optimizer)
+    if not hasattr(lr_scheduler, "step") or isinstance(lr_scheduler, ReduceLROnPlateau):
+        name = type(lr_scheduler).__name__
+        raise ValueError(f"lr_scheduler: expected a scheduler whose step() needs no argument, got {name}")
+    if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError("lr_scheduler belongs to another optimizer than the one given")
+    return lr_scheduler
 
 
 def _build_optimizer(optimizer: Optimizer | OptimizerFactory | None, model: nn.Module) -> Optimizer | None:

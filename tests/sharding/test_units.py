@@ -457,7 +457,7 @@ def test_a_parameter_whose_gradient_hooks_would_be_lost_is_refused_by_name(kind)
 
 
 def test_embeddings_whose_training_sharding_would_break_are_refused_by_name():
-    with pytest.raises(ValueError, match="'1'.*sparse"):
+    with pytest.raises(ValueError, match=r"'1'.*sparse"):
         find_units(nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 2, sparse=True)), None)
-    with pytest.raises(ValueError, match="'0'.*max_norm"):
+    with pytest.raises(ValueError, match=r"'0'.*max_norm"):
         find_units(nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), None)

@@ -7,6 +7,7 @@ in rank order, so that results do not depend on timing. Other backends use their
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -190,13 +191,23 @@ class Axis:
         """A small picklable value from every rank, in rank order."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        self.counter.add("control", 0)
-        try:
-            dist.all_gather_object(values, value, group=self._control)
-        except RuntimeError as error:
-            raise self._lost(label, error) from error
-        return values
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self.counter.add("control", own.numel())
+        sizes = self._gather_small(torch.tensor([own.numel()]), label)
+        longest = int(torch.stack(sizes).max())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: own.numel()] = own
+        everyone = self._gather_small(padded, label)
+        return [
+            pickle.loads(part[: int(size)].numpy().tobytes())
+            for part, size in zip(everyone, sizes, strict=True)
+        ]
+
+    def _gather_small(self, value: Tensor, label: str) -> list[Tensor]:
+        """A CPU tensor of the same shape from every rank."""
+        parts = [torch.empty_like(value) for _ in range(self.size)]
+        self.wait_for([dist.all_gather(parts, value, group=self._control, async_op=True)], label)
+        return parts
 
     def wait_for(self, works: Sequence[dist.Work | None], label: str) -> None:
         """Wait for all works.

@@ -37,6 +37,9 @@ def start_process_group(device: torch.device, timeout_s: float) -> bool:
 
     Returns:
         Whether it was started here, so that whoever asked must also stop it.
+
+    Raises:
+        RuntimeError: some rank did not come.
     """
     if dist.is_initialized():
         return False
@@ -45,7 +48,13 @@ def start_process_group(device: torch.device, timeout_s: float) -> bool:
     backend = dist.get_default_backend_for_device(device)
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: not all ranks came to initialize "
+                f"within {timeout_s:g} s ({str(error).strip().splitlines()[0]})"
+            ) from error
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return True

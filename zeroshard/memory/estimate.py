@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +50,9 @@ class _Unit:
         return sum(b.size * b.plan.compute_dtype.itemsize for b in self.buffers if not b.plan.is_resident)
 
 
-def estimate(model_or_num_params: nn.Module | int, world_size: int, config: Config) -> Estimate:
+def estimate(
+    model_or_num_params: nn.Module | float, world_size: int, config: Config | Mapping[str, Any] | None = None
+) -> Estimate:
     """Bytes per rank for training with an optimizer of Adam's kind (two states).
 
     Args:
@@ -61,6 +64,12 @@ def estimate(model_or_num_params: nn.Module | int, world_size: int, config: Conf
     Raises:
         ValueError: fewer than 1 rank; a parameter that cannot be sharded.
     """
+    config = Config.parse(config)
+    if isinstance(model_or_num_params, float) and model_or_num_params.is_integer():
+        model_or_num_params = int(model_or_num_params)
+    is_number = isinstance(model_or_num_params, int) and not isinstance(model_or_num_params, bool)
+    if not (isinstance(model_or_num_params, nn.Module) or (is_number and model_or_num_params > 0)):
+        raise ValueError(f"expected a model or a number of parameters, got {model_or_num_params!r}")
     placements = STAGES[config.stage]
     units = _units(model_or_num_params, world_size, config)
     buffers = [buffer for unit in units for buffer in unit.buffers]
@@ -75,10 +84,11 @@ def estimate(model_or_num_params: nn.Module | int, world_size: int, config: Conf
     )
 
 
-def _units(model_or_num_params: nn.Module | int, world_size: int, config: Config) -> list[_Unit]:
+def _units(model_or_num_params: nn.Module | float, world_size: int, config: Config) -> list[_Unit]:
     """The units in order, the root first."""
-    if isinstance(model_or_num_params, int):
-        return [_Unit(()), _Unit((_buffer([model_or_num_params], torch.float32, True, world_size, config),))]
+    if not isinstance(model_or_num_params, nn.Module):
+        only = _Unit((_buffer([int(model_or_num_params)], torch.float32, True, world_size, config),))
+        return [_Unit(()), only, _Unit(())]  # neither the root nor the last: it is not kept
     return [
         _Unit(
             tuple(
@@ -116,12 +126,11 @@ def _gradient_bytes(buffer: _Buffer, placements: Placements, config: Config) -> 
 
 
 def _peak_unsharded(units: list[_Unit], config: Config) -> int:
-    """The root, the last unit, and the largest that are gathered together with them."""
+    """The root and the units that are gathered together: one in use and those ahead of it."""
     root, *others = [unit.unsharded_bytes for unit in units]
-    if not config.reshard_after_forward:
-        return root + sum(others)
-    last = others[-1] if others else 0
-    return root + last + sum(sorted(others[:-1], reverse=True)[: 1 + config.num_prefetch])
+    together = 1 + config.num_prefetch if config.reshard_after_forward else len(others)
+    windows = [sum(others[start : start + together]) for start in range(len(others))]
+    return root + max(windows, default=0)
 
 
 def _wire_bytes(units: list[_Unit], placements: Placements, num_ranks: int, config: Config) -> int:

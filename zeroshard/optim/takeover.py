@@ -93,7 +93,7 @@ def _warn_unknown(optimizer: Optimizer) -> None:
     warnings.warn(
         f"{_name(optimizer)} is not known to zeroshard. It sees 1-D slices of the parameters: results are "
         "right only if the update of an element depends on that element alone",
-        stacklevel=4,
+        stacklevel=6,
     )
 
 

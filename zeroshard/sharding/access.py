@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +32,8 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
     runtime.settle()
     wanted = {id(parameter) for module in modules for parameter in module.parameters()}
     units = [u for u in runtime.units if any(id(p) in wanted for b in u.buffers for p in b.sharded)]
+    if write_back and any(unit.is_shown for unit in units):
+        raise RuntimeError("unsharded(write_back=True) inside unsharded() of the same parameters")
     opened = [(buffer, buffer.gather_main()) for unit in units for buffer in unit.buffers]
     shown = {
         id(sharded): nn.Parameter(view, requires_grad=sharded.requires_grad)
@@ -39,7 +44,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
     try:
         yield
         if write_back:
-            _write_back(runtime, opened, shown)
+            _write_back(runtime, opened)
     finally:
         for unit, parameters in zip(units, before, strict=True):
             unit.stand_in(parameters)
@@ -47,13 +52,14 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
 
 
 @torch.no_grad()
-def _write_back(runtime: Runtime, opened: Opened, shown: dict[int, nn.Parameter]) -> None:
+def _write_back(runtime: Runtime, opened: Opened) -> None:
     for buffer, whole in opened:
-        for sharded, view in zip(buffer.sharded, buffer.main_views(whole), strict=True):
-            if shown[id(sharded)].data_ptr() != view.data_ptr():  # p.data = something else
-                view.copy_(shown[id(sharded)])
-    # Bits as integers, so that NaN equals itself and the sum does not depend on its order.
-    digests = [int(whole.view(torch.int16).sum(dtype=torch.int64)) for _, whole in opened]
+        for original, view in zip(buffer.originals, buffer.main_views(whole), strict=True):
+            for owner, attribute in original.owners:
+                current = owner._parameters[attribute]
+                if current is not None and current.data_ptr() != view.data_ptr():  # replaced, not edited
+                    view.copy_(current)
+    digests = [blake2b(whole.cpu().view(torch.uint8).numpy().data).digest() for _, whole in opened]
     everyone = runtime.context.axis.all_gather_object(digests, "agreement on edited parameters")
     for (buffer, _), *sums in zip(opened, *everyone, strict=True):
         if len(set(sums)) > 1:
@@ -84,7 +90,9 @@ def full_state_dict(runtime: Runtime) -> dict[str, Tensor]:
     if not is_first:
         return {}
     state = runtime.root.module.state_dict(keep_vars=True)
-    return {
-        name: whole[id(value)] if id(value) in whole else value.detach().to("cpu", copy=True)
-        for name, value in state.items()
-    }
+    return {name: whole[id(value)] if id(value) in whole else _copy(value) for name, value in state.items()}
+
+
+def _copy(value: Any) -> Any:
+    """A buffer, or what a module's get_extra_state() gave."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)

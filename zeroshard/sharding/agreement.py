@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from torch import nn
@@ -18,16 +18,22 @@ def check_agreement(axis: Axis, model: nn.Module, config: Config, optimizer: Opt
     Raises:
         RuntimeError: on every rank, with the first difference and the ranks that have it.
     """
-    facts = [*_config_facts(config), *_model_facts(model), *_optimizer_facts(optimizer)]
-    everyone = axis.all_gather_object(facts, "agreement on model and config")
-    for versions in zip_longest(*everyone, fillvalue="nothing more"):
-        if len(set(versions)) == 1:
-            continue
-        ranks: dict[str, list[int]] = {}
-        for rank, version in enumerate(versions):
-            ranks.setdefault(version, []).append(rank)
-        told = "; ".join(f"rank(s) {_numbers(who)} have {what}" for what, who in ranks.items())
-        raise RuntimeError(f"the ranks were given different models, configs or optimizers: {told}")
+    sections = [[*_config_facts(config)], [*_model_facts(model)], [*_optimizer_facts(optimizer)]]
+    everyone = axis.all_gather_object(sections, "agreement on model and config")
+    for section in zip(*everyone, strict=True):
+        for versions in zip_longest(*section, fillvalue="nothing more"):
+            if len(set(versions)) > 1:
+                raise RuntimeError(
+                    f"the ranks were given different models, configs or optimizers: {_tell(versions)}"
+                )
+
+
+def _tell(versions: Sequence[str]) -> str:
+    """Which ranks have which version of a fact."""
+    ranks: dict[str, list[int]] = {}
+    for rank, version in enumerate(versions):
+        ranks.setdefault(version, []).append(rank)
+    return "; ".join(f"rank(s) {_numbers(who)} have {what}" for what, who in ranks.items())
 
 
 def _config_facts(config: Config) -> Iterator[str]:

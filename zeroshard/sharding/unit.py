@@ -154,6 +154,11 @@ class Unit:
             else:
                 setattr(owner, attribute, parameter)
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether others stand in for the sharded parameters."""
+        return bool(self._stand_ins)
+
     def stand_in(self, parameters: dict[int, nn.Parameter]) -> dict[int, nn.Parameter]:
         """From now on show others in the modules at rest, by the id of the sharded parameter.
 

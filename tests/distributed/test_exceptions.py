@@ -1,0 +1,257 @@
+"""An exception in the middle, on all ranks alike, passes unchanged and leaves the engine usable."""
+
+import contextlib
+
+import pytest
+import torch
+
+from tests.distributed.training import (
+    STAGES,
+    build,
+    differences,
+    distances,
+    finish,
+    flat_gradients,
+    full_gradients,
+    replicate,
+    start,
+    step,
+    token_loss,
+    unequal,
+)
+
+
+class Boom(torch.autograd.Function):
+    """The identity; raises what `fuse` holds, in forward or backward."""
+
+    @staticmethod
+    def forward(ctx, x, fuse):
+        ctx.fuse = fuse
+        if fuse.where == "forward":
+            raise fuse.error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fuse.where == "backward":
+            raise ctx.fuse.error
+        return gradient, None
+
+
+class Fuse:
+    """Before block 1 of a GPT, something that raises on demand."""
+
+    def __init__(self, model):
+        self.where, self.error = None, None
+        model.blocks[1].register_forward_pre_hook(lambda module, args: (Boom.apply(args[0], self),))
+
+    @contextlib.contextmanager
+    def burns(self, where, error):
+        """Whatever is raised inside must be that very error."""
+        self.where, self.error = where, error
+        try:
+            yield
+        except BaseException as caught:
+            if caught is not error:
+                raise
+        else:
+            raise AssertionError("nothing was raised")
+        finally:
+            self.where, self.error = None, None
+
+
+def one_run(stage, where, error, at, **config):
+    """Three steps, with a failure before step number `at`; -1: none."""
+    model = build("tied GPT")
+    fuse = Fuse(model)
+    engine, optimizer = start(model, stage=stage, **config)
+    losses = []
+    for number in range(3):
+        if number == at:
+            with fuse.burns(where, error):
+                token_loss(engine, 9).backward()
+        losses.append(step(engine, optimizer, token_loss, number))
+    assert engine.memory_report().unsharded == 0 or stage < 3
+    return finish(engine, losses)
+
+
+def fail_anywhere(error_type):
+    found = []
+    for stage in STAGES:
+        want = one_run(stage, None, None, -1)
+        for where in ("forward", "backward"):
+            for at in (0, 1):
+                got = one_run(stage, where, error_type("boom"), at)
+                found += differences(f"stage {stage}, {where}, step {at}", got, want)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("error_type", [ValueError, KeyboardInterrupt])
+def test_an_exception_passes_and_the_next_step_is_that_of_a_run_without_it(ranks, num_ranks, error_type):
+    assert ranks(num_ranks, fail_anywhere, error_type, timeout=120) == [[]] * num_ranks
+
+
+def fail_repeatedly():
+    """Several failures in a row, with prefetching and with all kept."""
+    found = []
+    for options in ({"num_prefetch": 0}, {"num_prefetch": 3}, {"reshard_after_forward": False}):
+        want = one_run(3, None, None, -1, **options)
+        model = build("tied GPT")
+        fuse = Fuse(model)
+        engine, optimizer = start(model, stage=3, **options)
+        losses = []
+        for number in range(3):
+            for where in ("forward", "forward", "backward", "backward", "forward"):
+                with fuse.burns(where, ValueError(where)):
+                    token_loss(engine, 9).backward()
+            losses.append(step(engine, optimizer, token_loss, number))
+        found += differences(str(options), finish(engine, losses), want)
+    return found
+
+
+def test_failures_in_a_row_leave_nothing_behind(ranks):
+    assert ranks(2, fail_repeatedly) == [[], []]
+
+
+# ------------------------------------------------------------------------------ between micro-batches
+
+
+def in_ddp(numbers):
+    """DDP's gradients of the mean over micro-batches."""
+    replica = replicate(build("tied GPT"))
+    for number in numbers:
+        with contextlib.nullcontext() if number == numbers[-1] else replica.no_sync():
+            (token_loss(replica, number) / len(numbers)).backward()
+    return flat_gradients(replica)
+
+
+def failed_forward_between(error_type):
+    """By stage, distance from DDP's gradients of the two micro-batches that did not fail."""
+    want, found = in_ddp([0, 1]), {}
+    for stage in STAGES:
+        model = build("tied GPT")
+        fuse = Fuse(model)
+        engine, _ = start(model, stage=stage, gradient_accumulation_steps=2)
+        engine.backward(token_loss(engine, 0))
+        engine.step()
+        with fuse.burns("forward", error_type("boom")):
+            token_loss(engine, 9)
+        engine.backward(token_loss(engine, 1))
+        found[stage] = max(distances(full_gradients(engine), want).values())
+        assert engine.step() is True
+    return found
+
+
+@pytest.mark.parametrize("error_type", [ValueError, KeyboardInterrupt])
+def test_gradients_of_earlier_micro_batches_survive_a_failed_forward(ranks, error_type):
+    """1e-6: stages 2 and 3 add in another order than DDP."""
+    for found in ranks(2, failed_forward_between, error_type):
+        assert max(found.values()) <= 1e-6, found
+
+
+def failed_backward_between():
+    """What step() says after a backward failed halfway, and whether zero_grad() makes all good."""
+    found = []
+    for stage in STAGES:
+        model = build("tied GPT")
+        fuse = Fuse(model)
+        engine, optimizer = start(model, stage=stage, gradient_accumulation_steps=2)
+        engine.backward(token_loss(engine, 0))
+        engine.step()
+        with fuse.burns("backward", ValueError("boom")):
+            engine.backward(token_loss(engine, 9))
+        engine.backward(token_loss(engine, 1))
+        for act in (engine.step, optimizer.step, lambda e=engine: e.clip_grad_norm_(1.0)):
+            try:
+                act()
+                found.append((stage, "no error"))
+            except RuntimeError as error:
+                found += [] if "zero_grad()" in str(error) else [(stage, str(error))]
+        engine.zero_grad()
+        runs = []
+        for again in (engine, start(build("tied GPT"), stage=stage, gradient_accumulation_steps=2)[0]):
+            changed = []
+            for number in range(2):
+                again.backward(token_loss(again, number))
+                changed.append(again.step())
+            found += [] if changed == [False, True] else [(stage, changed)]
+            runs.append(finish(again, []))
+        found += differences(f"stage {stage}", *runs)
+    return found
+
+
+def test_a_backward_that_failed_on_top_of_gradients_is_an_error_until_zero_grad(ranks):
+    for num_ranks in (1, 2):
+        assert ranks(num_ranks, failed_backward_between) == [[]] * num_ranks
+
+
+def backward_of_another_forward():
+    """Two forwards, the backward of the first fails, that of the second follows at once."""
+    found = []
+    for stage in STAGES:
+        model = build("tied GPT")
+        fuse = Fuse(model)
+        engine, _ = start(model, "SGD", stage=stage)
+        want_engine, _ = start(build("tied GPT"), "SGD", stage=stage)
+        token_loss(want_engine, 1).backward()
+        first, second = token_loss(engine, 0), token_loss(engine, 1)
+        with fuse.burns("backward", ValueError("boom")):
+            first.backward()
+        second.backward()
+        found += unequal(f"stage {stage}", full_gradients(engine), full_gradients(want_engine))
+    return found
+
+
+def test_a_backward_right_after_a_failed_one_gives_its_own_gradients(ranks):
+    for num_ranks in (1, 2):
+        assert ranks(num_ranks, backward_of_another_forward) == [[]] * num_ranks
+
+
+def failed_evaluation():
+    """An exception under no_grad, between a forward and its backward."""
+    found = []
+    for stage in STAGES:
+        want = one_run(stage, None, None, -1)
+        model = build("tied GPT")
+        fuse = Fuse(model)
+        engine, optimizer = start(model, stage=stage)
+        losses = []
+        for number in range(3):
+            loss = token_loss(engine, number)
+            with fuse.burns("forward", ValueError("boom")), torch.no_grad():
+                token_loss(engine, 9)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found += differences(f"stage {stage}", finish(engine, losses), want)
+    return found
+
+
+def test_a_failed_evaluation_does_not_disturb_a_pending_backward(ranks):
+    assert ranks(2, failed_evaluation) == [[], []]
+
+
+def failed_loss():
+    """An exception outside the model: after its forward, and in the gradient of the loss."""
+    found = []
+    for stage in STAGES:
+        want = one_run(stage, None, None, -1)
+        engine, optimizer = start(build("tied GPT"), stage=stage)
+        losses = []
+        for number in range(3):
+            with contextlib.suppress(ZeroDivisionError):
+                token_loss(engine, 9) / (1 // 0)
+            fuse = Fuse.__new__(Fuse)
+            fuse.where = fuse.error = None
+            loss = Boom.apply(token_loss(engine, 9), fuse)
+            with fuse.burns("backward", ValueError("boom")):
+                loss.backward()
+            losses.append(step(engine, optimizer, token_loss, number))
+        found += differences(f"stage {stage}", finish(engine, losses), want)
+    return found
+
+
+def test_a_failure_between_forward_and_backward_leaves_nothing_behind(ranks):
+    assert ranks(2, failed_loss) == [[], []]

@@ -1,0 +1,519 @@
+"""Everything else that people do with a model: the same bits as plain PyTorch, or DDP on two ranks."""
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.models import GPT, VOCABULARY, Tiny
+from tests.distributed.training import (
+    STAGES,
+    build,
+    differences,
+    distance_of_all,
+    finish,
+    flat_gradients,
+    full_gradients,
+    numbers,
+    replicate,
+    same_as_replicated,
+    start,
+    step,
+    token_loss,
+    tokens,
+)
+
+RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
+
+
+def run_loop(model, loop, num_steps=3):
+    """Where `loop(net, optimizer, number) -> loss value` gives zeroshard other numbers than DDP."""
+    replica = replicate(model)
+    made = torch.optim.AdamW(replica.parameters(), lr=1e-3)
+    want = finish(replica, [loop(replica, made, number) for number in range(num_steps)])
+    found = []
+    for stage in STAGES:
+        engine, made = start(copy.deepcopy(model), stage=stage)
+        got = finish(engine, [loop(engine, made, number) for number in range(num_steps)])
+        found += differences(f"stage {stage}", got, want)
+    return found
+
+
+# ---------------------------------------------------------------------------------- forwards and backwards
+
+
+def evaluating_loop(net, optimizer, number):
+    """A forward under no_grad before, between forward and backward, before the step, and after it."""
+    values = []
+
+    def evaluate():
+        net.eval()
+        with torch.no_grad():
+            values.append(token_loss(net, 50 + number).item())
+        with torch.inference_mode():
+            values.append(token_loss(net, 60 + number).item())
+        net.train()
+
+    evaluate()
+    loss = token_loss(net, number)
+    evaluate()
+    loss.backward()
+    evaluate()
+    optimizer.step()
+    evaluate()
+    optimizer.zero_grad()
+    return sum(values) + loss.item()
+
+
+def two_summed(net, optimizer, number):
+    loss = token_loss(net, number) + 0.5 * token_loss(net, 10 + number)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def discarding_loop(net, optimizer, number):
+    """The loss of another forward is dropped, before and after the one that counts."""
+    token_loss(net, 20 + number)
+    loss = token_loss(net, number)
+    unused = token_loss(net, 30 + number)
+    loss.backward()
+    del unused
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def dropped_at_last(net, optimizer, number):
+    """The forward that ends a step is dropped."""
+    loss = token_loss(net, number)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    token_loss(net, 40 + number)
+    return loss.item()
+
+
+LOOPS = {
+    "evaluation": evaluating_loop,
+    "two summed": two_summed,
+    "dropped at last": dropped_at_last,
+}
+
+
+def loop_by_name(name, kind):
+    return run_loop(build(kind), LOOPS[name])
+
+
+@RANKS
+@pytest.mark.parametrize("name", LOOPS)
+def test_forwards_between_and_before_backwards_give_the_numbers_of_plain_pytorch(ranks, num_ranks, name):
+    assert ranks(num_ranks, loop_by_name, name, "tied GPT") == [[]] * num_ranks
+
+
+def discarded():
+    """DDP cannot do this one; the reference is a run without the other forwards."""
+    found = []
+    for stage in STAGES:
+        runs = []
+        for loop in (
+            discarding_loop,
+            lambda net, optimizer, number: step(net, optimizer, token_loss, number),
+        ):
+            engine, made = start(build("tied GPT"), stage=stage)
+            runs.append(finish(engine, [loop(engine, made, number) for number in range(3)]))
+        found += differences(f"stage {stage}", *runs)
+    return found
+
+
+@RANKS
+def test_forwards_whose_losses_are_dropped_change_nothing(ranks, num_ranks):
+    assert ranks(num_ranks, discarded) == [[]] * num_ranks
+
+
+def gradients_of(model, ways):
+    """The distances of gradients, got in several ways, from those of plain PyTorch averaged over ranks."""
+    found = {}
+    for name, way in ways.items():
+        net = copy.deepcopy(model)
+        way(net)
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.grad)
+        want = {key: value / dist.get_world_size() for key, value in flat_gradients(net).items()}
+        for stage in STAGES:
+            engine, _ = start(copy.deepcopy(model), "SGD", stage=stage)
+            way(engine)
+            found[name, stage] = distance_of_all(full_gradients(engine), want)
+    return found
+
+
+def in_turn(net):
+    first, second = token_loss(net, 0), token_loss(net, 1)
+    first.backward()
+    second.backward()
+
+
+def last_first(net):
+    first, second = token_loss(net, 0), token_loss(net, 1)
+    second.backward()
+    first.backward()
+
+
+def retained(net):
+    loss = token_loss(net, 0) + token_loss(net, 1)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def in_parts(net):
+    batch = tokens(0)
+    logits = net(batch[:, :-1])
+    first, second = logits.chunk(2, 1)
+    first.square().mean().backward(retain_graph=True)
+    second.logsumexp(-1).mean().backward()
+
+
+def separate_backwards():
+    ways = {"in turn": in_turn, "last first": last_first, "retained": retained, "in parts": in_parts}
+    return gradients_of(build("tied GPT"), ways)
+
+
+@RANKS
+def test_several_backwards_over_pending_forwards_add_up(ranks, num_ranks):
+    """1e-6: two reductions are added where plain PyTorch reduces the sum; on one rank to the bit."""
+    for found in ranks(num_ranks, separate_backwards):
+        assert max(found.values()) <= (1e-6 if num_ranks > 1 else 0), found
+
+
+def of_inputs():
+    """torch.autograd.grad for the input of a model, which leaves parameters without gradients."""
+    torch.manual_seed(0)
+    model, found = Tiny(3), []
+    x = numbers(0, 5, 7).requires_grad_()
+    (want,) = torch.autograd.grad(model(x).square().sum(), x)
+    for stage in STAGES:
+        engine, optimizer = start(copy.deepcopy(model), stage=stage)
+        for _ in range(2):
+            (got,) = torch.autograd.grad(engine(x).square().sum(), x)
+            found += [] if torch.equal(got, want) else [(stage, "gradient")]
+        found += [stage for p in engine.parameters() if p.grad is not None]
+        optimizer.zero_grad()
+    return found
+
+
+@RANKS
+def test_gradients_of_inputs_can_be_had_alone(ranks, num_ranks):
+    assert ranks(num_ranks, of_inputs) == [[]] * num_ranks
+
+
+# ----------------------------------------------------------------------------------------------- modules
+
+
+class Twice(GPT):
+    """All blocks two times, one after the other, and one block three more times in a row."""
+
+    def __init__(self):
+        super().__init__(tied=True)
+
+    def forward(self, batch):
+        x = self.tokens(batch) + self.positions.weight[: batch.shape[1]]
+        for block in (*self.blocks, *self.blocks, *[self.blocks[1]] * 3):
+            x = block(x)
+        return self.head(self.norm(x) * self.gain)
+
+
+class Recurrent(nn.Module):
+    """An LSTM keeps a list of its weights beside its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 20)
+        self.layers = nn.ModuleList(nn.LSTM(20, 20, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(20, VOCABULARY)
+
+    def forward(self, batch):
+        x = self.tokens(batch)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.head(x)
+
+
+class Attending(nn.Module):
+    """torch's own attention reads the weight of its output layer without calling the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 20)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(20, 2, 37, dropout=0.0, batch_first=True) for _ in range(3)
+        )
+        self.head = nn.Linear(20, VOCABULARY)
+
+    def forward(self, batch):
+        x = self.tokens(batch)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def train_module(make, options):
+    torch.manual_seed(0)
+    return same_as_replicated(make(), num_steps=3, **options)
+
+
+@RANKS
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Twice, {}),
+        (Recurrent, {}),
+        (Recurrent, {"units": ["LSTM"]}),
+        (Attending, {}),
+    ],
+    ids=["a block called several times", "an LSTM", "LSTMs as units", "torch's encoder layer"],
+)
+def test_modules_of_other_kinds_train_as_in_ddp_to_the_bit(ranks, num_ranks, make, options):
+    assert ranks(num_ranks, train_module, make, options) == [[]] * num_ranks
+
+
+# ---------------------------------------------------------------------------------- activation checkpoints
+
+
+class Checkpointed(GPT):
+    """`how`: what is recomputed in backward."""
+
+    def __init__(self, how, use_reentrant, **sizes):
+        super().__init__(tied=True, **sizes)
+        self.how, self.use_reentrant = how, use_reentrant
+        if how == "parts":
+            for block in self.blocks:
+                block.mlp = Recomputed(block.mlp, use_reentrant)
+
+    def forward(self, batch):
+        x = self.tokens(batch) + self.positions.weight[: batch.shape[1]]
+        groups = {"blocks": 1, "pairs": 2, "all": 4}
+        if self.how in groups:
+            size = groups[self.how]
+            for begin in range(0, len(self.blocks), size):
+                x = checkpoint(self._run, x, begin, begin + size, use_reentrant=self.use_reentrant)
+        else:
+            x = self._run(x, 0, len(self.blocks))
+        return self.head(self.norm(x) * self.gain)
+
+    def _run(self, x, begin, end):
+        for block in self.blocks[begin:end]:
+            x = block(x)
+        return x
+
+
+class Recomputed(nn.Module):
+    def __init__(self, inner, use_reentrant):
+        super().__init__()
+        self.inner, self.use_reentrant = inner, use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
+class InsideAndOutside(nn.Module):
+    """A block whose layer runs inside a checkpoint and again outside, in either order."""
+
+    def __init__(self, use_reentrant, inside_first):
+        super().__init__()
+        self.use_reentrant, self.inside_first = use_reentrant, inside_first
+        self.layer, self.other = nn.Linear(20, 20), nn.Linear(20, 20)
+
+    def forward(self, x):
+        if self.inside_first:
+            x = checkpoint(self._body, x, use_reentrant=self.use_reentrant)
+            return torch.tanh(self.layer(x))
+        x = torch.tanh(self.layer(x))
+        return x + checkpoint(self._body, x, use_reentrant=self.use_reentrant)
+
+    def _body(self, x):
+        return self.other(torch.tanh(self.layer(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(7, 20), nn.ModuleList(blocks), nn.Linear(20, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def checkpointed(use_reentrant):
+    """To the bit where DDP can; it refuses parameters that a backward reaches twice."""
+    found = []
+    for how in ("blocks", "parts", "pairs", "all"):
+        torch.manual_seed(0)
+        model = Checkpointed(how, use_reentrant, num_blocks=4)
+        found += [f"{how}: {line}" for line in same_as_replicated(model, num_steps=3)]
+    for inside_first in (True, False):
+        torch.manual_seed(0)
+        model = Stack([InsideAndOutside(use_reentrant, inside_first) for _ in range(3)])
+        lines = same_as_averaged(model, lambda net, n: net(numbers(n, 5, 7)).square().mean())
+        found += [f"inside first {inside_first}: {line}" for line in lines]
+    return found
+
+
+def same_as_averaged(model, loss):
+    """Where gradients are further than 1e-6 from plain PyTorch's, averaged over the ranks."""
+    found = gradients_of(model, {"one": lambda net: loss(net, 0).backward()})
+    return [f"stage {stage}: {distance:g}" for (_, stage), distance in found.items() if distance > 1e-6]
+
+
+@RANKS
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints_around_blocks_and_parts_of_them_change_no_number(ranks, num_ranks, use_reentrant):
+    assert ranks(num_ranks, checkpointed, use_reentrant, timeout=120) == [[]] * num_ranks
+
+
+# ------------------------------------------------------------------------------------------- two engines
+
+
+def adversaries(stage):
+    """A generator and a discriminator in turn: where they differ from DDP's."""
+    torch.manual_seed(0)
+    generator = Tiny(2)
+    judge = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, judge)]
+    replicas = [replicate(generator), replicate(judge)]
+    replica_sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in replicas]
+    engines = [start(m, o, stage=stage)[0] for m, o in zip((generator, judge), sgd, strict=True)]
+
+    def play(make, tell, make_sgd, tell_sgd):
+        losses = []
+        for number in range(4):
+            noise = numbers(number, 5, 7)
+            loss = tell(make(noise).detach()).mean() - tell(torch.ones(5, 3)).mean()
+            loss.backward()
+            tell_sgd.step()
+            tell_sgd.zero_grad()
+            make_loss = -tell(make(noise)).mean()
+            make_loss.backward()
+            make_sgd.step()
+            make_sgd.zero_grad()
+            tell_sgd.zero_grad()
+            losses += [loss.item(), make_loss.item()]
+        return losses
+
+    got_losses, want_losses = play(*engines, *sgd), play(*replicas, *replica_sgd)
+    return [
+        line
+        for engine, replica in zip(engines, replicas, strict=True)
+        for line in differences(f"stage {stage}", finish(engine, got_losses), finish(replica, want_losses))
+    ]
+
+
+def play_all():
+    return [line for stage in STAGES for line in adversaries(stage)]
+
+
+@RANKS
+def test_two_engines_may_take_turns_and_feed_each_other(ranks, num_ranks):
+    assert ranks(num_ranks, play_all) == [[]] * num_ranks
+
+
+def one_dropped(stage):
+    """An engine is dropped while the gathers that its step has started are under way; another goes on."""
+    for number in range(4):
+        engine, optimizer = start(build("tied GPT"), stage=stage)
+        step(engine, optimizer, token_loss, number)
+        del engine, optimizer
+        gc.collect()
+        total = torch.ones(())
+        dist.all_reduce(total)
+    return total.item()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_engine_may_be_dropped_right_after_a_step(ranks, stage):
+    assert ranks(2, one_dropped, stage, timeout=15) == [2.0, 2.0]
+
+
+# ------------------------------------------------------------------------------------------------- edits
+
+
+def edit_copy(parameters):
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(parameter * 0.5)
+
+
+def edit_data(parameters):
+    for parameter in parameters:
+        parameter.data.mul_(0.5)
+
+
+def edit_foreach(parameters):
+    with torch.no_grad():
+        torch._foreach_mul_(list(parameters), 0.5)
+
+
+def edit_average(parameters):
+    """As weight averaging does: towards an older copy."""
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.lerp_(torch.ones_like(parameter), 0.1)
+
+
+def edited():
+    found = []
+    for edit in (edit_copy, edit_data, edit_foreach, edit_average):
+
+        def loop(net, optimizer, number, edit=edit):
+            first = step(net, optimizer, token_loss, number)
+            edit(net.parameters())
+            with torch.no_grad():
+                second = token_loss(net, number).item()
+            edit(net.parameters())
+            return first + second
+
+        found += [f"{edit.__name__}: {line}" for line in run_loop(build("tied GPT"), loop)]
+    return found
+
+
+@RANKS
+def test_edits_of_sharded_parameters_between_steps_are_seen_by_the_next_forward(ranks, num_ranks):
+    assert ranks(num_ranks, edited) == [[]] * num_ranks
+
+
+def dropout_loss(net, number):
+    torch.manual_seed(1000 * number + dist.get_rank())
+    return net(numbers(number, 5, 7)).square().mean()
+
+
+class Stateful(nn.Module):
+    """Dropout, and batch norm with running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Dropout(0.2), nn.ReLU()) for _ in range(3)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) + x
+        return x
+
+
+def stateful():
+    """Rank 0's running statistics are compared: DDP gives them to all ranks, here they are each rank's."""
+    torch.manual_seed(0)
+    return same_as_replicated(Stateful(), num_steps=4, loss=dropout_loss)
+
+
+@RANKS
+def test_dropout_and_running_statistics_are_those_of_ddp(ranks, num_ranks):
+    assert ranks(num_ranks, stateful) == [[]] * num_ranks
