@@ -107,13 +107,15 @@ class Axis:
         """Fill `flat` with the shards of all ranks, in rank order.
 
         Args:
-            flat: [size * K], the result; this rank's part is filled by the caller.
-            own: [K], this rank's shard: its part of `flat`, or a tensor with the same values.
+            flat: [size * K], the result.
+            own: [K], this rank's shard: its part of `flat`, or a tensor elsewhere.
             tag: the same number on all ranks for the same collective, other than that of any other
                 collective that may be under way.
             label: what this is, for error messages.
         """
         if self.size == 1 or not flat.numel():
+            if flat.data_ptr() != own.data_ptr():
+                flat.copy_(own)
             return DONE
         self.counter.add("all_gather", own.numel() * own.element_size() * (self.size - 1))
         if not self._exchanges:
@@ -121,7 +123,10 @@ class Axis:
             return _Pending(self, label, [work])
         chunks = flat.chunk(self.size)
         sent = dict.fromkeys(self._peers, own)
-        return _Pending(self, label, self._exchange(sent, chunks, tag, label))
+        works = self._exchange(sent, chunks, tag, label)
+        if chunks[self.rank].data_ptr() != own.data_ptr():
+            chunks[self.rank].copy_(own)  # while the exchange runs
+        return _Pending(self, label, works)
 
     def reduce_scatter(self, flat: Tensor, out: Tensor, pool: BufferPool, *, tag: int, label: str) -> Handle:
         """Sum `flat` over the ranks in rank order and leave this rank's part in `out`.
@@ -165,15 +170,23 @@ class Axis:
             if data is not tensor:
                 tensor.copy_(data)
 
-    def any(self, flags: Sequence[bool], label: str) -> list[bool]:
-        """For each flag, whether it is set on any rank. Runs on the CPU: a GPU never waits for it."""
+    def any(self, flags: Sequence[bool], label: str) -> Callable[[], list[bool]]:
+        """For each flag, whether it is set on any rank. Runs on the CPU: a GPU never waits for it.
+
+        Returns:
+            To be called for the answer; until then the exchange goes on beside other work.
+        """
         if self.size == 1 or not flags:
-            return list(flags)
+            return lambda: list(flags)
         bitmap = torch.tensor(flags, dtype=torch.uint8)
         self.counter.add("control", bitmap.numel())
         work = dist.all_reduce(bitmap, dist.ReduceOp.MAX, group=self._control, async_op=True)
-        self.wait_for([work], label)
-        return [bool(flag) for flag in bitmap.tolist()]
+
+        def answer() -> list[bool]:
+            self.wait_for([work], label)
+            return [bool(flag) for flag in bitmap.tolist()]
+
+        return answer
 
     def sum(self, value: Tensor, label: str) -> Tensor:
         """The sum of a small tensor over the ranks, added in rank order, on `value`'s device."""
@@ -232,11 +245,15 @@ class Axis:
 
     def close(self, drain_s: float) -> None:
         """Wait up to `drain_s` for what is under way and forget the process groups."""
-        until = time.monotonic() + drain_s
+        self.drain(drain_s)
+        self._group = self._control = None
+
+    def drain(self, seconds: float) -> None:
+        """Wait for what is under way, whoever started it: Gloo works on the memory of its tensors."""
+        until = time.monotonic() + seconds
         for pending in self.under_way:
             pending.drain(timedelta(seconds=max(0.01, until - time.monotonic())))
         self.under_way.clear()
-        self._group = self._control = None
 
     def _exchange(self, sent: Parts, received: Parts, tag: int, label: str) -> list[dist.Work | None]:
         """Start to send and receive one tensor to and from every other rank."""

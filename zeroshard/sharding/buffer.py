@@ -160,9 +160,9 @@ class FlatBuffer:
             if not self.is_resident:
                 self.full.untyped_storage().resize_(self.full_bytes)
                 self._context.meter.add(self.full_bytes)
-            own = self.full[self.main_span.slice]
-            if not self.plan.is_alias:
-                own.copy_(self.main)
+            own = self.main.detach()
+            if own.dtype != self.full.dtype or not self.is_partial:
+                own = self.full[self.main_span.slice].copy_(own)
             handle: Handle = DONE
             if self.is_partial:
                 label = f"all-gather of {self.describe()}"

@@ -111,11 +111,12 @@ class Reducer:
         for unit in (*reversed(self._units[1:]), self._units[0]):
             if not unit.is_reduced or any(gradients.has_more for gradients in unit.gradients):
                 self._start(unit)
+        flags = [flag for gradients in self._all for flag in gradients.used]
+        answer = self._axis.any(flags, "agreement on which parameters got a gradient")
         for gradients in self._in_flight:
             gradients.progress()
         self._in_flight.clear()
-        flags = [flag for gradients in self._all for flag in gradients.used]
-        used = iter(self._axis.any(flags, "agreement on which parameters got a gradient"))
+        used = iter(answer())
         for gradients in self._all:
             gradients.deliver([next(used) for _ in gradients.used])
         self._pool.release()

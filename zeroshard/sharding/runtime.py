@@ -33,6 +33,9 @@ from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
 
+DRAIN_S = 5.0
+"""Seconds to wait for exchanges under way when nobody needs them any more."""
+
 
 class _Token:
     """Lives as long as a backward."""
@@ -81,6 +84,8 @@ class Runtime:
         """Gives None when the backward that was begun has ended in an exception."""
         for unit in units:
             self._hook(unit)
+        # An engine that is dropped may have gathers under way, into memory that goes with it.
+        weakref.finalize(self, context.axis.drain, DRAIN_S).atexit = False
 
     # -- what the outside asks ------------------------------------------------------------------------
 

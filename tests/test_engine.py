@@ -1,0 +1,1073 @@
+"""The engine's face: names, steps, batches, full parameters, reports, and what it refuses as a module."""
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import TensorDataset
+
+import zeroshard
+from tests.distributed.models import Tiny
+from tests.distributed.training import STAGES, full_gradients, numbers, padded_size, square_loss, start
+from zeroshard import CommReport, MemoryReport
+from zeroshard.sharding.parameter import ShardedParameter
+
+RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
+
+
+class Net(nn.Module):
+    """Children, parameters and buffers named as what an engine has itself; [n, 7] -> [n, 3]."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss_fn, self.module = nn.Linear(7, 10), nn.Linear(10, 10)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 30), nn.Linear(30, 10)) for _ in range(2))
+        self.config, self.optimizer = nn.BatchNorm1d(10), nn.Linear(10, 3)
+        self.lr_scheduler = nn.Parameter(torch.ones(()))
+        self.second = nn.Linear(10, 10, bias=False)
+        self.second.weight = self.module.weight
+        self.register_buffer("global_step", torch.tensor([3, 4]))
+        self.register_buffer("units", torch.full((10,), 1.5, dtype=torch.float64))
+        self.register_buffer("mesh", torch.ones(10).bfloat16(), persistent=False)
+        self.register_buffer("grad_norm", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.module(self.loss_fn(x) * self.units.to(x.dtype) * self.mesh.to(x.dtype)))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.optimizer(self.config(x)) * self.lr_scheduler
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def tiny(num_blocks=2):
+    torch.manual_seed(0)
+    return Tiny(num_blocks)
+
+
+def caught(function, *args, **kwargs):
+    """The type's name and the message of what a call raises; None if nothing."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def full(engine):
+    """The whole model's parameters in the main dtype, on every rank."""
+    with engine.unsharded():
+        return {name: p.detach().clone() for name, p in engine.named_parameters()}
+
+
+def unequal(got, want):
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    return [name for name in want if not torch.equal(got[name], want[name])]
+
+
+# ------------------------------------------------------------------------------------------- as a module
+
+
+def names():
+    model = net()
+    want = {
+        "parameters": [name for name, _ in model.named_parameters()],
+        "tied": [name for name, _ in model.named_parameters(remove_duplicate=False)],
+        "buffers": [(name, id(value)) for name, value in model.named_buffers()],
+        "modules": [name for name, _ in model.named_modules()],
+        "state": list(model.state_dict()),
+    }
+    engine, optimizer = start(model, "SGD")
+    square_loss(engine, 0).backward()
+    optimizer.step()
+    got = {
+        "parameters": [name for name, _ in engine.named_parameters()],
+        "tied": [name for name, _ in engine.named_parameters(remove_duplicate=False)],
+        "buffers": [(name, id(value)) for name, value in engine.named_buffers()],
+        "modules": [name for name, _ in engine.named_modules()],
+        "state": list(engine.state_dict()),
+    }
+    return want, got, isinstance(engine, nn.Module)
+
+
+def test_parameters_buffers_and_modules_keep_their_names_without_a_prefix(ranks):
+    ((want, got, is_module),) = ranks(1, names)
+    assert is_module
+    assert got == want
+    for want, got, _ in ranks(2, names):
+        assert [name for name, _ in got.pop("buffers")] == [name for name, _ in want.pop("buffers")]
+        assert got == want
+
+
+def own_names():
+    """What the model and the engine have under the same names; and whether the children are trained."""
+    model = net()
+    children = {name: getattr(model, name) for name in ("loss_fn", "module", "config", "optimizer")}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, _, _, scheduler = zeroshard.initialize(
+        model, optimizer, loss_fn=F.mse_loss, lr_scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o)
+    )
+    engine.train_batch(numbers(0, 4, 7), numbers(1, 4, 3))
+    engine.grad_norm = engine.clip_grad_norm_(1.0)
+    after = full(engine)
+    return [
+        all(getattr(model, name) is child for name, child in children.items()),
+        list(model._modules) == ["loss_fn", "module", "blocks", "config", "optimizer", "second"],
+        list(model._buffers) == ["global_step", "units", "mesh", "grad_norm"],
+        model._buffers["grad_norm"] is None,
+        model.global_step.tolist() == [3, 4],
+        isinstance(model.lr_scheduler, nn.Parameter),
+        engine.module is model,
+        engine.loss_fn is F.mse_loss,
+        engine.optimizer is optimizer,
+        engine.lr_scheduler is scheduler,
+        isinstance(engine.config, zeroshard.Config),
+        isinstance(engine.mesh, DeviceMesh),
+        engine.global_step == 1,
+        set(unequal(after, before)) >= {"loss_fn.weight", "config.weight", "optimizer.weight", "lr_scheduler"},
+    ]
+
+
+def test_children_named_like_attributes_of_an_engine_stay_untouched_and_are_trained(ranks):
+    for results in ranks(2, own_names):
+        assert results == [True] * 14
+
+
+def attributes():
+    """What becomes of attributes that are set on an engine later on."""
+    model = tiny()
+    before = [list(d) for m in model.modules() for d in (m._parameters, m._buffers, m._modules)]
+    engine, _ = start(model, "SGD")
+    engine.note, engine.layer = "mine", nn.Linear(2, 2)
+    engine.weight, engine.table = nn.Parameter(torch.ones(2)), torch.ones(3)
+    after = [list(d) for m in model.modules() for d in (m._parameters, m._buffers, m._modules)]
+    layer = engine.layer
+    del engine.layer
+    return before == after, engine.note, isinstance(layer, nn.Linear), hasattr(engine, "layer")
+
+
+def test_attributes_set_on_an_engine_are_its_own_and_not_the_models(ranks):
+    assert ranks(1, attributes) == [(True, "mine", True, False)]
+
+
+def modes():
+    model = net()
+    engine, _ = start(model, "SGD")
+    found = []
+    for change in (engine.eval, engine.train, lambda: engine.train(False), lambda: engine.train(True)):
+        returned = change()
+        found.append((returned is engine, engine.training, {m.training for m in model.modules()}))
+    model.eval()
+    return found, engine(numbers(0, 4, 7)).shape
+
+
+def test_train_and_eval_reach_the_model(ranks):
+    found, shape = ranks(1, modes)[0]
+    assert found == [(True, mode, {mode}) for mode in (False, True, False, True)]
+    assert shape == (4, 3)
+
+
+def states_and_moves(stage):
+    """Slices of state_dict() by name, whether they are the parameters', and the refusals to move."""
+    model = net()
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    engine, _ = start(model, "SGD", stage=stage)
+    state = engine.state_dict()
+    slices = {name: (value.ndim, value.numel()) for name, value in state.items() if "running" not in name}
+    own = dict(engine.named_parameters(remove_duplicate=False))
+    same = all(state[name].data_ptr() == own[name].data_ptr() for name in own)
+    moves = [
+        caught(engine.to, torch.bfloat16),
+        caught(engine.half),
+        caught(engine.cpu),
+        caught(engine.to, "cpu"),
+        caught(engine.double),
+        caught(engine.load_state_dict, whole, assign=True),
+        caught(engine.module.half),
+    ]
+    square_loss(engine, 0).backward()  # still usable
+    return slices, {name: value.numel() for name, value in whole.items()}, same, moves
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_dict_has_this_ranks_slices_and_moves_and_casts_are_refused(ranks, stage):
+    results = ranks(2, states_and_moves, stage)
+    numels = results[0][1]
+    buffers = {"global_step", "units", "config.num_batches_tracked"}
+    for name in results[0][0]:
+        if name not in buffers:
+            dims, counts = zip(*(slices[name] for slices, *_ in results), strict=True)
+            assert dims == (1, 1)
+            assert (list(counts) == [numels[name]] * 2) if stage == 0 else (sum(counts) == numels[name])
+    for _, _, same, moves in results:
+        assert same
+        for kind, message in moves[:5]:
+            assert kind == "RuntimeError"
+            assert message.startswith("a sharded model cannot be moved or cast: set Config(precision=...)")
+        assert moves[5] == ("ValueError", "load_state_dict(assign=True) would replace the sharded parameters")
+        assert moves[6][0] == "RuntimeError"
+
+
+def load():
+    """Where an engine differs from a full state dict that it has loaded, and what it says to a bad one."""
+    failures, said = [], []
+    for stage in STAGES:
+        torch.manual_seed(5)
+        other = Net()
+        other.config.running_mean.normal_()
+        state = {name: value.clone() for name, value in other.state_dict().items()}
+        engine, optimizer = start(net(), "SGD", stage=stage)
+        square_loss(engine, 0).backward()
+        optimizer.step()
+        result = engine.load_state_dict(state)
+        failures += [*result.missing_keys, *result.unexpected_keys]
+        failures += [
+            f"stage {stage}: {name}" for name in unequal(full(engine), dict(other.named_parameters()))
+        ]
+        failures += [
+            f"stage {stage}: {n}" for n in unequal(dict(engine.named_buffers()), dict(other.named_buffers()))
+        ]
+        engine.eval()
+        other.eval()
+        with torch.no_grad():
+            x = numbers(0, 4, 7)
+            failures += [] if torch.equal(engine(x), other(x)) else [f"stage {stage}: forward"]
+        incomplete = OrderedDict((name, torch.zeros_like(value)) for name, value in state.items())
+        del incomplete["loss_fn.weight"]
+        said.append(caught(engine.load_state_dict, incomplete))
+        failures += [f"after an error: {n}" for n in unequal(full(engine), dict(other.named_parameters()))]
+        engine.load_state_dict(incomplete, strict=False)
+        after = full(engine)
+        failures += [name for name, value in after.items() if value.any() and name != "loss_fn.weight"]
+        failures += [] if torch.equal(after["loss_fn.weight"], other.loss_fn.weight) else ["not strict"]
+    return failures, said
+
+
+def test_a_full_state_dict_can_be_loaded_at_every_stage(ranks):
+    for failures, said in ranks(2, load):
+        assert failures == []
+        for kind, message in said:
+            assert kind == "RuntimeError"
+            assert 'Missing key(s) in state_dict: "loss_fn.weight"' in message
+
+
+# -------------------------------------------------------------------------------------------------- steps
+
+
+def count_steps():
+    """(what step() returned, global_step, learning rate) after each of seven micro-batches of three."""
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=8.0)
+    engine, optimizer, _, _ = zeroshard.initialize(
+        model,
+        optimizer,
+        {"gradient_accumulation_steps": 3},
+        lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+    )
+    found, before = [], full(engine)
+    for number in range(7):
+        engine.backward(1e-6 * square_loss(engine, number))
+        returned = engine.step()
+        after = full(engine)
+        has_changed, before = bool(unequal(after, before)), after
+        has_gradients = any(p.grad is not None for p in engine.parameters())
+        rate = optimizer.param_groups[0]["lr"]
+        found.append((returned, has_changed, has_gradients, engine.global_step, rate))
+    return found, engine.skipped_steps, engine.grad_norm
+
+
+def test_step_acts_at_the_boundary_alone_and_says_whether_parameters_changed(ranks):
+    inside, boundary = (False, False, True), (True, True, False)
+    want = [
+        *((*inside, 0, 8.0), (*inside, 0, 8.0), (*boundary, 1, 4.0)),
+        *((*inside, 1, 4.0), (*inside, 1, 4.0), (*boundary, 2, 2.0)),
+        (*inside, 2, 2.0),
+    ]
+    assert ranks(2, count_steps) == [(want, 0, None)] * 2
+
+
+def without_optimizer():
+    engine = zeroshard.initialize(tiny(), config={"gradient_accumulation_steps": 2}).engine
+    engine.backward(square_loss(engine, 0))
+    with_gradients = sum(p.grad is not None for p in engine.parameters())
+    return caught(engine.step), with_gradients, engine.global_step
+
+
+def test_without_an_optimizer_step_is_an_error_and_gradients_can_be_had(ranks):
+    for said, with_gradients, count in ranks(2, without_optimizer):
+        assert said == ("RuntimeError", "step() needs an optimizer: give one to zeroshard.initialize")
+        assert (with_gradients, count) == (13, 0)
+
+
+def plain_loop():
+    """Where `loss.backward(); optimizer.step(); optimizer.zero_grad()` differs from plain PyTorch."""
+    failures = []
+    for stage in STAGES:
+        model = tiny()
+        plain = copy.deepcopy(model)
+        reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        engine, optimizer, _, _ = zeroshard.initialize(
+            model, optimizer, {"stage": stage, "gradient_accumulation_steps": 4}
+        )
+        for number in range(3):
+            x = numbers(number, 5, 7, rank=0)
+            loss, expected = engine(x).square().mean(), plain(x).square().mean()
+            loss.backward()
+            expected.backward()
+            optimizer.step()
+            reference.step()
+            failures += [] if loss.item() == expected.item() else [f"stage {stage}: loss {number}"]
+            optimizer.zero_grad()
+            reference.zero_grad()
+            failures += [
+                f"{name} has a gradient" for name, p in engine.named_parameters() if p.grad is not None
+            ]
+        failures += [f"stage {stage}: {n}" for n in unequal(full(engine), dict(plain.named_parameters()))]
+    return failures
+
+
+@RANKS
+def test_the_loop_of_plain_pytorch_works_and_divides_nothing(ranks, num_ranks):
+    assert ranks(num_ranks, plain_loop) == [[]] * num_ranks
+
+
+def gradients(param_dtype):
+    """What is wrong with the gradients between backward and step, by stage."""
+    failures = []
+    for stage in STAGES:
+        model = tiny()
+        plain = copy.deepcopy(model)
+        engine, _ = start(model, "SGD", stage=stage, precision={"param_dtype": param_dtype})
+        x = numbers(0, 5, 7, rank=0)
+        engine(x).float().square().mean().backward()
+        plain(x).square().mean().backward()
+        empty = 0
+        for name, p in engine.named_parameters():
+            is_slice = p.grad.ndim == 1 and p.grad.shape == p.shape and type(p) is ShardedParameter
+            if not is_slice or p.grad.dtype != torch.float32 or p.dtype != torch.float32:
+                failures.append(f"stage {stage}: {name} has {p.grad.dtype} {tuple(p.grad.shape)}")
+            empty += not p.grad.numel()
+        whole = full_gradients(engine)
+        for name, p in plain.named_parameters():
+            near = torch.allclose(whole[name], p.grad.flatten(), rtol=0.1, atol=0.02)
+            same = torch.equal(whole[name], p.grad.flatten())
+            failures += [] if near and (same or param_dtype) else [f"stage {stage}: gradient of {name}"]
+        if (empty > 0) != (stage > 0):
+            failures.append(f"stage {stage}: {empty} parameters of which this rank has nothing")
+    return failures
+
+
+@pytest.mark.parametrize("param_dtype", [None, "bf16"])
+def test_gradients_are_one_dimensional_slices_in_the_main_dtype(ranks, param_dtype):
+    assert ranks(2, gradients, param_dtype) == [[], []]
+
+
+# -------------------------------------------------------------------------------------------- train_batch
+
+
+def batches():
+    """Where train_batch differs from the loop by hand, what it returned, and this rank's losses."""
+    failures, returned, losses = [], [], []
+    for stage in STAGES:
+        config = {"stage": stage, "gradient_accumulation_steps": 2, "clip_grad_norm": 0.5}
+
+        def build(config=config):
+            model = tiny()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            return zeroshard.initialize(model, optimizer, config, loss_fn=F.mse_loss).engine
+
+        by_batch, by_hand = build(), build()
+        for number in range(3):
+            x, y = numbers(number, 6, 7), numbers(50 + number, 6, 3)
+            value = by_batch.train_batch(x, y)
+            own = []
+            for part in (slice(0, 3), slice(3, 6)):
+                loss = F.mse_loss(by_hand(x[part]), y[part])
+                by_hand.backward(loss)
+                by_hand.step()
+                own.append(loss.item())
+            returned.append(value.item())
+            losses.append(sum(own) / 2)
+            if value.requires_grad or value.ndim:
+                failures.append("expected a detached scalar")
+            if not torch.equal(by_batch.grad_norm, by_hand.grad_norm):
+                failures.append(f"stage {stage}: grad_norm")
+        failures += [f"stage {stage}: {name}" for name in unequal(full(by_batch), full(by_hand))]
+        failures += [] if by_batch.global_step == by_hand.global_step == 3 else ["global_step"]
+    return failures, returned, losses
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_train_batch_is_the_loop_by_hand_and_returns_the_mean_over_all_ranks(ranks, num_ranks):
+    results = ranks(num_ranks, batches)
+    means = [sum(values) / num_ranks for values in zip(*(losses for _, _, losses in results), strict=True)]
+    for failures, returned, _ in results:
+        assert failures == []
+        assert returned == results[0][1]
+        assert returned == pytest.approx(means, rel=1e-6)
+
+
+@dataclass
+class Output:
+    """As models of other libraries return it."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class WithLoss(Tiny):
+    """Takes keywords and targets as `labels`; what it returns is to be chosen."""
+
+    kind = "dict"
+
+    def forward(self, x: Tensor, scale: float = 1.0, labels: Tensor | None = None, *, shift: object = None):
+        out = super().forward(x) * scale + (0.0 if shift is None else shift)
+        loss = None if labels is None else F.mse_loss(out, labels)
+        if self.kind == "dict":
+            return {"logits": out, "loss": loss}
+        return Output(out, loss) if self.kind == "object" else out
+
+
+class Arguments(NamedTuple):
+    """Inputs with names, which are still positional."""
+
+    x: Tensor
+    scale: float
+
+
+class Targets(NamedTuple):
+    """Targets with names."""
+
+    of: list[Tensor]
+    kind: str
+
+
+def inputs_of_all_kinds():
+    """Parameters after a step, for each way in which a batch may come; all should be the same."""
+    x, y, shift = numbers(0, 4, 7), numbers(1, 4, 3), numbers(2, 4, 3)
+    halves = [(x[:2], y[:2], shift[:2]), (x[2:], y[2:], shift[2:])]
+
+    def engine_of(kind="dict", loss_fn=None):
+        torch.manual_seed(0)
+        model = WithLoss()
+        model.kind = kind
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = {"gradient_accumulation_steps": 2}
+        return zeroshard.initialize(model, optimizer, config, loss_fn=loss_fn).engine
+
+    def of_dict(output, targets):
+        return F.mse_loss(output["logits"], targets)
+
+    def of_nested(output, targets):
+        return F.mse_loss(output["logits"], targets["of"][0])
+
+    def of_named(output, targets):
+        assert targets.kind == "mean"
+        return F.mse_loss(output["logits"], targets.of[0])
+
+    by_hand = engine_of("tensor")
+    for a, b, c in halves:
+        by_hand.backward(F.mse_loss(by_hand(a, 0.5, shift=c), b))
+        by_hand.step()
+    want, found = full(by_hand), {}
+    for name, engine, inputs, targets in (
+        ("dict", engine_of(), {"x": x, "scale": 0.5, "shift": shift}, y),
+        ("labels among the inputs", engine_of(), {"x": x, "scale": 0.5, "shift": shift, "labels": y}, None),
+        ("object", engine_of("object"), {"x": x, "scale": 0.5, "shift": shift}, y),
+        ("ordered", engine_of(), OrderedDict(x=x, scale=0.5, shift=shift), y),
+        ("loss_fn", engine_of(loss_fn=of_dict), {"x": x, "scale": 0.5, "shift": shift}, y),
+        (
+            "targets in a dict",
+            engine_of(loss_fn=of_nested),
+            {"x": x, "scale": 0.5, "shift": shift},
+            {"of": [y]},
+        ),
+    ):
+        engine.train_batch(inputs, targets)
+        found[name] = unequal(full(engine), want)
+    positional, named = engine_of(loss_fn=of_dict), engine_of(loss_fn=of_named)
+    positional.train_batch((x, 0.5), y)
+    named.train_batch(Arguments(x, 0.5), Targets([y], "mean"))
+    without_shift = engine_of("tensor")
+    for a, b, _ in halves:
+        without_shift.backward(F.mse_loss(without_shift(a, 0.5), b))
+        without_shift.step()
+    found["tuple"] = unequal(full(positional), full(without_shift))
+    found["named tuples"] = unequal(full(named), full(without_shift))
+    alone = engine_of("object")
+    alone.train_batch((x, 0.5, y))
+    found["tuple with labels"] = unequal(full(alone), full(without_shift))
+    return found
+
+
+def test_train_batch_takes_a_tensor_a_tuple_or_a_mapping_and_models_that_return_their_loss(ranks):
+    for found in ranks(2, inputs_of_all_kinds):
+        assert {name: differing for name, differing in found.items() if differing} == {}
+        assert len(found) == 9
+
+
+class OfList(Tiny):
+    """Takes a list of tensors as its one argument."""
+
+    def forward(self, parts: list[Tensor]) -> Tensor:
+        return super().forward(torch.cat(parts, 1))
+
+
+def lists():
+    torch.manual_seed(0)
+    model = OfList()
+    config = {"gradient_accumulation_steps": 2}
+    engine, _, _, _ = zeroshard.initialize(model, torch.optim.SGD, config, loss_fn=F.mse_loss)
+    x, y = numbers(0, 4, 7), numbers(1, 4, 3)
+    with torch.no_grad():
+        want = F.mse_loss(engine([x[:, :3], x[:, 3:]]), y).item()
+    return engine.train_batch([x[:, :3], x[:, 3:]], y).item(), want
+
+
+def test_a_list_is_one_argument_whose_tensors_are_cut(ranks):
+    ((got, want),) = ranks(1, lists)
+    assert got == pytest.approx(want, rel=1e-6)
+
+
+def bad_batches():
+    """What train_batch says to batches it cannot take, and that they change nothing."""
+    model = tiny()
+    config = {"gradient_accumulation_steps": 3}
+    engine, _, _, _ = zeroshard.initialize(model, torch.optim.SGD, config, loss_fn=F.mse_loss)
+    silent = zeroshard.initialize(tiny(), torch.optim.SGD).engine
+    before = full(engine)
+    x, y = numbers(0, 7, 7), numbers(1, 7, 3)
+    said = [
+        caught(engine.train_batch, x, y),
+        caught(engine.train_batch, x[:6], y),
+        caught(engine.train_batch, {"x": x}, y),
+        caught(engine.train_batch, (x,), y),
+        caught(engine.train_batch, torch.ones(()), y),
+        caught(silent.train_batch, x),
+    ]
+    unchanged = not unequal(full(engine), before) and engine.global_step == silent.global_step == 0
+    unchanged &= all(p.grad is None for p in engine.parameters())
+    engine.backward(square_loss(engine, 0))
+    engine.step()
+    said.append(caught(engine.train_batch, x[:6], y[:6]))
+    engine.zero_grad()
+    value = engine.train_batch(x[:6], y[:6])
+    return said, unchanged, bool(torch.isfinite(value)), engine.global_step
+
+
+def test_batches_that_do_not_divide_are_refused_with_the_numbers_and_change_nothing(ranks):
+    multiple = "expected a batch whose dim 0 is a multiple of gradient_accumulation_steps=3, got shape "
+    for said, unchanged, is_finite, count in ranks(2, bad_batches):
+        shapes = [(7, 7), (7, 3), (7, 7), (7, 7), ()]
+        assert said[:5] == [("ValueError", f"{multiple}{shape}") for shape in shapes]
+        assert said[5][0] == "ValueError"
+        assert said[5][1].startswith(
+            "train_batch() needs loss_fn= at initialize, or a model whose output has"
+        )
+        assert said[5][1].endswith("the model returned Tensor")
+        assert said[6] == ("RuntimeError", "train_batch() after 1 micro-batches of an unfinished step")
+        assert (unchanged, is_finite, count) == (True, True, 1)
+
+
+def failing_batches():
+    """Where a run whose second micro-batch failed at first differs from one without the failure."""
+    x, y = numbers(0, 4, 7), numbers(1, 4, 3)
+    engines, said = [], None
+    for fails_at in (None, 1, 2):
+        model, calls = tiny(), []
+
+        def count(module, args, calls=calls, fails_at=fails_at):
+            calls.append(1)
+            if len(calls) == fails_at:
+                raise LookupError("a row is missing")
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        config = {"gradient_accumulation_steps": 2}
+        engine = zeroshard.initialize(model, optimizer, config, loss_fn=F.mse_loss).engine
+        model.blocks[1].register_forward_pre_hook(count)
+        if fails_at:
+            said = caught(engine.train_batch, x, y)
+            engine.zero_grad()
+        engine.train_batch(x, y)
+        engines.append((engine, said))
+    want = full(engines[0][0])
+    return [(said, unequal(full(engine), want), engine.global_step) for engine, said in engines[1:]]
+
+
+def test_after_a_failed_batch_zero_grad_starts_the_step_anew(ranks):
+    failed = (("LookupError", "a row is missing"), [], 1)
+    assert ranks(2, failing_batches) == [[failed, failed]] * 2
+
+
+# --------------------------------------------------------------------------------------------- DataLoader
+
+
+def epochs(num_samples, batch_size):
+    """The samples of this rank in three epochs, batch by batch."""
+    torch.manual_seed(dist.get_rank())  # ranks need not agree on it
+    loader = zeroshard.initialize(
+        tiny(), None, {"micro_batch_size": batch_size}, training_data=TensorDataset(torch.arange(num_samples))
+    ).dataloader
+    return [[batch.tolist() for (batch,) in loader] for _ in range(3)], len(loader)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_samples", "batch_size"), [(1, 12, 4), (2, 12, 2), (3, 18, 4)])
+def test_every_epoch_deals_all_samples_once_over_the_ranks_in_another_order(
+    ranks, num_ranks, num_samples, batch_size
+):
+    results = ranks(num_ranks, epochs, num_samples, batch_size)
+    orders = []
+    for epoch in range(3):
+        dealt = [found[epoch] for found, _ in results]
+        orders.append([sample for batches in dealt for batch in batches for sample in batch])
+        assert sorted(orders[-1]) == list(range(num_samples))
+        for batches, (_, length) in zip(dealt, results, strict=True):
+            assert len(batches) == length
+            assert all(len(batch) == batch_size for batch in batches[:-1])
+            assert 0 < len(batches[-1]) <= batch_size
+    assert len({tuple(order) for order in orders}) == 3
+    assert all(order != sorted(order) for order in orders)
+
+
+def test_samples_that_do_not_divide_are_filled_up_so_that_all_ranks_take_as_many_steps(ranks):
+    results = ranks(2, epochs, 7, 2)
+    for epoch in range(3):
+        sizes = [[len(batch) for batch in found[epoch]] for found, _ in results]
+        assert sizes == [[2, 2], [2, 2]]
+        samples = [x for found, _ in results for batch in found[epoch] for x in batch]
+        assert set(samples) == set(range(7))
+
+
+# ---------------------------------------------------------------------------------------------- unsharded
+
+
+def reading(stage):
+    """What is wrong with what unsharded() shows."""
+    failures = []
+    model = net()
+    plain = copy.deepcopy(model)
+    engine, optimizer = start(model, "SGD", stage=stage)
+    slices = {name: id(p) for name, p in engine.named_parameters()}
+    with engine.unsharded():
+        shown = dict(engine.named_parameters())
+        failures += unequal(shown, dict(plain.named_parameters()))
+        failures += [name for name, p in shown.items() if p.shape != plain.get_parameter(name).shape]
+        if engine.module.second.weight is not engine.module.module.weight:
+            failures.append("tied parameters are shown as two")
+        with torch.no_grad():
+            for p in shown.values():
+                p.zero_()  # not written back
+    if {name: id(p) for name, p in engine.named_parameters()} != slices:
+        failures.append("the sharded parameters are not back")
+    failures += unequal(full(engine), dict(plain.named_parameters()))
+    block = engine.module.blocks[0]
+    with engine.unsharded(block):
+        dims = {name: p.ndim for name, p in engine.named_parameters() if name.endswith("weight")}
+        failures += [f"{n} shown as {d}-D" for n, d in dims.items() if (d == 2) != n.startswith("blocks.0")]
+        with engine.unsharded(engine.module.blocks[1]), engine.unsharded(block):
+            failures += (
+                [] if block[0].weight.ndim == engine.module.blocks[1][0].weight.ndim == 2 else ["nested"]
+            )
+        failures += [] if block[0].weight.ndim == 2 else ["an inner one ended the outer one"]
+    failures += [] if block[0].weight.ndim == 1 else ["still shown"]
+    x = numbers(0, 4, 7, rank=0)
+    for _ in range(2):
+        engine(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return failures
+
+
+def write_beside():
+    """Names that differ after one block was written while another was shown."""
+    engine, _ = start(tiny(), "SGD")
+    first, second = engine.module.blocks
+    before = full(engine)
+    with torch.no_grad(), engine.unsharded(first):
+        first[0].bias.zero_()  # not written back
+        with engine.unsharded(second, write_back=True):
+            second[0].bias.zero_()
+        still = first[0].bias.ndim, first[0].bias.numel(), second[0].weight.ndim
+    return still, unequal(full(engine), before)
+
+
+def test_one_block_can_be_written_while_another_is_shown(ranks):
+    assert ranks(2, write_beside) == [((1, 30, 1), ["blocks.1.0.bias"])] * 2
+
+
+@RANKS
+@pytest.mark.parametrize("stage", STAGES)
+def test_unsharded_shows_full_parameters_and_edits_are_dropped(ranks, num_ranks, stage):
+    assert ranks(num_ranks, reading, stage) == [[]] * num_ranks
+
+
+def in_place(model):
+    for p in model.parameters():
+        p.mul_(2.0).add_(1.0)
+
+
+def through_data(model):
+    for p in model.parameters():
+        p.data = p.data * 2.0 + 1.0
+
+
+def replaced(model):
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            if module is not model.second:  # whose weight is tied
+                setattr(module, name, nn.Parameter(p.detach() * 2.0 + 1.0))
+    model.second.weight = model.module.weight
+
+
+def loaded(model):
+    model.load_state_dict(
+        {
+            n: v * 2.0 + 1.0 if n in dict(model.named_parameters(remove_duplicate=False)) else v
+            for n, v in model.state_dict().items()
+        }
+    )
+
+
+EDITS = {"in place": in_place, "through data": through_data, "replaced": replaced, "loaded": loaded}
+
+
+def editing(stage, name, param_dtype):
+    """Where an edited engine differs from the edited plain model: parameters, forward, next step."""
+    failures = []
+    model = net() if param_dtype is None else tiny()  # batch norm does not mix dtypes
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    reference = torch.optim.SGD(plain.parameters(), lr=1e-3, momentum=0.9)
+    config = {"stage": stage, "precision": {"param_dtype": param_dtype}}
+    engine = zeroshard.initialize(model, optimizer, config).engine
+    slices = {name: id(p) for name, p in engine.named_parameters()}
+    with torch.no_grad(), engine.unsharded(write_back=True):
+        EDITS[name](engine.module)
+    with torch.no_grad():
+        in_place(plain)
+    failures += unequal(full(engine), dict(plain.named_parameters()))
+    if {name: id(p) for name, p in engine.named_parameters()} != slices:
+        failures.append("the sharded parameters are not back")
+    if param_dtype is None and model.second.weight is not model.module.weight:
+        failures.append("no longer tied")
+    engine.eval()
+    plain.eval()
+    x = numbers(0, 4, 7, rank=0)
+    with torch.no_grad():
+        got, want = engine(x), plain(x)
+    if param_dtype is None and not torch.equal(got, want):
+        failures.append("forward")
+    if param_dtype is not None and not torch.allclose(
+        got.float(), want, rtol=0.1, atol=0.1 * want.abs().max()
+    ):
+        failures.append("forward in bf16")
+    if param_dtype is None:
+        for net_, made in ((engine, optimizer), (plain, reference)):
+            net_(x).square().mean().backward()
+            made.step()
+        failures += [f"after a step: {n}" for n in unequal(full(engine), dict(plain.named_parameters()))]
+    return failures
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", EDITS)
+def test_written_back_edits_reach_the_shards_the_forward_and_the_next_step(ranks, stage, name):
+    assert ranks(2, editing, stage, name, None) == [[], []]
+    if name == "in place":
+        assert ranks(2, editing, stage, name, "bf16") == [[], []]
+        assert ranks(1, editing, stage, name, None) == [[]]
+
+
+def half_edit(engine):
+    """Only one block, the rest stays."""
+    before = full(engine)
+    with torch.no_grad(), engine.unsharded(engine.module.blocks[1], write_back=True):
+        engine.module.blocks[1][0].weight[3:5] = 7.0
+    after = full(engine)
+    changed = unequal(after, before)
+    rows = (after["blocks.1.0.weight"] == 7.0).all(1).nonzero().flatten().tolist()
+    return changed, rows
+
+
+def different_edits():
+    """What is said to edits that differ between ranks, and whether the parameters stayed."""
+    found = []
+    for stage in STAGES:
+        engine, optimizer = start(tiny(), "SGD", stage=stage)
+        found.append(half_edit(engine))
+        rank, before = dist.get_rank(), full(engine)
+
+        def other_values(model, rank=rank):
+            model.outer.bias.fill_(float(rank))
+
+        def permuted(model, rank=rank):
+            values = torch.arange(10.0)
+            model.inner.bias.copy_(values if rank == 0 else values.flip(0))
+
+        def negated_zero(model, rank=rank):
+            model.inner.bias.copy_(torch.full((10,), -0.0 if rank else 0.0))
+
+        def only_on_one(model, rank=rank):
+            if rank == 1:
+                model.blocks[0][2].weight[0, 0] += 1.0
+
+        def between_parameters(model, rank=rank):
+            first, second = model.inner.bias, model.blocks[0][2].bias
+            (first if rank == 0 else second).fill_(9.0)
+            (second if rank == 0 else first).fill_(8.0)
+
+        for edit in (other_values, permuted, negated_zero, only_on_one, between_parameters):
+
+            def attempt(edit=edit, engine=engine):
+                with torch.no_grad(), engine.unsharded(write_back=True):
+                    edit(engine.module)
+
+            found.append((caught(attempt), unequal(full(engine), before)))
+        square_loss(engine, 0).backward()
+        optimizer.step()
+    return found
+
+
+def test_edits_that_differ_between_ranks_are_refused_and_none_is_written(ranks):
+    for found in ranks(2, different_edits):
+        for partial, *refused in (found[first : first + 6] for first in range(0, 24, 6)):
+            assert partial == (["blocks.1.0.weight"], [3, 4])
+            for said, changed in refused:
+                assert changed == []
+                assert said[0] == "RuntimeError"
+                assert said[1].startswith("unsharded(write_back=True): the ranks made different edits to ")
+                assert said[1].endswith("expected the same on every rank. Nothing was written")
+
+
+def other_shapes():
+    """What is said to parameters of another shape than the ones that they replace."""
+    engine, _ = start(tiny(), "SGD")
+    found, before = [], full(engine)
+    for shape in ((1,), (10,), (10, 3), (3, 11)):
+
+        def replace(shape=shape):
+            with engine.unsharded(write_back=True):
+                engine.module.outer.weight = nn.Parameter(torch.ones(shape))
+
+        found.append((caught(replace), unequal(full(engine), before)))
+    return found
+
+
+def test_a_replaced_parameter_of_another_shape_is_refused_by_name(ranks):
+    for found in ranks(2, other_shapes):
+        for said, changed in found:
+            assert said is not None, f"written: {changed}"
+            assert said[0] in ("ValueError", "RuntimeError")
+            assert "'outer.weight'" in said[1]
+            assert changed == []
+
+
+def failing_inside():
+    """Exceptions inside unsharded(), and what is left."""
+    found = []
+    for stage in STAGES:
+        model = tiny()
+        plain = copy.deepcopy(model)
+        engine, optimizer = start(model, "SGD", stage=stage)
+        slices = {name: id(p) for name, p in engine.named_parameters()}
+
+        def edit_and_fail(write_back, engine=engine):
+            with torch.no_grad(), engine.unsharded(write_back=write_back):
+                engine.module.inner.weight.zero_()
+                engine.module.outer.weight = nn.Parameter(torch.ones(3, 10))
+                raise LookupError("not today")
+
+        for write_back in (False, True):
+            said = caught(edit_and_fail, write_back)
+            is_back = {name: id(p) for name, p in engine.named_parameters()} == slices
+            found.append((said, is_back, unequal(full(engine), dict(plain.named_parameters()))))
+
+        def write_inside(engine=engine):
+            with torch.no_grad(), engine.unsharded(engine.module.inner), engine.unsharded(write_back=True):
+                engine.module.inner.weight.zero_()
+
+        said = caught(write_inside)
+        changed = unequal(full(engine), dict(plain.named_parameters()))
+        found.append((said, engine.module.inner.weight.ndim, changed))
+
+        def show_in_forward(module, args, engine=engine):
+            with engine.unsharded():
+                pass
+
+        hook = engine.module.blocks[0].register_forward_pre_hook(show_in_forward)
+        found.append((caught(engine, numbers(0, 2, 7)), True, []))
+        hook.remove()
+        square_loss(engine, 0).backward()
+        optimizer.step()
+    return found
+
+
+def test_an_exception_inside_unsharded_passes_and_everything_is_as_before(ranks):
+    inside = ("RuntimeError", "unsharded(write_back=True) inside unsharded() of the same parameters")
+    forward = ("RuntimeError", "full parameters can be had between steps, not inside a forward or backward")
+    one_stage = [(("LookupError", "not today"), True, [])] * 2 + [(inside, 1, []), (forward, True, [])]
+    assert ranks(2, failing_inside) == [one_stage * 4] * 2
+
+
+# -------------------------------------------------------------------------------------- full_state_dict
+
+
+class Extra(Net):
+    """With what get_extra_state() gives, and a frozen part."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.seen = {"words": ["a"]}
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+def whole_state(stage, dtype, param_dtype):
+    """What is wrong with full_state_dict() after a step, against the plain model's state_dict()."""
+    torch.manual_seed(0)
+    model = Extra().to(dtype)
+    plain = copy.deepcopy(model)
+    keys = list(plain.state_dict())
+    config = {"stage": stage, "precision": {"param_dtype": param_dtype}}
+    engine = zeroshard.initialize(model, torch.optim.SGD, config).engine
+    state = engine.full_state_dict()
+    if dist.get_rank():
+        return state
+    failures = [] if list(state) == keys else [f"keys {list(state)}"]
+    parameters = dict(plain.named_parameters(remove_duplicate=False))
+    for name, want in plain.state_dict().items():
+        if not isinstance(want, Tensor):
+            failures += [] if state[name] == {"words": ["a"]} and state[name] is not model.seen else [name]
+            continue
+        kept = want.dtype if name not in parameters else torch.promote_types(want.dtype, torch.float32)
+        value = state[name]
+        if (value.dtype, value.shape, value.device.type) != (kept, want.shape, "cpu"):
+            failures.append(f"{name}: {value.dtype} {tuple(value.shape)}")
+        elif not torch.equal(value, want.to(kept)):
+            failures.append(f"{name} differs")
+        if value.requires_grad or type(value) is not Tensor:
+            failures.append(f"{name} is not a plain tensor")
+        if value.untyped_storage().nbytes() != value.numel() * value.element_size():
+            failures.append(f"{name} keeps more alive than itself")
+    for value in state.values():  # a copy
+        if isinstance(value, Tensor):
+            value.zero_()
+    state["_extra_state"]["words"].append("b")
+    failures += [] if model.seen == {"words": ["a"]} else ["extra state is shared"]
+    failures += [name for name, b in engine.named_buffers() if not torch.equal(b, plain.get_buffer(name))]
+    return failures
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("dtype", "param_dtype"),
+    [(torch.float32, None), (torch.float32, "bf16"), (torch.bfloat16, None), (torch.float64, None)],
+)
+def test_full_state_dict_has_the_models_own_keys_and_values_on_rank_0(ranks, stage, dtype, param_dtype):
+    def run(num_ranks):
+        return ranks(num_ranks, whole_state, stage, dtype, param_dtype)
+
+    failures, other = run(2)
+    if param_dtype:  # frozen parameters have no main parameters: they are those that compute
+        failures = [failure for failure in failures if not failure.startswith("blocks.1.")]
+    assert (failures, other) == ([], {})
+    if stage == 3 and not param_dtype:
+        assert run(1) == [[]]
+
+
+def collective_state():
+    """What full_state_dict() leaves of gathered parameters, and where it may not be called."""
+    engine, optimizer = start(tiny(), "SGD")
+    loss = square_loss(engine, 0)
+    engine.full_state_dict()  # between forward and backward
+    loss.backward()
+    engine.full_state_dict()
+    optimizer.step()
+    engine.full_state_dict()
+    return engine.memory_report().unsharded
+
+
+def test_full_state_dict_may_be_had_between_forward_and_backward_and_leaves_nothing_gathered(ranks):
+    assert ranks(2, collective_state) == [0, 0]
+
+
+# ------------------------------------------------------------------------------------------------ reports
+
+
+def reports():
+    """What the reports say after a step at stage 3, before it, and after a reset."""
+    engine, optimizer = start(tiny(), "AdamW")
+    fresh = engine.memory_report(), engine.comm_report()
+    square_loss(engine, 0).backward()
+    optimizer.step()
+    used = engine.memory_report(), engine.comm_report()
+    engine.reset_comm_report()
+    reset = engine.comm_report()
+    infos = [(unit.name, unit.numel, unit.kept) for unit in engine.units]
+    return fresh, used, reset, infos, padded_size(engine), len(list(engine.parameters()))
+
+
+def test_reports_have_the_fields_of_the_design_and_count_since_the_last_reset(ranks):
+    kinds = {"all_gather", "reduce_scatter", "all_reduce", "point_to_point", "control"}
+    tiers = ["parameters", "gradients", "optimizer", "unsharded", "peak_unsharded", "host", "pinned", "nvme"]
+    for fresh, used, reset, infos, total, num_parameters in ranks(2, reports):
+        for memory, traffic in (fresh, used):
+            assert type(memory) is MemoryReport
+            assert [field.name for field in fields(memory)] == tiers
+            assert type(traffic) is CommReport
+            assert set(traffic.bytes_sent) == set(traffic.calls) == kinds
+        assert set(fresh[1].calls.values()) == set(reset.calls.values()) == {0}
+        assert set(reset.bytes_sent.values()) == {0}
+        assert (fresh[0].gradients, fresh[0].optimizer, fresh[0].peak_unsharded) == (0, 0, 0)
+        memory, traffic = used
+        assert memory.parameters == fresh[0].parameters == 4 * total / 2
+        assert 0 < memory.gradients <= 4 * total / 2
+        assert 0 < memory.optimizer <= 8 * total / 2 + 4 * num_parameters
+        assert (memory.unsharded, memory.host, memory.pinned, memory.nvme) == (0, 0, 0, 0)
+        assert 0 < memory.peak_unsharded <= 4 * total
+        assert traffic.bytes_sent["reduce_scatter"] == 4 * total / 2
+        assert traffic.bytes_sent["all_gather"] >= 4 * total / 2
+        assert traffic.calls["reduce_scatter"] == len(infos)
+        assert (traffic.calls["all_reduce"], traffic.calls["point_to_point"]) == (0, 0)
+        assert [name for name, _, _ in infos] == ["", "blocks.0", "blocks.1"]
+        assert [kept for _, _, kept in infos] == [True, False, True]
+        assert all(numel % (256 * 2) == 0 for _, numel, _ in infos)
+
+
+def test_reports_print_as_tables(ranks):
+    (_, (memory, traffic), *_), _ = ranks(2, reports)
+    lines = str(memory).splitlines()
+    assert lines[0].strip() == "memory of this rank"
+    assert any("peak_unsharded" in line and "KiB" in line for line in lines)
+    assert max(map(len, lines)) <= 100
+    lines = str(traffic).splitlines()
+    assert lines[0].strip() == "communication of this rank"
+    assert any("reduce_scatter" in line and "│     3 │" in line for line in lines)
+
+
+def facts():
+    engine, _ = start(tiny(), "SGD", stage=1)
+    with pytest.raises(AttributeError):
+        engine.units = []
+    return engine.mesh.mesh_dim_names, engine.mesh.size(), engine.skipped_steps, engine.grad_norm
+
+
+def test_the_mesh_has_a_data_parallel_axis_over_all_ranks(ranks):
+    assert ranks(3, facts) == [(("dp_shard",), 3, 0, None)] * 3

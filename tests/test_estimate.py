@@ -1,0 +1,210 @@
+"""What `zeroshard.estimate` foretells, against what an engine then measures."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from tests.distributed.models import GPT, Llama, Tiny
+from tests.distributed.training import STAGES, numbers, square_loss, start, token_loss
+from zeroshard.comm.counter import KINDS
+
+PRECISIONS = {"fp32": {}, "bf16": {"precision": {"param_dtype": "bf16"}}}
+
+
+class PartlyFrozen(Tiny):
+    """Units of two buffers."""
+
+    def __init__(self):
+        super().__init__(num_blocks=4)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not name.endswith("bias"))
+
+
+MODELS = {
+    "tied GPT": (lambda: GPT(tied=True), token_loss),
+    "GPT": (lambda: GPT(tied=False, num_blocks=2), token_loss),
+    "partly frozen": (PartlyFrozen, square_loss),
+    "Llama": (lambda: Llama(tied=False, num_blocks=3), token_loss),
+}
+
+
+def estimate(name, num_ranks, config):
+    return zeroshard.estimate(MODELS[name][0](), num_ranks, config)
+
+
+def refusal(*args):
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        zeroshard.estimate(*args)
+    return str(caught.value)
+
+
+def sent(engine):
+    """Bytes besides the small agreements."""
+    report = engine.comm_report()
+    return sum(report.bytes_sent[kind] for kind in KINDS if kind != "control")
+
+
+def measured(configs):
+    """By (model, config) after two steps, the gradients of the second still there."""
+    found = []
+    for name, config in configs:
+        make, loss = MODELS[name]
+        engine, optimizer = start(make(), "AdamW", **config)
+        for number in range(2):
+            engine.reset_comm_report()
+            engine.zero_grad()
+            for micro_step in range(engine.config.gradient_accumulation_steps):
+                engine.backward(loss(engine, 10 * number + micro_step))
+                if micro_step + 1 < engine.config.gradient_accumulation_steps:
+                    engine.step()
+            optimizer.step()
+        wire = sent(engine)
+        trained = [p for p in engine.parameters() if p.requires_grad]
+        own = sum(p.full_shape.numel() for p in engine.parameters())
+        padding = sum(unit.numel for unit in engine.units) - own
+        found.append((engine.memory_report(), wire, len(trained), padding))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_an_estimate_is_what_is_measured_but_for_padding_and_step_numbers(ranks, num_ranks):
+    configs = [
+        (name, {"stage": stage, **options})
+        for name, stage, options in product(MODELS, STAGES, PRECISIONS.values())
+        if num_ranks != 4 or name == "tied GPT"
+    ]
+    for results in ranks(num_ranks, measured, configs):
+        for (name, config), (report, wire, num_trained, padding) in zip(configs, results, strict=True):
+            foretold, case = estimate(name, num_ranks, config), (name, config)
+            assert foretold.parameters == report.parameters, case
+            assert foretold.wire_bytes_per_step == wire, case
+            assert foretold.peak_unsharded == report.peak_unsharded, case
+            assert foretold.unsharded == report.unsharded == 0, case
+            assert 0 <= foretold.gradients - report.gradients <= 4 * padding, case
+            assert 0 <= foretold.optimizer - (report.optimizer - 4 * num_trained) <= 8 * padding, case
+            assert (foretold.host, foretold.pinned, foretold.nvme) == (0, 0, 0)
+
+
+def test_an_estimate_follows_accumulation_prefetch_resharding_and_units(ranks):
+    choices = [
+        {"gradient_accumulation_steps": 3},
+        {"num_prefetch": 0},
+        {"num_prefetch": 2},
+        {"num_prefetch": 9},
+        {"reshard_after_forward": False},
+        {"units": ["Linear", "LayerNorm"], "num_prefetch": 3},
+        {"precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"}},
+    ]
+    configs = [("GPT", {"stage": stage, **options}) for stage in STAGES for options in choices]
+    units = {"units": ["Embedding", "LlamaBlock"]}  # an embedding's backward needs no parameters
+    configs += [("Llama", {"stage": stage, "num_prefetch": n, **units}) for stage in STAGES for n in (0, 1, 2)]
+    for results in ranks(2, measured, configs):
+        for (name, config), (report, wire, _, _) in zip(configs, results, strict=True):
+            foretold = estimate(name, 2, config)
+            assert foretold.parameters == report.parameters, config
+            assert foretold.wire_bytes_per_step == wire, config
+            assert foretold.peak_unsharded == report.peak_unsharded, config
+
+
+def test_gradients_added_up_locally_are_held_whole_by_every_rank():
+    model = GPT(tied=True)
+    for stage, is_whole in enumerate((True, True, False, False)):
+        once = zeroshard.estimate(model, 4, {"stage": stage})
+        thrice = zeroshard.estimate(model, 4, {"stage": stage, "gradient_accumulation_steps": 3})
+        at_stage_0 = zeroshard.estimate(model, 4, {"stage": 0})
+        assert thrice.gradients == (at_stage_0.gradients if is_whole else once.gradients)
+
+
+def test_a_model_on_the_meta_device_is_estimated_like_a_real_one():
+    with torch.device("meta"):
+        meta = GPT(tied=True)
+    for stage in STAGES:
+        assert zeroshard.estimate(meta, 3, {"stage": stage}) == estimate("tied GPT", 3, {"stage": stage})
+
+
+def test_a_model_is_left_as_it_was_and_no_process_group_is_opened():
+    model = Tiny()
+    before = dict(model.named_parameters())
+    zeroshard.estimate(model, 64)
+    assert {name: id(p) for name, p in model.named_parameters()} == {n: id(p) for n, p in before.items()}
+    assert torch.isfinite(model(numbers(0, 2, 7, rank=0))).all()
+    assert not dist.is_initialized()
+
+
+def test_a_number_of_parameters_gives_the_formulas_of_the_stages():
+    num_params, n = 1 << 30, 8
+    of_adam = {0: 16, 1: 8 + 8 / n, 2: 4 + 12 / n, 3: 16 / n}
+    gradients = {0: 4, 1: 4 / n, 2: 4 / n, 3: 4 / n}  # of one micro-batch, sharded as they arrive
+    for stage in STAGES:
+        foretold = zeroshard.estimate(num_params, n, {"stage": stage})
+        assert foretold.parameters == num_params * (4 if stage < 3 else 4 / n)
+        assert foretold.optimizer == num_params * (8 if stage == 0 else 8 / n)
+        assert foretold.gradients == num_params * gradients[stage]
+        states = foretold.parameters + foretold.gradients + foretold.optimizer
+        assert states <= of_adam[stage] * num_params
+        assert foretold.peak_unsharded == (4 * num_params if stage == 3 else 0)
+        once = 4 * num_params * (n - 1) / n
+        assert foretold.wire_bytes_per_step == once * (3 if stage == 3 else 2)
+    assert zeroshard.estimate(7e9, n) == zeroshard.estimate(7_000_000_000, n)
+
+
+def test_seven_billion_parameters_in_bf16_need_16_bytes_each_over_the_ranks_at_stage_3():
+    foretold = zeroshard.estimate(7_000_000_000, 64, {"precision": {"param_dtype": "bf16"}})
+    states = foretold.parameters + foretold.gradients + foretold.optimizer
+    assert states == pytest.approx(16 * 7e9 / 64, rel=1e-4)
+    at_rest_at_stage_1 = zeroshard.estimate(7e9, 64, {"stage": 1, "precision": {"param_dtype": "bf16"}})
+    assert at_rest_at_stage_1.parameters == pytest.approx((2 + 4 / 64) * 7e9, rel=1e-4)
+
+
+def test_an_estimate_prints_every_kind_in_units_that_people_use():
+    lines = str(zeroshard.estimate(1 << 20, 4)).splitlines()
+    text = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in lines if line.startswith("│")}
+    assert text == {
+        "parameters": "1.0 MiB",
+        "gradients": "1.0 MiB",
+        "optimizer": "2.0 MiB",
+        "unsharded": "0 B",
+        "peak_unsharded": "4.0 MiB",
+        "host": "0 B",
+        "pinned": "0 B",
+        "nvme": "0 B",
+        "wire_bytes_per_step": "9.0 MiB",
+    }
+
+
+@pytest.mark.parametrize("what", [0, -5, 1.5, float("nan"), float("inf"), True, None, "7b", {}, [3]])
+def test_what_is_neither_a_model_nor_a_number_of_parameters_is_refused(what):
+    assert refusal(what, 2) == f"expected a model or a number of parameters, got {what!r}"
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 1.5, True, "2", None])
+def test_a_world_size_that_is_no_number_of_ranks_is_refused(world_size):
+    assert repr(world_size) in refusal(Tiny(), world_size)
+    assert repr(world_size) in refusal(1000, world_size)
+
+
+def test_a_bad_config_and_an_unknown_unit_are_refused_as_they_are_by_initialize():
+    assert "unknown config key 'stge'; did you mean 'stage'?" in refusal(Tiny(), 2, {"stge": 1})
+    assert "the model has no module of class 'Bloc'; did you mean 'Block'?" in refusal(
+        GPT(tied=True), 2, {"units": ["Bloc"]}
+    )
+    model = nn.Linear(3, 3)
+    model.register_parameter("count", nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False))
+    assert "parameter 'count' has dtype torch.int64" in refusal(model, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "listed"),
+    [
+        ({"offload": {"optimizer": "cpu"}}, "offload.optimizer='cpu'"),
+        ({"mesh": {"tp": 2}}, "mesh.tp=2"),
+        ({"shard_group_size": 2}, "shard_group_size=2"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused_rather_than_left_out_of_the_sums(config, listed):
+    assert refusal(Tiny(), 4, config) == f"not available in zeroshard yet: {listed}"
+    assert refusal(1000, 4, config) == f"not available in zeroshard yet: {listed}"

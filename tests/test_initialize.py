@@ -1,0 +1,958 @@
+"""What `initialize` takes, what it gives back, and what it refuses."""
+
+import copy
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import zeroshard
+from tests.distributed.models import Tiny
+from tests.distributed.training import STAGES, full_gradients, numbers, square_loss
+from zeroshard import Config, Engine, Initialized
+from zeroshard.sharding.parameter import ShardedParameter
+
+NOT_YET = "not available in zeroshard yet: "
+
+
+def refusal(*args, **kwargs):
+    """The message of the ValueError that initialize ends in, before it opens a process group."""
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        zeroshard.initialize(*args, **kwargs)
+    assert not dist.is_initialized()
+    return str(caught.value)
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+
+
+def same_batch(engine, step):
+    """A loss that is the same on every rank, so that gradients are those of one process."""
+    return engine(numbers(step, 5, 7, rank=0)).square().mean()
+
+
+# ---------------------------------------------------------------------------------------- what comes back
+
+
+def initialized():
+    """What comes back, with everything given and with nothing."""
+    model = Tiny()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    data = TensorDataset(torch.arange(8.0))
+    given = zeroshard.initialize(
+        model, optimizer, training_data=data, lr_scheduler=scheduler, loss_fn=nn.functional.mse_loss
+    )
+    engine, made, loader, schedule = given
+    nothing = zeroshard.initialize(Tiny())
+    return [
+        type(given) is Initialized,
+        given._fields,
+        given == (given.engine, given.optimizer, given.dataloader, given.lr_scheduler),
+        type(engine) is Engine,
+        engine.module is model,
+        made is optimizer and engine.optimizer is optimizer,
+        isinstance(loader, DataLoader) and loader.dataset is data,
+        schedule is scheduler and engine.lr_scheduler is scheduler,
+        nothing[1:] == (None, None, None) and nothing.engine.config == Config(),
+    ]
+
+
+def test_it_returns_engine_optimizer_dataloader_and_scheduler_in_the_order_scripts_unpack(ranks):
+    fields = ("engine", "optimizer", "dataloader", "lr_scheduler")
+    for results in ranks(2, initialized):
+        assert results == [True, fields, True, True, True, True, True, True, True]
+
+
+def hyperparameters():
+    """Of two groups before and after, whose parameters are whose, and one step against plain PyTorch."""
+    failures = []
+    for stage in STAGES:
+        torch.manual_seed(0)
+        model = Tiny(2)
+        plain = copy.deepcopy(model)
+
+        def groups(model):
+            named = list(model.named_parameters())
+            return [
+                {
+                    "params": [p for _, p in named if p.ndim >= 2],
+                    "lr": 0.3,
+                    "weight_decay": 0.2,
+                    "tag": "big",
+                },
+                {"params": [p for _, p in named if p.ndim < 2], "betas": (0.5, 0.6), "tag": "small"},
+            ]
+
+        optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+        reference = torch.optim.AdamW(groups(plain), lr=0.01)
+        settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        names = [
+            [n for n, p in model.named_parameters() for q in g["params"] if p is q] for g in groups(model)
+        ]
+        engine, made, _, _ = zeroshard.initialize(model, optimizer, {"stage": stage})
+        after = [{k: v for k, v in g.items() if k != "params"} for g in made.param_groups]
+        if made is not optimizer or after != settings:
+            failures.append(f"stage {stage}: {after} != {settings}")
+        if [[p.fqn for p in g["params"]] for g in made.param_groups] != names:
+            failures.append(f"stage {stage}: parameters of the groups")
+        sharded = dict(engine.named_parameters())
+        if any(sharded[p.fqn] is not p for g in made.param_groups for p in g["params"]):
+            failures.append(f"stage {stage}: others than the engine's")
+        for step in range(3):
+            same_batch(engine, step).backward()
+            made.step()
+            made.zero_grad()
+            same_batch(plain, step).backward()
+            reference.step()
+            reference.zero_grad()
+        state = engine.full_state_dict()
+        failures += [
+            f"stage {stage}: {name}"
+            for name, value in plain.state_dict().items()
+            if state and not torch.equal(state[name], value)
+        ]
+    return failures
+
+
+def test_the_optimizer_keeps_its_groups_and_their_hyperparameters(ranks):
+    assert ranks(2, hyperparameters) == [[], []]
+
+
+def optimizers_from_callables():
+    """Shapes that a callable is given, and whether what it makes comes back."""
+    seen, made = [], []
+
+    def make(parameters):
+        parameters = list(parameters)
+        seen.extend(tuple(p.shape) for p in parameters)
+        small = [p for p in parameters if p.ndim < 2]
+        big = [p for p in parameters if p.ndim >= 2]
+        made.append(torch.optim.SGD([{"params": big}, {"params": small, "weight_decay": 0.0}], lr=0.1))
+        return made[0]
+
+    model = nn.Sequential(nn.Linear(7, 10), nn.Linear(10, 10), nn.Linear(10, 10))
+    model[2].weight = model[1].weight
+    shapes = [tuple(p.shape) for p in model.parameters()]
+    result = zeroshard.initialize(model, make)
+    counts = [len(group["params"]) for group in result.optimizer.param_groups]
+    by_class = zeroshard.initialize(Tiny(), torch.optim.AdamW).optimizer
+    partial = zeroshard.initialize(Tiny(), functools.partial(torch.optim.Adam, lr=0.25)).optimizer
+    named = Tiny()
+    names = [name for name, _ in named.named_parameters()]
+    by_names = zeroshard.initialize(named, torch.optim.AdamW(named.named_parameters())).optimizer
+    return (
+        seen == shapes,
+        result.optimizer is made[0],
+        counts,
+        type(by_class) is torch.optim.AdamW,
+        partial.param_groups[0]["lr"],
+        all(type(p) is ShardedParameter for group in by_class.param_groups for p in group["params"]),
+        by_names.param_groups[0]["param_names"] == [p.fqn for p in by_names.param_groups[0]["params"]] == names,
+    )
+
+
+def test_a_callable_gets_the_original_parameters_each_once(ranks):
+    assert ranks(2, optimizers_from_callables) == [(True, True, [2, 3], True, 0.25, True, True)] * 2
+
+
+def configs(paths):
+    """The engine's config for each way to give it."""
+    ways = [{"stage": 1, "clip_grad_norm": 2.0}, Config(stage=1, clip_grad_norm=2.0), *paths, Path(paths[0])]
+    return [zeroshard.initialize(Tiny(), config=way).engine.config for way in ways]
+
+
+def test_the_config_is_an_object_a_dict_or_a_path_to_json_or_toml(ranks, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"stage": 1, "clip_grad_norm": 2}))
+    (tmp_path / "config.toml").write_text("stage = 1\nclip_grad_norm = 2\n")
+    paths = [str(tmp_path / "config.json"), str(tmp_path / "config.toml")]
+    (found,) = ranks(1, configs, paths)
+    assert found == [Config(stage=1, clip_grad_norm=2.0)] * 5
+
+
+def schedules():
+    """Learning rates over four steps of engines whose scheduler is given in different ways."""
+
+    def halving(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    class OwnSchedule:
+        """No more than a step."""
+
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def step(self):
+            self.optimizer.param_groups[0]["lr"] /= 2
+
+    found = []
+    for given in (
+        halving,
+        OwnSchedule,
+        functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
+        torch.optim.lr_scheduler.ConstantLR,
+        "an object",
+        "an object of mine",
+    ):
+        model = Tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=8.0)
+        if given == "an object":
+            given = halving(optimizer)
+        elif given == "an object of mine":
+            given = OwnSchedule(optimizer)
+        engine, optimizer, _, scheduler = zeroshard.initialize(model, optimizer, lr_scheduler=given)
+        rates = []
+        for number in range(3):
+            rates.append(optimizer.param_groups[0]["lr"])
+            engine.backward(square_loss(engine, number))
+            engine.step()
+        found.append((rates, engine.lr_scheduler is scheduler and hasattr(scheduler, "step")))
+    return found
+
+
+def test_a_scheduler_is_an_object_or_a_callable_that_makes_one_from_the_optimizer(ranks):
+    halved = ([8.0, 4.0, 2.0], True)
+    third = 8.0 / 3
+    constant = ([third] * 3, True)
+    for found in ranks(2, schedules):
+        assert found[3][0] == pytest.approx(constant[0])
+        assert found[:3] + found[4:] == [halved] * 5
+
+
+def collate_doubled(samples):
+    return torch.stack([2 * sample for (sample,) in samples])
+
+
+def loaders():
+    data = TensorDataset(torch.arange(12.0))
+    config = {"micro_batch_size": 3}
+    plain = zeroshard.initialize(Tiny(), None, config, training_data=data).dataloader
+    doubled = zeroshard.initialize(
+        Tiny(), None, config, training_data=data, collate_fn=collate_doubled
+    ).dataloader
+    return [x.tolist() for (x,) in plain], [x.tolist() for x in doubled]
+
+
+def test_training_data_becomes_a_dataloader_with_the_micro_batch_size_and_collate_fn(ranks):
+    first, second = ranks(2, loaders)
+    for plain, doubled in (first, second):
+        assert [len(batch) for batch in plain] == [3, 3]
+        assert doubled == [[2 * x for x in batch] for batch in plain]
+    assert sorted(x for plain, _ in (first, second) for batch in plain for x in batch) == list(range(12))
+
+
+# ------------------------------------------------------------------------------------------------- ranks
+
+
+class WithBuffers(Tiny):
+    """Buffers of several dtypes, some of them not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
+        self.norm.running_mean.normal_()
+        self.register_buffer("scale", torch.randn(()))
+        self.register_buffer("order", torch.randperm(9), persistent=False)
+        self.register_buffer("mask", torch.rand(3, 4) > 0.5)
+        self.register_buffer("turned", torch.randn(4, 3).bfloat16().t())
+        self.register_buffer("wave", torch.randn(3, dtype=torch.complex64))
+
+
+def different_values(stage, param_dtype):
+    """Whether an engine has rank 0's values, on this rank; the models differ."""
+    torch.manual_seed(0)
+    first = WithBuffers()
+    torch.manual_seed(dist.get_rank())
+    model = WithBuffers()
+    differed = not torch.equal(model.inner.weight, first.inner.weight)
+    config = {"stage": stage, "precision": {"param_dtype": param_dtype}}
+    engine = zeroshard.initialize(model, None, config).engine
+    with engine.unsharded():
+        got = {name: p.detach().clone() for name, p in engine.named_parameters()}
+    want = dict(first.named_parameters()) | dict(first.named_buffers())
+    got |= dict(engine.named_buffers())
+    wrong = [name for name, value in want.items() if not torch.equal(got[name], value)]
+    wrong += [name for name, value in want.items() if got[name].dtype != value.dtype]
+    return differed, wrong
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_rank_gets_the_parameters_and_buffers_of_rank_0(ranks, stage):
+    dtype = "fp32" if stage % 2 else None
+    assert ranks(3, different_values, stage, dtype) == [(False, []), (True, []), (True, [])]
+
+
+def open_by_itself():
+    was_open = dist.is_initialized()
+    engine, optimizer, _, _ = zeroshard.initialize(Tiny(), torch.optim.AdamW)
+    square_loss(engine, 0).backward()
+    optimizer.step()
+    return was_open, dist.is_initialized(), dist.get_backend(), engine.mesh.size(), dist.get_world_size()
+
+
+def test_under_torchrun_it_opens_the_process_group_itself(ranks):
+    assert ranks(2, open_by_itself, process_group=False) == [(False, True, "gloo", 2, 2)] * 2
+
+
+EMBEDDED = """
+import copy, torch, zeroshard
+import torch.distributed as dist
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(7, 30), nn.Tanh(), nn.Linear(30, 1))
+plain, x, y = copy.deepcopy(model), torch.randn(6, 7), torch.randn(6, 1)
+reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+engine, optimizer, _, _ = zeroshard.initialize(model, optimizer, loss_fn=nn.functional.mse_loss)
+print(dist.is_initialized(), dist.get_world_size(), engine.mesh.size())
+for _ in range(3):
+    loss = engine.train_batch(x, y)
+    reference.zero_grad()
+    expected = nn.functional.mse_loss(plain(x), y)
+    expected.backward()
+    reference.step()
+    print(loss.item() == expected.item())
+state = engine.full_state_dict()
+print(all(torch.equal(state[name], value) for name, value in plain.state_dict().items()))
+"""
+
+
+def test_without_torchrun_a_script_is_one_rank_that_computes_what_plain_pytorch_does(tmp_path):
+    torchruns = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(torchruns)}
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", EMBEDDED], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines() == ["True 1 1", "True", "True", "True", "True"]
+
+
+# --------------------------------------------------------------------------------------- refused: config
+
+
+def test_a_misspelt_config_key_is_refused_with_the_closest_one():
+    assert refusal(Tiny(), None, {"stge": 3}).startswith("unknown config key 'stge'; did you mean 'stage'?")
+    assert "unknown config key 'precision.parm_dtype'; did you mean 'precision.param_dtype'?" in refusal(
+        Tiny(), None, {"precision": {"parm_dtype": "bf16"}}
+    )
+
+
+def test_a_misspelt_key_in_a_file_is_refused_with_the_file(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text("stages = 3\n")
+    assert refusal(Tiny(), None, path).startswith(f"config file '{path}': unknown config key 'stages'")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"stage": 4}, "config key 'stage': expected an integer from 0 to 3, came 4 (int)"),
+        ({"stage": "3"}, "config key 'stage': expected an integer from 0 to 3, came '3' (str)"),
+        (
+            {"clip_grad_norm": 0},
+            "config key 'clip_grad_norm': expected None or a finite number > 0, came 0 (int)",
+        ),
+        ({"stage": 2, "shard_group_size": 2}, "shard_group_size=2 needs stage to be 3, came 2"),
+        (
+            {"precision": {"loss_scale": 8}},
+            "precision.loss_scale=8.0 needs precision.param_dtype to be float16",
+        ),
+        (3, "config: expected a Config, a dict, a path or None, came 3 (int)"),
+    ],
+)
+def test_wrong_types_and_impossible_combinations_are_refused(config, message):
+    assert refusal(Tiny(), None, config).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("config", "listed"),
+    [
+        ({"compile": True}, "compile=True"),
+        ({"recompute": "unit"}, "recompute='unit'"),
+        ({"offload": {"optimizer": "cpu"}}, "offload.optimizer='cpu'"),
+        ({"offload": {"parameters": "nvme", "nvme_path": "x"}}, "offload.parameters='nvme', "),
+        ({"mesh": {"tp": 2}}, "mesh.tp=2"),
+        ({"mesh": {"pp": 2}}, "mesh.pp=2"),
+        ({"shard_group_size": 2}, "shard_group_size=2"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward=2"),
+        ({"precision": {"param_dtype": "fp16"}}, "precision.param_dtype=float16"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused_by_name(config, listed):
+    assert refusal(Tiny(), None, config).startswith(NOT_YET + listed)
+
+
+def test_a_tensor_parallel_plan_is_refused_for_now():
+    assert refusal(Tiny(), tp_plan="auto") == NOT_YET + "tp_plan"
+
+
+@pytest.mark.parametrize("model", [None, torch.ones(3), lambda x: x, Tiny])
+def test_a_model_that_is_no_module_is_refused(model):
+    assert refusal(model).startswith("expected a torch.nn.Module as model, got ")
+
+
+# ------------------------------------------------------------------------------------ refused: optimizers
+
+
+def test_foreign_parameters_are_refused_with_their_shapes_and_groups():
+    model = Tiny()
+    foreign = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": foreign.parameters()}], lr=0.1)
+    assert refusal(model, optimizer) == (
+        "SGD holds 2 parameter(s) that are not the model's: [5, 3] in group 1, [5] in group 1. "
+        "Build it over the parameters of the model given to initialize"
+    )
+    copied = copy.deepcopy(model)
+    assert "that are not the model's: [] in group 0, [10, 7] in group 0, [10] in group 0. " in refusal(
+        copied, adamw(model)
+    )
+
+
+def test_an_optimizer_that_has_stepped_is_refused_with_a_parameter():
+    model = Tiny()
+    optimizer = adamw(model)
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    message = refusal(model, optimizer)
+    assert message.startswith("AdamW has state already, for 'gain', 'inner.weight', ")
+    assert message.endswith("initialize takes an optimizer that has not stepped yet")
+    momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    momentum.step()
+    assert refusal(model, momentum).startswith("SGD has state already, for ")
+
+
+def own_optimizer(name, base=torch.optim.Optimizer, module="somebody.optim"):
+    """A class of optimizers as other packages have them."""
+
+    def build(self, parameters, lr=0.1):
+        torch.optim.Optimizer.__init__(self, parameters, {"lr": lr})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=group["lr"])
+
+    methods = {} if base is not torch.optim.Optimizer else {"__init__": build, "step": step}
+    return type(name, (base,), {"__module__": module, **methods})
+
+
+WHOLE_TENSORS = ["Shampoo", "SOAP", "LARS", "LAMB", "Lamb", "Prodigy", "DAdaptAdam", "DistributedShampoo"]
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "SparseAdam"])
+def test_optimizers_of_torch_that_need_whole_tensors_are_refused_by_name(name):
+    model = nn.Linear(3, 3, bias=False)
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    message = refusal(model, optimizer)
+    assert message.startswith(f"{name} needs whole tensors (")
+    assert "and a rank holds slices of them; use an element-wise optimizer such as AdamW" in message
+
+
+@pytest.mark.parametrize("name", WHOLE_TENSORS)
+def test_optimizers_of_others_that_need_whole_tensors_are_refused_by_name(name):
+    model, kind = Tiny(), own_optimizer(name)
+    assert refusal(model, kind(model.parameters())).startswith(f"{name} needs whole tensors (")
+    assert refusal(model, kind).startswith(f"{name} needs whole tensors (")
+    derived = own_optimizer("Mine", base=kind)
+    assert refusal(model, derived(model.parameters())).startswith("Mine needs whole tensors (")
+
+
+def test_bitsandbytes_optimizers_are_refused_because_of_their_precision():
+    model = Tiny()
+    kind = own_optimizer("Adam8bit", module="bitsandbytes.optim.adam")
+    derived = own_optimizer("MyAdam", base=kind)
+    for name, optimizer in (("Adam8bit", kind(model.parameters())), ("MyAdam", derived)):
+        assert refusal(model, optimizer) == (
+            f"{name} is a bitsandbytes optimizer: the precision of its states would depend on the slice that "
+            "a rank holds, so it is not supported yet; use torch.optim.AdamW"
+        )
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", 3, lambda parameters: None, lambda parameters: "AdamW"])
+def test_what_is_no_optimizer_is_refused(optimizer):
+    message = refusal(Tiny(), optimizer)
+    assert message.startswith("expected a torch.optim.Optimizer or a callable that makes one, got ")
+
+
+def unknown_optimizers():
+    """Warnings for optimizers that zeroshard does not know, and what they train against plain SGD."""
+    found = []
+    for kind in (own_optimizer("Lion"), type("MySGD", (torch.optim.SGD,), {})):
+        torch.manual_seed(0)
+        model = Tiny()
+        plain = copy.deepcopy(model)
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+        weights = [p for p in model.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if p.ndim != 2]
+        optimizer = kind([{"params": weights}, {"params": others}], lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine, optimizer, _, _ = zeroshard.initialize(model, optimizer)
+            for step in range(2):
+                same_batch(engine, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                same_batch(plain, step).backward()
+                reference.step()
+                reference.zero_grad()
+        state = engine.full_state_dict() or plain.state_dict()
+        same = all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+        found.append(([(str(w.message), w.category, w.filename) for w in caught], same))
+    return found
+
+
+def test_an_unknown_optimizer_warns_once_where_initialize_is_called_and_trains(ranks):
+    for found in ranks(2, unknown_optimizers):
+        for name, (caught, same) in zip(("Lion", "MySGD"), found, strict=True):
+            ((message, category, filename),) = caught
+            assert message.startswith(f"{name} is not known to zeroshard. It sees 1-D slices")
+            assert (category, Path(filename).name) == (UserWarning, Path(__file__).name)
+            assert same
+
+
+def known_optimizers():
+    """Warnings for torch's element-wise optimizers, and where they differ from plain PyTorch."""
+    found = []
+    for kind, options in (
+        (torch.optim.Adagrad, {"initial_accumulator_value": 0.3, "lr_decay": 0.1}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.ASGD, {}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    ):
+        for stage in (0, 3):
+            torch.manual_seed(0)
+            model = Tiny()
+            plain = copy.deepcopy(model)
+            reference = kind(plain.parameters(), lr=0.05, **options)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer = kind(model.parameters(), lr=0.05, **options)
+                engine, optimizer, _, _ = zeroshard.initialize(model, optimizer, {"stage": stage})
+                for step in range(3):
+                    same_batch(engine, step).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    same_batch(plain, step).backward()
+                    reference.step()
+                    reference.zero_grad()
+            found += [f"{kind.__name__}: {w.message}" for w in caught]
+            state = engine.full_state_dict() or plain.state_dict()
+            found += [
+                f"{kind.__name__}, stage {stage}: {name}"
+                for name, value in plain.state_dict().items()
+                if not torch.equal(state[name], value)
+            ]
+            shapes = {
+                (tuple(value.shape), tuple(p.shape))
+                for p, values in optimizer.state.items()
+                for value in values.values()
+                if isinstance(value, torch.Tensor) and value.ndim
+            }
+            found += [f"{kind.__name__}: state {a} of {b}" for a, b in shapes if a != b]
+    return found
+
+
+def test_adagrad_which_has_states_from_the_start_and_others_train_as_in_plain_pytorch(ranks):
+    assert ranks(2, known_optimizers) == [[], []]
+
+
+def part_of_the_parameters():
+    """Names of the parameters that training changed, when the optimizer has the head's alone."""
+    torch.manual_seed(0)
+    model = Tiny()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = zeroshard.initialize(model, torch.optim.SGD(model.outer.parameters(), lr=0.1)).engine
+    gradients = set()
+    for step in range(2):
+        engine.backward(same_batch(engine, step))
+        gradients |= set(full_gradients(engine))
+        engine.step()
+    state = engine.full_state_dict()
+    return {name for name in state if not torch.equal(state[name], before[name])}, gradients == set(before)
+
+
+def test_parameters_that_the_optimizer_does_not_hold_stay_as_they_are(ranks):
+    first, _ = ranks(2, part_of_the_parameters)
+    assert first == ({"outer.weight", "outer.bias"}, True)
+
+
+# ---------------------------------------------------------------------- refused: schedulers, data, the loss
+
+
+def test_a_scheduler_without_an_optimizer_is_refused():
+    model = Tiny()
+    scheduler = torch.optim.lr_scheduler.StepLR(adamw(model), 1)
+    for given in (scheduler, lambda optimizer: scheduler):
+        assert refusal(model, lr_scheduler=given) == (
+            "lr_scheduler: expected an optimizer to go with it, got None"
+        )
+
+
+def test_a_scheduler_of_another_optimizer_is_refused():
+    model = Tiny()
+    scheduler = torch.optim.lr_scheduler.StepLR(adamw(model), 1)
+    for given in (scheduler, lambda optimizer: scheduler):
+        assert refusal(model, adamw(model), lr_scheduler=given) == (
+            "lr_scheduler belongs to another optimizer than the one given"
+        )
+
+
+@pytest.mark.parametrize("given", [3, "cosine", {"step_size": 1}])
+def test_what_is_neither_a_scheduler_nor_a_callable_is_refused(given):
+    model = Tiny()
+    message = refusal(model, adamw(model), lr_scheduler=given)
+    assert message == f"lr_scheduler: expected a scheduler or a callable, got {given!r}"
+
+
+def test_a_scheduler_whose_step_needs_a_metric_or_that_has_none_is_refused():
+    model = Tiny()
+    optimizer = adamw(model)
+    for given, name in (
+        (torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "ReduceLROnPlateau"),
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau"),
+        (lambda optimizer: 0.1, "float"),
+        (lambda optimizer: None, "NoneType"),
+    ):
+        assert refusal(model, optimizer, lr_scheduler=given) == (
+            f"lr_scheduler: expected a scheduler whose step() needs no argument, got {name}"
+        )
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize("data", [[], TensorDataset(torch.ones(0, 3)), Endless(), 3])
+def test_training_data_that_cannot_be_dealt_to_the_ranks_is_refused(data):
+    message = refusal(Tiny(), training_data=data)
+    assert message.startswith("training_data: expected a Dataset with a length above 0, got ")
+
+
+def test_a_loss_that_cannot_be_called_is_refused():
+    assert refusal(Tiny(), loss_fn="mse") == (
+        "loss_fn: expected a callable (output, targets) -> loss, got 'mse'"
+    )
+
+
+def test_after_a_refusal_the_model_is_as_it_was():
+    model = Tiny()
+    before = {name: (id(p), type(p), tuple(p.shape)) for name, p in model.named_parameters()}
+    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+    refusal(model, torch.optim.SGD(Tiny().parameters(), lr=0.1))
+    refusal(model, adamw(model), {"stge": 3})
+    refusal(model, adamw(model), training_data=[])
+    assert {name: (id(p), type(p), tuple(p.shape)) for name, p in model.named_parameters()} == before
+    assert [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()] == hooks
+    assert sum(hooks) == 0
+
+
+# ---------------------------------------------------------------------- refused: models, once ranks are there
+
+
+def on_meta():
+    with torch.device("meta"):
+        return Tiny()
+
+
+def with_an_integer_parameter():
+    model = Tiny()
+    model.count = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+    return model
+
+
+def already_sharded():
+    model = Tiny()
+    zeroshard.initialize(model)
+    return model
+
+
+def partly_sharded():
+    model = Tiny()
+    zeroshard.initialize(model.blocks[0])
+    return model
+
+
+def inside_a_sharded_one():
+    model = Tiny()
+    zeroshard.initialize(model)
+    return model.blocks[0]
+
+
+MODELS = {
+    on_meta: (None, "parameter 'gain' is on the meta device; expected it to have values"),
+    with_an_integer_parameter: (None, "parameter 'count' has dtype torch.int64; only floating-point"),
+    "half": (None, NOT_YET + "parameter 'gain' would be trained in float16, which needs loss scaling"),
+    "units": (
+        {"units": ["Sequentiel"]},
+        "config key 'units': the model has no module of class 'Sequentiel'; ",
+    ),
+}
+
+
+def refused_models():
+    found = []
+    for make, (config, _) in MODELS.items():
+        model = {"half": lambda: Tiny().half(), "units": Tiny}.get(make, make)()
+        before = [id(p) for p in model.parameters()]
+        for optimizer in (None, torch.optim.AdamW):
+            try:
+                zeroshard.initialize(model, optimizer, config)
+            except ValueError as error:
+                found.append(str(error))
+        found.append([id(p) for p in model.parameters()] == before)
+    engine = zeroshard.initialize(Tiny()).engine  # what was refused is no hindrance
+    with torch.no_grad():
+        square_loss(engine, 0)
+    return found
+
+
+def test_models_that_cannot_be_sharded_are_refused_with_the_parameter_and_left_as_they_were(ranks):
+    for found in ranks(2, refused_models):
+        for (_, want), *got in zip(MODELS.values(), found[::3], found[1::3], found[2::3], strict=True):
+            without, with_optimizer, is_unchanged = got
+            assert without.startswith(want)
+            assert with_optimizer.startswith(want)
+            assert is_unchanged
+
+
+def sharded_again():
+    """What initialize says to a model that is sharded, in whole or in part, or that is a part of one."""
+    found = []
+    for make in (already_sharded, partly_sharded, inside_a_sharded_one):
+        model = make()
+        for optimizer in (None, torch.optim.AdamW):
+            try:
+                zeroshard.initialize(model, optimizer)
+            except (ValueError, RuntimeError) as error:
+                found.append((type(error), str(error)))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_model_that_is_sharded_already_in_whole_or_in_part_is_refused(ranks, num_ranks):
+    names = ["gain"] * 2 + ["blocks.0.0.weight"] * 2 + ["0.weight"] * 2
+    expected = [(ValueError, f"parameter '{name}' is sharded already") for name in names]
+    assert ranks(num_ranks, sharded_again) == [expected] * num_ranks
+
+
+def frozen_float16():
+    model = Tiny().half().requires_grad_(False)
+    engine = zeroshard.initialize(model).engine
+    return sorted({str(p.dtype) for p in engine.parameters()})
+
+
+def test_frozen_parameters_may_be_float16(ranks):
+    assert ranks(2, frozen_float16) == [["torch.float16"]] * 2
+
+
+# ------------------------------------------------------------------------------------ ranks that disagree
+
+
+def one_more(model):
+    model.more = nn.Linear(2, 2, bias=False)
+    return model
+
+
+def frozen(model):
+    model.outer.bias.requires_grad_(False)
+    return model
+
+
+def tied(model):
+    model.second.weight = model.first.weight
+    return model
+
+
+def with_buffer(model, **options):
+    model.register_buffer("table", torch.zeros(3, **options))
+    return model
+
+
+def two_layers():
+    model = nn.Module()
+    model.first, model.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    return model
+
+
+# Of rank 0 (and 2) and of rank 1: (model, optimizer, config); and what the message says.
+DISAGREEMENTS = {
+    "shape": (
+        (lambda: nn.Linear(5, 7), None, None),
+        (lambda: nn.Linear(5, 8), None, None),
+        "rank(s) 0, 2 have parameter 'weight' (7, 5) torch.float32; "
+        "rank(s) 1 have parameter 'weight' (8, 5) torch.float32",
+    ),
+    "dtype": (
+        (lambda: nn.Linear(5, 7), None, None),
+        (lambda: nn.Linear(5, 7).bfloat16(), None, None),
+        "rank(s) 0, 2 have parameter 'weight' (7, 5) torch.float32; "
+        "rank(s) 1 have parameter 'weight' (7, 5) torch.bfloat16",
+    ),
+    "name": (
+        (lambda: nn.ModuleDict({"a": nn.Linear(2, 2)}), None, None),
+        (lambda: nn.ModuleDict({"b": nn.Linear(2, 2)}), None, None),
+        "rank(s) 0, 2 have parameter 'a.weight' (2, 2) torch.float32; "
+        "rank(s) 1 have parameter 'b.weight' (2, 2) torch.float32",
+    ),
+    "one parameter more": (
+        (Tiny, adamw, None),
+        (lambda: one_more(Tiny()), adamw, None),
+        "rank(s) 0, 2 have nothing more; rank(s) 1 have parameter 'more.weight' (2, 2) torch.float32",
+    ),
+    "one parameter less": (
+        (lambda: one_more(Tiny()), None, None),
+        (Tiny, None, None),
+        "rank(s) 0, 2 have parameter 'more.weight' (2, 2) torch.float32; rank(s) 1 have nothing more",
+    ),
+    "frozen": (
+        (Tiny, None, None),
+        (lambda: frozen(Tiny()), None, None),
+        "rank(s) 0, 2 have parameter 'outer.bias' (3,) torch.float32; "
+        "rank(s) 1 have parameter 'outer.bias' (3,) torch.float32 frozen",
+    ),
+    "tied": (
+        (two_layers, None, None),
+        (lambda: tied(two_layers()), None, None),
+        "rank(s) 0, 2 have parameter 'second.weight' (3, 3) torch.float32; "
+        "rank(s) 1 have parameter 'second.weight' (3, 3) torch.float32 tied to 'first.weight'",
+    ),
+    "buffer": (
+        (lambda: with_buffer(Tiny()), None, None),
+        (lambda: with_buffer(Tiny(), dtype=torch.float64), None, None),
+        "rank(s) 0, 2 have buffer 'table' (3,) torch.float32; "
+        "rank(s) 1 have buffer 'table' (3,) torch.float64",
+    ),
+    "stage": (
+        (Tiny, None, {"stage": 3}),
+        (Tiny, None, {"stage": 2}),
+        "rank(s) 0, 2 have config stage=3; rank(s) 1 have config stage=2",
+    ),
+    "config before model": (
+        (lambda: nn.Linear(5, 7), None, {"num_prefetch": 0}),
+        (lambda: nn.Linear(5, 8), None, {"num_prefetch": 1}),
+        "rank(s) 0, 2 have config num_prefetch=0; rank(s) 1 have config num_prefetch=1",
+    ),
+    "units": (
+        (lambda: Tiny(2), None, {"units": ["Sequential"]}),
+        (lambda: Tiny(2), None, None),
+        "rank(s) 0, 2 have config units=('Sequential',); rank(s) 1 have config units=None",
+    ),
+    "optimizer or none": (
+        (Tiny, torch.optim.AdamW, None),
+        (Tiny, None, None),
+        r"rank(s) 0, 2 have optimizer AdamW group 0 of 9 parameters {...}; rank(s) 1 have no optimizer",
+    ),
+    "class of optimizer": (
+        (Tiny, torch.optim.AdamW, None),
+        (Tiny, torch.optim.Adam, None),
+        "rank(s) 0, 2 have optimizer AdamW group 0 of 9 parameters {...}; "
+        "rank(s) 1 have optimizer Adam group 0 of 9 parameters {...}",
+    ),
+    "learning rate": (
+        (Tiny, lambda parameters: torch.optim.SGD(parameters, lr=0.5), None),
+        (Tiny, lambda parameters: torch.optim.SGD(parameters, lr=0.25), None),
+        "rank(s) 0, 2 have optimizer SGD group 0 of 9 parameters {'lr': 0.5...}; "
+        "rank(s) 1 have optimizer SGD group 0 of 9 parameters {'lr': 0.25...}",
+    ),
+    "number of parameters in a group": (
+        (Tiny, torch.optim.SGD, None),
+        (Tiny, lambda parameters: torch.optim.SGD(list(parameters)[1:]), None),
+        "rank(s) 0, 2 have optimizer SGD group 0 of 9 parameters {...}; "
+        "rank(s) 1 have optimizer SGD group 0 of 8 parameters {...}",
+    ),
+    "number of groups": (
+        (Tiny, lambda parameters: torch.optim.SGD([{"params": [p]} for p in list(parameters)[:2]]), None),
+        (Tiny, lambda parameters: torch.optim.SGD([{"params": list(parameters)[:1]}]), None),
+        "rank(s) 0, 2 have optimizer SGD group 1 of 1 parameters {...}; rank(s) 1 have nothing more",
+    ),
+    "which parameters are in a group": (
+        (two_layers, lambda parameters: torch.optim.SGD([{"params": [p]} for p in parameters]), None),
+        (two_layers, lambda parameters: torch.optim.SGD([{"params": [p]} for p in parameters[::-1]]), None),
+        "rank(s) 0, 2 have optimizer ...first.weight...; rank(s) 1 have optimizer ...second.weight",
+    ),
+}
+
+
+def disagree():
+    """What initialize says on this rank, by the name of the disagreement; and a run that agrees."""
+    rank, found = dist.get_rank(), {}
+    for name, (usual, odd, _) in DISAGREEMENTS.items():
+        make, optimizer, config = odd if rank == 1 else usual
+        model = make()
+        try:
+            zeroshard.initialize(model, optimizer(model) if optimizer is adamw else optimizer, config)
+        except RuntimeError as error:
+            found[name] = str(error)
+    engine, optimizer, _, _ = zeroshard.initialize(Tiny(), torch.optim.SGD)
+    square_loss(engine, 0).backward()
+    optimizer.step()
+    return found
+
+
+@pytest.fixture(scope="module")
+def disagreements(ranks):
+    return ranks(3, disagree)
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_ranks_that_differ_learn_the_first_difference_and_who_has_it(disagreements, name):
+    said = f"the ranks were given different models, configs or optimizers: {DISAGREEMENTS[name][2]}"
+    pattern = re.escape(said).replace(re.escape("..."), ".*")
+    for found in disagreements:
+        assert re.match(pattern, found.get(name, "nothing: it was not noticed"))
+
+
+def many_disagree():
+    try:
+        zeroshard.initialize(nn.Linear(3, 4 + dist.get_rank()))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_every_version_is_named_with_its_ranks(ranks):
+    for message in ranks(4, many_disagree):
+        for rank in range(4):
+            assert f"rank(s) {rank} have parameter 'weight' ({4 + rank}, 3) torch.float32" in message
+
+
+class Left(nn.Sequential):
+    pass
+
+
+class Right(nn.Sequential):
+    pass
+
+
+def different_units(kind):
+    """What initialize says where parameters have the same names and shapes but make up other units."""
+    second = Right if dist.get_rank() == 1 and kind == "classes" else Left
+    model = nn.ModuleList([Left(nn.Linear(3, 3)), second(nn.Linear(3, 3))])
+    config = {"watchdog_s": 5.0}
+    if kind == "predicates":
+        config["units"] = lambda module: isinstance(module, nn.Linear if dist.get_rank() == 1 else Left)
+    try:
+        zeroshard.initialize(model, None, config)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("kind", ["classes", "predicates"])
+def test_ranks_that_would_shard_other_units_are_told_so(ranks, kind):
+    for message in ranks(2, different_units, kind):
+        assert message is not None, "it was not noticed"
+        assert message.startswith("the ranks were given different models, configs or optimizers: ")
