@@ -32,7 +32,7 @@ from launch import inside_rank, leave, process_group, run_ranks
 from medians import median_of, median_ratio
 from model import add_shape_arguments, build_tokens, shape_from
 
-LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 1e-2}
+LOSS_TOLERANCE = {"fp32": 3e-3, "bf16": 1e-2}
 
 Times = Mapping[str, Sequence[float]]
 """Seconds of each round, by engine."""

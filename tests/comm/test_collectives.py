@@ -211,7 +211,7 @@ def exchange_nothing():
     for handle in handles:
         handle.wait()
     axis.broadcast(empty, "test")
-    return axis.any([], "test"), axis.counter.report()
+    return axis.any([], "test")(), axis.counter.report()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -225,7 +225,7 @@ def test_empty_tensors_are_not_exchanged(ranks, num_ranks):
 def find_any(flags_by_rank):
     axis = world()
     flags = flags_by_rank[axis.rank]
-    return axis.any(flags, "test"), flags
+    return axis.any(flags, "test")(), flags
 
 
 @pytest.mark.parametrize("num_ranks", WORLDS)
@@ -343,7 +343,7 @@ def test_counts_are_those_of_the_formula_and_of_what_is_sent(ranks, num_ranks):
 
 def count_small_messages():
     axis = world()
-    axis.any([True, False, True], "test")
+    axis.any([True, False, True], "test")()
     axis.sum(torch.zeros(2, dtype=FP64), "test")
     axis.broadcast(torch.zeros(5), "test")
     axis.all_gather_object("something", "test")
@@ -385,7 +385,7 @@ def test_one_rank_alone_exchanges_nothing_and_copies_only_what_it_must():
     axis.broadcast(flat, "test")
     value = torch.ones(())
     assert axis.sum(value, "test") is value
-    assert axis.any([True, False], "test") == [True, False]
+    assert axis.any([True, False], "test")() == [True, False]
     assert axis.all_gather_object("x", "test") == ["x"]
     assert not any(axis.counter.calls.values())
 
@@ -430,7 +430,7 @@ def small_messages_to_a_rank_that_ended():
         dist.destroy_process_group()
         return None
     exchanges = {
-        "any": lambda label: axis.any([True], label),
+        "any": lambda label: axis.any([True], label)(),
         "sum": lambda label: axis.sum(torch.ones(()), label),
         "objects": lambda label: axis.all_gather_object(1, label),
     }

@@ -80,7 +80,7 @@ def exchange_in_subgroups():
     axis.all_gather(flat, own, tag=0, label="test").wait()
     word = torch.tensor(float(rank))
     axis.broadcast(word, "test")
-    flags = axis.any([rank == 3, rank == 0], "test")
+    flags = axis.any([rank == 3, rank == 0], "test")()
     total = axis.sum(torch.tensor(10.0**rank), "test")
     return (axis.rank, axis.size), flat.tolist(), word.item(), flags, total.item()
 
@@ -143,7 +143,7 @@ from zeroshard.config import Config
 cpu = torch.device("cpu")
 started = start_process_group(cpu, 20.0)
 axis = open_axes(build_mesh(Config(), cpu), cpu, Counter(), 20.0).dp_shard
-values = axis.any([True, False], "test"), axis.sum(torch.ones(2), "test").tolist()
+values = axis.any([True, False], "test")(), axis.sum(torch.ones(2), "test").tolist()
 facts = started, dist.get_rank(), dist.get_world_size(), axis.rank, axis.size, values
 axis.close(1.0)
 stop_process_group()
