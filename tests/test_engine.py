@@ -135,7 +135,8 @@ def own_names():
         isinstance(engine.config, zeroshard.Config),
         isinstance(engine.mesh, DeviceMesh),
         engine.global_step == 1,
-        set(unequal(after, before)) >= {"loss_fn.weight", "config.weight", "optimizer.weight", "lr_scheduler"},
+        set(unequal(after, before))
+        >= {"loss_fn.weight", "config.weight", "optimizer.weight", "lr_scheduler"},
     ]
 
 

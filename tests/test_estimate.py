@@ -101,7 +101,9 @@ def test_an_estimate_follows_accumulation_prefetch_resharding_and_units(ranks):
     ]
     configs = [("GPT", {"stage": stage, **options}) for stage in STAGES for options in choices]
     units = {"units": ["Embedding", "LlamaBlock"]}  # an embedding's backward needs no parameters
-    configs += [("Llama", {"stage": stage, "num_prefetch": n, **units}) for stage in STAGES for n in (0, 1, 2)]
+    configs += [
+        ("Llama", {"stage": stage, "num_prefetch": n, **units}) for stage in STAGES for n in (0, 1, 2)
+    ]
     for results in ranks(2, measured, configs):
         for (name, config), (report, wire, _, _) in zip(configs, results, strict=True):
             foretold = estimate(name, 2, config)

@@ -159,7 +159,9 @@ def optimizers_from_callables():
         type(by_class) is torch.optim.AdamW,
         partial.param_groups[0]["lr"],
         all(type(p) is ShardedParameter for group in by_class.param_groups for p in group["params"]),
-        by_names.param_groups[0]["param_names"] == [p.fqn for p in by_names.param_groups[0]["params"]] == names,
+        by_names.param_groups[0]["param_names"]
+        == [p.fqn for p in by_names.param_groups[0]["params"]]
+        == names,
     )
 
 

@@ -287,7 +287,8 @@ def _split(value: Any, num_pieces: int) -> list[Any]:
         return [{key: column[i] for key, column in columns.items()} for i in range(num_pieces)]
     if isinstance(value, list | tuple):
         items = [_split(item, num_pieces) for item in value]
-        return [type(value)(item[i] for item in items) for i in range(num_pieces)]
+        build = getattr(type(value), "_make", type(value))  # a named tuple's constructor is another
+        return [build(item[i] for item in items) for i in range(num_pieces)]
     if not isinstance(value, Tensor):
         return [value] * num_pieces
     if not value.dim() or value.shape[0] % num_pieces:

@@ -20,6 +20,7 @@ from zeroshard.engine import Engine, LossFunction
 from zeroshard.optim.takeover import OptimizerFactory, check_optimizer, take_over
 from zeroshard.sharding.agreement import check_agreement
 from zeroshard.sharding.shard import shard_over
+from zeroshard.sharding.units import find_units
 
 
 class Initialized(NamedTuple):
@@ -72,6 +73,7 @@ def initialize(
         raise ValueError(f"training_data: expected a Dataset with a length above 0, got {training_data!r}")
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"loss_fn: expected a callable (output, targets) -> loss, got {loss_fn!r}")
+    find_units(model, config.units)  # refuses what cannot be sharded, before anything is started
     optimizer = _build_optimizer(optimizer, model)
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
     device = default_device()

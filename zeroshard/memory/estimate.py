@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.config import Config
+from zeroshard.config import Config, require_supported
 from zeroshard.memory.report import MemoryReport
 from zeroshard.sharding.layout import Layout
 from zeroshard.sharding.placement import STAGES, BufferPlan, Placements, plan_buffer
@@ -65,6 +65,9 @@ def estimate(
         ValueError: fewer than 1 rank; a parameter that cannot be sharded.
     """
     config = Config.parse(config)
+    require_supported(config)
+    if type(world_size) is not int or world_size < 1:
+        raise ValueError(f"world_size: expected an integer >= 1, got {world_size!r}")
     if isinstance(model_or_num_params, float) and model_or_num_params.is_integer():
         model_or_num_params = int(model_or_num_params)
     is_number = isinstance(model_or_num_params, int) and not isinstance(model_or_num_params, bool)

@@ -30,8 +30,8 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         RuntimeError: `write_back`, and the ranks made different edits; then none is kept.
     """
     runtime.settle()
-    wanted = {id(parameter) for module in modules for parameter in module.parameters()}
-    units = [u for u in runtime.units if any(id(p) in wanted for b in u.buffers for p in b.sharded)]
+    members = {member for module in modules for member in module.modules()}
+    units = [unit for unit in runtime.units if not members.isdisjoint(unit.owners)]
     if write_back and any(unit.is_shown for unit in units):
         raise RuntimeError("unsharded(write_back=True) inside unsharded() of the same parameters")
     opened = [(buffer, buffer.gather_main()) for unit in units for buffer in unit.buffers]
@@ -53,14 +53,16 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
 
 @torch.no_grad()
 def _write_back(runtime: Runtime, opened: Opened) -> None:
-    for buffer, whole in opened:
-        for original, view in zip(buffer.originals, buffer.main_views(whole), strict=True):
-            for owner, attribute in original.owners:
-                current = owner._parameters[attribute]
-                if current is not None and current.data_ptr() != view.data_ptr():  # replaced, not edited
-                    view.copy_(current)
+    misshapen = [name for buffer, whole in opened for name in _take_replaced(buffer, whole)]
     digests = [blake2b(whole.cpu().view(torch.uint8).numpy().data).digest() for _, whole in opened]
-    everyone = runtime.context.axis.all_gather_object(digests, "agreement on edited parameters")
+    facts = runtime.context.axis.all_gather_object((misshapen, digests), "agreement on edited parameters")
+    for rank, (names, _) in enumerate(facts):
+        if names:
+            raise RuntimeError(
+                f"unsharded(write_back=True): rank {rank} replaced {', '.join(map(repr, names))} by "
+                "parameters of another shape. Nothing was written"
+            )
+    everyone = [digests for _, digests in facts]
     for (buffer, _), *sums in zip(opened, *everyone, strict=True):
         if len(set(sums)) > 1:
             raise RuntimeError(
@@ -69,6 +71,19 @@ def _write_back(runtime: Runtime, opened: Opened) -> None:
             )
     for buffer, whole in opened:
         buffer.main.copy_(whole[buffer.main_span.slice])
+
+
+def _take_replaced(buffer: FlatBuffer, whole: Tensor) -> list[str]:
+    """Copy parameters that were replaced, not edited; return the names of those that do not fit."""
+    misshapen = []
+    for original, view in zip(buffer.originals, buffer.main_views(whole), strict=True):
+        for owner, attribute in original.owners:
+            current = owner._parameters[attribute]
+            if current is None or current.shape != view.shape:
+                misshapen.append(original.fqn)
+            elif current.data_ptr() != view.data_ptr():
+                view.copy_(current)
+    return misshapen
 
 
 def full_state_dict(runtime: Runtime) -> dict[str, Tensor]:

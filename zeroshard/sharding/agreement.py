@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.config import Config
+from zeroshard.sharding.units import find_units
 
 
 def check_agreement(axis: Axis, model: nn.Module, config: Config, optimizer: Optimizer | None) -> None:
@@ -18,7 +19,12 @@ def check_agreement(axis: Axis, model: nn.Module, config: Config, optimizer: Opt
     Raises:
         RuntimeError: on every rank, with the first difference and the ranks that have it.
     """
-    sections = [[*_config_facts(config)], [*_model_facts(model)], [*_optimizer_facts(optimizer)]]
+    sections = [
+        [*_config_facts(config)],
+        [*_model_facts(model)],
+        [*_unit_facts(model, config)],
+        [*_optimizer_facts(optimizer, model)],
+    ]
     everyone = axis.all_gather_object(sections, "agreement on model and config")
     for section in zip(*everyone, strict=True):
         for versions in zip_longest(*section, fillvalue="nothing more"):
@@ -52,14 +58,21 @@ def _model_facts(model: nn.Module) -> Iterator[str]:
         yield f"buffer '{name}' {tuple(buffer.shape)} {buffer.dtype}"
 
 
-def _optimizer_facts(optimizer: Optimizer | None) -> Iterator[str]:
+def _unit_facts(model: nn.Module, config: Config) -> Iterator[str]:
+    for spec in find_units(model, config.units):
+        yield f"unit '{spec.name}' of {[original.fqn for original in spec.originals]}"
+
+
+def _optimizer_facts(optimizer: Optimizer | None, model: nn.Module) -> Iterator[str]:
     if optimizer is None:
         yield "no optimizer"
         return
+    names = {parameter: name for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         name, num = type(optimizer).__name__, len(group["params"])
         yield f"optimizer {name} group {number} of {num} parameters {settings}"
+        yield f"optimizer {name} group {number} over {[names[p] for p in group['params']]}"
 
 
 def _numbers(ranks: list[int]) -> str:

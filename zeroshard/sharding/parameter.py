@@ -201,7 +201,13 @@ def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
     parameter = args[0]
     if func == _SET_DATA:
         with torch._C.DisableTorchFunctionSubclass():
-            if args[1].data_ptr() == parameter.data_ptr() and args[1].shape == parameter.shape:
+            new = args[1]
+            same_kind = (new.shape, new.dtype, new.device) == (
+                parameter.shape,
+                parameter.dtype,
+                parameter.device,
+            )
+            if same_kind and new.data_ptr() == parameter.data_ptr():
                 return  # p.data -= ... has changed it in place and sets it to itself
         raise RuntimeError(
             f"{parameter.describe()} is a view of a flat buffer: its data cannot be replaced; copy_() into "

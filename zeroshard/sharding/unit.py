@@ -95,6 +95,11 @@ class Unit:
         self.uninstall()
 
     @property
+    def owners(self) -> set[nn.Module]:
+        """The modules that hold its parameters."""
+        return {owner for owner, _, _, _ in self._slots}
+
+    @property
     def numel(self) -> int:
         """Elements of all buffers, padding included."""
         return sum(buffer.layout.total for buffer in self.buffers)
