@@ -345,7 +345,7 @@ def reduce_and_deliver(stage, deferred):
     started = gradients.state
     gradients.complete()
     finished = gradients.state
-    gradients.deliver(axis.any(gradients.used, "test"))
+    gradients.deliver(axis.any(gradients.used, "test")())
     grads = [parameter.grad for parameter in gradients.buffer.sharded]
     return [state.value for state in (packed, started, finished, gradients.state)], grads
 
@@ -373,7 +373,7 @@ def drop_while_reducing():
     state, num_missing, kept = gradients.state, gradients.num_missing, gradients.local_bytes
     gradients.pack(0, torch.full((30, 20), 2.0), False)
     gradients.start_reduce()
-    gradients.deliver(axis.any(gradients.used, "test"))
+    gradients.deliver(axis.any(gradients.used, "test")())
     return state.value, num_missing, kept, gradients.buffer.sharded[0].grad
 
 
