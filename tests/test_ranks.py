@@ -143,8 +143,8 @@ def test_hang_ends_soon_with_the_stacks_of_the_ranks(ranks: Ranks) -> None:
     ranks(2, describe)
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
-        ranks(2, sleep_for_long, timeout=0.5)
-    assert time.monotonic() - start < 10
+        ranks(2, sleep_for_long, timeout=7.0)  # opening a group may take 5 s where ::1 has no name
+    assert time.monotonic() - start < 20
     assert [error and error[0] for error in caught.value.errors] == ["TimeoutError", "TimeoutError"]
     assert str(caught.value).count("in sleep_for_long") == 2
     assert ranks(2, fail_on, []) == [0, 1]
