@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zeroshard
-from zeroshard.sharding.parameter import ShardedParameter, partial_slices
+from zeroshard.sharding.parameter import ShardedParameter
 
 NAME, UNIT, SHAPE = "model.head.weight", "model.head", torch.Size((6, 4))
 HIDDEN = torch.arange(12.0).view(3, 4)
@@ -188,11 +188,6 @@ def test_a_deep_copy_has_the_values_and_can_be_printed(weight):
     assert torch.equal(twin.detach(), weight.detach())
     assert twin.data_ptr() != weight.data_ptr()
     assert "11." in repr(twin)
-
-
-def test_partial_slices_are_told_from_whole_and_plain_parameters(weight):
-    whole, plain = sharded(torch.zeros(24), is_partial=False), nn.Parameter(torch.zeros(2))
-    assert partial_slices([plain, weight, whole]) == [weight]
 
 
 def test_values_can_be_changed_through_data_as_hand_written_optimizers_do():

@@ -41,7 +41,8 @@ _LAYER_FUNCTIONS = frozenset(
 _GRAD_READERS = {
     ("torch.nn.utils.clip_grad", "clip_grad_norm_"): "engine.clip_grad_norm_(max_norm) or "
     "Config(clip_grad_norm=...)",
-    ("torch.amp.grad_scaler", "_unscale_grads_"): "Config(precision=Precision(loss_scale=...))",
+    ("torch.amp.grad_scaler", "_unscale_grads_"): "Precision(param_dtype='bfloat16'), which needs no scaling "
+    "(float16 with Precision(loss_scale=...) is not available yet),",
 }
 """Functions of torch that would take a slice of the gradient for the whole, and what to use instead."""
 
@@ -159,11 +160,6 @@ _PARTS = frozenset((Tensor.__getitem__, Tensor.T.__get__))  # type: ignore[attr-
 # torch's for-each and fused optimizers look at the exact type of a parameter; torch lists its own
 # subclasses (DTensor) in the same place. tests/sharding/test_parameter.py notices if that moves.
 torch_optimizer._foreach_supported_types.append(ShardedParameter)
-
-
-def partial_slices(parameters: Sequence[Tensor]) -> list[ShardedParameter]:
-    """Those that are slices of something larger."""
-    return [p for p in parameters if isinstance(p, ShardedParameter) and p.is_partial]
 
 
 REMEDY = (

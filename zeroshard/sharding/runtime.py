@@ -332,8 +332,8 @@ class Runtime:
         self._is_in_backward = True
         self._to_pass = deque(reversed(self._order))
         self.reducer.begin()
-        for unit in self.units:
-            if self._is_alone:
+        if self._is_alone:
+            for unit in self.units:
                 unit.install()
         token = _Token()
         self._backward = weakref.ref(token)
