@@ -3,9 +3,9 @@
 Importing torch takes seconds, so one process imports it and forks the ranks of all trials. Each rank runs a
 script and leaves through the interpreter's own exit, as a script does under torchrun.
 
-What aborts a process whose group is open is a thread of Gloo that waits for the interpreter lock, to drop
-a tensor, while the interpreter ends. A long switch interval lets that thread wait until then: so what happens
-to one run in five happens to every other one.
+What aborts a process whose group is open, or is still held by a mesh, is a thread of Gloo that waits for the
+interpreter lock, to drop a tensor, while the interpreter ends. A long switch interval lets that thread wait
+until then: so what happens to one run in five happens to every other one.
 """
 
 from __future__ import annotations
@@ -134,6 +134,16 @@ if rank == 1:
 engine.train_batch(x, y)
 """
 
+CLOSE_AND_LIST_THREADS = """
+from zeroshard.comm import lifecycle
+def threads():
+    tasks = "/proc/self/task"
+    print(*[open(f"{tasks}/{task}/comm").read().strip() for task in os.listdir(tasks)])
+threads()
+lifecycle._lifecycle.close()  # what atexit calls
+threads()
+"""
+
 STILL_OPEN = """
 assert dist.is_initialized()
 dist.barrier()
@@ -216,8 +226,17 @@ def test_script_that_simply_ends_exits_with_0_and_says_nothing(run: Forks) -> No
 
 def test_uncaught_exception_on_all_ranks_is_the_last_thing_said(run: Forks) -> None:
     for pair in run(*[script(TRAIN, FAIL, stage=stage) for stage in (1, 3)] * 3):
-        assert [ending.code for ending in pair] == [1, 1]
-        assert [ending.last_line for ending in pair] == ["LookupError: a row is missing"] * 2
+        for ending in pair:
+            assert (ending.code, ending.last_line) == (1, "LookupError: a row is missing")
+
+
+def test_no_thread_of_the_groups_is_left_at_exit(run: Forks) -> None:
+    for pair in run(*[script(TRAIN, CLOSE_AND_LIST_THREADS, stage=stage) for stage in (1, 3)]):
+        for ending in pair:
+            assert ending.code == 0, ending.output
+            before, after = (line.split() for line in ending.output.splitlines())
+            assert "pt_gloo_runloop" in before
+            assert "pt_gloo_runloop" not in after
 
 
 def test_process_group_of_the_user_stays_open(run: Forks) -> None:

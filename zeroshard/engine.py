@@ -219,7 +219,8 @@ class Engine(nn.Module):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The device mesh."""
+        """The device mesh; gone once the interpreter ends."""
+        assert self._axes.mesh is not None, "the interpreter has not ended"
         return self._axes.mesh
 
     @property

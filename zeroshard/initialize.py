@@ -80,7 +80,7 @@ def initialize(
     started = start_process_group(device, config.watchdog_s)
     axes = open_axes(build_mesh(config, device), device, Counter(), config.watchdog_s)
     axis = axes.dp_shard
-    close_at_exit(axis, owns_process_group=started)
+    close_at_exit(axes, owns_process_group=started)
     check_agreement(axis, model, config, optimizer)
     runtime, replacements = shard_over(model, config, axes, device)
     if optimizer is not None:

@@ -82,12 +82,18 @@ def build_mesh(config: Config, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(DP_SHARD,))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Axes:
     """The mesh and this rank's view of its axes."""
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
+    """None once closed: a mesh holds its process groups, and so their threads."""
     dp_shard: Axis
+
+    def close(self, drain_s: float) -> None:
+        """Wait up to `drain_s` for what is under way and forget the process groups."""
+        self.dp_shard.close(drain_s)
+        self.mesh = None
 
 
 def open_axes(mesh: DeviceMesh, device: torch.device, counter: Counter, timeout_s: float) -> Axes:
