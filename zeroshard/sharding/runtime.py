@@ -1,9 +1,9 @@
 """The hooks: gather a unit just before it is used, free it right after, reduce its gradients.
 
-    before forward    unshard this, wait, prefetch the next
+    before forward    unshard this, prefetch the next, wait for this
     after forward     put the sharded parameters back; the storage goes when the next unit begins
     before backward   everything after this unit has had its backward: reduce and free what is left of it;
-                      unshard this, wait, prefetch the one before
+                      unshard this, prefetch the one before, wait for this
     a gradient        pack it; when the unit has all of its gradients, start the reduction
     end of backward   reduce what is left, agree on which parameters were used, deliver, free
 
@@ -199,12 +199,12 @@ class Runtime:
                 self._called.append(unit)
             self._free_idle(unit)
         unit.unshard()
-        unit.wait()
-        unit.install()
         if not is_in_backward():
             following = unit.position + 1
             for upcoming in self._order[following : following + self._num_prefetch]:
                 upcoming.unshard()
+        unit.wait()
+        unit.install()
 
     def _after_forward(self, unit: Unit, output: Any) -> Any:
         if unit is self.root and self._output_dtype is not None:
@@ -321,12 +321,13 @@ class Runtime:
             self._pass(unit.position)
         if unit.backward_needs_parameters:
             unit.unshard()
-            unit.wait()
-            unit.install()  # a part of it may be recomputed
         position = len(self._order) if unit is self.root else unit.position
         for upcoming in self._order[max(0, position - self._num_prefetch) : max(0, position)][::-1]:
             if upcoming.joins_backward:
                 upcoming.unshard()
+        if unit.backward_needs_parameters:
+            unit.wait()
+            unit.install()  # a part of it may be recomputed
 
     def _begin_backward(self) -> None:
         self._is_in_backward = True
