@@ -268,7 +268,6 @@ def test_a_predicate_is_kept_but_cannot_be_written_down():
     ("options", "text"),
     [
         ({"shard_group_size": 4}, "shard_group_size=4"),
-        ({"reshard_after_forward": 2}, "reshard_after_forward=2"),
         ({"offload": {"parameters": "cpu"}}, "offload.parameters='cpu'"),
     ],
 )
@@ -521,8 +520,6 @@ def test_what_this_version_has_is_supported(stage):
 @pytest.mark.parametrize(
     ("options", "listed"),
     [
-        ({"shard_group_size": 2}, "shard_group_size=2"),
-        ({"reshard_after_forward": 2}, "reshard_after_forward=2"),
         ({"recompute": "unit"}, "recompute='unit'"),
         ({"compile": True}, "compile=True"),
         ({"offload": {"optimizer": "cpu"}}, "offload.optimizer='cpu'"),

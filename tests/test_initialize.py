@@ -388,8 +388,6 @@ def test_wrong_types_and_impossible_combinations_are_refused(config, message):
         ({"offload": {"parameters": "nvme", "nvme_path": "x"}}, "offload.parameters='nvme', "),
         ({"mesh": {"tp": 2}}, "mesh.tp=2"),
         ({"mesh": {"pp": 2}}, "mesh.pp=2"),
-        ({"shard_group_size": 2}, "shard_group_size=2"),
-        ({"reshard_after_forward": 2}, "reshard_after_forward=2"),
         ({"precision": {"param_dtype": "fp16"}}, "precision.param_dtype=float16"),
     ],
 )

@@ -147,7 +147,7 @@ class Engine(nn.Module):
             self.backward(loss)
             total += loss.detach().float()
             self.step()
-        axis = self._axes.dp_shard
+        axis = self._axes.dp
         return axis.sum(total / num_steps, "mean of the loss") / axis.size
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.lifecycle import close_at_exit
-from zeroshard.comm.mesh import build_mesh, default_device, open_axes, start_process_group
+from zeroshard.comm.mesh import default_device, open_world, start_process_group
 from zeroshard.config import Config, require_supported
 from zeroshard.data import EpochLoader
 from zeroshard.engine import Engine, LossFunction
 from zeroshard.optim.takeover import OptimizerFactory, check_optimizer, take_over
 from zeroshard.sharding.agreement import check_agreement
-from zeroshard.sharding.shard import shard_over
+from zeroshard.sharding.shard import open_data_parallel, shard_over
 from zeroshard.sharding.units import find_units
 
 
@@ -78,17 +78,18 @@ def initialize(
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
     device = default_device()
     started = start_process_group(device, config.watchdog_s)
-    axes = open_axes(build_mesh(config, device), device, Counter(), config.watchdog_s)
-    axis = axes.dp_shard
-    close_at_exit(axes, owns_process_group=started)
-    check_agreement(axis, model, config, optimizer)
+    world = open_world(device, Counter(), config.watchdog_s)
+    close_at_exit(world, owns_process_group=started)
+    check_agreement(world, model, config, optimizer)
+    axes = open_data_parallel(config, world)
+    close_at_exit(axes, *axes.members)
     runtime, replacements = shard_over(model, config, axes, device)
     if optimizer is not None:
         take_over(optimizer, replacements)
     dataloader = None
     if training_data is not None:
         dataloader = EpochLoader.over(
-            training_data, config.micro_batch_size, axis.rank, axis.size, collate_fn
+            training_data, config.micro_batch_size, axes.dp.rank, axes.dp.size, collate_fn
         )
     engine = Engine(
         model, runtime, axes, config, optimizer=optimizer, lr_scheduler=lr_scheduler, loss_fn=loss_fn

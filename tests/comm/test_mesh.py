@@ -17,6 +17,7 @@ from zeroshard.comm.mesh import (
     build_mesh,
     default_device,
     open_axes,
+    open_world,
     start_process_group,
     stop_process_group,
 )
@@ -26,9 +27,13 @@ CPU = torch.device("cpu")
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def world():
+    return open_world(CPU, Counter(), 20)
+
+
 def describe_mesh(config):
     mesh = build_mesh(config, CPU)
-    axis = open_axes(mesh, CPU, Counter(), 20).dp_shard
+    axis = open_axes(mesh, world()).dp_shard
     return mesh.mesh_dim_names, mesh.mesh.tolist(), (axis.rank, axis.size)
 
 
@@ -58,7 +63,7 @@ def test_a_world_that_does_not_fit_the_mesh_is_refused_with_the_numbers(ranks, n
 def open_axes_without_a_shard_axis():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("somewhere",))
     try:
-        open_axes(mesh, CPU, Counter(), 20)
+        open_axes(mesh, world())
     except ValueError as error:
         return str(error)
     return None
@@ -74,7 +79,7 @@ def exchange_in_subgroups():
     """Two shard groups of two ranks: what each collective gives within this rank's group."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", DP_SHARD))
-    axis = open_axes(mesh, CPU, Counter(), 20).dp_shard
+    axis = open_axes(mesh, world()).dp_shard
     flat = torch.zeros(4)
     own = flat.chunk(2)[axis.rank].fill_(rank)
     axis.all_gather(flat, own, tag=0, label="test").wait()
@@ -97,12 +102,12 @@ def test_the_groups_of_a_mesh_with_two_axes_exchange_among_themselves(ranks):
 def open_several_axes():
     """In a group of all, then rank 0 in one of its own, then in a group of all again."""
     config = Config()
-    first = open_axes(build_mesh(config, CPU), CPU, Counter(), 20).dp_shard.first_tag
+    first = open_axes(build_mesh(config, CPU), world()).dp_shard.first_tag
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     if dist.get_rank() == 0:
         mesh = dist.device_mesh.DeviceMesh.from_group(alone, "cpu", mesh_dim_names=(DP_SHARD,))
-        open_axes(mesh, CPU, Counter(), 20)
-    second = open_axes(build_mesh(config, CPU), CPU, Counter(), 20).dp_shard.first_tag
+        open_axes(mesh, world())
+    second = open_axes(build_mesh(config, CPU), world()).dp_shard.first_tag
     return first, second
 
 
@@ -138,11 +143,11 @@ def test_a_process_group_that_is_there_is_joined(ranks):
 ALONE = """
 import json, torch, torch.distributed as dist
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.mesh import build_mesh, open_axes, start_process_group, stop_process_group
+from zeroshard.comm.mesh import build_mesh, open_axes, open_world, start_process_group, stop_process_group
 from zeroshard.config import Config
 cpu = torch.device("cpu")
 started = start_process_group(cpu, 20.0)
-axis = open_axes(build_mesh(Config(), cpu), cpu, Counter(), 20.0).dp_shard
+axis = open_axes(build_mesh(Config(), cpu), open_world(cpu, Counter(), 20.0)).dp_shard
 values = axis.any([True, False], "test")(), axis.sum(torch.ones(2), "test").tolist()
 facts = started, dist.get_rank(), dist.get_world_size(), axis.rank, axis.size, values
 axis.close(1.0)

@@ -12,7 +12,7 @@ from zeroshard.sharding.layout import BLOCK, Layout, Span, round_up
 EDGES = st.sampled_from((0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK))
 SIZES = st.lists(EDGES | st.integers(0, 5 * BLOCK) | st.integers(0, 40_000), max_size=6).map(tuple)
 RANKS = st.integers(1, 8) | st.integers(1, 4096)
-LAYOUTS = st.builds(Layout, SIZES, RANKS)
+LAYOUTS = st.builds(Layout, SIZES, RANKS, st.just(1) | st.integers(1, 9))
 SPANS = st.tuples(st.integers(-40, 40), st.integers(0, 40)).map(lambda pair: Span(pair[0], pair[0] + pair[1]))
 
 
@@ -54,6 +54,11 @@ def test_shards_are_equal_whole_blocks_and_tile_the_range_in_rank_order(layout):
 
 
 @given(LAYOUTS)
+def test_the_ranks_that_hold_the_same_shard_can_cut_it_evenly_into_whole_blocks(layout):
+    assert layout.shard_size % (BLOCK * layout.num_replicas) == 0
+
+
+@given(LAYOUTS)
 def test_each_parameter_starts_on_a_block_and_none_overlaps_the_next(layout):
     spans = [layout.parameter(index) for index in range(len(layout.sizes))]
     assert [span.size for span in spans] == list(layout.sizes)
@@ -76,7 +81,8 @@ def test_no_block_of_a_parameter_is_cut_between_two_ranks(layout):
 @given(LAYOUTS)
 def test_padding_is_at_most_255_elements_a_parameter_and_less_than_one_row_of_blocks(layout):
     padding = layout.total - sum(layout.sizes)
-    assert 0 <= padding <= 255 * len(layout.sizes) + 256 * layout.num_ranks - 1
+    row = 256 * layout.num_ranks * layout.num_replicas
+    assert 0 <= padding <= 255 * len(layout.sizes) + row - 1
 
 
 @given(st.lists(EDGES | st.integers(0, 5 * BLOCK), max_size=5).map(tuple), st.integers(1, 40))

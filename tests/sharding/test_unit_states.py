@@ -45,7 +45,7 @@ def shard_net(axis=None, **options):
     before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     config = Config(units=["Sequential"], **options)
     axis = axis or Axis(None, device=CPU, counter=Counter(), timeout_s=10)
-    runtime, _ = shard_over(net, config, Axes(mesh=None, dp_shard=axis), CPU)
+    runtime, _ = shard_over(net, config, Axes.of_one_group(None, axis), CPU)
     root, inner = runtime.units
     return SimpleNamespace(net=net, runtime=runtime, root=root, inner=inner, before=before, axis=axis)
 
@@ -287,7 +287,7 @@ def test_a_module_that_lists_its_weights_beside_gets_them_there_too():
     inputs = torch.randn(5, 2, 4)
     expected = lstm(inputs)[0].detach()
     axis = Axis(None, device=CPU, counter=Counter(), timeout_s=10)
-    shard_over(lstm, Config(stage=3), Axes(mesh=None, dp_shard=axis), CPU)
+    shard_over(lstm, Config(stage=3), Axes.of_one_group(None, axis), CPU)
     assert torch.equal(lstm(inputs)[0], expected)
     assert all(weight.dim() == 1 for weight in lstm._flat_weights)
 
@@ -394,7 +394,7 @@ class SparseLookup(nn.Module):
 
 def sparse_backward(axis):
     model = nn.Sequential(SparseLookup(), nn.Linear(4, 2))
-    shard_over(model, Config(stage=3), Axes(mesh=None, dp_shard=axis), CPU)
+    shard_over(model, Config(stage=3), Axes.of_one_group(None, axis), CPU)
     with pytest.raises(RuntimeError, match=r"'0\.weight'.*sparse"):
         model(torch.tensor([1, 2])).sum().backward()
 
@@ -440,7 +440,7 @@ def shard_buffers():
     module = nn.Linear(2, 2)
     for name, buffer in buffers.items():
         module.register_buffer(name, buffer, persistent=name != "number")
-    shard_over(module, Config(), Axes(mesh=None, dp_shard=axis), CPU)
+    shard_over(module, Config(), Axes.of_one_group(None, axis), CPU)
     return {name: (b.dtype, b.to(torch.complex64)) for name, b in module.named_buffers()}, beside
 
 

@@ -102,6 +102,23 @@ class Axis:
         """Tags from here on keep the exchanges of this engine apart from those of others."""
         # Peers from the next rank on, so that not all ranks send to the same one at first.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
+        self.device = device
+
+    def over(self, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None = None) -> Axis:
+        """An axis over other ranks, on the same device and counted together."""
+        return Axis(
+            group, device=self.device, counter=self.counter, timeout_s=self.timeout_s, control=control
+        )
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that a rank waits in a collective before it gives up."""
+        return self._timeout.total_seconds()
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The ranks of this axis as the default group numbers them."""
+        return [0] if self._group is None else dist.get_process_group_ranks(self._group)
 
     def all_gather(self, flat: Tensor, own: Tensor, *, tag: int, label: str) -> Handle:
         """Fill `flat` with the shards of all ranks, in rank order.
@@ -239,7 +256,7 @@ class Axis:
         reason = str(error).strip().splitlines()[0]
         return RuntimeError(
             f"rank {self.rank} of {self.size} gave up in the {label} after at most "
-            f"{self._timeout.total_seconds():g} s: another rank has failed, has ended, or did not "
+            f"{self.timeout_s:g} s: another rank has failed, has ended, or did not "
             f"come to the same point ({reason})"
         )
 

@@ -34,7 +34,10 @@ _lifecycle = _Lifecycle()
 atexit.register(_lifecycle.close)
 
 
-def close_at_exit(axes: Axes, *, owns_process_group: bool) -> None:
-    """Close `axes` when the interpreter ends; then stop the process group if it was started here."""
-    _lifecycle.holders.update((axes, axes.dp_shard))  # the model may keep an axis when the engine is gone
+def close_at_exit(*holders: Axes | Axis, owns_process_group: bool = False) -> None:
+    """Close what holds process groups when the interpreter ends; then stop the default group if it is ours.
+
+    Each axis by itself as well: a model may keep one when its engine, and so the axes, are gone.
+    """
+    _lifecycle.holders.update(holders)
     _lifecycle.owns_process_group |= owns_process_group

@@ -14,8 +14,8 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.config import Config
 
-DP_SHARD = "dp_shard"
-"""The axis over which model states are sharded."""
+DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
+"""The axis over which shard groups are replicated (hybrid sharding), and that of the ranks of a group."""
 
 _TAGS_PER_ENGINE, _NUM_TAG_RANGES = 1 << 16, 1 << 14
 _tag_ranges_used = 0
@@ -79,7 +79,16 @@ def build_mesh(config: Config, device: torch.device) -> DeviceMesh:
             f"{num_ranks} ranks cannot be arranged with mesh.pp={config.mesh.pp} and "
             f"mesh.tp={config.mesh.tp}: expected a multiple of {model_parallel}"
         )
-    return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(DP_SHARD,))
+    group_size = config.shard_group_size
+    if group_size is None:
+        return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(DP_SHARD,))
+    if num_ranks % group_size:
+        raise ValueError(
+            f"{num_ranks} ranks cannot be arranged in groups of shard_group_size={group_size}: "
+            f"expected a multiple of {group_size}"
+        )
+    shape = (num_ranks // group_size, group_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=(DP_REPLICATE, DP_SHARD))
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -88,38 +97,106 @@ class Axes:
 
     mesh: DeviceMesh | None
     """None once closed: a mesh holds its process groups, and so their threads."""
+    dp: Axis
+    """All data-parallel ranks: agreements, the first broadcast, the mean of losses."""
     dp_shard: Axis
+    """The ranks of this rank's shard group."""
+    dp_replicate: Axis
+    """The ranks that hold the same shard, one of each group."""
+    dp_inner: Axis
+    """The part of the shard group that keeps a second copy of the parameters between forward and backward;
+    this rank alone where there is none."""
+
+    @staticmethod
+    def of_one_group(mesh: DeviceMesh | None, axis: Axis) -> Axes:
+        """Where all data-parallel ranks form one shard group."""
+        alone = axis.over(None)
+        return Axes(mesh, dp=axis, dp_shard=axis, dp_replicate=alone, dp_inner=alone)
+
+    @property
+    def members(self) -> tuple[Axis, ...]:
+        return self.dp, self.dp_shard, self.dp_replicate, self.dp_inner
+
+    def drain(self, seconds: float) -> None:
+        """Wait for what is under way."""
+        for axis in self.members:
+            axis.drain(seconds)
 
     def close(self, drain_s: float) -> None:
         """Wait up to `drain_s` for what is under way and forget the process groups."""
-        self.dp_shard.close(drain_s)
+        for axis in self.members:
+            axis.close(drain_s)
         self.mesh = None
 
 
-def open_axes(mesh: DeviceMesh, device: torch.device, counter: Counter, timeout_s: float) -> Axes:
+def open_world(device: torch.device, counter: Counter, timeout_s: float) -> Axis:
+    """All ranks of the default group; collective. Arguments as `Axis` has them."""
+    world = dist.group.WORLD
+    assert world is not None, "the process group has been started"
+    control = _control_group(world, timeout_s)
+    return Axis(world, device=device, counter=counter, timeout_s=timeout_s, control=control)
+
+
+def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
     """This rank's view of `mesh`; collective: all ranks must call it in the same order.
 
+    Args:
+        mesh: with an axis dp_shard; with dp_replicate too, it holds all ranks.
+        world: all ranks.
+        inner_size: ranks of a part of the shard group, see `Axes.dp_inner`.
+
     Raises:
-        ValueError: the mesh has no axis named dp_shard.
+        ValueError: the mesh has no axis named dp_shard, or its size does not fit.
     """
-    if DP_SHARD not in (mesh.mesh_dim_names or ()):
+    names = mesh.mesh_dim_names or ()
+    if DP_SHARD not in names:
         raise ValueError(f"expected a mesh with an axis {DP_SHARD!r}, got {mesh.mesh_dim_names}")
-    group = mesh.get_group(DP_SHARD)
-    control: dist.ProcessGroup | None = None
-    if dist.get_backend(group) != "gloo" and dist.get_world_size(group) > 1:
-        ranks = dist.get_process_group_ranks(group)
-        made = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_s))
-        assert isinstance(made, dist.ProcessGroup), "this rank is a member"
-        control = made
-    axis = Axis(
-        group,
-        device=device,
-        counter=counter,
-        timeout_s=timeout_s,
-        control=control,
-    )
-    axis.first_tag = _next_tag_range(axis) % _NUM_TAG_RANGES * _TAGS_PER_ENGINE
-    return Axes(mesh=mesh, dp_shard=axis)
+    shard = mesh.get_group(DP_SHARD)
+    if DP_REPLICATE in names:
+        if mesh.size() != world.size:
+            raise ValueError(
+                f"expected a mesh with an axis {DP_REPLICATE!r} to hold all {world.size} ranks, "
+                f"got {mesh.size()}"
+            )
+        replicate = world.over(mesh.get_group(DP_REPLICATE))
+        axes = Axes(mesh, world, world.over(shard), replicate, world.over(None))
+    elif mesh.size() == world.size:
+        axes = Axes.of_one_group(mesh, world)
+    else:
+        axes = Axes.of_one_group(mesh, world.over(shard, _control_group(shard, world.timeout_s)))
+    if 1 < inner_size != axes.dp_shard.size:
+        axes.dp_inner = world.over(_inner_group(axes, inner_size))
+    first_tag = _next_tag_range(axes.dp) % _NUM_TAG_RANGES * _TAGS_PER_ENGINE
+    for axis in axes.members:
+        axis.first_tag = first_tag
+    return axes
+
+
+def _control_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup | None:
+    """A group of the same ranks for small CPU tensors, where `group` is not one itself."""
+    if dist.get_backend(group) == "gloo" or dist.get_world_size(group) == 1:
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_s))
+    assert isinstance(made, dist.ProcessGroup), "this rank is a member"
+    return made
+
+
+def _inner_group(axes: Axes, size: int) -> dist.ProcessGroup:
+    """The part of `size` consecutive ranks of the shard group that this rank is in."""
+    group_size = axes.dp_shard.size
+    if group_size % size:
+        raise ValueError(
+            f"reshard_after_forward={size}: expected a divisor of the {group_size} ranks over which "
+            "parameters are sharded"
+        )
+    own = axes.dp_shard.global_ranks
+    everyone: list[list[int]] = axes.dp.all_gather_object(own, "agreement on shard groups")
+    groups = sorted({tuple(ranks) for ranks in everyone})
+    parts = [list(ranks[start : start + size]) for ranks in groups for start in range(0, group_size, size)]
+    group, _ = dist.new_subgroups_by_enumeration(parts)
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+    return group
 
 
 def _next_tag_range(axis: Axis) -> int:

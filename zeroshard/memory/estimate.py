@@ -62,7 +62,7 @@ def estimate(
         config: stage, precision, units, accumulation, prefetch.
 
     Raises:
-        ValueError: fewer than 1 rank; a parameter that cannot be sharded.
+        ValueError: fewer than 1 rank, or no multiple of the shard group; a parameter that cannot be sharded.
     """
     config = Config.parse(config)
     require_supported(config)
@@ -73,7 +73,11 @@ def estimate(
     is_number = isinstance(model_or_num_params, int) and not isinstance(model_or_num_params, bool)
     if not (isinstance(model_or_num_params, nn.Module) or (is_number and model_or_num_params > 0)):
         raise ValueError(f"expected a model or a number of parameters, got {model_or_num_params!r}")
-    placements = STAGES[config.stage]
+    placements, group_size = STAGES[config.stage], config.shard_group_size or world_size
+    if world_size % group_size:
+        raise ValueError(
+            f"world_size: expected a multiple of shard_group_size={group_size}, got {world_size}"
+        )
     units = _units(model_or_num_params, world_size, config)
     buffers = [buffer for unit in units for buffer in unit.buffers]
     peak = _peak_unsharded(units, config)
@@ -113,8 +117,9 @@ def _units(model_or_num_params: nn.Module | float, world_size: int, config: Conf
 def _buffer(
     sizes: Iterable[int], dtype: torch.dtype, trainable: bool, world_size: int, config: Config
 ) -> _Buffer:
-    plan = plan_buffer(STAGES[config.stage], dtype_policy(config), dtype, trainable, world_size)
-    layout = Layout(tuple(sizes), world_size)
+    num_ranks = config.shard_group_size or world_size
+    plan = plan_buffer(STAGES[config.stage], dtype_policy(config), dtype, trainable, num_ranks)
+    layout = Layout(tuple(sizes), num_ranks, world_size // num_ranks)
     return _Buffer(plan, layout.total, layout.shard_size if plan.is_partial else layout.total, trainable)
 
 
@@ -136,20 +141,39 @@ def _peak_unsharded(units: list[_Unit], config: Config) -> int:
     return root + max(windows, default=0)
 
 
-def _wire_bytes(units: list[_Unit], placements: Placements, num_ranks: int, config: Config) -> int:
-    steps = config.gradient_accumulation_steps
+def _wire_bytes(units: list[_Unit], placements: Placements, world_size: int, config: Config) -> int:
+    steps, num_ranks = config.gradient_accumulation_steps, config.shard_group_size or world_size
+    num_groups = world_size // num_ranks
+    second = _second_group(config, num_ranks)
     total = 0
     for number, unit in enumerate(units):
         kept = number in (0, len(units) - 1) or not unit.backward_needs_parameters
-        gathers_per_forward = 1 if kept or not config.reshard_after_forward else 2
+        regathers = config.reshard_after_forward and not kept
         for buffer in unit.buffers:
-            plan = buffer.plan
+            plan, size = buffer.plan, buffer.size
             reductions = (1 if placements.accumulates_locally else steps) if buffer.trainable else 0
-            total += reductions * buffer.size * plan.reduce_dtype.itemsize
+            total += reductions * _to_others(size * plan.reduce_dtype.itemsize, num_ranks)
+            if num_groups > 1:
+                shard_bytes = size // num_ranks * plan.main_dtype.itemsize
+                total += 2 * reductions * _to_others(shard_bytes, num_groups)
             if placements.gathers_gradients:
-                total += reductions * buffer.size * plan.main_dtype.itemsize
+                total += reductions * _to_others(size * plan.main_dtype.itemsize, num_ranks)
             elif placements.frees_parameters:
-                total += steps * gathers_per_forward * buffer.size * plan.compute_dtype.itemsize
+                num_bytes = size * plan.compute_dtype.itemsize
+                total += steps * _to_others(num_bytes, num_ranks)
+                if regathers:
+                    total += steps * _to_others(num_bytes, second)
             elif buffer.trainable:
-                total += buffer.size * plan.compute_dtype.itemsize
-    return total * (num_ranks - 1) // num_ranks
+                total += _to_others(size * plan.compute_dtype.itemsize, num_ranks)
+    return total
+
+
+def _to_others(num_bytes: int, num_ranks: int) -> int:
+    """What a rank sends in an all-gather or reduce-scatter of so many bytes."""
+    return num_bytes * (num_ranks - 1) // num_ranks
+
+
+def _second_group(config: Config, num_ranks: int) -> int:
+    """The ranks among which backward gathers."""
+    among = config.reshard_after_forward
+    return num_ranks if isinstance(among, bool) else among

@@ -55,7 +55,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
 def _write_back(runtime: Runtime, opened: Opened) -> None:
     misshapen = [name for buffer, whole in opened for name in _take_replaced(buffer, whole)]
     digests = [blake2b(whole.cpu().view(torch.uint8).numpy().data).digest() for _, whole in opened]
-    facts = runtime.context.axis.all_gather_object((misshapen, digests), "agreement on edited parameters")
+    facts = runtime.context.axes.dp.all_gather_object((misshapen, digests), "agreement on edited parameters")
     for rank, (names, _) in enumerate(facts):
         if names:
             raise RuntimeError(
@@ -93,7 +93,7 @@ def full_state_dict(runtime: Runtime) -> dict[str, Tensor]:
     own dtype.
     """
     runtime.settle()
-    is_first = runtime.context.axis.rank == 0
+    is_first = runtime.context.axes.dp.rank == 0
     whole: dict[int, Tensor] = {}
     for buffer in runtime.buffers:
         flat = buffer.gather_main()

@@ -2,6 +2,7 @@
 
     full    [total]           compute dtype; the unsharded parameters are views of it; freed and refilled
     main    [shard] or [total]  main dtype; the sharded parameters are views of it; always there
+    second  [total / S]       compute dtype; from forward to backward, where S ranks keep a copy among them
 
 Where both would hold the same values all the time (replicated parameters whose main dtype is the compute
 dtype; one rank alone), `main` is a view of `full` and costs nothing.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import DONE, Axis, Handle
+from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Mark, Streams
 from zeroshard.sharding.layout import Layout, Span
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
@@ -48,12 +50,17 @@ class Meter:
 class Context:
     """What the buffers of one engine share."""
 
-    axis: Axis
+    axes: Axes
     placements: Placements
     device: torch.device
     streams: Streams
     meter: Meter
     dtypes: DtypePolicy
+
+    @property
+    def axis(self) -> Axis:
+        """The ranks over which states are sharded."""
+        return self.axes.dp_shard
 
 
 class FlatBuffer:
@@ -73,7 +80,8 @@ class FlatBuffer:
         first = originals[0].parameter
         self.trainable = first.requires_grad
         self.shapes = tuple(original.parameter.shape for original in originals)
-        self.layout = Layout(tuple(shape.numel() for shape in self.shapes), axis.size)
+        sizes = tuple(shape.numel() for shape in self.shapes)
+        self.layout = Layout(sizes, axis.size, context.axes.dp_replicate.size)
         self.plan = plan_buffer(context.placements, context.dtypes, first.dtype, self.trainable, axis.size)
         self.is_resident, self.is_partial = self.plan.is_resident, self.plan.is_partial
         self.main_span = self.layout.shard(axis.rank) if self.is_partial else Span(0, self.layout.total)
@@ -86,6 +94,7 @@ class FlatBuffer:
         self.unsharded = self._make_unsharded()
         self._version = self.main._version
         self._mark = Mark(None)
+        self._second: Tensor | None = None
         if not self.is_resident:
             self.full.untyped_storage().resize_(0)
 
@@ -100,7 +109,7 @@ class FlatBuffer:
             data = original.parameter.detach()
             values[self.layout.parameter(index).slice].copy_(data.reshape(-1))
             original.parameter.data = data.new_empty(0)
-        self._context.axis.broadcast(values, f"first broadcast of {self.describe()}")
+        self._context.axes.dp.broadcast(values, f"first broadcast of {self.describe()}")
         return values
 
     def _make_sharded(self) -> tuple[ShardedParameter, ...]:
@@ -152,16 +161,20 @@ class FlatBuffer:
 
     def gather(self) -> Handle:
         """Start to fill `full` from the main parameters of all ranks; the storage is allocated here."""
+        if self.is_stale:
+            self._keep_second(False)
         self._version = self.main._version
         if self.is_alias_of_all:
             return DONE
-        streams, axis = self._context.streams, self._context.axis
+        streams, axes = self._context.streams, self._context.axes
         with torch.no_grad(), streams.gather.after_compute():
             if not self.is_resident:
                 self.full.untyped_storage().resize_(self.full_bytes)
                 self._context.meter.add(self.full_bytes)
-            own = self.main.detach()
-            if own.dtype != self.full.dtype or not self.is_partial:
+            axis, own = axes.dp_shard, self.main.detach()
+            if self._second is not None:
+                axis, own = axes.dp_inner, self._second
+            elif own.dtype != self.full.dtype or not self.is_partial:
                 own = self.full[self.main_span.slice].copy_(own)
             handle: Handle = DONE
             if self.is_partial:
@@ -176,11 +189,29 @@ class FlatBuffer:
         handle.wait()
         self._mark.wait()
 
-    def free(self) -> None:
-        """Give the storage of `full` back; nothing may still be writing to it."""
+    def free(self, keep_second: bool) -> None:
+        """Give the storage of `full` back; nothing may still be writing to it.
+
+        Args:
+            keep_second: whether the next gather of the same values is to be among the ranks of `dp_inner`.
+        """
         if not self.is_resident:
+            self._keep_second(keep_second and self.is_partial)
             self.full.untyped_storage().resize_(0)
             self._context.meter.add(-self.full_bytes)
+
+    def drop_second(self) -> None:
+        """Forget the copy that a few ranks keep among them."""
+        self._keep_second(False)
+
+    def _keep_second(self, keep: bool) -> None:
+        axis, meter = self._context.axes.dp_inner, self._context.meter
+        if keep and self._second is None and axis.size > 1:
+            self._second = self.full.detach().chunk(axis.size)[axis.rank].clone()
+            meter.add(self._second.nbytes)
+        elif not keep and self._second is not None:
+            meter.add(-self._second.nbytes)
+            self._second = None
 
     def gather_main(self) -> Tensor:
         """[total], main dtype: the whole main parameters, a copy."""

@@ -9,12 +9,13 @@ holds plain sums in the main dtype and lives on to the next backward; then it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor
 
+from zeroshard.comm.collectives import Axis
 from zeroshard.comm.pool import BufferPool
 from zeroshard.sharding.buffer import Context, FlatBuffer
 
@@ -124,9 +125,8 @@ class ReducedGradients(Gradients):
     def __init__(self, buffer: FlatBuffer, context: Context, pool: BufferPool, tag: int) -> None:
         super().__init__(buffer)
         self._context, self._pool, self._tag = context, pool, tag
-        self._axis = context.axis
         self._reduce_dtype = buffer.plan.reduce_dtype
-        self._scale = 1.0 / self._axis.size
+        self._scale = 1.0 / context.axes.dp.size
         num = len(buffer.sharded)
         self._slices = [buffer.layout.parameter(index).slice for index in range(num)]
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
@@ -135,7 +135,7 @@ class ReducedGradients(Gradients):
         self._filled = [False] * num
         self._flat: Tensor | None = None
         self._is_deferred = False
-        self._pending: list[Callable[[], None]] = []
+        self._reduction: Iterator[None] = iter(())
         self._reduced: Tensor | None = None
 
     @property
@@ -182,46 +182,47 @@ class ReducedGradients(Gradients):
         self._move(GradientState.REDUCING)
         self._arrived = [False] * len(self._arrived)
         self.num_missing = len(self._arrived)
-        flat = self._finish_packing()
-        layout, buffer, context = self.buffer.layout, self.buffer, self._context
-        in_place = buffer.main_span.size == layout.total and flat.dtype == buffer.plan.main_dtype
+        self._reduction = self._reduce(self._finish_packing())
+        self.progress()
+
+    def _reduce(self, flat: Tensor) -> Iterator[None]:
+        """Sum `flat` over all ranks. A `yield` leaves an exchange under way; the next step waits for it."""
+        buffer, axes = self.buffer, self._context.axes
+        in_place = buffer.main_span.size == buffer.layout.total and flat.dtype == buffer.plan.main_dtype
         if in_place:
             result = flat
         else:
             result = torch.empty(buffer.main_span.size, dtype=buffer.plan.main_dtype, device=flat.device)
-        own = result
+        own = result if buffer.is_partial else result[buffer.layout.shard(axes.dp_shard.rank).slice]
+        yield from self._scatter(axes.dp_shard, flat, own)
+        if not in_place:
+            self._pool.give(flat)
+        if axes.dp_replicate.size > 1:
+            part = own.chunk(axes.dp_replicate.size)[axes.dp_replicate.rank]
+            yield from self._scatter(axes.dp_replicate, own, part)
+            yield from self._gather(axes.dp_replicate, own, part)
         if not buffer.is_partial:
-            own = result[layout.shard(self._axis.rank).slice]
-        label = f"reduce-scatter of the gradients of {buffer.describe()}"
-        with context.streams.reduce.after_compute():
-            handle = self._axis.reduce_scatter(flat, own, self._pool, tag=self._tag, label=label)
-            mark = context.streams.reduce.mark()
+            yield from self._gather(axes.dp_shard, result, own)
+        self._absorb(result)
 
-        def scattered() -> None:
-            handle.wait()
-            mark.wait()
-            if not in_place:
-                self._pool.give(flat)
-            if buffer.is_partial:
-                self._absorb(result)
-            else:
-                self._pending.append(self._start_gather(result, own))
+    def _scatter(self, axis: Axis, flat: Tensor, own: Tensor) -> Iterator[None]:
+        label = f"reduce-scatter of the gradients of {self.buffer.describe()}"
+        with self._context.streams.reduce.after_compute():
+            handle = axis.reduce_scatter(flat, own, self._pool, tag=self._tag, label=label)
+            mark = self._context.streams.reduce.mark()
+        yield
+        handle.wait()
+        mark.wait()
 
-        self._pending.append(scattered)
-
-    def _start_gather(self, result: Tensor, own: Tensor) -> Callable[[], None]:
-        """The second half of an all-reduce, where every rank needs the whole gradient."""
+    def _gather(self, axis: Axis, flat: Tensor, own: Tensor) -> Iterator[None]:
+        """The second half of an all-reduce, where several ranks need the same gradient."""
         label = f"all-gather of the gradients of {self.buffer.describe()}"
         with self._context.streams.reduce.after_compute():
-            handle = self._axis.all_gather(result, own, tag=self._tag, label=label)
+            handle = axis.all_gather(flat, own, tag=self._tag, label=label)
             mark = self._context.streams.reduce.mark()
-
-        def gathered() -> None:
-            handle.wait()
-            mark.wait()
-            self._absorb(result)
-
-        return gathered
+        yield
+        handle.wait()
+        mark.wait()
 
     def _finish_packing(self) -> Tensor:
         """The flat gradients, scaled, in the reduce dtype, with zeros where none arrived."""
@@ -246,13 +247,12 @@ class ReducedGradients(Gradients):
         return reduced
 
     def progress(self) -> None:
-        if self._pending:
-            self._pending.pop(0)()
+        next(self._reduction, None)
 
     def complete(self) -> None:
         if self.state is GradientState.REDUCING:
-            while self._pending:
-                self.progress()
+            for _ in self._reduction:
+                pass
             self._move(GradientState.REDUCED)
 
     def _absorb(self, result: Tensor) -> None:

@@ -52,14 +52,18 @@ class Span:
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of `sizes` (elements per parameter) in a flat range shared by `num_ranks` ranks."""
+    """The places of `sizes` (elements per parameter) in a flat range shared by `num_ranks` ranks.
+
+    With `num_replicas` groups of so many ranks, each shard can be cut evenly over the ranks that hold it.
+    """
 
     sizes: tuple[int, ...]
     num_ranks: int
+    num_replicas: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1:
-            raise ValueError(f"a layout needs at least 1 rank, got {self.num_ranks}")
+        if self.num_ranks < 1 or self.num_replicas < 1:
+            raise ValueError(f"a layout needs at least 1 rank, got {self.num_ranks} x {self.num_replicas}")
         if any(size < 0 for size in self.sizes):
             raise ValueError(f"parameter sizes must not be negative, got {self.sizes}")
 
@@ -71,8 +75,9 @@ class Layout:
 
     @cached_property
     def total(self) -> int:
-        """Padded elements of the whole range: a multiple of BLOCK * num_ranks."""
-        return round_up(sum(round_up(size, BLOCK) for size in self.sizes), BLOCK * self.num_ranks)
+        """Padded elements of the whole range: a multiple of BLOCK * num_ranks * num_replicas."""
+        row = BLOCK * self.num_ranks * self.num_replicas
+        return round_up(sum(round_up(size, BLOCK) for size in self.sizes), row)
 
     @property
     def shard_size(self) -> int:

@@ -64,10 +64,10 @@ class Runtime:
         output_dtype: torch.dtype | None,
     ) -> None:
         self.root, self.units, self.context = units[0], tuple(units), context
-        self.reducer = Reducer(units, context.axis, pool)
+        self.reducer = Reducer(units, context.axes.dp, pool)
         self._num_prefetch = num_prefetch
         self._reshard_after_forward, self._output_dtype = reshard_after_forward, output_dtype
-        self._is_alone = context.axis.size == 1 and all(unit.is_resident for unit in units)
+        self._is_alone = context.axes.dp.size == 1 and all(unit.is_resident for unit in units)
         """Whether there is nothing to gather, free or reduce: then only the root's outputs are watched."""
         self._order: list[Unit] = []
         self._called: list[Unit] = []
@@ -85,7 +85,7 @@ class Runtime:
         for unit in units:
             self._hook(unit)
         # An engine that is dropped may have gathers under way, into memory that goes with it.
-        weakref.finalize(self, context.axis.drain, DRAIN_S).atexit = False
+        weakref.finalize(self, context.axes.drain, DRAIN_S).atexit = False
 
     # -- what the outside asks ------------------------------------------------------------------------
 
@@ -250,12 +250,12 @@ class Runtime:
         self._idle = []
         for unit in self.units:
             if unit not in self._staying:
-                unit.reshard()
+                unit.reshard(keep_second=torch.is_grad_enabled())
 
     def _free_idle(self, but: Unit) -> None:
         for unit in self._idle:
             if unit is not but:
-                unit.reshard()
+                unit.reshard(keep_second=torch.is_grad_enabled())
         self._idle = []
 
     def _is_kept(self, unit: Unit) -> bool:

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.mesh import Axes, build_mesh, open_axes
+from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.config import Config, require_supported
@@ -34,15 +35,24 @@ def shard(module: nn.Module, config: Config, mesh: DeviceMesh | None = None) -> 
     Args:
         module: its parameters have values; rank 0's count.
         config: stage, precision, units, prefetch.
-        mesh: with an axis `dp_shard`; None: over all ranks.
+        mesh: with an axis `dp_shard`, and `dp_replicate` for hybrid sharding; None: over all ranks.
 
     Raises:
         ValueError: what `config` asks for does not fit the module or the ranks.
     """
     device = _device_of(module)
-    axes = open_axes(mesh or build_mesh(config, device), device, Counter(), config.watchdog_s)
+    world = open_world(device, Counter(), config.watchdog_s)
+    axes = open_data_parallel(config, world, mesh)
     runtime, _ = shard_over(module, config, axes, device)
     return runtime
+
+
+def open_data_parallel(config: Config, world: Axis, mesh: DeviceMesh | None = None) -> Axes:
+    """The axes that `config` asks for over all ranks, or those of a mesh; collective."""
+    inner = config.reshard_after_forward
+    return open_axes(
+        mesh or build_mesh(config, world.device), world, inner_size=1 if isinstance(inner, bool) else inner
+    )
 
 
 def shard_over(
@@ -61,7 +71,7 @@ def shard_over(
             )
     specs = find_units(module, config.units)
     context = Context(
-        axis=axes.dp_shard,
+        axes=axes,
         placements=STAGES[config.stage],
         device=device,
         streams=Streams.on(device),
@@ -105,7 +115,7 @@ def dtype_policy(config: Config) -> DtypePolicy:
 
 def _build_unit(spec: UnitSpec, buffers: list[FlatBuffer], context: Context, pool: BufferPool) -> Unit:
     trained = [buffer for buffer in buffers if buffer.trainable]
-    if context.axis.size == 1:
+    if context.axes.dp.size == 1:
         return Unit(spec.name, spec.module, buffers, [Gradients(buffer) for buffer in trained])
     gradients = [ReducedGradients(buffer, context, pool, buffer.tag + 1) for buffer in trained]
     return Unit(spec.name, spec.module, buffers, list(gradients))
@@ -118,7 +128,7 @@ def _take_over_buffers(module: nn.Module, context: Context) -> None:
             if buffer is None:
                 continue
             moved = buffer.to(context.device).contiguous()
-            context.axis.broadcast(moved.detach(), f"first broadcast of buffer '{name}.{attribute}'")
+            context.axes.dp.broadcast(moved.detach(), f"first broadcast of buffer '{name}.{attribute}'")
             owner._buffers[attribute] = moved
 
 

@@ -122,14 +122,22 @@ class Unit:
                 buffer.wait(handle)
             self._move(UnitState.UNSHARDED)
 
-    def reshard(self) -> None:
-        """Free the full parameters, where they are freed at all."""
-        if self.state is UnitState.SHARDED or self.is_resident:
+    def reshard(self, keep_second: bool = False) -> None:
+        """Free the full parameters, where they are freed at all.
+
+        Args:
+            keep_second: this is between a forward and its backward; see `FlatBuffer.free`.
+        """
+        if self.is_resident:
             return
-        self.wait()
-        for buffer in self.buffers:
-            buffer.free()
-        self._move(UnitState.SHARDED)
+        if self.state is not UnitState.SHARDED:
+            self.wait()
+            for buffer in self.buffers:
+                buffer.free(keep_second and self.backward_needs_parameters)
+            self._move(UnitState.SHARDED)
+        elif not keep_second:
+            for buffer in self.buffers:
+                buffer.drop_second()
 
     def refresh(self) -> None:
         """Where main parameters have changed: start new gathers of replicated ones, free the others."""
