@@ -520,8 +520,6 @@ def test_what_this_version_has_is_supported(stage):
 @pytest.mark.parametrize(
     ("options", "listed"),
     [
-        ({"recompute": "unit"}, "recompute='unit'"),
-        ({"compile": True}, "compile=True"),
         ({"offload": {"optimizer": "cpu"}}, "offload.optimizer='cpu'"),
         ({"offload": {"activations": "cpu"}}, "offload.activations='cpu'"),
         ({"checkpoint": {"keep_last": 3}}, "checkpoint.keep_last=3"),
@@ -541,12 +539,11 @@ def test_what_this_version_does_not_have_is_refused_by_name(options, listed):
 
 def test_all_that_is_missing_is_listed_at_once():
     config = Config(
-        compile=True,
         mesh=Mesh(pp=2),
         precision=Precision(param_dtype="fp16", loss_scale="dynamic"),
         offload=Offload(optimizer="nvme", nvme_path="scratch"),
     )
     assert refusal(require_supported, config) == (
         "not available in zeroshard yet: precision.param_dtype=float16, precision.loss_scale='dynamic', "
-        "compile=True, offload.optimizer='nvme', offload.nvme_path='scratch', mesh.pp=2"
+        "offload.optimizer='nvme', offload.nvme_path='scratch', mesh.pp=2"
     )

@@ -382,8 +382,6 @@ def test_wrong_types_and_impossible_combinations_are_refused(config, message):
 @pytest.mark.parametrize(
     ("config", "listed"),
     [
-        ({"compile": True}, "compile=True"),
-        ({"recompute": "unit"}, "recompute='unit'"),
         ({"offload": {"optimizer": "cpu"}}, "offload.optimizer='cpu'"),
         ({"offload": {"parameters": "nvme", "nvme_path": "x"}}, "offload.parameters='nvme', "),
         ({"mesh": {"tp": 2}}, "mesh.tp=2"),

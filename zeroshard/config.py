@@ -381,8 +381,6 @@ def _read(file: Path) -> Any:
 _NOT_YET: tuple[_Checked, ...] = (Offload(), Checkpoint(), Mesh(), Pipeline())
 # Keys that have only some of their values so far; of the sections above, only the defaults.
 _AVAILABLE: dict[str, tuple[object, ...]] = {
-    "recompute": ("none",),
-    "compile": (False,),
     "precision.param_dtype": (None, torch.bfloat16, torch.float32, torch.float64),
     "precision.main_dtype": (None, torch.float32, torch.float64),
     "precision.loss_scale": (None,),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from zeroshard.config import Config
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.clipping import clip_grad_norm_
 from zeroshard.sharding import access
+from zeroshard.sharding.methods import as_forward, held_unsharded
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import UnitInfo
 
@@ -214,6 +215,42 @@ class Engine(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Rank 0: CPU tensors under the model's original names, parameters in float32; {} elsewhere."""
         return access.full_state_dict(self._runtime)
+
+    # -- other methods --------------------------------------------------------------------------------
+
+    def register_forward_method(self, name: str) -> None:
+        """Let a method of the model other than `forward` use its parameters: `engine.<name>(...)`.
+
+        Inside it parameters are gathered and freed, and gradients reduced, as in `forward`. `generate` has
+        a method of its own already.
+
+        Raises:
+            ValueError: the model has no such method, or the engine has something of that name.
+        """
+        if name == "generate":
+            return
+        if hasattr(Engine, name):
+            raise ValueError(f"the engine has a method {name!r} itself; call the model's another name")
+        method = getattr(self.module, name, None)
+        if not callable(method):
+            raise ValueError(f"expected a method of {type(self.module).__name__}, got {name!r}")
+        wrapped = as_forward(self._runtime, method)
+        setattr(self, name, wrapped)
+        setattr(self.module, name, wrapped)
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`, on this rank's prompts.
+
+        All parameters stay gathered, in the compute dtype, for its duration, so ranks may stop at different
+        lengths. Where they do not fit, `synced_gpus=True` gathers unit by unit for every token, and
+        transformers keeps the ranks in step. All ranks must call it.
+        """
+        generate: Any = getattr(self.module, "generate", None)
+        if generate is None:
+            raise AttributeError(f"{type(self.module).__name__} has no method 'generate'")
+        with nullcontext() if kwargs.get("synced_gpus") else held_unsharded(self._runtime):
+            return generate(*args, **kwargs)
 
     # -- reports --------------------------------------------------------------------------------------
 

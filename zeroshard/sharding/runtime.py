@@ -79,6 +79,10 @@ class Runtime:
         self._to_pass: deque[Unit] = deque()
         self._has_warned = False
         self._is_in_forward = False
+        self.is_in_method = False
+        """Whether the forward under way is another method of the root, which may call the root itself."""
+        self.is_held = False
+        """Whether everything stays gathered after a forward."""
         self._is_in_backward = False
         self._backward: Callable[[], object] = object
         """Gives None when the backward that was begun has ended in an exception."""
@@ -154,7 +158,7 @@ class Runtime:
         if self._is_in_forward and not is_in_backward():
             self._is_in_forward = False
             self._idle, self._called, self._staying = [], [], set()
-            self._put_away()
+            self.put_away()
 
     def settle(self) -> None:
         """Wait for every exchange under way, and clean up after an exception.
@@ -173,17 +177,17 @@ class Runtime:
 
     def _hook(self, unit: Unit) -> None:
         def before(module: nn.Module, args: Any) -> None:
-            self._before_forward(unit)
+            self.before_forward(unit)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            return self._after_forward(unit, output)
+            return self.after_forward(unit, output)
 
         def at_last(module: nn.Module, args: Any, output: Any) -> None:
-            self._leave_forward(unit)
+            self.leave_forward(unit)
 
         if (dtype := self.context.dtypes.param_dtype) is not None:
-            cast_inputs = functools.partial(_cast_inputs, dtype=dtype)
-            unit.module.register_forward_pre_hook(cast_inputs, prepend=True, with_kwargs=True)
+            cast = functools.partial(cast_inputs, dtype=dtype)
+            unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
         unit.module.register_forward_pre_hook(before, prepend=True)
         unit.module.register_forward_hook(after)
         unit.module.register_forward_hook(at_last, always_call=True)
@@ -191,7 +195,13 @@ class Runtime:
             for index, parameter in enumerate(gradients.buffer.unsharded):
                 self._hook_gradient(unit, gradients, index, parameter)
 
-    def _before_forward(self, unit: Unit) -> None:
+    def _is_within_method(self, unit: Unit) -> bool:
+        """Whether this is the root's own forward inside another method of it that counts as the forward."""
+        return unit is self.root and self.is_in_method
+
+    def before_forward(self, unit: Unit) -> None:
+        if self._is_within_method(unit):
+            return
         if not is_in_backward():
             if unit is self.root:
                 self._begin_forward()
@@ -206,7 +216,9 @@ class Runtime:
         unit.wait()
         unit.install()
 
-    def _after_forward(self, unit: Unit, output: Any) -> Any:
+    def after_forward(self, unit: Unit, output: Any) -> Any:
+        if self._is_within_method(unit):
+            return output
         if unit is self.root and self._output_dtype is not None:
             output = cast_floats(output, self._output_dtype)
         is_hidden = False
@@ -221,9 +233,9 @@ class Runtime:
                 self._staying.add(unit)
         return output
 
-    def _leave_forward(self, unit: Unit) -> None:
+    def leave_forward(self, unit: Unit) -> None:
         """A forward is over, perhaps by an exception; then the root's has not come to its end."""
-        if not is_in_backward():
+        if not is_in_backward() and not self._is_within_method(unit):
             unit.uninstall()
             if unit is self.root:
                 self.abandon_forward()
@@ -238,10 +250,10 @@ class Runtime:
 
     def _end_forward(self) -> None:
         self._is_in_forward = False
-        if not self._order:
-            self._order = list(dict.fromkeys(self._called))
-            for position, unit in enumerate(self._order):
-                unit.position = position
+        for unit in self._called:
+            if unit.position < 0:
+                unit.position = len(self._order)
+                self._order.append(unit)
         if torch.is_grad_enabled():
             self._kept = self._kept or frozenset(self._idle)
             self._staying |= {self.root, *self._idle}
@@ -249,12 +261,12 @@ class Runtime:
             self._staying = set()
         self._idle = []
         for unit in self.units:
-            if unit not in self._staying:
+            if unit not in self._staying and not self.is_held:
                 unit.reshard(keep_second=torch.is_grad_enabled())
 
     def _free_idle(self, but: Unit) -> None:
         for unit in self._idle:
-            if unit is not but:
+            if unit is not but and not self.is_held:
                 unit.reshard(keep_second=torch.is_grad_enabled())
         self._idle = []
 
@@ -379,12 +391,14 @@ class Runtime:
         self._pass(-1)
         self._is_in_backward = False
         self.reducer.end()
-        self._put_away()
+        self.put_away()
 
-    def _put_away(self) -> None:
+    def put_away(self) -> None:
+        """Show sharded parameters, and free the others unless they are held."""
         for unit in self.units:
             unit.uninstall()
-            unit.reshard()
+            if not self.is_held:
+                unit.reshard()
 
     def _recover(self) -> None:
         """Clean up after a backward that ended in an exception."""
@@ -394,8 +408,9 @@ class Runtime:
     def _abandon_backward(self) -> None:
         self._is_in_backward = False
         self.reducer.abandon()
-        self._put_away()
+        self.put_away()
 
 
-def _cast_inputs(module: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> tuple[Any, Any]:
+def cast_inputs(module: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A forward pre-hook: float tensors among the inputs in `dtype`."""
     return cast_floats(args, dtype), cast_floats(kwargs, dtype)

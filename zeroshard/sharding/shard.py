@@ -13,6 +13,7 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.config import Config, require_supported
 from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
+from zeroshard.sharding.forwards import compile_forwards, recompute_forwards
 from zeroshard.sharding.gradients import Gradients, ReducedGradients
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.placement import STAGES, DtypePolicy
@@ -92,6 +93,10 @@ def shard_over(
             originals = (original.parameter for original in buffer.originals)
             replacements.update(zip(originals, buffer.sharded, strict=True))
         units.append(_build_unit(spec, buffers, context, pool))
+    if config.compile:
+        compile_forwards(units)
+    if config.recompute == "unit":
+        recompute_forwards(units)
     runtime = Runtime(
         units,
         context,

@@ -1,0 +1,216 @@
+"""Methods other than forward, and forwards that take another way than the first one."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed.training import (
+    STAGES,
+    build,
+    differences,
+    finish,
+    numbers,
+    plain,
+    replicate,
+    start,
+    step,
+    token_loss,
+    train_sharded,
+)
+
+
+class TwoTowers(nn.Module):
+    """Each tower has its own blocks, and the root parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.images = nn.ModuleList(
+            nn.Sequential(nn.Linear(7, 30), nn.Tanh(), nn.Linear(30, 7)) for _ in "ab"
+        )
+        self.texts = nn.ModuleList(nn.Sequential(nn.Linear(7, 20), nn.Tanh(), nn.Linear(20, 7)) for _ in "ab")
+        self.scale, self.shift = nn.Parameter(torch.ones(7)), nn.Parameter(torch.zeros(7))
+
+    def encode_image(self, x, *, gain=1.0):
+        for block in self.images:
+            x = block(x)
+        return x * self.scale * gain
+
+    def encode_text(self, x):
+        for block in self.texts:
+            x = block(x)
+        return {"text": x + self.shift}
+
+    def forward(self, x):
+        return self.encode_image(x) * self.encode_text(x)["text"]
+
+    def through_forward(self, x):
+        return self(x) + self.scale
+
+
+def encoded_loss(net, number):
+    x = numbers(number, 5, 7)
+    if number == 1:
+        return net(x).square().mean()
+    images = net.encode_image(x, gain=2.0)
+    return (images * net.encode_text(x + 1)["text"]).mean() + net.through_forward(x).mean()
+
+
+def towers():
+    torch.manual_seed(0)
+    model, found = TwoTowers(), []
+    replica = replicate(model)
+    optimizer = torch.optim.AdamW(replica.parameters(), lr=1e-2)
+    losses = []
+    for number in range(4):
+        with replica.no_sync():  # DDP knows forward only
+            loss = encoded_loss(plain(replica), number)
+            loss.backward()
+        for parameter in plain(replica).parameters():
+            dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    want = finish(replica, losses)
+    for stage in STAGES:
+        optimizer = torch.optim.AdamW((copied := copy.deepcopy(model)).parameters(), lr=1e-2)
+        engine, optimizer = start(copied, optimizer, stage=stage)
+        for name in ("encode_image", "encode_text", "through_forward"):
+            engine.register_forward_method(name)
+        got = finish(engine, [step(engine, optimizer, encoded_loss, number) for number in range(4)])
+        found += differences(f"stage {stage}", got, want)
+        with torch.no_grad():
+            direct = engine.module.encode_image(numbers(0, 5, 7))  # the model's own name works too
+            found += [] if torch.equal(direct, engine.encode_image(numbers(0, 5, 7))) else ["direct"]
+    return found, engine.memory_report().unsharded
+
+
+def test_registered_methods_train_as_in_plain_pytorch_to_the_bit(ranks):
+    assert ranks(2, towers) == [([], 0)] * 2
+
+
+def failing_method():
+    """A method that raises leaves everything as it was."""
+    torch.manual_seed(0)
+    model = TwoTowers()
+    model.fail = lambda x: model.encode_text(x)["image"]
+    model_2 = copy.deepcopy(TwoTowers())
+    model_2.load_state_dict(model.state_dict())
+    engine, optimizer = start(model, "SGD")
+    other, optimizer_2 = start(model_2, "SGD")
+    engine.register_forward_method("fail")
+    for number in range(2):
+        with pytest.raises(KeyError, match="image"):
+            engine.fail(numbers(9, 5, 7))
+        for net, made in ((engine, optimizer), (other, optimizer_2)):
+            step(net, made, lambda net, number: net(numbers(number, 5, 7)).square().mean(), number)
+    got, want = engine.full_state_dict(), other.full_state_dict()
+    return [name for name in want if not torch.equal(got[name], want[name])]
+
+
+def test_a_method_that_raises_leaves_the_engine_usable(ranks):
+    assert ranks(2, failing_method) == [[], []]
+
+
+def refusals():
+    engine, _ = start(TwoTowers(), "SGD")
+    messages = []
+    for name in ("encode_sound", "step"):
+        with pytest.raises(ValueError, match=name) as caught:
+            engine.register_forward_method(name)
+        messages.append(str(caught.value))
+    with pytest.raises(AttributeError, match="TwoTowers has no method 'generate'"):
+        engine.generate()
+    return messages
+
+
+def test_methods_that_cannot_be_registered_are_refused_by_name(ranks):
+    for missing, taken in ranks(1, refusals):
+        assert missing == "expected a method of TwoTowers, got 'encode_sound'"
+        assert taken.startswith("the engine has a method 'step' itself")
+
+
+# --------------------------------------------------------------------------------------- other ways through
+
+
+class Branching(nn.Module):
+    """All ranks take the same way, another one from step to step."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x, way):
+        for number in way:
+            x = self.blocks[number](x)
+        return x
+
+
+WAYS = [(0, 1), (2, 0, 1), (1, 3, 0), (3,), (0, 1, 2, 3)]
+
+
+def branch_loss(net, number):
+    return net(numbers(number, 5, 7), WAYS[number]).square().mean()
+
+
+def branching():
+    torch.manual_seed(0)
+    model, found, sent = Branching(), [], []
+    replica = replicate(model, find_unused=True)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
+    want = finish(replica, [step(replica, optimizer, branch_loss, number) for number in range(len(WAYS))])
+    for stage in STAGES:
+        optimizer = torch.optim.SGD((copied := copy.deepcopy(model)).parameters(), lr=0.1)
+        engine, optimizer = start(copied, optimizer, stage=stage)
+        losses = []
+        for number in range(len(WAYS)):
+            engine.reset_comm_report()
+            losses.append(step(engine, optimizer, branch_loss, number))
+        found += differences(f"stage {stage}", finish(engine, losses), want)
+        sent.append(engine.comm_report().bytes_sent["reduce_scatter"])
+    return found, sent
+
+
+def test_units_that_the_first_forward_did_not_use_train_and_are_reduced_once(ranks):
+    for found, (_, *sent) in ranks(2, branching):
+        assert found == []
+        assert len(set(sent)) == 1
+
+
+# ---------------------------------------------------------------------------------------------- generate
+
+
+def generated(stage):
+    """(tokens as plain PyTorch gives them, by each way; what was sent; whether training goes on as before)"""
+    model = build("tied transformers Llama")
+    rank = dist.get_rank()
+    prompt = torch.arange(1, 4 + rank).unsqueeze(0)
+    options = {"max_new_tokens": 5 + 4 * rank, "do_sample": False, "pad_token_id": 0}
+    want = copy.deepcopy(model).generate(prompt, **options).tolist()
+    wanted_run = train_sharded(model, "SGD", 2, stage=stage)
+    engine, optimizer = start(copy.deepcopy(model), "SGD", stage=stage)
+    losses = [step(engine, optimizer, token_loss, 0)]
+    engine.generate(prompt, **options)
+    losses.append(step(engine, optimizer, token_loss, 1))
+    same = differences(f"stage {stage}", finish(engine, losses), wanted_run)
+    engine, _ = start(copy.deepcopy(model), "SGD", stage=stage)
+    engine.reset_comm_report()
+    free = engine.generate(prompt, **options).tolist()
+    sent = engine.comm_report().bytes_sent["all_gather"]
+    at_rest = engine.memory_report().unsharded
+    engine.register_forward_method("generate")
+    synced = engine.generate(prompt, synced_gpus=True, **options)[:, : len(want[0])].tolist()
+    return free == want, synced == want, same, sent, at_rest
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_generate_different_lengths_as_plain_pytorch_does(ranks, stage):
+    pytest.importorskip("transformers")
+    for free, synced, same, sent, at_rest in ranks(2, generated, stage, timeout=120):
+        assert free
+        assert synced
+        assert same == []
+        assert at_rest == 0
+        assert (sent > 0) == (stage == 3)

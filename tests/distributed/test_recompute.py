@@ -1,0 +1,166 @@
+"""Recomputation and compilation of units: the same bits, and compile's own tolerance."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.training import (
+    STAGES,
+    build,
+    differences,
+    distance_of_all,
+    padded_size,
+    same_as_replicated,
+    start,
+    step,
+    token_loss,
+    train,
+    train_replicated,
+    train_sharded,
+)
+
+
+def recomputed_against_ddp(kinds):
+    return [
+        line
+        for kind in kinds
+        for line in same_as_replicated(build(kind), "AdamW", 4, recompute="unit", num_prefetch=1)
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_recomputed_units_give_the_numbers_of_ddp_to_the_bit(ranks, num_ranks):
+    assert ranks(num_ranks, recomputed_against_ddp, ["tied GPT", "Llama"]) == [[]] * num_ranks
+
+
+def recomputed_on_four():
+    model = build("tied GPT")
+    want = train_sharded(model, "AdamW", 3)
+    runs = [train_sharded(model, "AdamW", 3, stage=stage, recompute="unit") for stage in STAGES]
+    runs.append(train_sharded(model, "AdamW", 3, recompute="unit", reshard_after_forward=2))
+    return [line for run in runs for line in differences("recomputed", run, want)]
+
+
+def test_stages_agree_to_the_bit_with_recomputation(ranks):
+    assert ranks(4, recomputed_on_four) == [[]] * 4
+
+
+class Checkpointed(nn.Module):
+    """What a user does for a part of a block."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def with_dropout():
+    """Dropout inside blocks, one of them checkpointed by the user in part."""
+    model = build("tied GPT")
+    for block in model.blocks:
+        block.mlp.append(nn.Dropout(0.3))
+    model.blocks[1].mlp = Checkpointed(model.blocks[1].mlp)
+    return model
+
+
+def dropping():
+    model, found = with_dropout(), []
+
+    def loss(net, number):
+        torch.manual_seed(10 * number + dist.get_rank())
+        return token_loss(net, number)
+
+    want = train_replicated(model, "SGD", 3, loss)
+    for stage in (1, 3):
+        got = train_sharded(model, "SGD", 3, loss, stage=stage, recompute="unit")
+        found += differences(f"stage {stage}", got, want)
+    return found
+
+
+def test_dropout_is_repeated_and_checkpoints_of_the_user_compose(ranks):
+    assert ranks(2, dropping) == [[], []]
+
+
+def _same(tensor):
+    return tensor
+
+
+def traffic_and_memory():
+    found = {}
+    for recompute in ("none", "unit"):
+        engine, optimizer = start(build("GPT"), "SGD", recompute=recompute)
+        saved = []
+        step(engine, optimizer, token_loss, 0)
+        engine.reset_comm_report()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, _same):
+            loss = token_loss(engine, 1)
+        own = {p.untyped_storage().data_ptr() for b in engine._runtime.buffers for p in b.unsharded}
+        kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+        num_bytes = sum(size for pointer, size in kept.items() if pointer not in own)
+        loss.backward()
+        optimizer.step()
+        sent = engine.comm_report().bytes_sent
+        found[recompute] = num_bytes, sent["all_gather"] // 4, sent["reduce_scatter"] // 4
+    P, last = padded_size(engine), [unit.numel for unit in engine.units if unit.kept]
+    return found, (2 * P - sum(last)) // 2, P // 2
+
+
+def test_recomputation_gathers_nothing_twice_and_keeps_fewer_activations(ranks):
+    for found, gathered, reduced in ranks(2, traffic_and_memory):
+        assert found["none"][1:] == found["unit"][1:] == (gathered, reduced)
+        assert found["unit"][0] < 0.5 * found["none"][0]
+
+
+def cached():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    engine, _ = start(LlamaForCausalLM(config), "SGD", recompute="unit")
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    try:
+        engine(ids, labels=ids, use_cache=True)
+    except ValueError as error:
+        message = str(error)
+    engine(ids, labels=ids, use_cache=False).loss.backward()
+    return message
+
+
+def test_a_cache_that_recomputation_would_fill_twice_is_refused_with_the_remedy(ranks):
+    pytest.importorskip("transformers")
+    for message in ranks(2, cached):
+        assert "LlamaDecoderLayer" in message
+        assert "set use_cache=False" in message
+
+
+# ------------------------------------------------------------------------------------------------ compile
+
+
+def compiled(stage, recompute):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build("tied GPT")
+    want = train_replicated(model, "SGD", 5)
+    engine, optimizer = start(copy.deepcopy(model), "SGD", stage=stage, compile=True, recompute=recompute)
+    losses = [step(engine, optimizer, token_loss, number) for number in range(2)]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        losses += [step(engine, optimizer, token_loss, number) for number in range(2, 5)]
+    got = train(engine, optimizer, 0)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    far = distance_of_all(got.parameters, want.parameters) if got.parameters else 0.0
+    return max(abs(a - b) / b for a, b in zip(losses, want.losses, strict=True)), far, graphs
+
+
+@pytest.mark.parametrize(("stage", "recompute"), [(3, "unit"), (1, "none")])
+def test_compiled_units_are_close_and_are_not_compiled_again(ranks, stage, recompute):
+    for losses, parameters, graphs in ranks(2, compiled, stage, recompute, timeout=240):
+        assert losses <= 1e-5
+        assert parameters <= 1e-5
+        assert graphs == 1  # for all blocks, which are alike

@@ -1,0 +1,67 @@
+"""What happens to the forward of a unit's module itself, inside the hooks that gather and free."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zeroshard.sharding.unit import Unit
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""What attention layers of transformers call the cache that their forward adds to."""
+
+
+def compile_forwards(units: Sequence[Unit]) -> None:
+    """Compile the units that have no unit inside: hooks stay outside of what is compiled.
+
+    Args:
+        units: the root unit first; it is left as it is.
+    """
+    with_hooks = {unit.module for unit in units}
+    for module in _branches(units):
+        if with_hooks.isdisjoint(set(module.modules()) - {module}):
+            module.forward = torch.compile(module.forward)
+
+
+def recompute_forwards(units: Sequence[Unit]) -> None:
+    """Keep only the inputs of each outermost unit for backward, which computes the rest again.
+
+    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". The unit is gathered for its backward
+    anyway, so nothing is gathered twice. A module without children has nothing to save.
+
+    Args:
+        units: the root unit first; it is left as it is.
+    """
+    inside: set[nn.Module] = set()
+    for module in _branches(units):
+        if module not in inside:
+            inside.update(module.modules())
+            module.forward = _checkpointed(module.forward, type(module).__name__)
+
+
+def _branches(units: Sequence[Unit]) -> Iterator[nn.Module]:
+    """The modules of units that have modules inside, from the outside in."""
+    modules = {unit.module for unit in units[1:] if unit.buffers}
+    return (module for module in units[0].module.modules() if module in modules and any(module.children()))
+
+
+def _checkpointed(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        for cache in _CACHES:
+            if kwargs.get(cache) is not None:
+                raise ValueError(
+                    f"recompute='unit' runs the forward of {name} twice, which would fill its {cache!r} "
+                    "twice; set use_cache=False in the model's config for training"
+                )
+        # Keywords are bound first: `checkpoint` has some of its own.
+        return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False)
+
+    return recomputed
