@@ -243,7 +243,7 @@ NO_EQUIVALENT: dict[str, Refusal] = {
     "hybrid_engine": Refusal("it only speeds up generation: leave the section out"),
     "data_efficiency": _CURRICULUM,
     "curriculum_learning": _CURRICULUM,
-    "elasticity": Refusal("start torchrun with other ranks and keep the global batch size yourself"),
+    "elasticity": Refusal("start torchrun with other ranks and keep the global batch yourself"),
     "nebula": Refusal("checkpoints go to a directory"),
     "sparse_attention": Refusal("use an attention implementation of the model's own"),
     "progressive_layer_drop": Refusal("drop layers in the model's own forward"),
@@ -285,7 +285,7 @@ SECTIONS = frozenset(key.rpartition(".")[0] for key in KNOWN) - {""}
 SWITCHED = frozenset({"bf16", "bfloat16", "fp16"})
 """Sections that say nothing unless `enabled` is true."""
 
-TRAINER_ARGUMENTS: dict[str, str] = {
+_TRAINER_ARGUMENTS: dict[str, str] = {
     "train_batch_size": "leave it out",
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -302,3 +302,9 @@ TRAINER_ARGUMENTS: dict[str, str] = {
     "scheduler.params.total_num_steps": "max_steps",
 }
 """Where the Trainer of transformers finds the value for "auto"."""
+
+
+def auto(key: str) -> str:
+    """What is wrong with the value "auto"."""
+    argument = _TRAINER_ARGUMENTS.get(key)
+    return "'auto' is filled in by the Trainer of transformers" + (f": {argument}" if argument else "")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zeroshard.deepspeed.keys import TRAINER_ARGUMENTS, is_number
+from zeroshard.deepspeed.keys import auto, is_number
 
 _WHOLE_TENSOR = "it needs whole tensors and a rank holds slices; use AdamW"
 _NOT_IN_TORCH = "it is not in torch; use AdamW, or give initialize an element-wise optimizer of your own"
@@ -74,10 +74,7 @@ def _parsed(name: str, section: Any) -> tuple[str, dict[str, Any]]:
     ]
     for key, value in params.items():
         if value == "auto" or (isinstance(value, list) and "auto" in value):
-            hint = TRAINER_ARGUMENTS.get(f"{name}.params.{key}", key)
-            problems.append(
-                f"'{name}.params.{key}': 'auto' is filled in by the Trainer of transformers: {hint}"
-            )
+            problems.append(f"'{name}.params.{key}': {auto(f'{name}.params.{key}')}")
     if problems:
         raise ValueError("\n- ".join(problems))
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}

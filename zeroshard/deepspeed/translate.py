@@ -12,8 +12,8 @@ from zeroshard.deepspeed.keys import (
     NO_EQUIVALENT,
     SECTIONS,
     SWITCHED,
-    TRAINER_ARGUMENTS,
     Options,
+    auto,
 )
 from zeroshard.deepspeed.torch_lines import torch_lines
 
@@ -70,9 +70,7 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 def _problem(key: str, value: Any) -> str | None:
     """What is wrong with one key, if anything."""
     if key in MAPPED and value == "auto":
-        hint = TRAINER_ARGUMENTS.get(key)
-        place = f" (the Trainer of transformers: {hint})" if hint else ""
-        return f"'{key}': 'auto' is for others to fill in; write the value{place}"
+        return f"'{key}': {auto(key)}"
     if key in MAPPED:
         rule = MAPPED[key]
         return None if rule.takes(value) else f"'{key}': expected {rule.expected}, came {_came(value)}"
