@@ -144,6 +144,28 @@ def test_a_schedule_warms_up_to_its_own_rate_and_decays_to_zero():
     assert rates(scheduler, optimizer, len(expected)) == pytest.approx(expected)
 
 
+def test_a_schedule_warms_up_by_the_logarithm_unless_told_otherwise():
+    optimizer, scheduler = built(
+        torch.nn.Linear(2, 2),
+        optimizer={"type": "SGD", "params": {"lr": LR}},
+        scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 9}},
+    )
+    expected = [0.0, 0.0, *(0.5 * math.log(step) / math.log(9) for step in range(2, 10)), 0.5, 0.5]
+    assert rates(scheduler, optimizer, len(expected)) == pytest.approx(expected)
+
+
+def test_a_cosine_falls_from_the_optimizers_rate_to_its_floor():
+    params = {"total_num_steps": 8, "warmup_num_steps": 4, "warmup_type": "linear", "cos_min_ratio": 0.1}
+    optimizer, scheduler = built(
+        torch.nn.Linear(2, 2),
+        optimizer={"type": "SGD", "params": {"lr": LR}},
+        scheduler={"type": "WarmupCosineLR", "params": params},
+    )
+    falling = [0.1 + 0.9 * (1 + math.cos(math.pi * part)) / 2 for part in (0.25, 0.5, 0.75, 1.0, 1.0)]
+    expected = [LR * ratio for ratio in (0.0, 0.0, 0.25, 0.5, 0.75, *falling)]
+    assert rates(scheduler, optimizer, len(expected)) == pytest.approx(expected)
+
+
 def test_a_schedule_without_an_optimizer_section_tells_the_rate_that_it_is_for():
     line = lines(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}})["lr_scheduler"]
     assert line.endswith("  # over an optimizer with lr=0.1")

@@ -65,7 +65,7 @@ def _parsed(name: str, section: Any) -> tuple[str, dict[str, Any]]:
     kind = section.get("type") if isinstance(section, Mapping) else None
     params = (section.get("params") or {}) if isinstance(section, Mapping) else None
     if not isinstance(kind, str) or not isinstance(params, Mapping):
-        raise ValueError(f"'{name}': expected a section with a 'type' and 'params', came {section!r}")
+        raise ValueError(f"'{name}': expected a section with a 'type' and 'params', came {section!r:.200}")
     refused = _REFUSED.get(kind.lower().replace("_", ""))
     if refused:
         raise ValueError(f"'{name}.type': {kind!r} has no equivalent: {refused}")
@@ -120,9 +120,7 @@ def _scheduler_line(kind: str, params: dict[str, Any]) -> tuple[str, float | Non
     _check_schedule(kind, params)
     asked = _SCHEDULES[kind] | params
     peak_lr = asked.get("warmup_max_lr")
-    floor = (
-        asked["warmup_min_ratio"] if kind == "WarmupCosineLR" else asked["warmup_min_lr"] / (peak_lr or 1.0)
-    )
+    floor = asked["warmup_min_lr"] / peak_lr if peak_lr else asked.get("warmup_min_ratio", 0.0)
     rise, num_rising = _rise(asked)
     if kind == "WarmupLR":
         factor = _above(floor, f"min(1.0, {rise})")
@@ -151,7 +149,7 @@ def _above(floor: float, factor: str) -> str:
     return f"{floor!r} + {1 - floor!r} * ({factor})" if floor else factor
 
 
-def _check_schedule(kind: str, params: Mapping[str, Any]) -> None:
+def _check_schedule(kind: str, params: dict[str, Any]) -> None:
     known = _SCHEDULES[kind]
     problems = []
     for key, value in params.items():
@@ -167,7 +165,8 @@ def _check_schedule(kind: str, params: Mapping[str, Any]) -> None:
             problems.append(f"'{name}': expected a number >= 0, came {value!r}")
     if "total_num_steps" in known and "total_num_steps" not in params:
         problems.append(f"'scheduler.params.total_num_steps': expected an integer >= 1, {kind} needs it")
-    if kind != "WarmupCosineLR" and params.get("warmup_min_lr") and not params.get("warmup_max_lr"):
+    asked = known | params
+    if asked.get("warmup_min_lr") and not asked.get("warmup_max_lr"):
         problems.append("'scheduler.params.warmup_max_lr': expected a number > 0, above warmup_min_lr")
     if problems:
         raise ValueError("\n- ".join(problems))
@@ -178,9 +177,8 @@ def _checked(section: str, module: Any, base: Any, kind: str, first: Any, params
     made = getattr(module, kind, None)
     if not (isinstance(made, type) and issubclass(made, base)) or made is base:
         names = [name for name, value in vars(module).items() if isinstance(value, type)]
-        close = difflib.get_close_matches(
-            kind, [*names, *_SCHEDULES] if section == "scheduler" else names, n=1
-        )
+        names += _SCHEDULES if section == "scheduler" else []
+        close = difflib.get_close_matches(kind, names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"'{section}.type': {kind!r} is neither DeepSpeed's nor torch's{hint}")
     try:
