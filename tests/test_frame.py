@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 # The layer picture of docs/architecture.md, from the ground up.
 LAYERS = (
-    {"config", "tables"},
+    {"config", "deepspeed", "tables"},
     {"comm"},
     {"sharding"},
     {"memory", "offload", "optim", "parallel", "checkpoint"},

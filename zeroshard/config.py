@@ -16,7 +16,9 @@ import math
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence, Set
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from operator import attrgetter
@@ -26,6 +28,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
 
 import torch
 from torch import nn
+
+from zeroshard.deepspeed.translate import is_known, translate
 
 # ---------------------------------------------------------------------------------------------- rules
 
@@ -175,7 +179,8 @@ class _Checked:
         close = [cls._prefix + name for name in difflib.get_close_matches(str(key).lower(), known, n=1)]
         # The same name in another section is meant rather than a similar one: 'param_dtype'.
         close = [name for name in _flat(Config()) if name.rpartition(".")[2] == key] + close
-        hint = f"; did you mean '{close[0]}'?" if close else "."
+        of_deepspeed = "; Config.from_deepspeed reads DeepSpeed's." if is_known(key) else "."
+        hint = f"; did you mean '{close[0]}'?" if close else of_deepspeed
         place = f"Known keys of '{cls._prefix[:-1]}'" if cls._prefix else "Known keys"
         return f"unknown config key '{cls._prefix}{key}'{hint} {place}: {', '.join(known)}"
 
@@ -349,10 +354,27 @@ class Config(_Checked):
         """Read a .json or .toml file. Raises ValueError naming the file, and the line of a syntax error."""
         if not isinstance(path, str | os.PathLike):
             raise ValueError(f"config file: expected a path, came {_came(path)}")
-        try:
+        with _naming(path):
             return cls.from_dict(_read(Path(path)))
-        except ValueError as error:
-            raise ValueError(f"config file '{path}': {error}") from None
+
+    @classmethod
+    def from_deepspeed(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> Self:
+        """Read a DeepSpeed config: a dict, or the path of a file; see docs/migrating.md.
+
+        One warning tells what is to be written elsewhere (optimizer and scheduler) and what has no effect.
+        `train_batch_size` is divided over WORLD_SIZE, which torchrun sets; without it, over one rank.
+
+        Raises:
+            ValueError: listing all keys that are unknown, wrong, "auto", or have no equivalent.
+        """
+        path = config if isinstance(config, str | os.PathLike) else None
+        with nullcontext() if path is None else _naming(path):
+            given: Any = config if path is None else _read(Path(path))
+            options, note = translate(given, _world_size())
+            translated = cls.from_dict(options)
+        if note:
+            warnings.warn(note, stacklevel=2)
+        return translated
 
     @classmethod
     def parse(cls, config: "Config | Mapping[str, Any] | str | os.PathLike[str] | None") -> "Config":
@@ -364,6 +386,20 @@ class Config(_Checked):
         if config is None or isinstance(config, Mapping):
             return cls.from_dict(config or {})
         raise ValueError(f"config: expected a Config, a dict, a path or None, came {_came(config)}")
+
+
+@contextmanager
+def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What is wrong inside is told with the name of the file."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"config file '{path}': {error}") from None
+
+
+def _world_size() -> int | None:
+    ranks = os.environ.get("WORLD_SIZE", "")
+    return int(ranks) if ranks.isdecimal() else None
 
 
 def _read(file: Path) -> Any:

@@ -1,0 +1,439 @@
+"""What a DeepSpeed config becomes, and what is said about the rest of it."""
+
+import json
+import warnings
+
+import pytest
+import torch
+
+import zeroshard
+from zeroshard import Config, Offload, Precision
+from zeroshard.deepspeed.keys import IGNORED, KNOWN, MAPPED, NO_EQUIVALENT, SECTIONS
+
+QUIET = {"gradient_clipping": 0}  # given, so nothing has to be said about it
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def read(config):
+    """The Config, without any warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return Config.from_deepspeed(QUIET | config)
+
+
+def warned(config):
+    """The Config and the text of the one warning."""
+    with pytest.warns(UserWarning, match="^DeepSpeed config:") as caught:
+        translated = Config.from_deepspeed(config)
+    (warning,) = caught
+    assert warning.filename == __file__
+    return translated, str(warning.message)
+
+
+def refusal(config):
+    """The lines of the one error."""
+    with pytest.raises(ValueError, match="DeepSpeed config:") as caught:
+        Config.from_deepspeed(config)
+    return str(caught.value).split("\n- ")[1:]
+
+
+# --------------------------------------------------------------------------------------------- mapped
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, Config(stage=0)),
+        ({"zero_optimization": {}}, Config(stage=0)),
+        ({"zero_optimization": None}, Config(stage=0)),
+        ({"zero_optimization": True}, Config(stage=1)),
+        *(({"zero_optimization": {"stage": stage}}, Config(stage=stage)) for stage in (0, 1, 2, 3)),
+        ({"gradient_clipping": 0.5}, Config(stage=0, clip_grad_norm=0.5)),
+        ({"gradient_clipping": 0.0}, Config(stage=0, clip_grad_norm=None)),
+        (
+            {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8},
+            Config(stage=0, micro_batch_size=4, gradient_accumulation_steps=8),
+        ),
+        ({"bf16": {"enabled": True}}, Config(stage=0, precision=Precision(param_dtype="bf16"))),
+        ({"bfloat16": {"enabled": True}}, Config(stage=0, precision=Precision(param_dtype="bf16"))),
+        ({"bf16": {"enabled": False}, "fp16": {"enabled": False, "loss_scale": 8}}, Config(stage=0)),
+        ({"fp16": {"loss_scale": 128}}, Config(stage=0)),
+        (
+            {"bf16": {"enabled": True}, "communication_data_type": "bf16"},
+            Config(stage=0, precision=Precision(param_dtype="bf16", reduce_dtype="bf16")),
+        ),
+        (
+            {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+            Config(stage=0, precision=Precision(param_dtype="fp16", main_dtype="fp16", loss_scale="dynamic")),
+        ),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+            Config(stage=0, precision=Precision(param_dtype="bf16", main_dtype="bf16")),
+        ),
+        ({"data_types": {"param_dtype": "fp32"}}, Config(stage=0, precision=Precision(param_dtype="fp32"))),
+        ({"compile": {"deepcompile": True}}, Config(stage=0, compile=True)),
+        ({"tensor_parallel": {"autotp_size": 4}}, Config(stage=0, mesh=zeroshard.Mesh(tp=4))),
+        ({"tensor_parallel": {"autotp_size": 0}}, Config(stage=0)),
+    ],
+)
+def test_a_key_says_what_it_says_in_deepspeed(config, expected):
+    assert read(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "scale"), [({}, "dynamic"), ({"loss_scale": 0}, "dynamic"), ({"loss_scale": 128}, 128.0)]
+)
+def test_a_loss_scale_of_0_is_dynamic(given, scale):
+    precision = read({"fp16": {"enabled": True, **given}}).precision
+    assert precision == Precision(param_dtype=torch.float16, loss_scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, Offload(optimizer="cpu")),
+        ({"offload_optimizer": {"device": "none"}, "offload_param": None}, Offload()),
+        ({"offload_optimizer": {}}, Offload()),
+        ({"cpu_offload": True, "cpu_offload_param": True}, Offload(optimizer="cpu", parameters="cpu")),
+        ({"cpu_offload": False}, Offload()),
+        (
+            {"offload_optimizer": {"device": "cpu", "ratio": 0.75}},
+            Offload(optimizer="cpu", device_fraction=0.25),
+        ),
+        (
+            {
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/local"},
+                "offload_param": {"device": "nvme", "nvme_path": "/local"},
+            },
+            Offload(optimizer="nvme", parameters="nvme", nvme_path="/local"),
+        ),
+    ],
+)
+def test_offload_devices_are_tiers(zero, expected):
+    assert read({"zero_optimization": {"stage": 3, **zero}}) == Config(stage=3, offload=expected)
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        ({"zero_hpz_partition_size": 8}, Config(reshard_after_forward=8)),
+        ({"zero_hpz_partition_size": 1}, Config()),
+        ({"mics_shard_size": 4}, Config(shard_group_size=4)),
+        ({"mics_shard_size": -1}, Config()),
+    ],
+)
+def test_groups_of_hierarchical_sharding_keep_their_sizes(zero, expected):
+    assert read({"zero_optimization": {"stage": 3, **zero}}) == expected
+
+
+def test_activation_checkpointing_that_asks_for_something_recomputes_units():
+    section = {"partition_activations": False, "cpu_checkpointing": False, "number_checkpoints": None}
+    assert read({"activation_checkpointing": section}).recompute == "none"
+    assert read({"activation_checkpointing": section | {"partition_activations": True}}).recompute == "unit"
+    on_cpu = read({"activation_checkpointing": section | {"cpu_checkpointing": True}})
+    assert on_cpu == Config(stage=0, recompute="unit", offload=Offload(activations="cpu"))
+
+
+def test_a_config_with_all_that_people_write_is_read_as_a_whole():
+    zero = {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    fp16 = {
+        "enabled": True,
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    }
+    config, _ = warned(
+        {
+            "fp16": fp16,
+            "bf16": {"enabled": False},
+            "optimizer": {"type": "AdamW", "params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 5e-5, "warmup_num_steps": 10}},
+            "zero_optimization": zero,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 1.0,
+            "steps_per_print": 2000,
+            "train_batch_size": 16,
+            "train_micro_batch_size_per_gpu": 8,
+            "wall_clock_breakdown": False,
+        }
+    )
+    assert config == Config(
+        stage=3,
+        precision=Precision(param_dtype="fp16", loss_scale="dynamic"),
+        micro_batch_size=8,
+        gradient_accumulation_steps=2,
+        clip_grad_norm=1.0,
+        offload=Offload(optimizer="cpu", parameters="cpu"),
+    )
+
+
+def test_a_config_that_is_read_is_left_as_it_was():
+    config = {
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "Adam", "params": {"betas": [0.9, 0.9]}},
+    }
+    before = json.dumps(config)
+    warned(config)
+    assert json.dumps(config) == before
+
+
+def test_a_file_says_the_same_as_its_dict(tmp_path):
+    config = QUIET | {"zero_optimization": {"stage": 2}, "steps_per_print": 10}
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(config))
+    assert warned(str(file)) == warned(file) == warned(config)
+    file.write_text(json.dumps({"zero_optimisation": {}}))
+    with pytest.raises(ValueError, match="did you mean 'zero_optimization'") as caught:
+        Config.from_deepspeed(file)
+    assert str(caught.value).startswith(f"config file '{file}': DeepSpeed config:")
+
+
+# ------------------------------------------------------------------------------------------ batch sizes
+
+TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@pytest.mark.parametrize(
+    ("given", "micro_batch_size", "steps"),
+    [
+        ({TRAIN: 32, MICRO: 4, STEPS: 2}, 4, 2),
+        ({TRAIN: 32, MICRO: 4}, 4, 2),
+        ({TRAIN: 32, STEPS: 2}, 4, 2),
+        ({TRAIN: 32}, 8, 1),
+        ({MICRO: 4}, 4, 1),
+        ({STEPS: 4}, 1, 4),
+    ],
+)
+def test_a_global_batch_is_divided_over_the_ranks_of_torchrun(monkeypatch, given, micro_batch_size, steps):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = read(given)
+    assert (config.micro_batch_size, config.gradient_accumulation_steps) == (micro_batch_size, steps)
+
+
+def test_tensor_parallel_ranks_share_a_batch(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert read({TRAIN: 32, STEPS: 2, "tensor_parallel": {"autotp_size": 2}}).micro_batch_size == 8
+
+
+@pytest.mark.parametrize("given", [{TRAIN: 32, MICRO: 4, STEPS: 4}, {TRAIN: 32, MICRO: 5}, {TRAIN: 2}])
+def test_batch_sizes_that_do_not_agree_are_refused_with_the_numbers(monkeypatch, given):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    (problem,) = refusal(given)
+    assert problem.startswith(f"'train_batch_size': {given[TRAIN]} does not go into micro-batch ")
+    assert problem.endswith("data-parallel ranks 4")
+
+
+def test_without_torchrun_three_batch_sizes_may_be_for_any_number_of_ranks():
+    assert read({TRAIN: 64, MICRO: 4, STEPS: 2}).micro_batch_size == 4
+    assert refusal({TRAIN: 65, MICRO: 4, STEPS: 2})
+
+
+def test_a_global_batch_that_is_divided_without_torchrun_is_told():
+    config, note = warned(QUIET | {TRAIN: 32, MICRO: 4})
+    assert config.gradient_accumulation_steps == 8
+    assert "train_batch_size=32 was taken for one rank: WORLD_SIZE, which torchrun sets, is not set" in note
+
+
+# -------------------------------------------------------------------------------------- the one warning
+
+
+def test_what_has_no_effect_is_listed_in_one_warning():
+    zero = {"stage": 3, "overlap_comm": True, "reduce_bucket_size": 5e8, "stage3_max_live_parameters": 1e9}
+    config, note = warned(
+        QUIET | {"zero_optimization": zero, "steps_per_print": 10, "wandb": {"enabled": True}}
+    )
+    assert config == Config(stage=3)
+    for key in (*(f"zero_optimization.{key}" for key in zero if key != "stage"), "steps_per_print", "wandb"):
+        assert key in note
+
+
+def test_auto_does_no_harm_where_the_value_has_no_effect():
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    config, _ = warned(QUIET | {"zero_optimization": zero})
+    assert config == Config(stage=3)
+
+
+def test_clipping_that_newer_deepspeed_does_by_itself_is_told():
+    config, note = warned({})
+    assert config == Config(stage=0)
+    assert "gradient_clipping is not given, so gradients are not clipped" in note
+
+
+# ---------------------------------------------------------------------------------------- the one error
+
+
+def test_everything_that_is_wrong_is_listed_in_one_error():
+    config = {
+        "train_batch_size": "auto",
+        "gradient_clipping": "1.0",
+        "fp16": True,
+        "zero_optimization": {"stage": 4, "zero_quantized_weights": True, "overlap_com": True},
+        "elasticity": {"enabled": True, "max_train_batch_size": 2000},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupLr"},
+    }
+    assert refusal(config) == [
+        "'train_batch_size': 'auto' is filled in by the Trainer of transformers: leave it out",
+        "'gradient_clipping': expected a number >= 0, came '1.0' (str)",
+        "'fp16': expected a section, came True (bool)",
+        "'zero_optimization.stage': expected an integer from 0 to 3, came 4 (int)",
+        "'zero_optimization.zero_quantized_weights' has no equivalent: nothing is quantized on the wire; "
+        "communication_data_type narrows gradients",
+        "unknown key 'zero_optimization.overlap_com'; did you mean 'zero_optimization.overlap_comm'?",
+        "'elasticity' has no equivalent: start torchrun with other ranks and keep the global batch yourself",
+        "'scheduler.type': 'WarmupLr' is neither DeepSpeed's nor torch's; did you mean 'WarmupLR'?",
+        "'optimizer.params.lr': 'auto' is filled in by the Trainer of transformers: learning_rate",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("zero_optimisation", "zero_optimization"),
+        ("train_microbatch_size_per_gpu", "train_micro_batch_size_per_gpu"),
+        ("grad_clipping", "gradient_clipping"),
+        ("Gradient_Clipping", "gradient_clipping"),
+        ("stage", "zero_optimization.stage"),
+        ("loss_scale", "fp16.loss_scale"),
+        ("fp_16", "fp16"),
+    ],
+)
+def test_a_misspelt_key_is_refused_with_the_closest_one_of_deepspeed(key, meant):
+    assert refusal({key: 1}) == [f"unknown key '{key}'; did you mean '{meant}'?"]
+
+
+def test_a_key_like_no_other_is_refused_too():
+    assert refusal({"zzzzzz": 1, 3: 4}) == ["unknown key 'zzzzzz'", "unknown key '3'"]
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"zero_optimization": {"stage": True}}, "expected an integer from 0 to 3, came True (bool)"),
+        ({"zero_optimization": {"stage": "2"}}, "expected an integer from 0 to 3, came '2' (str)"),
+        ({"zero_optimization": [2]}, "'zero_optimization': expected a section, came [2] (list)"),
+        (
+            {"zero_optimization": {"offload_optimizer": "cpu"}},
+            "'zero_optimization.offload_optimizer': expected a section, came 'cpu' (str)",
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"device": "gpu"}}},
+            "expected 'none' or 'cpu' or 'nvme', came 'gpu' (str)",
+        ),
+        ({"bf16": {"enabled": "yes"}}, "'bf16.enabled': expected true or false, came 'yes' (str)"),
+        ({"fp16": {"enabled": True, "loss_scale": -1}}, "'fp16.loss_scale': expected a number >= 0, came -1"),
+        ({"gradient_accumulation_steps": 0}, "expected an integer >= 1, came 0 (int)"),
+        ({"gradient_clipping": float("nan")}, "expected a number >= 0, came nan (float)"),
+        ({"communication_data_type": "int8"}, "came 'int8' (str)"),
+        ({"optimizer": "AdamW"}, "'optimizer': expected a section with a 'type' and 'params', came 'AdamW'"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_the_name_it_has_in_deepspeed(config, problem):
+    (line,) = refusal(config)
+    assert problem in line
+
+
+@pytest.mark.parametrize("config", [None, 3, [("stage", 2)]])
+def test_only_a_mapping_or_a_path_is_read(config):
+    with pytest.raises(ValueError, match="expected a mapping of DeepSpeed config keys, came "):
+        Config.from_deepspeed(config)
+
+
+def test_keys_that_contradict_each_other_are_named():
+    assert refusal({"bf16": {"enabled": True}, "fp16": {"enabled": True}}) == [
+        "'bf16.enabled' asks for precision.param_dtype='bfloat16', 'fp16.enabled' for 'float16'"
+    ]
+    paths = {f"offload_{what}": {"device": "nvme", "nvme_path": what} for what in ("param", "optimizer")}
+    assert "asks for offload.nvme_path='param'" in refusal({"zero_optimization": {"stage": 3, **paths}})[0]
+
+
+def test_what_stage_3_alone_can_do_needs_stage_3():
+    with pytest.raises(ValueError, match="needs stage to be 3, came 2"):
+        read({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}})
+
+
+ASKED = {
+    "gradient_allreduce_op": "sum",
+    "managed_gradient_accumulation": False,
+    "sequence_parallel_size": 4,
+}
+
+
+@pytest.mark.parametrize("key", sorted(NO_EQUIVALENT))
+def test_what_has_no_equivalent_may_be_there_when_it_is_switched_off(key):
+    for value in NO_EQUIVALENT[key].harmless or (False, None, {}, {"enabled": False}):
+        assert read(nested(key, value)) == Config(stage=0)
+    (problem,) = refusal(nested(key, ASKED.get(key, {"enabled": True})))
+    assert problem.startswith(f"'{key}' has no equivalent: ")
+
+
+def nested(key, value):
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def test_a_config_of_deepspeed_given_as_zeroshards_own_is_told_apart():
+    with pytest.raises(ValueError, match=r"'zero_optimization'; Config.from_deepspeed reads DeepSpeed's"):
+        Config.from_dict({"zero_optimization": {"stage": 2}})
+
+
+# -------------------------------------------------------------------------------------- the whole table
+
+
+def test_no_key_has_two_fates():
+    assert not MAPPED.keys() & IGNORED.keys()
+    assert not MAPPED.keys() & NO_EQUIVALENT.keys()
+    assert not IGNORED.keys() & NO_EQUIVALENT.keys()
+
+
+def test_every_key_of_an_installed_deepspeed_is_known():
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime import constants
+    from deepspeed.runtime.activation_checkpointing import config as checkpointing
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    sections = {
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "zero_optimization": DeepSpeedZeroConfig,
+        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+    }
+    keys = {
+        f"{section}.{name}"
+        for section, model in sections.items()
+        for field, info in model.model_fields.items()
+        for name in (field, info.alias or field)
+    }
+    keys |= {f"activation_checkpointing.{key}" for key in checkpointing.ACT_CHKPT_DEFAULT}
+    defaults = [name for name in vars(constants) if name.endswith("_DEFAULT")]
+    settings = {getattr(constants, name.removesuffix("_DEFAULT"), None) for name in defaults}
+    leaves = {known.rpartition(".")[2] for known in KNOWN} | set(SECTIONS)
+    inner = {"params", "type", "legacy_fusion", "tag_validation", "load_universal", "use_node_local_storage"}
+    assert keys - KNOWN - SECTIONS == set()
+    assert {key for key in settings if key} - leaves - inner == {"pipeline_stage"}

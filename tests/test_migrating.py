@@ -1,0 +1,154 @@
+"""The code in docs/migrating.md runs, and does what is written there."""
+
+import contextlib
+import copy
+import json
+import math
+import os
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import zeroshard
+from zeroshard import Config
+
+TEXT = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text(encoding="utf-8")
+FROM_DEEPSPEED, FROM_FSDP2 = TEXT.split("\n## From FSDP2\n")
+
+
+def blocks(text, first_line):
+    """The Python blocks that begin with a comment."""
+    return re.findall(rf"```python\n# {first_line}\n(.*?)```", text, re.DOTALL)
+
+
+def dense(code):
+    """Code without its line breaks."""
+    return re.sub(r"\s", "", code)
+
+
+(DS_CONFIG,) = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.head(inputs)
+
+
+def run(block, rank, **names):
+    """Execute a block on the model and the data that it speaks of; give back its names."""
+    torch.manual_seed(0)
+    dataset = [(torch.randn(16), torch.tensor(number % 3)) for number in range(16)]
+    loader = [
+        (torch.stack([dataset[i][0] for i in batch]), torch.stack([dataset[i][1] for i in batch]))
+        for batch in torch.arange(16).view(4, 4)[:, 2 * rank : 2 * rank + 2].tolist()
+    ]
+    names |= {
+        "model": Net(),
+        "dataset": dataset,
+        "loader": loader,
+        "torch": torch,
+        "F": F,
+        "math": math,
+    }
+    exec(block, names)
+    return names
+
+
+def replace_fsdp2():
+    """The state dicts after the FSDP2 script and after what it becomes, and the losses."""
+    rank = int(os.environ["RANK"])
+    library = {
+        "zeroshard": zeroshard,
+        "contextlib": contextlib,
+        "fully_shard": fully_shard,
+        "MixedPrecisionPolicy": MixedPrecisionPolicy,
+        "StateDictOptions": StateDictOptions,
+        "get_model_state_dict": get_model_state_dict,
+    }
+    scripts = [*blocks(FROM_FSDP2, "FSDP2"), *blocks(FROM_FSDP2, "zeroshard")]
+    ended = [run(script, rank, **library) for script in scripts]
+    return [(names["loss"].item(), copy.deepcopy(names["state_dict"])) for names in ended]
+
+
+def test_what_an_fsdp2_script_becomes_trains_the_same(ranks):
+    (fsdp2, *ours), _ = ranks(2, replace_fsdp2)
+    assert len(ours) == 2
+    initial = run("", 0)["model"].state_dict()
+    for loss, state_dict in ours:
+        assert loss == pytest.approx(fsdp2[0], rel=1e-2)
+        assert state_dict.keys() == fsdp2[1].keys()
+        for name, expected in fsdp2[1].items():
+            assert not torch.equal(expected, initial[name])
+            torch.testing.assert_close(state_dict[name], expected, rtol=0, atol=1e-3)
+
+
+def replace_deepspeed(file):
+    (script,) = blocks(FROM_DEEPSPEED, "zeroshard")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        names = run(
+            script.replace('"ds_config.json"', repr(file)), int(os.environ["RANK"]), zeroshard=zeroshard
+        )
+    (note,) = [str(warning.message) for warning in caught if "DeepSpeed config" in str(warning.message)]
+    return note, names["engine"].global_step, names["optimizer"].param_groups[0]["lr"]
+
+
+def test_what_a_deepspeed_script_becomes_takes_its_steps(ranks, tmp_path):
+    file = tmp_path / "ds_config.json"
+    file.write_text(DS_CONFIG)
+    (script,) = map(dense, blocks(FROM_DEEPSPEED, "zeroshard"))
+    for note, global_step, lr in ranks(2, replace_deepspeed, str(file)):
+        lines = re.findall(r"^ +(\w+ = .*)$", note, re.MULTILINE)
+        assert len(lines) == 2
+        assert all(dense(line) in script for line in lines)
+        assert global_step == 2  # 16 samples, 2 ranks, 2 in a micro-batch, 2 micro-batches in a step
+        assert lr == pytest.approx(1e-3 / 100)
+
+
+ROWS = re.findall(r'^\| `("\w+": .*)` \| `(.*)` \|$', FROM_DEEPSPEED, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), ROWS)
+@pytest.mark.filterwarnings("ignore:DeepSpeed config")
+def test_a_row_of_the_key_table_is_true(theirs, ours):
+    expected = eval(f"dict({ours})", {name: getattr(zeroshard, name) for name in zeroshard.__all__})
+    assert Config.from_deepspeed(json.loads(f"{{{theirs}}}")) == Config(**{"stage": 0} | expected)
+
+
+def test_the_key_table_is_found():
+    assert len(ROWS) == TEXT.count('\n| `"')
+
+
+OPTIONS = re.findall(r"`((?:units|num_prefetch|shard_group_size|offload)=[^`]*)`", FROM_FSDP2)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_option_that_replaces_something_of_fsdp2_exists(options):
+    Config(**eval(f"dict({options})", {"Offload": zeroshard.Offload}))
+
+
+def missing_on_the_engine(names):
+    engine = zeroshard.initialize(Net(), lambda parameters: torch.optim.SGD(parameters, lr=0.1)).engine
+    return [name for name in names if not hasattr(engine, name)]
+
+
+def test_what_is_called_on_the_engine_exists(ranks):
+    rows = [line.split(" | ") for line in TEXT.splitlines() if line.startswith("| `")]
+    ours = " ".join(row[1] for row in rows if len(row) == 2)
+    names = set(re.findall(r"engine\.(\w+)", ours))
+    assert {"full_state_dict", "unsharded", "clip_grad_norm_"} < names
+    assert ranks(1, missing_on_the_engine, names) == [[]]

@@ -1,0 +1,310 @@
+"""DeepSpeed's config keys, those of 0.19 and older ones that are still written, and what becomes of each.
+
+    MAPPED         the key says the same as one of zeroshard's
+    IGNORED        harmless: the numbers do not depend on it
+    NO_EQUIVALENT  refused, with the nearest thing, unless it is switched off
+
+Keys are dotted. The sections `optimizer` and `scheduler` are read in `torch_lines.py`.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any, NamedTuple, TypeVar
+
+Options = dict[str, Any]
+"""Values by zeroshard's dotted keys."""
+
+
+class Rule(NamedTuple):
+    """What a mapped key takes and becomes."""
+
+    expected: str  # completes the sentence "expected ..."
+    takes: Callable[[Any], bool]
+    options: Callable[[Any], Options]
+
+
+class Refusal(NamedTuple):
+    """Why a key has no equivalent."""
+
+    nearest: str
+    harmless: tuple[object, ...] = ()  # values that ask for nothing; (): empty and disabled ones
+
+
+# ---------------------------------------------------------------------------------------------- rules
+
+
+def is_number(value: Any, low: float = 0, kind: Any = Real) -> bool:
+    """Whether it is a finite number of a kind, at least `low`; True and False are none."""
+    return isinstance(value, kind) and not isinstance(value, bool) and bool(low <= value < math.inf)
+
+
+def _flag(**options: Any) -> Rule:
+    options = {key.replace("__", "."): value for key, value in options.items()}
+    return Rule("true or false", lambda value: isinstance(value, bool), lambda on: options if on else {})
+
+
+def _integer(low: int, options: Callable[[int], Options]) -> Rule:
+    return Rule(f"an integer >= {low}", lambda value: is_number(value, low, Integral), options)
+
+
+def _choice(key: str, choices: Mapping[str, str | None]) -> Rule:
+    def takes(value: Any) -> bool:
+        return isinstance(value, str) and value.lower() in choices
+
+    def options(value: str) -> Options:
+        chosen = choices[value.lower()]
+        return {} if chosen is None else {key: chosen}
+
+    return Rule(" or ".join(map(repr, choices)), takes, options)
+
+
+_STAGE = Rule(
+    "an integer from 0 to 3",
+    lambda value: is_number(value, 0, Integral) and value <= 3,
+    lambda n: {"stage": n},
+)
+_STAGE_1 = Rule("a section", lambda value: isinstance(value, bool), lambda on: {"stage": int(on)})
+_PATH = Rule(
+    "a path", lambda value: bool(value) and isinstance(value, str), lambda p: {"offload.nvme_path": p}
+)
+_CLIPPING = Rule("a number >= 0", is_number, lambda norm: {"clip_grad_norm": norm} if norm else {})
+_LOSS_SCALE = Rule("a number >= 0", is_number, lambda scale: {"precision.loss_scale": scale or "dynamic"})
+_RATIO = Rule(
+    "a number from 0 to 1",
+    lambda value: is_number(value) and value <= 1,
+    lambda ratio: {"offload.device_fraction": 1 - ratio},
+)
+_SECONDARY = _integer(0, lambda size: {"reshard_after_forward": size} if size > 1 else {})
+_MICS = _integer(-1, lambda size: {"shard_group_size": size} if size > 0 else {})
+_TP = _integer(0, lambda size: {"mesh.tp": size} if size > 1 else {})
+_TIERS = {"none": None, "cpu": "cpu", "nvme": "nvme"}
+_DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "float16"),
+    **dict.fromkeys(("fp32", "float32", "float"), "float32"),
+}
+_RECOMPUTE = _flag(recompute="unit")
+
+# ---------------------------------------------------------------------------------------------- mapped
+
+MAPPED: dict[str, Rule] = {
+    "train_batch_size": _integer(1, lambda n: {"train_batch_size": n}),  # `translate` divides it
+    "train_micro_batch_size_per_gpu": _integer(1, lambda n: {"micro_batch_size": n}),
+    "gradient_accumulation_steps": _integer(1, lambda n: {"gradient_accumulation_steps": n}),
+    "gradient_clipping": _CLIPPING,
+    "communication_data_type": _choice("precision.reduce_dtype", _DTYPES),
+    "zero_optimization": _STAGE_1,  # true or false in old configs
+    "zero_optimization.stage": _STAGE,
+    "zero_optimization.offload_optimizer.device": _choice("offload.optimizer", _TIERS),
+    "zero_optimization.offload_optimizer.nvme_path": _PATH,
+    "zero_optimization.offload_optimizer.ratio": _RATIO,
+    "zero_optimization.offload_param.device": _choice("offload.parameters", _TIERS),
+    "zero_optimization.offload_param.nvme_path": _PATH,
+    "zero_optimization.cpu_offload": _flag(offload__optimizer="cpu"),
+    "zero_optimization.cpu_offload_param": _flag(offload__parameters="cpu"),
+    "zero_optimization.zero_hpz_partition_size": _SECONDARY,
+    "zero_optimization.mics_shard_size": _MICS,
+    "bf16.enabled": _flag(precision__param_dtype="bfloat16"),
+    "bf16.bf16_master_weights_and_grads": _flag(precision__main_dtype="bfloat16"),
+    "bf16.bf16_optimizer_states": _flag(precision__main_dtype="bfloat16"),
+    "fp16.enabled": _flag(precision__param_dtype="float16"),
+    "fp16.loss_scale": _LOSS_SCALE,
+    "fp16.fp16_master_weights_and_grads": _flag(precision__main_dtype="float16"),
+    "data_types.param_dtype": _choice("precision.param_dtype", _DTYPES),
+    "activation_checkpointing.partition_activations": _RECOMPUTE,
+    "activation_checkpointing.contiguous_memory_optimization": _RECOMPUTE,
+    "activation_checkpointing.number_checkpoints": _integer(1, lambda _: {"recompute": "unit"}),
+    "activation_checkpointing.cpu_checkpointing": _flag(recompute="unit", offload__activations="cpu"),
+    "compile.deepcompile": _flag(compile=True),
+    "compile.enabled": _flag(compile=True),
+    "tensor_parallel.autotp_size": _TP,
+}
+
+# --------------------------------------------------------------------------------------------- ignored
+
+
+def _under(section: str, keys: str) -> list[str]:
+    return [f"{section}.{key}" for key in keys.split()]
+
+
+_STAGE_3 = (
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+    "max_reuse_distance module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential"
+)
+_GATHER_ON_SAVE = "gather_16bit_weights_on_model_save"
+_COMMUNICATION = [
+    "disable_allgather",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    *_under(
+        "zero_optimization",
+        "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
+        "allgather_partitions allgather_bucket_size overlap_comm round_robin_gradients parameter_alignment "
+        "sub_group_size mics_hierarchical_params_gather memory_efficient_linear leaf_module "
+        "override_module_apply legacy_stage1 ignore_unused_parameters compute_grad_norm "
+        "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory "
+        f"{_STAGE_3} {' '.join('stage3_' + name for name in _STAGE_3.split())}",
+    ),
+]
+_OFFLOAD = [
+    "aio",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization.cpu_offload_use_pin_memory",
+    *_under("zero_optimization.offload_param", "buffer_count buffer_size max_in_cpu pin_memory"),
+    *_under(
+        "zero_optimization.offload_optimizer",
+        "buffer_count pin_memory pipeline_read pipeline_write fast_init super_offload cpuadam_cores_perc",
+    ),
+]
+_SAVING = [
+    "checkpoint",
+    "datastates_ckpt",
+    *_under("zero_optimization", "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"),
+    *_under("zero_optimization", f"{_GATHER_ON_SAVE} stage3_{_GATHER_ON_SAVE}"),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+]
+_REPORTING = [
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "log_level",
+    "flops_profiler",
+    "comms_logger",
+    "timers",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+    "monitor_config",
+    "vocabulary_size",
+    "autotuning",
+]
+_PRECISION = [
+    *_under("bf16", "immediate_grad_update check_grad_overflow check_overflow"),
+    *_under("fp16", "auto_cast initial_scale_power loss_scale_window hysteresis consecutive_hysteresis"),
+    "fp16.min_loss_scale",
+    *_under("data_types", "grad_accum_dtype keep_in_fp32_modules"),
+]
+_OTHERS = [
+    *_under("activation_checkpointing", "synchronize_checkpoint_boundary profile"),
+    *_under("compile", "backend kwargs free_activation free_activation_threshold autoep_non_moe"),
+    *_under(
+        "tensor_parallel",
+        "tp_overlap_comm tp dtype preset_model vocab_parallel_lm_head vocab_parallel_ce_backend",
+    ),
+    "seq_parallel_communication_data_type",
+    "pipeline",
+    "zero_allow_untested_optimizer",
+    "disable_python_gc",
+    "graph_harvesting",
+]
+
+
+def _because(reason: str, keys: Iterable[str]) -> dict[str, str]:
+    return dict.fromkeys(keys, reason)
+
+
+IGNORED: dict[str, str] = {
+    **_because("communication goes by units, see Config(units=..., num_prefetch=...)", _COMMUNICATION),
+    **_because("offload sizes its own buffers", _OFFLOAD),
+    **_because("checkpoints have one layout; engine.full_state_dict() gathers", _SAVING),
+    **_because("reports are asked for, such as engine.memory_report()", _REPORTING),
+    **_because(
+        "gradients add up in the main dtype, buffers keep theirs; loss scaling and non-finite gradients "
+        "follow zeroshard's own rules",
+        _PRECISION,
+    ),
+    **_because("nothing to set", _OTHERS),
+}
+
+# --------------------------------------------------------------------------------------- no equivalent
+
+_QUANTIZED = Refusal("nothing is quantized on the wire; communication_data_type narrows gradients")
+_CURRICULUM = Refusal("choose samples in your Dataset or DataLoader")
+_COMPRESSION = Refusal("zeroshard trains the model as it is")
+
+NO_EQUIVALENT: dict[str, Refusal] = {
+    "amp": Refusal("use bf16.enabled or fp16.enabled"),
+    "torch_autocast": Refusal("use bf16.enabled, or torch.autocast around the model's own forward"),
+    "data_types.buffer_dtype": Refusal("cast the model's buffers before initialize"),
+    "sparse_gradients": Refusal("gradients are dense: build embeddings with sparse=False"),
+    "gradient_allreduce_op": Refusal("gradients are averaged: multiply the loss by the ranks", ("mean",)),
+    "managed_gradient_accumulation": Refusal(
+        "set gradient_accumulation_steps to 1 and put engine.no_sync() around all but the last backward",
+        (True,),
+    ),
+    "dataloader_drop_last": Refusal("give your own DataLoader with drop_last=True"),
+    "sequence_parallel_size": Refusal("ranks are data-parallel, or tensor- and pipeline-parallel", (1,)),
+    "expert_parallel": Refusal("experts are sharded like any other parameters"),
+    "use_data_before_expert_parallelism": Refusal("experts are sharded like any other parameters"),
+    "tensor_parallel.partition_config": Refusal("give tp_plan= to initialize"),
+    "hybrid_engine": Refusal("it only speeds up generation: leave the section out"),
+    "data_efficiency": _CURRICULUM,
+    "curriculum_learning": _CURRICULUM,
+    "elasticity": Refusal("start torchrun with other ranks and keep the global batch yourself"),
+    "nebula": Refusal("checkpoints go to a directory"),
+    "sparse_attention": Refusal("use an attention implementation of the model's own"),
+    "progressive_layer_drop": Refusal("drop layers in the model's own forward"),
+    "compile.offload_activation": Refusal("use activation_checkpointing.cpu_checkpointing"),
+    "weight_quantization": _COMPRESSION,
+    "compression_training": _COMPRESSION,
+    "quantize_training": _COMPRESSION,
+    "eigenvalue": _COMPRESSION,
+    "zero_optimization.zero_quantized_weights": _QUANTIZED,
+    "zero_optimization.zero_quantized_nontrainable_weights": _QUANTIZED,
+    "zero_optimization.zero_quantized_gradients": _QUANTIZED,
+    "zero_optimization.zeropp_loco_param": _QUANTIZED,
+    "zero_optimization.zenflow": Refusal(
+        "use offload_optimizer, with ratio for a part that stays on the device"
+    ),
+}
+
+# ------------------------------------------------------------------------------------------- all of them
+
+Entry = TypeVar("Entry")
+
+
+def _with_old_name(table: dict[str, Entry]) -> dict[str, Entry]:
+    """`bfloat16` was another name of the section `bf16`."""
+    return table | {
+        key.replace("bf16.", "bfloat16.", 1): entry for key, entry in table.items() if key.startswith("bf16.")
+    }
+
+
+MAPPED, IGNORED = _with_old_name(MAPPED), _with_old_name(IGNORED)
+
+WHOLE = frozenset({"optimizer", "scheduler"})
+"""Sections that become torch objects."""
+
+KNOWN = frozenset(MAPPED) | frozenset(IGNORED) | frozenset(NO_EQUIVALENT) | WHOLE
+
+SECTIONS = frozenset(key.rpartition(".")[0] for key in KNOWN) - {""}
+
+SWITCHED = frozenset({"bf16", "bfloat16", "fp16"})
+"""Sections that say nothing unless `enabled` is true."""
+
+_TRAINER_ARGUMENTS: dict[str, str] = {
+    "train_batch_size": "leave it out",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "adam_beta1 and adam_beta2",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_min_lr": "0",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps",
+}
+"""Where the Trainer of transformers finds the value for "auto"."""
+
+
+def auto(key: str) -> str:
+    """What is wrong with the value "auto"."""
+    argument = _TRAINER_ARGUMENTS.get(key)
+    return "'auto' is filled in by the Trainer of transformers" + (f": {argument}" if argument else "")
