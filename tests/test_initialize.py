@@ -390,7 +390,7 @@ def test_wrong_types_and_impossible_combinations_are_refused(config, message):
         ({"mesh": {"pp": 2}}, "mesh.pp=2"),
         ({"shard_group_size": 2}, "shard_group_size=2"),
         ({"reshard_after_forward": 2}, "reshard_after_forward=2"),
-        ({"precision": {"param_dtype": "fp16"}}, "precision.param_dtype=float16"),
+        ({"precision": {"main_dtype": "fp16"}}, "precision.main_dtype=float16"),
     ],
 )
 def test_what_is_not_there_yet_is_refused_by_name(config, listed):

@@ -241,7 +241,7 @@ class Precision(_Checked):
     main_dtype: Annotated[torch.dtype | None, _DTYPE] = None
     # To which the model's float outputs are cast. None: they are left as they are.
     output_dtype: Annotated[torch.dtype | None, _DTYPE] = None
-    # Factor on the loss against underflow of float16 gradients; "dynamic" adapts it. None: no scaling.
+    # Factor on the loss against underflow of float16 gradients. None: "dynamic", which adapts it.
     loss_scale: Annotated[float | str | None, _either(_choice("dynamic"), _POSITIVE)] = None
 
     def _requirements(self) -> list[_Requirement]:
@@ -313,6 +313,9 @@ class Config(_Checked):
     gradient_accumulation_steps: Annotated[int, _integer(1)] = 1
     # Largest global L2 norm of the gradients, beyond which they are scaled down. None: no clipping.
     clip_grad_norm: Annotated[float | None, _POSITIVE] = None
+    # A step whose gradient norm is inf or nan is taken ("report"), left out ("skip") or an error ("error").
+    # In float16, "report" leaves it out as well, and "error" waits until the loss scale can't be lowered.
+    nonfinite: Annotated[str, _choice("report", "skip", "error")] = "report"
     # Samples in a rank's micro-batch, for the DataLoader that `initialize` builds.
     micro_batch_size: Annotated[int, _integer(1)] = 1
     # Modules that are gathered as one: class names or a predicate. None: repeated blocks are found.
@@ -385,9 +388,7 @@ _AVAILABLE: dict[str, tuple[object, ...]] = {
     "reshard_after_forward": (True, False),
     "recompute": ("none",),
     "compile": (False,),
-    "precision.param_dtype": (None, torch.bfloat16, torch.float32, torch.float64),
     "precision.main_dtype": (None, torch.float32, torch.float64),
-    "precision.loss_scale": (None,),
 } | {key: (value,) for section in _NOT_YET for key, value in _flat(section).items()}
 
 

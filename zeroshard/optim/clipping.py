@@ -20,11 +20,16 @@ def clip_grad_norm_(runtime: Runtime, max_norm: float) -> Tensor:
         The 2-norm of all gradients before that, over the parameters of the whole model: 0-dim, float32.
     """
     norm = global_norm(runtime)
+    limit_norm(runtime, norm, max_norm)
+    return norm
+
+
+def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients, whose norm is known, by min(1, max_norm / (norm + 1e-6))."""
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
     grads = [p.grad for buffer in runtime.buffers for p in buffer.sharded if p.grad is not None]
     for grad in grads:
         grad.mul_(factor)
-    return norm
 
 
 @torch.no_grad()
