@@ -18,7 +18,7 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.config import Config
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.clipping import clip_grad_norm_, global_norm, limit_norm
-from zeroshard.optim.nonfinite import describe_nonfinite
+from zeroshard.optim.nonfinite import all_finite, describe_nonfinite
 from zeroshard.optim.scaling import LossScale
 from zeroshard.sharding import access
 from zeroshard.sharding.runtime import Runtime
@@ -239,29 +239,28 @@ class Engine(nn.Module):
         optimizer.register_step_pre_hook(before)
 
     def _make_ready(self) -> bool:
-        """Clip the gradients and, where that was asked for, judge them: then a device waits for the norm.
+        """Clip the gradients and, where that was asked for, judge them: then the host waits for a device.
 
         Returns:
             Whether the optimizer may step.
         """
-        max_norm = self.config.clip_grad_norm
-        if max_norm is None and not self._judges:
-            return True
-        norm = global_norm(self._runtime)
+        max_norm, norm = self.config.clip_grad_norm, None
         if max_norm is not None:
-            self.grad_norm = norm
-        if self._judges and not norm.isfinite():
-            self._answer_nonfinite(norm)
-            return False
-        if max_norm is not None:
+            self.grad_norm = norm = global_norm(self._runtime)
+        if self._judges:
+            is_finite = all_finite(self._runtime) if norm is None else bool(norm.isfinite())
+            if not is_finite:
+                self._answer_nonfinite()
+                return False
+        if max_norm is not None and norm is not None:
             limit_norm(self._runtime, norm, max_norm)
         return True
 
-    def _answer_nonfinite(self, norm: Tensor) -> None:
+    def _answer_nonfinite(self) -> None:
         """Raise or warn where a lower loss scale is no remedy."""
         if self._loss_scale.can_fall or self.config.nonfinite == "skip":
             return
-        what = describe_nonfinite(self._runtime, norm)
+        what = describe_nonfinite(self._runtime)
         if self.config.nonfinite == "error":
             raise RuntimeError(f"{what}. The step was not taken: Config(nonfinite='error')")
         warnings.warn(
