@@ -3,11 +3,14 @@
 import copy
 import math
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import zeroshard
 from tests.distributed.models import Tiny
 from tests.distributed.training import (
     STAGES,
@@ -25,6 +28,7 @@ from tests.distributed.training import (
     start,
     token_loss,
 )
+from zeroshard import Config, Engine
 
 BAD = 7
 """The number of a step in which the last rank's batch holds an inf."""
@@ -117,18 +121,21 @@ def vanishing_loss(model, number):
 
 
 def gradients_of_a_small_loss():
-    """By stage: distance of the gradients from fp32, without and with a scale; the norm's from theirs."""
+    """By stage, of two batches: distance of the gradients and their norm from fp32; the first has no scale."""
     replica, found = replicate(tiny()), []
-    vanishing_loss(replica, 0).backward()
+    for number in range(2):
+        vanishing_loss(replica, number).backward()
     want = flat_gradients(replica)
+    wanted = torch.cat(list(want.values())).norm().item()
     for stage in STAGES:
         off = []
-        for scale in (1, "dynamic"):
+        for scale, first in ((1, nullcontext), ("dynamic", nullcontext), ("dynamic", Engine.no_sync)):
             engine, _ = start(tiny(), stage=stage, **half(scale))
-            engine.backward(vanishing_loss(engine, 0))
+            with first(engine):
+                engine.backward(vanishing_loss(engine, 0))
+            engine.backward(vanishing_loss(engine, 1))
             off.append(distance_of_all(full_gradients(engine), want))
         norm = engine.clip_grad_norm_(1.0).item()
-        wanted = torch.cat(list(full_gradients(engine).values())).norm().item()
         found.append((*off, abs(norm - wanted) / wanted))
     return found
 
@@ -136,10 +143,9 @@ def gradients_of_a_small_loss():
 def test_gradients_that_vanish_in_float16_are_kept_and_shown_unscaled(ranks):
     for num_ranks in (1, 2):
         for found in ranks(num_ranks, gradients_of_a_small_loss):
-            for unscaled, scaled, norm in found:
+            for unscaled, *scaled in found:
                 assert unscaled > 0.1
-                assert scaled <= 0.005  # float16 rounds by up to 0.05%
-                assert norm <= 1e-6
+                assert max(scaled) <= 0.005  # float16 rounds by up to 0.05%
 
 
 def clipped_norms():
@@ -311,6 +317,29 @@ def test_an_unscaled_backward_and_a_step_that_cannot_be_left_out_are_refused(ran
     for told, found in ranks(2, plain_calls, {"nonfinite": "skip"}):
         assert found == []
         assert len(told) == 1
+
+
+class Float(nn.Module):
+    """Casts to float32."""
+
+    def forward(self, x):
+        return x.float()
+
+
+def other_ways():
+    """What a plain backward says behind a frozen float16 layer, and in a module that has no engine."""
+    torch.manual_seed(0)
+    frozen = nn.Linear(7, 10).half().requires_grad_(False)
+    engine, _ = start(nn.Sequential(frozen, Float(), nn.Linear(10, 3)), stage=3)
+    module = tiny()
+    zeroshard.shard(module, Config.from_dict(half()))
+    inputs = batch(0)
+    return caught(engine(inputs.half()).sum().backward), caught(module(inputs).sum().backward)
+
+
+def test_an_unscaled_backward_is_refused_wherever_float16_is(ranks):
+    for said in ranks(2, other_ways):
+        assert all("got a gradient of a loss that is not scaled" in each for each in said)
 
 
 def at_the_floor(loss_scale, nonfinite):
