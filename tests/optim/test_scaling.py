@@ -27,7 +27,7 @@ def scales_of_torch(overflows):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_dynamic_scale_moves_as_that_of_torch(seed):
     random.seed(seed)
-    few = [False] * (2 * GROWTH_INTERVAL) + [True] + [False] * (GROWTH_INTERVAL - 1) + [True, False]
+    few = [False] * GROWTH_INTERVAL + [True] + [False] * (GROWTH_INTERVAL - 1) + [True, False]
     overflows = few if seed == 0 else [random.random() < 0.1 for _ in range(100)]
     scale, scales = LossScale.of("dynamic"), []
     for overflow in overflows:
