@@ -42,6 +42,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
         "stage": 3,
         "gradient_accumulation_steps": 1,
         "clip_grad_norm": None,
+        "nonfinite": "report",
         "micro_batch_size": 1,
         "units": None,
         "shard_group_size": None,
@@ -101,6 +102,7 @@ WRONG_VALUES = [
     *wrong("shard_group_size", 0, *AN_INTEGER),
     *wrong("num_prefetch", -1, None, *AN_INTEGER),
     *wrong("clip_grad_norm", 0, -1.0, NAN, INF, 10**400, True, "1.0", 1j),
+    *wrong("nonfinite", None, True, "ignore", ["skip"]),
     *wrong("watchdog_s", 0, -1, NAN, INF, None, False, "600"),
     *wrong(
         "units", 3, True, [3], ["Block", None], [""], "", b"Block", {"Block": 1}, [int], Block(), [Block()]
@@ -389,6 +391,7 @@ configs = st.builds(
     precision=precisions,
     gradient_accumulation_steps=counts,
     clip_grad_norm=st.none() | positive,
+    nonfinite=st.sampled_from(["report", "skip", "error"]),
     micro_batch_size=counts,
     units=names,
     shard_group_size=st.none() | counts,
@@ -505,8 +508,12 @@ def test_parse_refuses_anything_else(config):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_this_version_has_is_supported(stage):
-    for dtype in (None, "bf16", "fp32", "fp64"):
+    for dtype in (None, "bf16", "fp16", "fp32", "fp64"):
         require_supported(Config(stage=stage, precision=Precision(param_dtype=dtype, reduce_dtype=dtype)))
+    for scale in ("dynamic", 128):
+        require_supported(Config(stage=stage, precision=Precision(param_dtype="fp16", loss_scale=scale)))
+    for nonfinite in ("report", "skip", "error"):
+        require_supported(Config(stage=stage, nonfinite=nonfinite))
     for dtype in (None, "fp32", "fp64"):
         require_supported(Config(stage=stage, precision=Precision(main_dtype=dtype)))
     for reshard in (True, False):
@@ -528,7 +535,6 @@ def test_what_this_version_has_is_supported(stage):
         ({"mesh": {"tp": 2}}, "mesh.tp=2"),
         ({"pipeline": {"schedule": "gpipe"}}, "pipeline.schedule='gpipe'"),
         ({"pipeline": {"num_microbatches": 4}}, "pipeline.num_microbatches=4"),
-        ({"precision": {"param_dtype": "fp16"}}, "precision.param_dtype=float16"),
         ({"precision": {"main_dtype": "bf16"}}, "precision.main_dtype=bfloat16"),
     ],
 )
@@ -540,10 +546,10 @@ def test_what_this_version_does_not_have_is_refused_by_name(options, listed):
 def test_all_that_is_missing_is_listed_at_once():
     config = Config(
         mesh=Mesh(pp=2),
-        precision=Precision(param_dtype="fp16", loss_scale="dynamic"),
+        precision=Precision(main_dtype="fp16"),
         offload=Offload(optimizer="nvme", nvme_path="scratch"),
     )
     assert refusal(require_supported, config) == (
-        "not available in zeroshard yet: precision.param_dtype=float16, precision.loss_scale='dynamic', "
+        "not available in zeroshard yet: precision.main_dtype=float16, "
         "offload.optimizer='nvme', offload.nvme_path='scratch', mesh.pp=2"
     )

@@ -246,7 +246,7 @@ class Precision(_Checked):
     main_dtype: Annotated[torch.dtype | None, _DTYPE] = None
     # To which the model's float outputs are cast. None: they are left as they are.
     output_dtype: Annotated[torch.dtype | None, _DTYPE] = None
-    # Factor on the loss against underflow of float16 gradients; "dynamic" adapts it. None: no scaling.
+    # Factor on the loss against underflow of float16 gradients. None: "dynamic", which adapts it.
     loss_scale: Annotated[float | str | None, _either(_choice("dynamic"), _POSITIVE)] = None
 
     def _requirements(self) -> list[_Requirement]:
@@ -318,6 +318,9 @@ class Config(_Checked):
     gradient_accumulation_steps: Annotated[int, _integer(1)] = 1
     # Largest global L2 norm of the gradients, beyond which they are scaled down. None: no clipping.
     clip_grad_norm: Annotated[float | None, _POSITIVE] = None
+    # A step whose gradient norm is inf or nan is taken ("report"), left out ("skip") or an error ("error").
+    # In float16, "report" leaves it out as well, and "error" waits until the loss scale can't be lowered.
+    nonfinite: Annotated[str, _choice("report", "skip", "error")] = "report"
     # Samples in a rank's micro-batch, for the DataLoader that `initialize` builds.
     micro_batch_size: Annotated[int, _integer(1)] = 1
     # Modules that are gathered as one: class names or a predicate. None: repeated blocks are found.
@@ -417,9 +420,7 @@ def _read(file: Path) -> Any:
 _NOT_YET: tuple[_Checked, ...] = (Offload(), Checkpoint(), Mesh(), Pipeline())
 # Keys that have only some of their values so far; of the sections above, only the defaults.
 _AVAILABLE: dict[str, tuple[object, ...]] = {
-    "precision.param_dtype": (None, torch.bfloat16, torch.float32, torch.float64),
     "precision.main_dtype": (None, torch.float32, torch.float64),
-    "precision.loss_scale": (None,),
 } | {key: (value,) for section in _NOT_YET for key, value in _flat(section).items()}
 
 

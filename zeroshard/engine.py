@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +17,9 @@ from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.config import Config
 from zeroshard.memory.report import MemoryReport, measure
-from zeroshard.optim.clipping import clip_grad_norm_
+from zeroshard.optim.clipping import clip_grad_norm_, global_norm, limit_norm
+from zeroshard.optim.nonfinite import all_finite, describe_nonfinite
+from zeroshard.optim.scaling import LossScale
 from zeroshard.sharding import access
 from zeroshard.sharding.methods import as_forward, held_unsharded
 from zeroshard.sharding.runtime import Runtime
@@ -64,7 +67,13 @@ class Engine(nn.Module):
         """Steps that were not taken because gradients were not finite."""
         self.grad_norm: Tensor | None = None
         """The global gradient norm before the last clipping, 0-dim; None before."""
+        is_half = runtime.reducer.is_half
+        self._loss_scale = LossScale.of(config.precision.loss_scale) if is_half else LossScale()
+        self._may_skip = is_half or config.nonfinite == "skip"
+        self._judges = self._may_skip or config.nonfinite == "error"
         self._micro_step = 0
+        self._is_ready = False
+        """Whether `step()` has made the gradients ready for the optimizer."""
         if optimizer is not None:
             self._attach(optimizer)
 
@@ -85,36 +94,56 @@ class Engine(nn.Module):
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of `loss` / `gradient_accumulation_steps`, averaged over the ranks.
 
+        In float16 the loss is multiplied by `loss_scale` and the gradients are divided by it again: `p.grad`
+        is unscaled, and holds inf or nan where float16 overflowed.
+
         Args:
             loss: 0-dim, this rank's mean over its micro-batch.
         """
-        num_steps = self.config.gradient_accumulation_steps
+        num_steps, reducer = self.config.gradient_accumulation_steps, self._runtime.reducer
+        if reducer.is_half:
+            loss = loss * self.loss_scale
         if num_steps > 1:
             loss = loss / num_steps
         placements = self._runtime.context.placements
-        with self._runtime.reducer.deferring(placements.accumulates_locally and not self._is_at_boundary):
+        defer = placements.accumulates_locally and not self._is_at_boundary
+        with reducer.deferring(defer), reducer.scaled(self.loss_scale):
             loss.backward()
 
     def step(self) -> bool:
         """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
 
+        Where gradients are not finite on any rank, in float16 or with `nonfinite="skip"`, all ranks leave out
+        the steps of optimizer and LR scheduler.
+
         Returns:
             Whether parameters changed.
 
         Raises:
-            RuntimeError: the engine has no optimizer.
+            RuntimeError: the engine has no optimizer; gradients are not finite, with `nonfinite="error"`:
+                then parameters and gradients are as they were.
         """
         if self.optimizer is None:
             raise RuntimeError("step() needs an optimizer: give one to zeroshard.initialize")
         if not self._is_at_boundary:
             self._micro_step += 1
             return False
-        self.optimizer.step()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        self._runtime.before_step()
+        is_taken = self._make_ready()
+        if is_taken:
+            self._is_ready = True
+            try:
+                self.optimizer.step()
+            finally:
+                self._is_ready = False
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+            self.global_step += 1
+        else:
+            self.skipped_steps += 1
+        self._loss_scale = self._loss_scale.after(overflow=not is_taken)
         self.zero_grad()
-        self.global_step += 1
-        return True
+        return is_taken
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those that were added up locally too, and the micro-batches behind them."""
@@ -166,6 +195,11 @@ class Engine(nn.Module):
         return self.grad_norm
 
     @property
+    def loss_scale(self) -> float:
+        """What `backward` multiplies the loss by; 1.0 where nothing is computed in float16."""
+        return self._loss_scale.value
+
+    @property
     def _is_at_boundary(self) -> bool:
         return self._micro_step + 1 >= self.config.gradient_accumulation_steps
 
@@ -188,13 +222,53 @@ class Engine(nn.Module):
         engine = weakref.ref(self)
 
         def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (self := engine()) is not None and self.config.clip_grad_norm is not None:
-                if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
-                    raise RuntimeError("clip_grad_norm cannot clip gradients that a closure makes in step()")
-                self.grad_norm = clip_grad_norm_(self._runtime, self.config.clip_grad_norm)
+            if (self := engine()) is None or self._is_ready:
+                return
+            if self._may_skip:
+                raise RuntimeError(
+                    "with float16 or nonfinite='skip' a step may have to be left out, with that of the LR "
+                    "scheduler: call engine.step(), not optimizer.step()"
+                )
+            has_closure = any(value is not None for value in (*args[1:], kwargs.get("closure")))
+            if has_closure and (self._judges or self.config.clip_grad_norm is not None):
+                raise RuntimeError(
+                    "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
+                )
+            self._make_ready()
 
         self._runtime.attach(optimizer)
         optimizer.register_step_pre_hook(before)
+
+    def _make_ready(self) -> bool:
+        """Clip the gradients and, where that was asked for, judge them: then the host waits for a device.
+
+        Returns:
+            Whether the optimizer may step.
+        """
+        max_norm, norm = self.config.clip_grad_norm, None
+        if max_norm is not None:
+            self.grad_norm = norm = global_norm(self._runtime)
+        if self._judges:
+            is_finite = all_finite(self._runtime) if norm is None else bool(norm.isfinite())
+            if not is_finite:
+                self._answer_nonfinite()
+                return False
+        if max_norm is not None and norm is not None:
+            limit_norm(self._runtime, norm, max_norm)
+        return True
+
+    def _answer_nonfinite(self) -> None:
+        """Raise or warn where a lower loss scale is no remedy."""
+        if self._loss_scale.can_fall or self.config.nonfinite == "skip":
+            return
+        what = describe_nonfinite(self._runtime)
+        if self.config.nonfinite == "error":
+            raise RuntimeError(f"{what}. The step was not taken: Config(nonfinite='error')")
+        warnings.warn(
+            f"{what}. The step was left out, and will be again where this happens: the loss scale "
+            f"{self.loss_scale:g} is not lowered; see engine.skipped_steps",
+            stacklevel=4,
+        )
 
     # -- parameters -----------------------------------------------------------------------------------
 

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.training import (
-    OPTIMIZERS,
     STAGES,
-    Run,
     build,
+    by_hand,
     differences,
     distance_of_all,
     numbers,
+    only,
     start,
     token_loss,
     train,
@@ -25,40 +25,10 @@ from tests.distributed.training import (
 BF16 = {"param_dtype": "bf16"}
 
 
-def by_hand(model, optimizer, num_steps, loss, reduce_dtype=torch.float32):
-    """Forward and backward in bf16; mean of the gradients, and the step, in fp32."""
-    compute = copy.deepcopy(model)
-    for parameter in compute.parameters():
-        parameter.data = parameter.data.bfloat16()
-    names = [name for name, _ in compute.named_parameters()]
-    main = {name: nn.Parameter(dict(model.named_parameters())[name].detach().clone()) for name in names}
-    made, losses, n = OPTIMIZERS[optimizer](main.values()), [], dist.get_world_size()
-    for number in range(num_steps):
-        value = loss(compute, number)
-        value.backward()
-        losses.append(value.item())
-        for name, parameter in compute.named_parameters():
-            mine = parameter.grad.to(reduce_dtype) / n
-            parts = [torch.empty_like(mine) for _ in range(n)]
-            dist.all_gather(parts, mine.contiguous())
-            main[name].grad = torch.stack(parts).float().sum(0)
-        made.step()
-        compute.zero_grad()
-        with torch.no_grad():
-            for name, parameter in compute.named_parameters():
-                parameter.copy_(main[name])
-    return Run(losses, {name: value.detach().clone() for name, value in main.items()})
-
-
-def only(run, names):
-    """Without tied names and buffers."""
-    return Run(run.losses, {name: run.parameters[name] for name in names if run.parameters})
-
-
 def against_hand_written(kind, optimizer, **precision):
     model = build(kind)
     reduce_dtype = torch.bfloat16 if precision else torch.float32
-    want = by_hand(model, optimizer, 8, token_loss, reduce_dtype)
+    want = by_hand(model, optimizer, range(8), token_loss, torch.bfloat16, reduce_dtype=reduce_dtype)
     if dist.get_rank():
         want.parameters = {}
     found = []

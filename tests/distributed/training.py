@@ -157,6 +157,45 @@ def train_sharded(
     return train(*start(copy.deepcopy(model), optimizer, **config), num_steps, loss)
 
 
+def by_hand(
+    model: nn.Module,
+    optimizer: str,
+    numbers: Iterable[int],
+    loss: Loss,
+    compute_dtype: torch.dtype,
+    *,
+    reduce_dtype: torch.dtype = torch.float32,
+    loss_scale: float = 1.0,
+) -> Run:
+    """Plain PyTorch: forward and backward in `compute_dtype`; mean of the gradients and step in fp32."""
+    compute = copy.deepcopy(model)
+    for parameter in compute.parameters():
+        parameter.data = parameter.data.to(compute_dtype)
+    given = dict(model.named_parameters())
+    main = {name: nn.Parameter(given[name].detach().clone()) for name, _ in compute.named_parameters()}
+    made, losses, n = OPTIMIZERS[optimizer](main.values()), [], dist.get_world_size()
+    for number in numbers:
+        value = loss(compute, number)
+        (value * loss_scale).backward()
+        losses.append(value.item())
+        for name, parameter in compute.named_parameters():
+            mine = parameter.grad.to(reduce_dtype) / n
+            parts = [torch.empty_like(mine) for _ in range(n)]
+            dist.all_gather(parts, mine.contiguous())
+            main[name].grad = torch.stack(parts).float().sum(0) / loss_scale
+        made.step()
+        compute.zero_grad()
+        with torch.no_grad():
+            for name, parameter in compute.named_parameters():
+                parameter.copy_(main[name])
+    return Run(losses, {name: value.detach().clone() for name, value in main.items()})
+
+
+def only(run: Run, names: Iterable[str]) -> Run:
+    """Without tied names and buffers."""
+    return Run(run.losses, {name: run.parameters[name] for name in names if run.parameters})
+
+
 def differences(what: str, got: Run, want: Run) -> list[str]:
     """Where two runs differ by a single bit. Parameters are compared on rank 0, losses everywhere."""
     found = [

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Axis
-from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 
 _EPSILON = 1e-6
@@ -20,11 +20,16 @@ def clip_grad_norm_(runtime: Runtime, max_norm: float) -> Tensor:
         The 2-norm of all gradients before that, over the parameters of the whole model: 0-dim, float32.
     """
     norm = global_norm(runtime)
+    limit_norm(runtime, norm, max_norm)
+    return norm
+
+
+def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients, whose norm is known, by min(1, max_norm / (norm + 1e-6))."""
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
     grads = [p.grad for buffer in runtime.buffers for p in buffer.sharded if p.grad is not None]
     for grad in grads:
         grad.mul_(factor)
-    return norm
 
 
 @torch.no_grad()
@@ -35,20 +40,17 @@ def global_norm(runtime: Runtime) -> Tensor:
     float64; so the norm does not depend on the stage.
     """
     axis = runtime.context.axis
-    squares = [square for buffer in runtime.buffers for square in _squares(buffer, axis)]
+    squares = [torch.linalg.vector_norm(own, dtype=torch.float64).square() for own in own_gradients(runtime)]
     total = torch.zeros((), dtype=torch.float64, device=runtime.context.device)
     if squares:
         total += torch.stack(squares).sum()
     return axis.sum(total, "sum of the squared gradient norms").sqrt().float()
 
 
-def _squares(buffer: FlatBuffer, axis: Axis) -> list[Tensor]:
-    """The sum of squares of this rank's own part of each gradient."""
-    squares = []
-    for index, parameter in enumerate(buffer.sharded):
-        grad = parameter.grad
-        if grad is None:
-            continue
-        own = grad if buffer.is_partial else grad[buffer.layout.owned(index, axis.rank).slice]
-        squares.append(torch.linalg.vector_norm(own, dtype=torch.float64).square())
-    return squares
+def own_gradients(runtime: Runtime) -> Iterator[Tensor]:
+    """The parts of the gradients that the layout gives to this rank: over all ranks, each element once."""
+    rank = runtime.context.axis.rank
+    for buffer in runtime.buffers:
+        for index, parameter in enumerate(buffer.sharded):
+            if (grad := parameter.grad) is not None:
+                yield grad if buffer.is_partial else grad[buffer.layout.owned(index, rank).slice]

@@ -5,6 +5,7 @@
 `flat` holds each gradient times 1/N in the reduce dtype and lives from the first gradient of a backward
 to the end of the reduction. Under deferral (no_sync; accumulation where gradients are replicated) it
 holds plain sums in the main dtype and lives on to the next backward; then it is scaled and reduced once.
+Up to `reduced` gradients are those of the scaled loss; a p.grad never has the loss scale in it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Gradients:
         """Parameters whose gradient has not arrived since the last reduction."""
         self.used = [False] * len(buffer.sharded)
         """Parameters that got a gradient since the last delivery, on this rank."""
+        self.unscale = 1.0
+        """One over the loss scale."""
         self._held: dict[int, Tensor] = {}
         self._sums: list[Tensor | None] = []
 
@@ -80,11 +83,12 @@ class Gradients:
             RuntimeError: the gradient is sparse.
         """
         self.used[index] = True
-        before = self._sums[index] if self._sums[index] is not None else self._held.get(index)
+        total, held = self._sums[index], self._held.get(index)
+        before, factor = (held, 1.0) if total is None else (total, self.unscale)
         if before is None:
             self._held[index] = gradient
         else:
-            before.add_(self._flatten(index, gradient).view_as(before))
+            before.add_(self._flatten(index, gradient).view_as(before), alpha=factor)
 
     def start_reduce(self) -> None:
         """Start the reduction; parameters without a gradient count zeros."""
@@ -104,7 +108,8 @@ class Gradients:
         with torch._C.DisableTorchFunctionSubclass():
             for index, gradient in self._held.items():
                 flat = self._flatten(index, gradient)
-                self.buffer.sharded[index].grad = flat.to(self.buffer.plan.main_dtype)
+                flat = flat.to(self.buffer.plan.main_dtype)
+                self.buffer.sharded[index].grad = flat if self.unscale == 1.0 else flat.mul_(self.unscale)
         self._held, self._sums = {}, []
 
     def drop(self) -> None:
@@ -257,6 +262,8 @@ class ReducedGradients(Gradients):
 
     def _absorb(self, result: Tensor) -> None:
         """Keep reduced gradients until it is known which of them any rank used."""
+        if self.unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
+            result.mul_(self.unscale)
         if all(parameter.grad is not None for parameter in self.buffer.sharded):
             for parameter, own in zip(self.buffer.sharded, self._own_slices, strict=True):
                 parameter.grad.add_(result[own])  # type: ignore[union-attr]

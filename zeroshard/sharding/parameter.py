@@ -41,8 +41,8 @@ _LAYER_FUNCTIONS = frozenset(
 _GRAD_READERS = {
     ("torch.nn.utils.clip_grad", "clip_grad_norm_"): "engine.clip_grad_norm_(max_norm) or "
     "Config(clip_grad_norm=...)",
-    ("torch.amp.grad_scaler", "_unscale_grads_"): "Precision(param_dtype='bfloat16'), which needs no scaling "
-    "(float16 with Precision(loss_scale=...) is not available yet),",
+    ("torch.amp.grad_scaler", "_unscale_grads_"): "Precision(param_dtype='float16', loss_scale=...) with "
+    "engine.backward(loss) and engine.step(), or bfloat16, which needs no scaling,",
 }
 """Functions of torch that would take a slice of the gradient for the whole, and what to use instead."""
 

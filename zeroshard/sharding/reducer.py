@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.pool import BufferPool
 from zeroshard.sharding.gradients import Gradients
@@ -30,6 +32,10 @@ class Reducer:
         self._in_flight: deque[Gradients] = deque()
         self.is_deferring = False
         """Whether backward adds gradients up locally and sends nothing."""
+        self.is_half = any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers)
+        """Whether gradients pass through float16, where small ones vanish: the loss must be scaled."""
+        self.lacks_scale = self.is_half
+        """Whether a gradient that arrives now is one of a loss that was not scaled."""
         self._has_deferred = False
         self._is_tainted = False
 
@@ -47,6 +53,20 @@ class Reducer:
             yield
         finally:
             self.is_deferring = before
+
+    @contextmanager
+    def scaled(self, loss_scale: float) -> Iterator[None]:
+        """While on, backward is that of a loss times `loss_scale`; what it adds to p.grad is without it.
+
+        The scale may change only when there are no gradients.
+        """
+        self.lacks_scale = False
+        for gradients in self._all:
+            gradients.unscale = 1.0 / loss_scale
+        try:
+            yield
+        finally:
+            self.lacks_scale = self.is_half
 
     def begin(self) -> None:
         """A backward begins."""

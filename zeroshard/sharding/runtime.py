@@ -379,6 +379,11 @@ class Runtime:
         def arrived(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None, "called when it has been accumulated"
+            if runtime.reducer.lacks_scale:
+                raise RuntimeError(
+                    f"'{gradients.buffer.originals[index].fqn}' got a gradient of a loss that is not scaled, "
+                    "and in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"
+                )
             if not runtime._is_in_backward:  # no output of a unit could be hooked
                 runtime._begin_backward()
             gradients.pack(index, gradient, runtime.reducer.is_deferring)

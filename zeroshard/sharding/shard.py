@@ -64,12 +64,6 @@ def shard_over(
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"parameter '{name}' is on the meta device; expected it to have values")
-        compute_dtype = config.precision.param_dtype or parameter.dtype
-        if parameter.requires_grad and compute_dtype is torch.float16:
-            raise ValueError(
-                f"not available in zeroshard yet: parameter '{name}' would be trained in float16, which "
-                "needs loss scaling; set precision.param_dtype to bfloat16 or float32"
-            )
     specs = find_units(module, config.units)
     context = Context(
         axes=axes,

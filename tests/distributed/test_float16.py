@@ -1,0 +1,366 @@
+"""fp16 compute with a scaled loss, against the same written by hand in plain PyTorch."""
+
+import copy
+import math
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from tests.distributed.models import Tiny
+from tests.distributed.training import (
+    STAGES,
+    build,
+    by_hand,
+    differences,
+    distance_of_all,
+    finish,
+    flat_gradients,
+    full_gradients,
+    numbers,
+    only,
+    replicate,
+    square_loss,
+    start,
+    token_loss,
+)
+from zeroshard import Config, Engine
+
+BAD = 7
+"""The number of a step in which the last rank's batch holds an inf."""
+
+
+def half(loss_scale="dynamic", **options):
+    return {"precision": {"param_dtype": "fp16", "loss_scale": loss_scale, **options}}
+
+
+def tiny():
+    torch.manual_seed(0)
+    return Tiny(2)
+
+
+def batch(number):
+    """[5, 7]"""
+    values = numbers(number, 5, 7)
+    if number == BAD and dist.get_rank() == dist.get_world_size() - 1:
+        values[0, 0] = math.inf
+    return values
+
+
+def batch_loss(model, number):
+    return model(batch(number)).float().square().mean()
+
+
+def steps(engine, which, loss=batch_loss):
+    """The run of `engine.backward` and `engine.step`, and what step() said; skipped losses are left out."""
+    losses, taken = [], []
+    for number in which:
+        value = loss(engine, number)
+        engine.backward(value)
+        taken.append(engine.step())
+        losses += [value.item()] if taken[-1] else []
+    return finish(engine, losses), taken
+
+
+def caught(function, *args):
+    """The message of the RuntimeError."""
+    try:
+        function(*args)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+# ------------------------------------------------------------------------------------------ the numbers
+
+
+def against_hand_written(kind, optimizer, reduce_dtype):
+    model, found = build(kind), []
+    want = by_hand(
+        model,
+        optimizer,
+        range(3),
+        token_loss,
+        torch.float16,
+        reduce_dtype=reduce_dtype or torch.float32,
+        loss_scale=1024.0,
+    )
+    if dist.get_rank():
+        want.parameters = {}
+    for stage in STAGES:
+        config = half(1024, reduce_dtype=reduce_dtype)
+        engine, _ = start(copy.deepcopy(model), optimizer, stage=stage, **config)
+        run, taken = steps(engine, range(3), token_loss)
+        found += differences(f"stage {stage}", only(run, want.parameters), want)
+        found += [] if taken == [True] * 3 else [taken]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "optimizer", "reduce_dtype"),
+    [
+        (1, "tied GPT", "AdamW", None),
+        (2, "tied GPT", "AdamW", None),
+        (2, "Llama", "SGD", None),
+        (2, "tied GPT", "AdamW", torch.float16),
+    ],
+)
+def test_a_static_scale_equals_the_hand_written_loop_to_the_bit(
+    ranks, num_ranks, kind, optimizer, reduce_dtype
+):
+    assert ranks(num_ranks, against_hand_written, kind, optimizer, reduce_dtype) == [[]] * num_ranks
+
+
+def vanishing_loss(model, number):
+    """Gradients of about 1e-8; the smallest number of float16 is 6e-8."""
+    return 1e-7 * batch_loss(model, number)
+
+
+def gradients_of_a_small_loss():
+    """By stage, of two batches: distance of the gradients and their norm from fp32, first without a scale."""
+    replica, found = replicate(tiny()), []
+    for number in range(2):
+        vanishing_loss(replica, number).backward()
+    want = flat_gradients(replica)
+    wanted = torch.cat(list(want.values())).norm().item()
+    for stage in STAGES:
+        off = []
+        for scale, first in ((1, nullcontext), ("dynamic", nullcontext), ("dynamic", Engine.no_sync)):
+            engine, _ = start(tiny(), stage=stage, **half(scale))
+            with first(engine):
+                engine.backward(vanishing_loss(engine, 0))
+            engine.backward(vanishing_loss(engine, 1))
+            off.append(distance_of_all(full_gradients(engine), want))
+        norm = engine.clip_grad_norm_(1.0).item()
+        found.append((*off, abs(norm - wanted) / wanted))
+    return found
+
+
+def test_gradients_that_vanish_in_float16_are_kept_and_shown_unscaled(ranks):
+    for num_ranks in (1, 2):
+        for found in ranks(num_ranks, gradients_of_a_small_loss):
+            for unscaled, *scaled in found:
+                assert unscaled > 0.1
+                assert max(scaled) <= 0.005  # float16 rounds by up to 0.05%
+
+
+def clipped_norms():
+    """Norms of the same steps, seen by Config.clip_grad_norm, with a scale and in fp32."""
+    norms = []
+    for stage in STAGES:
+        for config in (half(4096), {}):
+            engine, _ = start(tiny(), "SGD", stage=stage, clip_grad_norm=0.1, **config)
+            steps(engine, [0])
+            steps(engine, [1])
+            norms.append(engine.grad_norm.item())
+    return norms
+
+
+def test_clipping_sees_the_norm_of_the_unscaled_gradients(ranks):
+    for found in ranks(2, clipped_norms):
+        assert min(found) > 0.1
+        assert len(set(found[::2])) == len(set(found[1::2])) == 1
+        assert found[0] == pytest.approx(found[1], rel=2e-3)
+
+
+def half_model():
+    """A model that is given in float16, and one that is told to compute in it."""
+    found = []
+    for stage in STAGES:
+        native, _ = start(tiny().half(), stage=stage)
+        told, _ = start(tiny().half().float(), stage=stage, **half(None))
+
+        def loss(model, number):
+            return model(batch(number).half()).float().square().mean()
+
+        runs = [steps(engine, range(3), loss)[0] for engine in (native, told)]
+        found += differences(f"stage {stage}", *runs)
+        found += [(e.loss_scale, p.dtype) for e in (native, told) for p in e.parameters()]
+    return set(found)
+
+
+def test_a_half_model_gets_fp32_main_parameters_and_a_dynamic_scale(ranks):
+    assert ranks(2, half_model) == [{(65536.0, torch.float32)}] * 2
+
+
+# ---------------------------------------------------------------------------------------------- overflow
+
+
+def skip_one(config):
+    """A run with a bad batch on one rank, compared with one that never had it."""
+    found = []
+    for stage in STAGES:
+        engines = []
+        for which in ([0, 1, BAD, 2, 3], [0, 1, 2, 3]):
+            engine, optimizer = start(tiny(), "AdamW", stage=stage, clip_grad_norm=1.0, **config)
+            engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+            run, taken = steps(engine, which)
+            engines.append((run, taken))
+            counts = engine.global_step, optimizer.param_groups[0]["lr"]
+            found += [] if counts == (4, 1e-3 / 16) else [counts]
+            found += [] if engine.skipped_steps == len(which) - 4 else [engine.skipped_steps]
+        (run, taken), (want, _) = engines
+        found += [] if taken == [True, True, False, True, True] else [taken]
+        found += differences(f"stage {stage}", run, want)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(ranks, num_ranks):
+    assert ranks(num_ranks, skip_one, half(1024)) == [[]] * num_ranks
+
+
+def test_in_other_dtypes_steps_are_left_out_when_that_is_asked_for(ranks):
+    assert ranks(2, skip_one, {"nonfinite": "skip"}) == [[], []]
+    assert ranks(2, skip_one, {"nonfinite": "skip", "precision": {"param_dtype": "bf16"}}) == [[], []]
+
+
+def overflow_in_a_micro_batch(way):
+    """The second of three micro-batches is bad; before and after it there is a good step."""
+    found = []
+    for stage in STAGES:
+        runs = []
+        for which in ([0, 1, 2, 3, BAD, 4, 5, 6, 8], [0, 1, 2, 5, 6, 8]):
+            engine, _ = start(tiny(), stage=stage, gradient_accumulation_steps=3, **half(1024))
+            taken = []
+            if way == "step":
+                taken = steps(engine, which)[1]
+            else:
+                engine.loss_fn = lambda output, target: (output.float() - target).square().mean()
+                for at in range(0, len(which), 3):
+                    whole = torch.cat([batch(number) for number in which[at : at + 3]])
+                    engine.train_batch(whole, torch.zeros(15, 3))
+            runs.append(finish(engine, []))
+            found.append((engine.global_step, engine.skipped_steps, taken))
+        assert not differences(f"stage {stage}", *runs)
+    return found
+
+
+def test_an_overflow_in_one_micro_batch_leaves_out_the_whole_step(ranks):
+    wait = [False, False]
+    for num_ranks in (1, 2):
+        taken = [*wait, True, *wait, False, *wait, True]
+        want = [(2, 1, taken), (2, 0, [*wait, True, *wait, True])] * 4
+        assert ranks(num_ranks, overflow_in_a_micro_batch, "step") == [want] * num_ranks
+    want = [(2, 1, []), (2, 0, [])] * 4
+    assert ranks(2, overflow_in_a_micro_batch, "train_batch") == [want] * 2
+
+
+def large_loss(model, number):
+    dtype = next(model.parameters()).dtype  # the engine casts inputs by itself
+    return 30 * model(batch(number).to(dtype)).float().square().mean()
+
+
+def find_scale():
+    """Each step is repeated until it is taken; the first one has the largest gradients."""
+    found, model, order = [], tiny(), (2, 0, 1)
+    for stage in STAGES:
+        engine, _ = start(copy.deepcopy(model), "SGD", stage=stage, **half())
+        losses, scales = [], set()
+        for number in order:
+            taken = [False]
+            while not taken[-1]:
+                run, taken = steps(engine, [number], large_loss)
+            losses += run.losses
+            scales.add(engine.loss_scale)
+        want = by_hand(model, "SGD", order, large_loss, torch.float16, loss_scale=engine.loss_scale)
+        run.losses = losses
+        found += differences(f"stage {stage}", only(run, want.parameters), only(want, run.parameters))
+        found.append((scales, 65536.0 * 0.5**engine.skipped_steps))
+    return found
+
+
+def test_a_dynamic_scale_falls_until_gradients_fit_and_leaves_no_trace(ranks):
+    for found in ranks(2, find_scale):
+        _, expected = found[0]
+        assert found == [({expected}, expected)] * 4
+        assert 1 <= expected < 65536
+
+
+# ------------------------------------------------------------------------------------- the plain way
+
+
+def plain_calls(config):
+    """What the plain loop's calls say, and whether the engine goes on as if they had not been made."""
+    told, found = set(), []
+    for stage in STAGES:
+        engine, optimizer = start(tiny(), stage=stage, **config)
+        if "precision" in config:
+            told.add(caught(square_loss(engine, 0).backward))
+            told.add(caught(torch.autograd.backward, engine(batch(0)).float().sum()))
+        engine.zero_grad()
+        engine.backward(batch_loss(engine, 0))
+        told.add(caught(optimizer.step))
+        engine.step()
+        run, _ = steps(engine, [1, 2])
+        run.losses = []
+        clean, _ = steps(start(tiny(), stage=stage, **config)[0], range(3))
+        clean.losses = []
+        found += differences(f"stage {stage}", run, clean)
+    return sorted(told), found
+
+
+def test_an_unscaled_backward_and_a_step_that_cannot_be_left_out_are_refused(ranks):
+    for num_ranks in (1, 2):
+        for told, found in ranks(num_ranks, plain_calls, half(1024)):
+            assert found == []
+            *backward, step = told
+            assert all(
+                "is not scaled" in said and "call engine.backward(loss), not loss.backward()" in said
+                for said in backward
+            )
+            assert "call engine.step(), not optimizer.step()" in step
+    for told, found in ranks(2, plain_calls, {"nonfinite": "skip"}):
+        assert found == []
+        assert len(told) == 1
+
+
+class Float(nn.Module):
+    """Casts to float32."""
+
+    def forward(self, x):
+        return x.float()
+
+
+def other_ways():
+    """What a plain backward says behind a frozen float16 layer, and in a module that has no engine."""
+    torch.manual_seed(0)
+    frozen = nn.Linear(7, 10).half().requires_grad_(False)
+    engine, _ = start(nn.Sequential(frozen, Float(), nn.Linear(10, 3)), stage=3)
+    module = tiny()
+    zeroshard.shard(module, Config.from_dict(half()))
+    inputs = batch(0)
+    return caught(engine(inputs.half()).sum().backward), caught(module(inputs).sum().backward)
+
+
+def test_an_unscaled_backward_is_refused_wherever_float16_is(ranks):
+    for said in ranks(2, other_ways):
+        assert all("got a gradient of a loss that is not scaled" in each for each in said)
+
+
+def at_the_floor(loss_scale, nonfinite):
+    """What is said when a step overflows, by kind, and the steps taken."""
+    engine, _ = start(tiny(), stage=3, nonfinite=nonfinite, **half(loss_scale))
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        error = caught(steps, engine, [BAD] * 17)
+    said = [str(warning.message) for warning in noted if "skipped_steps" in str(warning.message)]
+    return error, said, engine.skipped_steps, engine.loss_scale
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "num_lower", "least"), [(1024, 0, 1024.0), ("dynamic", 16, 1.0)], ids=["static", "dynamic"]
+)
+def test_an_overflow_that_no_lower_scale_can_cure_is_warned_of_or_an_error(
+    ranks, loss_scale, num_lower, least
+):
+    for error, said, num_skipped, scale in ranks(2, at_the_floor, loss_scale, "report"):
+        assert (error, len(said), num_skipped, scale) == ("nothing", 17 - num_lower, 17, least)
+        assert f"the loss scale {least:g} is not lowered" in said[0]
+    for error, said, num_skipped, scale in ranks(2, at_the_floor, loss_scale, "error"):
+        assert (said, num_skipped, scale) == ([], num_lower, least)
+        assert "the gradient norm is nan" in error

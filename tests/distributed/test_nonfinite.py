@@ -1,0 +1,122 @@
+"""Gradients that are inf or nan, in the dtypes that need no loss scale."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.models import Tiny
+from tests.distributed.training import (
+    OPTIMIZERS,
+    STAGES,
+    differences,
+    finish,
+    numbers,
+    plain,
+    replicate,
+    start,
+)
+
+BAD = 7
+"""The number of a step in which the last rank's batch holds an inf."""
+
+
+def tiny():
+    torch.manual_seed(0)
+    return Tiny(2)
+
+
+def loss_of(model, number):
+    values = numbers(number, 5, 7)
+    output = model(values)
+    if number == BAD and dist.get_rank() == dist.get_world_size() - 1:
+        output = output * torch.tensor([1.0, math.inf, 1.0])
+    return output.mean()
+
+
+def report():
+    """Whether parameters become nan where those of DDP do, and the norms that are seen."""
+    replica = replicate(tiny())
+    optimizer = OPTIMIZERS["SGD"](replica.parameters())
+    loss_of(replica, BAD).backward()
+    optimizer.step()
+    want, found = plain(replica).state_dict(), []
+    for stage in STAGES:
+        for clip in (None, 1.0):
+            engine, optimizer = start(tiny(), "SGD", stage=stage, clip_grad_norm=clip)
+            engine.backward(loss_of(engine, BAD))
+            taken = engine.step()
+            norm = None if engine.grad_norm is None else math.isfinite(engine.grad_norm)
+            found.append((taken, engine.global_step, engine.skipped_steps, norm))
+            got = engine.full_state_dict()
+            if clip is None:
+                same = (torch.equal(got[name].isfinite(), want[name].isfinite()) for name in got)
+                found.append(all(same))
+    return found, all(value.isfinite().all() for value in want.values())
+
+
+def test_by_default_the_step_is_taken_as_by_plain_pytorch_and_the_norm_tells(ranks):
+    for num_ranks in (1, 2):
+        for found, is_finite in ranks(num_ranks, report):
+            assert not is_finite
+            assert found == [(True, 1, 0, None), True, (True, 1, 0, False)] * 4
+
+
+def refuse(way, **config):
+    """What is said, by stage, and whether the run goes on as one that never had the bad batch."""
+    told, found = [], []
+    for stage in STAGES:
+        runs = []
+        for which in ([0, BAD, 1], [0, 1]):
+            engine, optimizer = start(tiny(), stage=stage, nonfinite="error", **config)
+            step = engine.step if way == "engine" else optimizer.step
+            for number in which:
+                engine.backward(loss_of(engine, number))
+                try:
+                    step()
+                except RuntimeError as error:
+                    told.append(str(error))
+                engine.zero_grad()
+            runs.append(finish(engine, []))
+        found += differences(f"stage {stage}", *runs)
+    return told, found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "way", "config"),
+    [
+        (1, "engine", {}),
+        (2, "engine", {"clip_grad_norm": 1.0}),
+        (2, "optimizer", {}),
+        (3, "optimizer", {"precision": {"param_dtype": "bf16"}, "clip_grad_norm": 1.0}),
+    ],
+)
+def test_as_an_error_it_comes_on_all_ranks_before_anything_changes(ranks, num_ranks, way, config):
+    for told, found in ranks(num_ranks, refuse, way, **config):
+        assert found == []
+        assert len(told) == 4
+        for said in told:
+            assert said.startswith(("the gradient norm is inf; not finite", "the gradient norm is nan; not"))
+            assert "the gradients of 'gain', 'inner.weight', 'inner.bias' and 10 more" in said
+            assert said.endswith("The step was not taken: Config(nonfinite='error')")
+
+
+def small_messages(**config):
+    """Exchanges beside parameters and gradients in one step, by stage."""
+    found = []
+    for stage in STAGES:
+        engine, _ = start(tiny(), stage=stage, **config)
+        engine.reset_comm_report()
+        engine.backward(loss_of(engine, 0))
+        engine.step()
+        found.append(engine.comm_report().calls["control"])
+    return found
+
+
+def test_judging_takes_one_small_exchange_and_only_where_it_is_asked_for(ranks):
+    """One tells which parameters were used; clipping and judging share the norm."""
+    assert ranks(2, small_messages) == [[1] * 4] * 2
+    for config in ({"nonfinite": "error"}, {"nonfinite": "skip"}, {"clip_grad_norm": 1.0}):
+        assert ranks(2, small_messages, **config) == [[2] * 4] * 2
+    assert ranks(2, small_messages, clip_grad_norm=1.0, nonfinite="error") == [[2] * 4] * 2
