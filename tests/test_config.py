@@ -108,6 +108,7 @@ WRONG_VALUES = [
         "units", 3, True, [3], ["Block", None], [""], "", b"Block", {"Block": 1}, [int], Block(), [Block()]
     ),
     *wrong("reshard_after_forward", 1, 0, -2, None, "true", 2.0),
+    *wrong("watchdog_s", 1e30, 0),
     *wrong("recompute", "full", None, True),
     *wrong("compile", 1, None, "yes"),
     *wrong("precision", None, "bf16", torch.bfloat16, Mesh()),
@@ -409,7 +410,7 @@ configs = st.builds(
         split=names,
         num_chunks=counts,
     ),
-    watchdog_s=positive,
+    watchdog_s=st.floats(0, 1e6, exclude_min=True),
 ) | st.builds(Config, stage=st.integers(0, 2), precision=precisions, clip_grad_norm=st.none() | positive)
 
 

@@ -513,6 +513,30 @@ def inputs_of_all_kinds():
     return found
 
 
+def refused_arguments():
+    """What backward and clip_grad_norm_ say to arguments that are none."""
+    engine, *_ = zeroshard.initialize(nn.Linear(2, 2), torch.optim.SGD)
+    said = []
+    for loss in (1.0, torch.ones(2, requires_grad=True), torch.ones(())):
+        with pytest.raises(ValueError, match=r"\w") as caught:
+            engine.backward(loss)
+        said.append(str(caught.value).removeprefix("backward: expected a loss of one element that requires "))
+    for max_norm in (-1, "a", None, float("nan")):
+        with pytest.raises(ValueError, match="clip_grad_norm_: expected a number >= 0"):
+            engine.clip_grad_norm_(max_norm)
+    return said
+
+
+def test_what_is_no_loss_and_no_norm_is_refused_with_what_came(ranks):
+    assert ranks(1, refused_arguments) == [
+        [
+            "a gradient, got 1.0",
+            "a gradient, got a tensor of shape [2] with requires_grad=True",
+            "a gradient, got a tensor of shape [] with requires_grad=False",
+        ]
+    ]
+
+
 def test_train_batch_takes_a_tensor_a_tuple_or_a_mapping_and_models_that_return_their_loss(ranks):
     for found in ranks(2, inputs_of_all_kinds):
         assert {name: differing for name, differing in found.items() if differing} == {}
@@ -920,6 +944,29 @@ def test_an_exception_inside_unsharded_passes_and_everything_is_as_before(ranks)
     forward = ("RuntimeError", "full parameters can be had between steps, not inside a forward or backward")
     one_stage = [(("LookupError", "not today"), True, [])] * 2 + [(inside, 1, []), (forward, True, [])]
     assert ranks(2, failing_inside) == [one_stage * 4] * 2
+
+
+def shown_shapes():
+    """unsharded(engine), and modules that are not the model's."""
+    engine, _ = start(Net(), stage=3)
+    names = [name for name, p in engine.named_parameters() if "." not in name]
+    with engine.unsharded(engine):
+        shapes = [tuple(dict(engine.named_parameters())[name].shape) for name in names]
+    said = []
+    for write_back in (False, True):
+        try:
+            with engine.unsharded(nn.Linear(2, 2), write_back=write_back):
+                said.append("entered")
+        except ValueError as error:
+            said.append(str(error))
+    return [tuple(dict(Net().named_parameters())[name].shape) for name in names], shapes, said
+
+
+def test_unsharded_takes_the_engine_for_the_model_and_refuses_modules_of_others(ranks):
+    for want, got, said in ranks(2, shown_shapes):
+        assert want
+        assert got == want
+        assert said == ["unsharded: expected modules of the model, got Linear"] * 2
 
 
 # -------------------------------------------------------------------------------------- full_state_dict

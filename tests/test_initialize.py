@@ -447,7 +447,10 @@ def own_optimizer(name, base=torch.optim.Optimizer, module="somebody.optim"):
     return type(name, (base,), {"__module__": module, **methods})
 
 
-WHOLE_TENSORS = ["Shampoo", "SOAP", "LARS", "LAMB", "Lamb", "Prodigy", "DAdaptAdam", "DistributedShampoo"]
+WHOLE_TENSORS = [
+    *("Shampoo", "SOAP", "LARS", "LAMB", "Lamb", "Prodigy", "DAdaptAdam", "DistributedShampoo", "Lars"),
+    *("FusedLAMB", "CAME", "MuonWithAuxAdam", "GaLoreAdamW", "AdafactorFB", "AdaHessian"),
+]
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "SparseAdam"])
@@ -852,30 +855,29 @@ DISAGREEMENTS = {
     "optimizer or none": (
         (Tiny, torch.optim.AdamW, None),
         (Tiny, None, None),
-        r"rank(s) 0, 2 have optimizer AdamW group 0 of 9 parameters {...}; rank(s) 1 have no optimizer",
+        r"rank(s) 0, 2 have optimizer AdamW group 0 of 9 parameters; rank(s) 1 have no optimizer",
     ),
     "class of optimizer": (
         (Tiny, torch.optim.AdamW, None),
         (Tiny, torch.optim.Adam, None),
-        "rank(s) 0, 2 have optimizer AdamW group 0 of 9 parameters {...}; "
-        "rank(s) 1 have optimizer Adam group 0 of 9 parameters {...}",
+        "rank(s) 0, 2 have optimizer AdamW group 0 of 9 parameters; "
+        "rank(s) 1 have optimizer Adam group 0 of 9 parameters",
     ),
     "learning rate": (
         (Tiny, lambda parameters: torch.optim.SGD(parameters, lr=0.5), None),
         (Tiny, lambda parameters: torch.optim.SGD(parameters, lr=0.25), None),
-        "rank(s) 0, 2 have optimizer SGD group 0 of 9 parameters {'lr': 0.5...}; "
-        "rank(s) 1 have optimizer SGD group 0 of 9 parameters {'lr': 0.25...}",
+        "rank(s) 0, 2 have optimizer SGD group 0 lr=0.5; rank(s) 1 have optimizer SGD group 0 lr=0.25",
     ),
     "number of parameters in a group": (
         (Tiny, torch.optim.SGD, None),
         (Tiny, lambda parameters: torch.optim.SGD(list(parameters)[1:]), None),
-        "rank(s) 0, 2 have optimizer SGD group 0 of 9 parameters {...}; "
-        "rank(s) 1 have optimizer SGD group 0 of 8 parameters {...}",
+        "rank(s) 0, 2 have optimizer SGD group 0 of 9 parameters; "
+        "rank(s) 1 have optimizer SGD group 0 of 8 parameters",
     ),
     "number of groups": (
         (Tiny, lambda parameters: torch.optim.SGD([{"params": [p]} for p in list(parameters)[:2]]), None),
         (Tiny, lambda parameters: torch.optim.SGD([{"params": list(parameters)[:1]}]), None),
-        "rank(s) 0, 2 have optimizer SGD group 1 of 1 parameters {...}; rank(s) 1 have nothing more",
+        "rank(s) 0, 2 have optimizer SGD group 1 of 1 parameters; rank(s) 1 have nothing more",
     ),
     "which parameters are in a group": (
         (two_layers, lambda parameters: torch.optim.SGD([{"params": [p]} for p in parameters]), None),
@@ -953,3 +955,23 @@ def test_ranks_that_would_shard_other_units_are_told_so(ranks, kind):
     for message in ranks(2, different_units, kind):
         assert message is not None, "it was not noticed"
         assert message.startswith("the ranks were given different models, configs or optimizers: ")
+
+
+def odd_settings():
+    """A group may hold what has another address on every rank."""
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["schedule"] = lambda step: step
+    zeroshard.initialize(model, optimizer)
+    return True
+
+
+def test_settings_that_differ_in_their_address_alone_are_the_same(ranks):
+    assert ranks(2, odd_settings) == [True, True]
+
+
+def test_shard_takes_a_config_as_initialize_does_and_asks_for_a_process_group():
+    with pytest.raises(ValueError, match="did you mean 'stage'"):
+        zeroshard.shard(nn.Linear(2, 2), {"stge": 3})
+    with pytest.raises(RuntimeError, match=r"expected a process group: call .*init_process_group first"):
+        zeroshard.shard(nn.Linear(2, 2), {"stage": 3})

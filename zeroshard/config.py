@@ -114,6 +114,7 @@ _BOOLEAN = _instance(bool, "True or False")
 _DTYPE = _Rule("a dtype among bfloat16, float16, float32, float64", _dtype)
 _FRACTION = _number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 _POSITIVE = _number("a finite number > 0", lambda value: 0 < value <= sys.float_info.max)
+_SECONDS = _number("a number > 0 and at most 1e6", lambda value: 0 < value <= 1e6)
 _PATH = _Rule("a path", lambda value: _text(os.fspath(value) if isinstance(value, os.PathLike) else value))
 _TIER = _choice("none", "cpu", "nvme")
 _MODULE_NAMES = _names("module names", _text)
@@ -338,7 +339,7 @@ class Config(_Checked):
     mesh: Mesh = Mesh()  # ranks along the model-parallel axes
     pipeline: Pipeline = Pipeline()  # how a batch flows through the pipeline-parallel ranks
     # Seconds that a rank may wait in a collective before the watchdog ends the run.
-    watchdog_s: Annotated[float, _POSITIVE] = 600.0
+    watchdog_s: Annotated[float, _SECONDS] = 600.0
 
     def _requirements(self) -> list[_Requirement]:
         stage_3 = (self.stage == 3, "stage", "3")

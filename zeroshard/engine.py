@@ -99,7 +99,11 @@ class Engine(nn.Module):
 
         Args:
             loss: 0-dim, this rank's mean over its micro-batch.
+
+        Raises:
+            ValueError: something else was given.
         """
+        _check_loss(loss)
         num_steps, reducer = self.config.gradient_accumulation_steps, self._runtime.reducer
         if reducer.is_half:
             loss = loss * self.loss_scale
@@ -190,6 +194,7 @@ class Engine(nn.Module):
         Returns:
             The global 2-norm before that; 0-dim, float32.
         """
+        _check_max_norm(max_norm)
         self._runtime.before_step()
         self.grad_norm = clip_grad_norm_(self._runtime, max_norm)
         return self.grad_norm
@@ -281,9 +286,15 @@ class Engine(nn.Module):
             write_back: keep edits; every rank must make the same ones.
 
         Raises:
+            ValueError: a module that is not part of the model.
             RuntimeError: the ranks made different edits.
         """
-        with access.unsharded(self._runtime, modules or (self.module,), write_back):
+        inside = set(self.module.modules())
+        parts = [self.module if module is self else module for module in modules or (self.module,)]
+        for part in parts:
+            if part not in inside:
+                raise ValueError(f"unsharded: expected modules of the model, got {type(part).__name__}")
+        with access.unsharded(self._runtime, parts, write_back):
             yield
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -409,3 +420,18 @@ def _split(value: Any, num_pieces: int) -> list[Any]:
             f"got shape {tuple(value.shape)}"
         )
     return list(value.chunk(num_pieces))
+
+
+def _check_loss(loss: object) -> None:
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return
+    if isinstance(loss, Tensor):
+        came = f"a tensor of shape {list(loss.shape)} with requires_grad={loss.requires_grad}"
+    else:
+        came = f"{loss!r:.80}"
+    raise ValueError(f"backward: expected a loss of one element that requires a gradient, got {came}")
+
+
+def _check_max_norm(max_norm: object) -> None:
+    if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
+        raise ValueError(f"clip_grad_norm_: expected a number >= 0, got {max_norm!r}")

@@ -5,7 +5,10 @@ momentum would move a parameter whose gradient is zeros instead of None.
 """
 
 import copy
+import sys
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -192,6 +195,63 @@ def change_depth():
 
 def test_units_may_be_called_in_any_order_and_left_out_on_all_ranks_alike(ranks):
     assert ranks(2, change_depth, timeout=120) == [[], []]
+
+
+CALLS_OF_RANKS = [
+    ((0, 2, 3, 4), (0, 1, 2, 3, 4)),
+    ((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)),
+    ((1, 2), (3, 4)),
+    ((0, 1, 2, 3, 4), (2,)),
+]
+
+
+def other_depth_loss(net, step):
+    return net(numbers(step, 5, 7), CALLS_OF_RANKS[step][dist.get_rank()]).square().mean()
+
+
+def differ_in_depth(calls):
+    torch.manual_seed(0)
+    model, found = Depth(), []
+    with mock.patch.object(sys.modules[__name__], "CALLS_OF_RANKS", calls):
+        for stages, options in (((0, 1, 2), {}), ((0, 2), {"num_prefetch": 0})):
+            num = len(calls)
+            found += same_as_replicated(
+                model, "AdamW", num, other_depth_loss, stages=stages, find_unused=True, **options
+            )
+    return found
+
+
+@pytest.mark.parametrize("calls", [CALLS_OF_RANKS, CALLS_OF_RANKS[2:], CALLS_OF_RANKS[1:] * 2])
+def test_below_stage_3_ranks_may_leave_out_different_units_from_the_first_step_on(ranks, calls):
+    assert ranks(2, differ_in_depth, calls) == [[], []]
+
+
+def traffic_after_a_short_first_forward():
+    """Bytes sent over those of an engine whose first forward was whole, and how much was gathered at once."""
+    torch.manual_seed(0)
+    model, found = Depth(), []
+    for stage in STAGES:
+        for first in ((0, 2, 3, 4), (0,), ()):
+            sent, peaks = [], []
+            for calls in ((0, 1, 2, 3, 4), first):
+                copied = copy.deepcopy(model)
+                engine, made = start(copied, adamw(copied.parameters()), stage=stage)
+                with torch.no_grad():
+                    engine(numbers(0, 5, 7), calls)
+                for number in range(3):
+                    engine.reset_comm_report()
+                    engine(numbers(number, 5, 7), (0, 1, 2, 3, 4)).square().mean().backward()
+                    made.step()
+                    made.zero_grad()
+                report = engine.comm_report().bytes_sent
+                sent.append((report["all_gather"], report["reduce_scatter"]))
+                peaks.append(engine.memory_report().peak_unsharded)
+            found += [] if sent[0] == sent[1] and peaks[0] >= peaks[1] else [(stage, first, sent, peaks)]
+    return found
+
+
+def test_a_first_forward_that_leaves_out_units_costs_no_traffic_later(ranks):
+    assert ranks(2, traffic_after_a_short_first_forward) == [[], []]
 
 
 # ----------------------------------------------------------------------------------------------- frozen

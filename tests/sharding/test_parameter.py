@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zeroshard
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.parameter import Phase, ShardedParameter
 
 NAME, UNIT, SHAPE = "model.head.weight", "model.head", torch.Size((6, 4))
 HIDDEN = torch.arange(12.0).view(3, 4)
@@ -21,7 +21,13 @@ INDICES = torch.tensor([0, 1])
 
 def sharded(values, *, requires_grad=True, is_partial=True, unit=UNIT):
     return ShardedParameter.wrap(
-        values, requires_grad, fqn=NAME, unit_name=unit, full_shape=SHAPE, is_partial=is_partial
+        values,
+        requires_grad,
+        fqn=NAME,
+        unit_name=unit,
+        full_shape=SHAPE,
+        is_partial=is_partial,
+        phase=Phase(),
     )
 
 
@@ -131,6 +137,64 @@ def test_a_loss_that_depends_on_a_slice_raises_in_backward(weight, penalty):
         loss.backward()
     assert_names_the_remedy(caught)
     assert weight.grad is None
+
+
+class Outside(nn.Module):
+    """The root's forward uses a block's parameter, in a way that fits slices as well."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.use = use
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.use(x, self.blocks[1])
+
+
+USES = {
+    "bias": lambda x, block: x + block.bias,
+    "mean": lambda x, block: x * block.weight.mean(),
+    "index": lambda x, block: x * block.weight[0],
+    "in place": lambda x, block: block.bias.add_(x.mean()),
+    "list": lambda x, block: torch.cat([x.flatten(), block.bias]),
+    "data": lambda x, block: x * block.bias.data.sum(),
+}
+
+
+def is_linear(module):
+    return isinstance(module, nn.Linear)
+
+
+def use_outside(name, stage):
+    config = {"stage": stage, "units": is_linear, "precision": {"param_dtype": "bf16"}}
+    engine, *_ = zeroshard.initialize(Outside(USES[name]), None, config)
+    for gradients in (torch.no_grad(), torch.enable_grad()):
+        with gradients, pytest.raises(RuntimeError, match=r"blocks\.1.*outside the forward.*units="):
+            engine(torch.ones(2, 4))
+    return True
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_forward_that_uses_a_parameter_of_another_unit_raises_without_gradients_too(ranks, name):
+    assert ranks(1, use_outside, name, 1) == [True]
+    assert ranks(2, use_outside, name, 3) == [True, True]
+
+
+def ask_what_it_is(x, block):
+    assert block.weight.requires_grad
+    factor = block.bias.is_floating_point() + block.bias.dim()
+    return x.to(block.weight.device, block.bias.dtype) * factor
+
+
+def use_description():
+    engine, *_ = zeroshard.initialize(Outside(ask_what_it_is), None, {"units": is_linear})
+    return engine(torch.ones(2, 4)).dtype
+
+
+def test_a_forward_may_ask_a_parameter_of_another_unit_for_what_it_is(ranks):
+    assert ranks(2, use_description) == [torch.float32] * 2
 
 
 def test_other_errors_of_torch_keep_their_kind_outside_of_training(weight):

@@ -10,7 +10,7 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import Axes
 from zeroshard.config import Config
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.parameter import Phase, ShardedParameter
 from zeroshard.sharding.shard import shard_over
 from zeroshard.sharding.units import LARGE, find_units
 
@@ -440,8 +440,8 @@ def test_a_parameter_without_values_is_refused_by_name_when_it_is_sharded():
 
 
 def test_a_parameter_that_is_sharded_already_is_refused_by_name():
-    slice_of = {"fqn": "weight", "unit_name": "", "full_shape": torch.Size((4,)), "is_partial": True}
-    weight = ShardedParameter.wrap(torch.zeros(2), True, **slice_of)
+    slice_of = {"full_shape": torch.Size((4,)), "is_partial": True, "phase": Phase()}
+    weight = ShardedParameter.wrap(torch.zeros(2), True, fqn="weight", unit_name="", **slice_of)
     message = refusal(Holder(inner=Holder(weight=weight)))
     assert "'inner.weight'" in message
     assert "already" in message

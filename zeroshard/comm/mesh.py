@@ -130,9 +130,17 @@ class Axes:
 
 
 def open_world(device: torch.device, counter: Counter, timeout_s: float) -> Axis:
-    """All ranks of the default group; collective. Arguments as `Axis` has them."""
+    """All ranks of the default group; collective. Arguments as `Axis` has them.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
     world = dist.group.WORLD
-    assert world is not None, "the process group has been started"
+    if world is None:
+        raise RuntimeError(
+            "expected a process group: call torch.distributed.init_process_group first, or use "
+            "zeroshard.initialize, which starts one"
+        )
     control = _control_group(world, timeout_s)
     return Axis(world, device=device, counter=counter, timeout_s=timeout_s, control=control)
 

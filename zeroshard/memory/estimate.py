@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ ADAM_STATES = 2
 @dataclass(frozen=True, kw_only=True)
 class Estimate(MemoryReport):
     """Bytes per rank by kind, and on the wire."""
+
+    _title: ClassVar[str] = "estimate for each rank"
 
     wire_bytes_per_step: int
     """Bytes that each rank sends per optimizer step, all micro-batches together."""

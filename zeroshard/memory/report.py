@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,6 +16,8 @@ from zeroshard.tables import format_bytes, render
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
     """Bytes on this rank. The first five are on the device."""
+
+    _title: ClassVar[str] = "memory of this rank"
 
     parameters: int
     """Main parameters, and replicated parameters in the compute dtype."""
@@ -35,7 +38,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         rows = [(field.name, format_bytes(getattr(self, field.name))) for field in fields(self)]
-        return render("memory of this rank", ("kind", "bytes"), rows)
+        return render(self._title, ("kind", "bytes"), rows)
 
 
 def measure(runtime: Runtime, optimizer: Optimizer | None) -> MemoryReport:

@@ -20,22 +20,21 @@ _ELEMENT_WISE = frozenset(
 """torch's optimizers whose update of an element needs that element's gradient and state alone."""
 
 _WHOLE_TENSOR = {
-    "Adafactor": "row and column statistics of a matrix",
-    "Muon": "orthogonalized matrices",
-    "LBFGS": "inner products over all parameters",
-    "SparseAdam": "sparse gradients",
-    "Shampoo": "matrix preconditioners",
-    "DistributedShampoo": "matrix preconditioners",
-    "SOAP": "matrix preconditioners",
-    "LARS": "norms of whole tensors",
-    "LAMB": "norms of whole tensors",
-    "Lamb": "norms of whole tensors",
-    "Prodigy": "sums over all parameters",
-    "DAdaptAdam": "sums over all parameters",
-    "DAdaptSGD": "sums over all parameters",
-    "DAdaptAdaGrad": "sums over all parameters",
-    "DAdaptLion": "sums over all parameters",
+    "adafactor": "row and column statistics of a matrix",
+    "came": "row and column statistics of a matrix",
+    "muon": "orthogonalized matrices",
+    "lbfgs": "inner products over all parameters",
+    "sparseadam": "sparse gradients",
+    "shampoo": "matrix preconditioners",
+    "soap": "matrix preconditioners",
+    "galore": "projections of whole matrices",
+    "adahessian": "more than the gradient",
+    "lars": "norms of whole tensors",
+    "lamb": "norms of whole tensors",
+    "prodigy": "sums over all parameters",
+    "dadapt": "sums over all parameters",
 }
+"""What an optimizer needs that has this in its name, in any case: FusedLAMB, MuonWithAuxAdam, ..."""
 
 
 def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
@@ -72,11 +71,12 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
 def _check_kind(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     for base in kind.__mro__:
-        if base.__name__ in _WHOLE_TENSOR:
-            raise ValueError(
-                f"{_name(optimizer)} needs whole tensors ({_WHOLE_TENSOR[base.__name__]}), and a rank holds "
-                "slices of them; use an element-wise optimizer such as AdamW, SGD or RMSprop"
-            )
+        for part, needs in _WHOLE_TENSOR.items():
+            if part in base.__name__.lower():
+                raise ValueError(
+                    f"{_name(optimizer)} needs whole tensors ({needs}), and a rank holds slices of them; "
+                    "use an element-wise optimizer such as AdamW, SGD or RMSprop"
+                )
         if base.__module__.split(".")[0] == "bitsandbytes":
             raise ValueError(
                 f"{_name(optimizer)} is a bitsandbytes optimizer: the precision of its states would depend "

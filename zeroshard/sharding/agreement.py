@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
@@ -11,6 +12,9 @@ from torch.optim import Optimizer
 from zeroshard.comm.collectives import Axis
 from zeroshard.config import Config
 from zeroshard.sharding.units import find_units
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Of an object that its repr() tells; other on every rank."""
 
 
 def check_agreement(axis: Axis, model: nn.Module, config: Config, optimizer: Optimizer | None) -> None:
@@ -69,9 +73,11 @@ def _optimizer_facts(optimizer: Optimizer | None, model: nn.Module) -> Iterator[
         return
     names = {parameter: name for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         name, num = type(optimizer).__name__, len(group["params"])
-        yield f"optimizer {name} group {number} of {num} parameters {settings}"
+        yield f"optimizer {name} group {number} of {num} parameters"
+        for key in sorted(group.keys() - {"params", "param_names"}):
+            value = _ADDRESS.sub("", repr(group[key]))
+            yield f"optimizer {name} group {number} {key}={value}"
         yield f"optimizer {name} group {number} over {[names[p] for p in group['params']]}"
 
 

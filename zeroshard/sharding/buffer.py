@@ -20,7 +20,7 @@ from zeroshard.comm.collectives import DONE, Axis, Handle
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Mark, Streams
 from zeroshard.sharding.layout import Layout, Span
-from zeroshard.sharding.parameter import ShardedParameter, describe_unit
+from zeroshard.sharding.parameter import Phase, ShardedParameter, describe_unit
 from zeroshard.sharding.placement import DtypePolicy, Placements, plan_buffer
 
 
@@ -56,6 +56,7 @@ class Context:
     streams: Streams
     meter: Meter
     dtypes: DtypePolicy
+    phase: Phase
 
     @property
     def axis(self) -> Axis:
@@ -121,6 +122,7 @@ class FlatBuffer:
                 unit_name=self.unit_name,
                 full_shape=self.shapes[index],
                 is_partial=self.is_partial,
+                phase=self._context.phase,
             )
             for index, original in enumerate(self.originals)
         )

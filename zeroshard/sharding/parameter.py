@@ -41,6 +41,8 @@ _LAYER_FUNCTIONS = frozenset(
 _GRAD_READERS = {
     ("torch.nn.utils.clip_grad", "clip_grad_norm_"): "engine.clip_grad_norm_(max_norm) or "
     "Config(clip_grad_norm=...)",
+    ("torch.nn.utils.clip_grad", "_clip_grads_with_norm_"): "engine.clip_grad_norm_(max_norm), whose norm is "
+    "that of all ranks,",
     ("torch.amp.grad_scaler", "_unscale_grads_"): "Precision(param_dtype='float16', loss_scale=...) with "
     "engine.backward(loss) and engine.step(), or bfloat16, which needs no scaling,",
 }
@@ -52,6 +54,12 @@ def describe_unit(name: str) -> str:
     return f"unit '{name}'" if name else "the root unit"
 
 
+class Phase:
+    """What the sharded module is doing; its parameters share it."""
+
+    is_in_forward = False
+
+
 class ShardedParameter(nn.Parameter):
     """This rank's 1-D slice of a main parameter.
 
@@ -60,8 +68,10 @@ class ShardedParameter(nn.Parameter):
         unit_name: the unit that it belongs to.
         full_shape: the shape of the original parameter.
         is_partial: whether the slice can be less than the whole.
+        phase: of the module.
     """
 
+    phase: Phase
     fqn: str
     unit_name: str
     full_shape: torch.Size
@@ -76,11 +86,12 @@ class ShardedParameter(nn.Parameter):
         unit_name: str,
         full_shape: torch.Size,
         is_partial: bool,
+        phase: Phase,
     ) -> ShardedParameter:
         """`data`: [n], not copied."""
         parameter = torch.Tensor._make_subclass(ShardedParameter, data, requires_grad)
         parameter.fqn, parameter.unit_name = fqn, unit_name
-        parameter.full_shape, parameter.is_partial = full_shape, is_partial
+        parameter.full_shape, parameter.is_partial, parameter.phase = full_shape, is_partial, phase
         if requires_grad:
             refuse = _Refuse(f"the loss depends on {parameter.describe()}")
             parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
@@ -96,6 +107,7 @@ class ShardedParameter(nn.Parameter):
             unit_name=self.unit_name,
             full_shape=self.full_shape,
             is_partial=self.is_partial,
+            phase=self.phase,
         )
         return twin
 
@@ -117,6 +129,8 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:
         if func == _GET_GRAD:
             _check_grad_reader(args[0], sys._getframe(1))
+        elif not _only_describes(func) and (first := _first_sharded(args, kwargs)).phase.is_in_forward:
+            raise _used_outside(first, func)
         elif func == _GET_DATA:
             func = Tensor.detach  # the same, but edits count versions: replicated parameters follow them
         elif func in _CHANGES:
@@ -132,7 +146,8 @@ class ShardedParameter(nn.Parameter):
                 raise
         if func in _CASTS and type(result) is Tensor and result.requires_grad:
             result = result.as_subclass(_CastSlice)
-            result.describe = _first_sharded(args, kwargs).describe
+            first = _first_sharded(args, kwargs)
+            result.describe, result.phase = first.describe, first.phase
         return result
 
 
@@ -140,6 +155,7 @@ class _CastSlice(Tensor):
     """A slice in another dtype: no layer may compute with it either."""
 
     describe: Callable[[], str]
+    phase: Phase
 
     __torch_function__ = ShardedParameter.__torch_function__
 
@@ -156,6 +172,26 @@ _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _CHANGES = frozenset((_SET_DATA, _SET_REQUIRES_GRAD, Tensor.requires_grad_))
 _PARTS = frozenset((Tensor.__getitem__, Tensor.T.__get__))  # type: ignore[attr-defined]
 """What models take of a weight before they compute with it; meaningless for a slice."""
+
+_DESCRIBES = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        *("size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr"),
+        *("is_floating_point", "is_complex", "is_contiguous", "get_device", "untyped_storage"),
+        *("__len__", "__hash__", "__repr__", "register_hook", "requires_grad_"),
+    )
+)
+_VALUES = frozenset(
+    getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag", "grad")
+)
+
+
+def _only_describes(func: Callable[..., Any]) -> bool:
+    """Whether a function tells of a tensor without its values: a model may ask for a dtype anywhere."""
+    if getattr(func, "__name__", "") == "__get__":
+        return func not in _VALUES
+    return func in _DESCRIBES
+
 
 # torch's for-each and fused optimizers look at the exact type of a parameter; torch lists its own
 # subclasses (DTensor) in the same place. tests/sharding/test_parameter.py notices if that moves.
@@ -187,8 +223,10 @@ def _used_outside(parameter: Guarded, func: Callable[..., Any]) -> RuntimeError:
 
 
 def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Guarded:
+    if args and isinstance(args[0], Guarded):
+        return args[0]
     for value in pytree.tree_leaves((args, dict(kwargs or {}))):
-        if isinstance(value, ShardedParameter | _CastSlice):
+        if isinstance(value, Guarded):
             return value
     raise AssertionError("called for a function that got a sharded parameter")
 

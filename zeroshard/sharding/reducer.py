@@ -11,10 +11,11 @@ import torch
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.pool import BufferPool
 from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.unit import Unit
 
 MAX_IN_FLIGHT = 2
-"""Reductions under way: each holds a packed buffer."""
+"""Reductions under way, once all ranks have one order of units: each holds a packed buffer."""
 
 
 class Reducer:
@@ -24,11 +25,13 @@ class Reducer:
         units: the root unit first.
         axis: whose ranks take part.
         pool: the buffers that gradients are packed into; emptied after each delivery.
+        order: of the units; agreed on here.
     """
 
-    def __init__(self, units: Sequence[Unit], axis: Axis, pool: BufferPool) -> None:
+    def __init__(self, units: Sequence[Unit], axis: Axis, pool: BufferPool, order: UnitOrder) -> None:
         self._units, self._axis, self._pool = tuple(units), axis, pool
         self._all = tuple(gradients for unit in units for gradients in unit.gradients)
+        self._order = order
         self._in_flight: deque[Gradients] = deque()
         self.is_deferring = False
         """Whether backward adds gradients up locally and sends nothing."""
@@ -83,7 +86,7 @@ class Reducer:
     def _start(self, unit: Unit) -> None:
         unit.start_reduce()
         self._in_flight.extend(unit.gradients)
-        while len(self._in_flight) > MAX_IN_FLIGHT:
+        while len(self._in_flight) > MAX_IN_FLIGHT and self._order.is_agreed:
             self._in_flight.popleft().progress()
 
     def end(self) -> None:
@@ -131,7 +134,7 @@ class Reducer:
         for unit in (*reversed(self._units[1:]), self._units[0]):
             if not unit.is_reduced or any(gradients.has_more for gradients in unit.gradients):
                 self._start(unit)
-        flags = [flag for gradients in self._all for flag in gradients.used]
+        flags = [flag for gradients in self._all for flag in gradients.used] + [not self._order.is_agreed]
         answer = self._axis.any(flags, "agreement on which parameters got a gradient")
         for gradients in self._in_flight:
             gradients.progress()
@@ -139,5 +142,7 @@ class Reducer:
         used = iter(answer())
         for gradients in self._all:
             gradients.deliver([next(used) for _ in gradients.used])
+        if next(used):
+            self._order.agree(self._axis)
         self._pool.release()
         self._has_deferred = False

@@ -29,6 +29,7 @@ from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.nested import cast_floats, find_tensors, view_tensors
+from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
@@ -64,12 +65,12 @@ class Runtime:
         output_dtype: torch.dtype | None,
     ) -> None:
         self.root, self.units, self.context = units[0], tuple(units), context
-        self.reducer = Reducer(units, context.axes.dp, pool)
+        self._order = UnitOrder(units)
+        self.reducer = Reducer(units, context.axes.dp, pool, self._order)
         self._num_prefetch = num_prefetch
         self._reshard_after_forward, self._output_dtype = reshard_after_forward, output_dtype
         self._is_alone = context.axes.dp.size == 1 and all(unit.is_resident for unit in units)
         """Whether there is nothing to gather, free or reduce: then only the root's outputs are watched."""
-        self._order: list[Unit] = []
         self._called: list[Unit] = []
         self._kept: frozenset[Unit] = frozenset()
         self._idle: list[Unit] = []
@@ -78,7 +79,7 @@ class Runtime:
         """Units that stay gathered from this forward to its backward."""
         self._to_pass: deque[Unit] = deque()
         self._has_warned = False
-        self._is_in_forward = False
+        self._phase = context.phase
         self.is_in_method = False
         """Whether the forward under way is another method of the root, which may call the root itself."""
         self.is_held = False
@@ -143,7 +144,7 @@ class Runtime:
 
     def after_step(self) -> None:
         """Main parameters changed: replicated parameters are gathered again while the host goes on."""
-        for unit in (self.root, *(self._order or self.units[1:])):
+        for unit in (self.root, *(self._order.units or self.units[1:])):
             for buffer in unit.buffers:
                 buffer.mark_stale()
             unit.refresh()
@@ -155,8 +156,8 @@ class Runtime:
 
     def abandon_forward(self) -> None:
         """If a forward was begun, it has ended in an exception. Gradients stay as they are."""
-        if self._is_in_forward and not is_in_backward():
-            self._is_in_forward = False
+        if self._phase.is_in_forward and not is_in_backward():
+            self._phase.is_in_forward = False
             self._idle, self._called, self._staying = [], [], set()
             self.put_away()
 
@@ -166,7 +167,7 @@ class Runtime:
         Raises:
             RuntimeError: a forward or backward is running.
         """
-        if is_in_backward() or self._is_in_forward:
+        if is_in_backward() or self._phase.is_in_forward:
             raise RuntimeError("full parameters can be had between steps, not inside a forward or backward")
         self._recover()
         for unit in self.units:
@@ -210,8 +211,7 @@ class Runtime:
             self._free_idle(unit)
         unit.unshard()
         if not is_in_backward():
-            following = unit.position + 1
-            for upcoming in self._order[following : following + self._num_prefetch]:
+            for upcoming in self._order.following(unit, self._num_prefetch):
                 upcoming.unshard()
         unit.wait()
         unit.install()
@@ -243,19 +243,16 @@ class Runtime:
     def _begin_forward(self) -> None:
         self.abandon_forward()
         self._recover()
-        self._is_in_forward = True
+        self._phase.is_in_forward = True
         self._called, self._staying = [], set()
         for unit in self.units:
             unit.refresh()
 
     def _end_forward(self) -> None:
-        self._is_in_forward = False
-        for unit in self._called:
-            if unit.position < 0:
-                unit.position = len(self._order)
-                self._order.append(unit)
+        self._phase.is_in_forward = False
+        self._order.extend(self._called)
         if torch.is_grad_enabled():
-            self._kept = self._kept or frozenset(self._idle)
+            self._kept = frozenset(self._idle)
             self._staying |= {self.root, *self._idle}
         else:
             self._staying = set()
@@ -318,7 +315,7 @@ class Runtime:
             )
 
     def _before_backward(self, call: ForwardCall) -> None:
-        if self._is_in_forward:
+        if self._phase.is_in_forward:
             raise RuntimeError(
                 f"autograd ran through {describe_unit(call.unit.name)} inside the model's own forward, which "
                 "a sharded model does not allow: take gradients after the forward has returned"
@@ -329,12 +326,11 @@ class Runtime:
             self._begin_backward()
         unit = call.unit
         unit.open_calls.discard(call)
-        if unit is not self.root:
+        if unit.position >= 0:
             self._pass(unit.position)
         if unit.backward_needs_parameters:
             unit.unshard()
-        position = len(self._order) if unit is self.root else unit.position
-        for upcoming in self._order[max(0, position - self._num_prefetch) : max(0, position)][::-1]:
+        for upcoming in self._order.preceding(unit, self._num_prefetch):
             if upcoming.joins_backward:
                 upcoming.unshard()
         if unit.backward_needs_parameters:
@@ -343,7 +339,7 @@ class Runtime:
 
     def _begin_backward(self) -> None:
         self._is_in_backward = True
-        self._to_pass = deque(reversed(self._order))
+        self._to_pass = deque(reversed(self._order.units))
         self.reducer.begin()
         if self._is_alone:
             for unit in self.units:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +19,7 @@ from zeroshard.config import Config, require_supported
 from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
 from zeroshard.sharding.forwards import compile_forwards, recompute_forwards
 from zeroshard.sharding.gradients import Gradients, ReducedGradients
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.parameter import Phase, ShardedParameter
 from zeroshard.sharding.placement import STAGES, DtypePolicy
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -27,7 +31,11 @@ Replacements = dict[nn.Parameter, ShardedParameter]
 """Original parameter -> what replaced it."""
 
 
-def shard(module: nn.Module, config: Config, mesh: DeviceMesh | None = None) -> Runtime:
+def shard(
+    module: nn.Module,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Runtime:
     """Shard a module in place over the ranks of the default process group.
 
     Afterwards `module.parameters()` yields this rank's sharded parameters; make an optimizer over them
@@ -35,12 +43,14 @@ def shard(module: nn.Module, config: Config, mesh: DeviceMesh | None = None) -> 
 
     Args:
         module: its parameters have values; rank 0's count.
-        config: stage, precision, units, prefetch.
+        config: stage, precision, units, prefetch; a Config, a dict or a path, as `initialize` takes it.
         mesh: with an axis `dp_shard`, and `dp_replicate` for hybrid sharding; None: over all ranks.
 
     Raises:
         ValueError: what `config` asks for does not fit the module or the ranks.
+        RuntimeError: there is no process group.
     """
+    config = Config.parse(config)
     device = _device_of(module)
     world = open_world(device, Counter(), config.watchdog_s)
     axes = open_data_parallel(config, world, mesh)
@@ -72,6 +82,7 @@ def shard_over(
         streams=Streams.on(device),
         meter=Meter(),
         dtypes=dtype_policy(config),
+        phase=Phase(),
     )
     _take_over_buffers(module, context)
     pool = BufferPool(device)

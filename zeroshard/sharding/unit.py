@@ -76,7 +76,7 @@ class Unit:
         self.is_resident = all(buffer.is_resident for buffer in buffers)
         self.backward_needs_parameters = needs_parameters_in_backward(module)
         self.position = -1
-        """The place in the order of the first forward; -1 before, and for the root."""
+        """The place in the order of forwards, see `order.py`; -1 before the first one, and for the root."""
         self.open_calls: WeakSet[ForwardCall] = WeakSet()
         self.is_reduced = False
         """Whether the gradients of this backward were sent."""

@@ -1,0 +1,72 @@
+"""The order in which units run: what is gathered ahead, and which units have had their backward.
+
+A rank learns it from its own forwards. Where ranks leave out different units, their orders differ, and two
+ranks that each wait for the other's next reduction would wait forever. So the ranks agree on one order at the
+end of the first backward, and again whenever a rank has met a new unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
+
+from zeroshard.comm.collectives import Axis
+from zeroshard.sharding.unit import Unit
+
+T = TypeVar("T", bound=Hashable)
+
+
+def merge(orders: Iterable[Sequence[T]]) -> list[T]:
+    """One order of all elements: each that is new goes right behind the one before it in its own order."""
+    merged: list[T] = []
+    for order in orders:
+        place = 0
+        for element in dict.fromkeys(order):
+            if element in merged:
+                place = merged.index(element) + 1
+            else:
+                merged.insert(place, element)
+                place += 1
+    return merged
+
+
+class UnitOrder:
+    """The units in the order of their forwards, without the root.
+
+    Args:
+        units: the root unit first.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._by_name = {unit.name: unit for unit in units}
+        self.units: list[Unit] = []
+        self.is_agreed = False
+        """Whether all ranks have this order."""
+
+    def extend(self, called: Sequence[Unit]) -> None:
+        """Take in the units of a forward, in the order of their calls."""
+        if any(unit.position < 0 for unit in called):
+            self._set(merge([self.units, called]))
+            self.is_agreed = False
+
+    def agree(self, axis: Axis) -> None:
+        """Make one order of those of all ranks."""
+        own = [unit.name for unit in self.units]
+        everyone = axis.all_gather_object(own, "agreement on the order of units")
+        self._set([self._by_name[name] for name in merge(everyone)])
+        self.is_agreed = True
+
+    def following(self, unit: Unit, num: int) -> list[Unit]:
+        """The next ones in forward; of the root, the first. None where the unit is new."""
+        is_known = unit.position >= 0 or unit is self._by_name[""]
+        return self.units[unit.position + 1 : unit.position + 1 + num] if is_known else []
+
+    def preceding(self, unit: Unit, num: int) -> list[Unit]:
+        """The next ones in backward; of the root, the last. None where the unit is new."""
+        end = len(self.units) if unit is self._by_name[""] else max(0, unit.position)
+        return self.units[max(0, end - num) : end][::-1]
+
+    def _set(self, units: list[Unit]) -> None:
+        self.units = units
+        for position, unit in enumerate(units):
+            unit.position = position
