@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.lifecycle import close_at_exit
+from zeroshard.comm.lifecycle import close_at_exit, watch
 from zeroshard.comm.mesh import build_mesh, default_device, open_axes, start_process_group
 from zeroshard.config import Config, require_supported
 from zeroshard.data import EpochLoader
@@ -81,6 +81,7 @@ def initialize(
     axes = open_axes(build_mesh(config, device), device, Counter(), config.watchdog_s)
     axis = axes.dp_shard
     close_at_exit(axes, owns_process_group=started)
+    watch(axis)
     check_agreement(axis, model, config, optimizer)
     runtime, replacements = shard_over(model, config, axes, device)
     if optimizer is not None:

@@ -19,9 +19,15 @@ from torch import Tensor
 
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.pool import BufferPool
+from zeroshard.comm.watchdog import Watchdog
+from zeroshard.comm.whereabouts import Wait, Whereabouts
 
 Parts = Mapping[int, Tensor] | Sequence[Tensor]
 """A tensor for each rank."""
+
+
+_SHORTEST_S = 0.001
+"""Gloo takes a timeout of 0 for none."""
 
 
 class Handle(Protocol):
@@ -100,8 +106,16 @@ class Axis:
         self._exchanges = device.type == "cpu"
         self.first_tag = 0
         """Tags from here on keep the exchanges of this engine apart from those of others."""
+        self.here = Whereabouts()
+        """Where this rank is; the watchdog's, once there is one."""
+        self._watchdog: Watchdog | None = None
         # Peers from the next rank on, so that not all ranks send to the same one at first.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
+
+    def watch(self, watchdog: Watchdog) -> None:
+        """Be watched from now on: an error then tells where every rank is."""
+        self._watchdog, self.here = watchdog, watchdog.here
+        watchdog.watch(self, self._timeout.total_seconds())
 
     def all_gather(self, flat: Tensor, own: Tensor, *, tag: int, label: str) -> Handle:
         """Fill `flat` with the shards of all ranks, in rank order.
@@ -228,20 +242,33 @@ class Axis:
         Raises:
             RuntimeError: naming this rank and the collective, when a rank is lost or too late.
         """
+        wait = Wait(label, time.monotonic(), self._timeout.total_seconds(), works)
+        until = wait.since + wait.limit_s
+        self.here.wait = wait
         try:
             for work in works:
                 assert work is not None, "this rank is a member of the group"
-                work.wait(self._timeout) if self._exchanges else work.wait()
+                if self._exchanges:
+                    work.wait(timedelta(seconds=max(_SHORTEST_S, until - time.monotonic())))
+                else:
+                    work.wait()
         except RuntimeError as error:
             raise self._lost(label, error) from error
+        finally:
+            self.here.wait = None
+        if not self._exchanges and not wait.is_over:
+            self.here.issued = wait
 
     def _lost(self, label: str, error: RuntimeError) -> RuntimeError:
         reason = str(error).strip().splitlines()[0]
-        return RuntimeError(
+        text = (
             f"rank {self.rank} of {self.size} gave up in the {label} after at most "
             f"{self._timeout.total_seconds():g} s: another rank has failed, has ended, or did not "
             f"come to the same point ({reason})"
         )
+        if self._watchdog is not None:
+            text += f"; {self._watchdog.raise_alarm(f'rank {self.rank} gave up in the {label}')}"
+        return RuntimeError(text)
 
     def close(self, drain_s: float) -> None:
         """Wait up to `drain_s` for what is under way and forget the process groups."""

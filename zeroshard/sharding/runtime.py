@@ -65,6 +65,7 @@ class Runtime:
     ) -> None:
         self.root, self.units, self.context = units[0], tuple(units), context
         self.reducer = Reducer(units, context.axis, pool)
+        self._here = context.axis.here
         self._num_prefetch = num_prefetch
         self._reshard_after_forward, self._output_dtype = reshard_after_forward, output_dtype
         self._is_alone = context.axis.size == 1 and all(unit.is_resident for unit in units)
@@ -113,10 +114,12 @@ class Runtime:
         def before(*_: Any) -> None:
             if (self := runtime()) is not None:
                 self.before_step()
+                self._here.enter("the optimizer step")
 
         def after(*_: Any) -> None:
             if (self := runtime()) is not None:
                 self.after_step()
+                self._here.leave()
 
         @functools.wraps(zero_grad)
         def zero_all(set_to_none: bool = True) -> None:
@@ -205,6 +208,8 @@ class Runtime:
                 upcoming.unshard()
         unit.wait()
         unit.install()
+        if not is_in_backward():
+            self._here.enter("the forward of ", unit.described)
 
     def _after_forward(self, unit: Unit, output: Any) -> Any:
         if unit is self.root and self._output_dtype is not None:
@@ -227,6 +232,10 @@ class Runtime:
             unit.uninstall()
             if unit is self.root:
                 self.abandon_forward()
+            if self._is_in_forward:
+                self._here.enter("the forward of ", self.root.described)
+            else:
+                self._here.leave()
 
     def _begin_forward(self) -> None:
         self.abandon_forward()
@@ -328,6 +337,7 @@ class Runtime:
         if unit.backward_needs_parameters:
             unit.wait()
             unit.install()  # a part of it may be recomputed
+        self._here.enter("the backward of ", unit.described)
 
     def _begin_backward(self) -> None:
         self._is_in_backward = True
@@ -380,6 +390,7 @@ class Runtime:
         self._is_in_backward = False
         self.reducer.end()
         self._put_away()
+        self._here.leave()
 
     def _put_away(self) -> None:
         for unit in self.units:
@@ -395,6 +406,7 @@ class Runtime:
         self._is_in_backward = False
         self.reducer.abandon()
         self._put_away()
+        self._here.leave()
 
 
 def _cast_inputs(module: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> tuple[Any, Any]:

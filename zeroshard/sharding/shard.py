@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.counter import Counter
+from zeroshard.comm.lifecycle import watch
 from zeroshard.comm.mesh import Axes, build_mesh, open_axes
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
@@ -41,6 +42,7 @@ def shard(module: nn.Module, config: Config, mesh: DeviceMesh | None = None) -> 
     """
     device = _device_of(module)
     axes = open_axes(mesh or build_mesh(config, device), device, Counter(), config.watchdog_s)
+    watch(axes.dp_shard)
     runtime, _ = shard_over(module, config, axes, device)
     return runtime
 
