@@ -74,7 +74,7 @@ class Watchdog:
         self._ending: Status | None = None
         self._closes_at: float | None = None
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="zeroshard watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="zeroshard_watchdog", daemon=True)
 
     def watches_as(self, rank: int, size: int) -> bool:
         """Whether this process may be `rank` of `size` here: so it is, and nothing has gone wrong so far."""
