@@ -99,7 +99,8 @@ class Watchdog:
         self._main_raises = True
         self._alarm = self._alarm or reason
         self._wake.set()
-        self._has_report.wait(2 * self._silence_s + _GRACE_S)
+        if self._ending is None:
+            self._has_report.wait(2 * self._silence_s + _GRACE_S)
         return self._report or report(self._sightings(), self._silence_s)
 
     def leave(self) -> None:
