@@ -128,17 +128,72 @@ while True:
     engine.train_batch(x, y)
 """
 
+TRAIN_ON = """
+while True:
+    engine.train_batch(x, y)
+"""
+
 SLEEP_ON_RANK_1 = """
+def get_next_batch():
+    time.sleep(60)
+
 if rank == 1:
-    time.sleep(8)
+    get_next_batch()
 engine.train_batch(x, y)
 """
 
+LOOP_ON_RANK_1 = """
+sys.setswitchinterval(0.005)  # as usual
+while rank == 1:
+    pass
+engine.train_batch(x, y)
+"""
+
+SLEEP_IN_FORWARD_ON_RANK_1 = """
+if rank == 1:
+    model.blocks[2][1].register_forward_pre_hook(lambda *_: time.sleep(60))
+engine.train_batch(x, y)
+"""
+
+SLEEP_IN_BACKWARD_ON_RANK_1 = """
+if rank == 1:
+    model.blocks[2][1].register_full_backward_pre_hook(lambda *_: time.sleep(60))
+engine.train_batch(x, y)
+"""
+
+SLEEP_ON_LAST_OF_THREE = """
+if rank == 2:
+    time.sleep(60)
+engine.train_batch(x, y)
+"""
+
+KILL_RANK_0 = KILL_RANK_1.replace("rank == 1", "rank == 0")
+
+KILL_RANK_1_WHILE_THE_OTHER_IS_BUSY = """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+
+KILL_RANK_0_WHILE_THE_OTHER_IS_BUSY = KILL_RANK_1_WHILE_THE_OTHER_IS_BUSY.replace("rank == 1", "rank == 0")
+
+EXIT_ON_RANK_1 = """
+if rank == 1:
+    sys.exit(0)
+"""
+
+GO_ON_ALONE = """
+if rank == LONGER:
+    time.sleep(4)
+"""
+
 CLOSE_AND_LIST_THREADS = """
+import threading
 from zeroshard.comm import lifecycle
 def threads():
     tasks = "/proc/self/task"
-    print(*[open(f"{tasks}/{task}/comm").read().strip() for task in os.listdir(tasks)])
+    names = [open(f"{tasks}/{task}/comm").read().strip() for task in os.listdir(tasks)]
+    print(*names, *[thread.name for thread in threading.enumerate()])
 threads()
 lifecycle._lifecycle.close()  # what atexit calls
 threads()
@@ -180,16 +235,16 @@ class Forks:
             start_new_session=True,
         )
 
-    def __call__(self, *scripts: str) -> list[tuple[Ending, Ending]]:
-        """Run each script on two ranks; the endings of both, by script."""
+    def __call__(self, *scripts: str, num_ranks: int = 2) -> list[tuple[Ending, ...]]:
+        """Run each script on some ranks; the endings of all of them, by script."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in scripts]
         trials = [
             [
-                (_torchrun_environment(rank, 2, store.port), script, f"{folder}/{number}.{rank}")
-                for rank in (0, 1)
+                (_torchrun_environment(rank, num_ranks, store.port), script, f"{folder}/{number}.{rank}")
+                for rank in range(num_ranks)
             ]
             for number, (store, script) in enumerate(zip(stores, scripts, strict=True))
         ]
@@ -200,7 +255,7 @@ class Forks:
             code, seconds = answers[output]
             return Ending(code, Path(output).read_text(errors="replace"), seconds)
 
-        return [(ending(first[2]), ending(second[2])) for first, second in trials]
+        return [tuple(ending(output) for _, _, output in trial) for trial in trials]
 
     def stop(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
@@ -235,8 +290,9 @@ def test_no_thread_of_the_groups_is_left_at_exit(run: Forks) -> None:
         for ending in pair:
             assert ending.code == 0, ending.output
             before, after = (line.split() for line in ending.output.splitlines())
-            assert "pt_gloo_runloop" in before
-            assert "pt_gloo_runloop" not in after
+            for thread in ("pt_gloo_runloop", "zeroshard_watchdog"):
+                assert thread in before
+                assert thread not in after
 
 
 def test_process_group_of_the_user_stays_open(run: Forks) -> None:
@@ -244,29 +300,73 @@ def test_process_group_of_the_user_stays_open(run: Forks) -> None:
     assert [(ending.code, ending.output) for pair in endings for ending in pair] == [(0, "still open\n")] * 8
 
 
-def test_rank_that_is_killed_ends_the_other_with_the_collective(run: Forks) -> None:
-    for waiting, killed in run(*[script(TRAIN, KILL_RANK_1, stage=stage) for stage in (0, 3)] * 2):
+@pytest.mark.parametrize(("kill", "dead"), [(KILL_RANK_1, 1), (KILL_RANK_0, 0)])
+def test_rank_that_is_killed_ends_the_other_with_the_collective(run: Forks, kill: str, dead: int) -> None:
+    for pair in run(*[script(TRAIN, kill, stage=stage) for stage in (0, 3)]):
+        waiting, killed = pair[1 - dead], pair[dead]
         assert [waiting.code, killed.code] == [1, -signal.SIGKILL]
         assert waiting.seconds < 20
-        assert_gave_up(waiting, rank=0)
+        assert_gave_up(waiting, rank=1 - dead)
         assert "another rank has failed" in waiting.last_line
+        assert f"rank {dead} has exited" in waiting.last_line
 
 
-def test_exception_on_one_rank_ends_the_other_too(run: Forks) -> None:
-    ((waiting, failed),) = run(script(TRAIN, FAIL_ON_RANK_1))
-    assert [waiting.code, failed.code] == [1, 1]
+def test_exception_or_exit_of_one_rank_ends_the_other_too(run: Forks) -> None:
+    (waiting, failed), (deserted, gone) = run(
+        script(TRAIN, FAIL_ON_RANK_1), script(TRAIN, EXIT_ON_RANK_1, TRAIN_ON)
+    )
+    assert [waiting.code, failed.code, deserted.code, gone.code] == [1, 1, 1, 0]
     assert failed.last_line == "LookupError: a row is missing"
     assert_gave_up(waiting, rank=0)
+    assert waiting.last_line.endswith("; rank 1 has exited with LookupError: a row is missing")
+    assert_gave_up(deserted, rank=0)
+    assert deserted.last_line.endswith("; rank 1 has exited")
 
 
-def test_rank_that_waits_longer_than_the_watchdog_names_the_collective(run: Forks) -> None:
-    for waiting, late in run(
-        *[script(TRAIN, SLEEP_ON_RANK_1, stage=stage, watchdog_s=1.5) for stage in (0, 3)]
-    ):
-        assert [waiting.code, late.code] == [1, 1]
-        assert "after at most 1.5 s" in waiting.last_line
+def test_stuck_rank_is_ended_and_all_tell_where_each_one_was(run: Forks) -> None:
+    places = {
+        SLEEP_ON_RANK_1: "rank 1 is outside of forward, backward and optimizer step since",
+        LOOP_ON_RANK_1: "rank 1 is outside of forward, backward and optimizer step since",
+        SLEEP_IN_FORWARD_ON_RANK_1: "rank 1 is in the forward of unit 'blocks.2' since",
+        SLEEP_IN_BACKWARD_ON_RANK_1: "rank 1 is in the backward of unit 'blocks.2' since",
+    }
+    endings = run(*[script(TRAIN, part, watchdog_s=2.0) for part in places])
+    for (waiting, stuck), place in zip(endings, places.values(), strict=True):
+        assert [waiting.code, stuck.code] == [1, 1]
+        assert stuck.seconds < 20
+        assert "after at most 2 s" in waiting.last_line
         assert_gave_up(waiting, rank=0)
-        assert_gave_up(late, rank=1)  # the other has ended meanwhile
+        assert re.search(rf"; rank 0 waits in the .*; {re.escape(place)} \d+\.\d s$", waiting.last_line)
+        assert "zeroshard ends rank 1 of 2: rank 0 gave up in the" in stuck.output
+        assert place in stuck.output
+    assert "in get_next_batch" in endings[0][1].output  # the stack
+
+
+def test_stuck_rank_ends_all_of_three(run: Forks) -> None:
+    ((first, second, stuck),) = run(script(TRAIN, SLEEP_ON_LAST_OF_THREE, watchdog_s=2.0), num_ranks=3)
+    assert [first.code, second.code, stuck.code] == [1, 1, 1]
+    for ending in (first, second, stuck):
+        assert re.search(
+            "rank 0 (waits|has exited).*rank 1 (waits|has exited).*rank 2 is outside", ending.output
+        )
+
+
+def test_rank_that_is_killed_ends_another_that_is_busy_with_its_own(run: Forks) -> None:
+    first, second = run(
+        script(TRAIN, KILL_RANK_1_WHILE_THE_OTHER_IS_BUSY, watchdog_s=2.0),
+        script(TRAIN, KILL_RANK_0_WHILE_THE_OTHER_IS_BUSY, watchdog_s=2.0),
+    )
+    assert [first[0].code, second[1].code] == [1, 1]
+    for ending, dead in ((first[0], 1), (second[1], 0)):
+        assert ending.seconds < 20
+        assert f": rank {dead} is lost since" in ending.output
+        assert f"rank {dead} has exited" in ending.output
+
+
+def test_rank_that_has_ended_its_script_lets_others_go_on_alone(run: Forks) -> None:
+    alone = [GO_ON_ALONE.replace("LONGER", str(rank)) for rank in (0, 1)]
+    for pair in run(*[script(TRAIN, part, watchdog_s=2.0) for part in alone]):
+        assert [(ending.code, ending.output) for ending in pair] == [(0, "")] * 2
 
 
 def test_rank_that_never_comes_to_initialize_is_missed_in_our_words(run: Forks) -> None:

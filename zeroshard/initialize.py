@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.lifecycle import close_at_exit
+from zeroshard.comm.lifecycle import close_at_exit, watch
 from zeroshard.comm.mesh import default_device, open_world, start_process_group
 from zeroshard.config import Config, require_supported
 from zeroshard.data import EpochLoader
@@ -80,6 +80,7 @@ def initialize(
     started = start_process_group(device, config.watchdog_s)
     world = open_world(device, Counter(), config.watchdog_s)
     close_at_exit(world, owns_process_group=started)
+    watch(world)
     check_agreement(world, model, config, optimizer)
     axes = open_data_parallel(config, world)
     close_at_exit(axes, *axes.members)

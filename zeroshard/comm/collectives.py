@@ -19,9 +19,15 @@ from torch import Tensor
 
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.pool import BufferPool
+from zeroshard.comm.watchdog import Watchdog
+from zeroshard.comm.whereabouts import Wait, Whereabouts
 
 Parts = Mapping[int, Tensor] | Sequence[Tensor]
 """A tensor for each rank."""
+
+
+_SHORTEST_S = 0.001
+"""Gloo takes a timeout of 0 for none."""
 
 
 class Handle(Protocol):
@@ -93,6 +99,8 @@ class Axis:
     ) -> None:
         self.rank: int = dist.get_rank(group) if group is not None else 0
         self.size: int = dist.get_world_size(group) if group is not None else 1
+        self._who = f"rank {self.rank} of {self.size}"
+        """In messages; of an axis that was made from another, the rank in that one."""
         self.counter = counter
         self.under_way: set[_Pending] = set()
         self._group, self._control = group, control or group
@@ -100,15 +108,20 @@ class Axis:
         self._exchanges = device.type == "cpu"
         self.first_tag = 0
         """Tags from here on keep the exchanges of this engine apart from those of others."""
+        self.here = Whereabouts()
+        """Where this rank is; the watchdog's, once there is one."""
+        self._watchdog: Watchdog | None = None
         # Peers from the next rank on, so that not all ranks send to the same one at first.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
         self.device = device
 
     def over(self, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None = None) -> Axis:
-        """An axis over other ranks, on the same device and counted together."""
-        return Axis(
+        """An axis over other ranks, on the same device, counted and watched together."""
+        axis = Axis(
             group, device=self.device, counter=self.counter, timeout_s=self.timeout_s, control=control
         )
+        axis._who, axis.here, axis._watchdog = self._who, self.here, self._watchdog
+        return axis
 
     @property
     def timeout_s(self) -> float:
@@ -119,6 +132,11 @@ class Axis:
     def global_ranks(self) -> list[int]:
         """The ranks of this axis as the default group numbers them."""
         return [0] if self._group is None else dist.get_process_group_ranks(self._group)
+
+    def watch(self, watchdog: Watchdog) -> None:
+        """Be watched from now on: an error then tells where every rank is."""
+        self._watchdog, self.here = watchdog, watchdog.here
+        watchdog.watch(self, self.timeout_s)
 
     def all_gather(self, flat: Tensor, own: Tensor, *, tag: int, label: str) -> Handle:
         """Fill `flat` with the shards of all ranks, in rank order.
@@ -245,20 +263,33 @@ class Axis:
         Raises:
             RuntimeError: naming this rank and the collective, when a rank is lost or too late.
         """
+        wait = Wait(label, time.monotonic(), self.timeout_s, works)
+        until = wait.since + wait.limit_s
+        self.here.wait = wait
         try:
             for work in works:
                 assert work is not None, "this rank is a member of the group"
-                work.wait(self._timeout) if self._exchanges else work.wait()
+                if self._exchanges:
+                    work.wait(timedelta(seconds=max(_SHORTEST_S, until - time.monotonic())))
+                else:
+                    work.wait()
         except RuntimeError as error:
             raise self._lost(label, error) from error
+        finally:
+            self.here.wait = None
+        if not self._exchanges and not wait.is_over:
+            self.here.issued = wait
 
     def _lost(self, label: str, error: RuntimeError) -> RuntimeError:
         reason = str(error).strip().splitlines()[0]
-        return RuntimeError(
-            f"rank {self.rank} of {self.size} gave up in the {label} after at most "
+        text = (
+            f"{self._who} gave up in the {label} after at most "
             f"{self.timeout_s:g} s: another rank has failed, has ended, or did not "
             f"come to the same point ({reason})"
         )
+        if self._watchdog is not None:
+            text += f"; {self._watchdog.raise_alarm(f'{self._who} gave up in the {label}')}"
+        return RuntimeError(text)
 
     def close(self, drain_s: float) -> None:
         """Wait up to `drain_s` for what is under way and forget the process groups."""

@@ -1,8 +1,9 @@
 """What initialize opened is closed at exit, in order.
 
 A Gloo group has threads that end when nothing holds the group any more. One that lives on may abort the
-process ("terminate called without an active exception"). So at exit: wait for exchanges under way, forget
-the groups and the mesh that holds them too, destroy them.
+process ("terminate called without an active exception"). So at exit: tell the watchdogs of the other ranks,
+wait for exchanges under way, forget the groups and the mesh that holds them too, destroy them, and end the
+watchdog's thread.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from weakref import WeakSet
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.mesh import Axes, stop_process_group
+from zeroshard.comm.watchdog import Watchdog, open_watchdog
 
 _DRAIN_S = 5.0
 
@@ -20,14 +22,20 @@ class _Lifecycle:
     def __init__(self) -> None:
         self.holders: WeakSet[Axes | Axis] = WeakSet()
         self.owns_process_group = False
+        self.watchdog: Watchdog | None = None
 
     def close(self) -> None:
+        if self.watchdog is not None:
+            self.watchdog.leave()
         for holder in list(self.holders):
             holder.close(_DRAIN_S)
         self.holders.clear()
         if self.owns_process_group:
             self.owns_process_group = False
             stop_process_group()
+        if self.watchdog is not None:  # last: errors of the other ranks are to find it
+            self.watchdog.close()
+            self.watchdog = None
 
 
 _lifecycle = _Lifecycle()
@@ -41,3 +49,11 @@ def close_at_exit(*holders: Axes | Axis, owns_process_group: bool = False) -> No
     """
     _lifecycle.holders.update(holders)
     _lifecycle.owns_process_group |= owns_process_group
+
+
+def watch(axis: Axis) -> None:
+    """Have this process's watchdog look after `axis` too; collective. One rank alone has none."""
+    if axis.size > 1:
+        _lifecycle.watchdog = open_watchdog(axis.rank, axis.size, axis.all_gather_object, _lifecycle.watchdog)
+        if _lifecycle.watchdog is not None:
+            axis.watch(_lifecycle.watchdog)

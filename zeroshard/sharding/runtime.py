@@ -67,6 +67,7 @@ class Runtime:
         self.root, self.units, self.context = units[0], tuple(units), context
         self._order = UnitOrder(units)
         self.reducer = Reducer(units, context.axes.dp, pool, self._order)
+        self._here = context.axes.dp.here
         self._num_prefetch = num_prefetch
         self._reshard_after_forward, self._output_dtype = reshard_after_forward, output_dtype
         self._is_alone = context.axes.dp.size == 1 and all(unit.is_resident for unit in units)
@@ -118,10 +119,12 @@ class Runtime:
         def before(*_: Any) -> None:
             if (self := runtime()) is not None:
                 self.before_step()
+                self._here.enter("the optimizer step")
 
         def after(*_: Any) -> None:
             if (self := runtime()) is not None:
                 self.after_step()
+                self._here.leave()
 
         @functools.wraps(zero_grad)
         def zero_all(set_to_none: bool = True) -> None:
@@ -215,6 +218,8 @@ class Runtime:
                 upcoming.unshard()
         unit.wait()
         unit.install()
+        if not is_in_backward():
+            self._here.enter("the forward of ", unit.described)
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
         if self._is_within_method(unit):
@@ -239,6 +244,10 @@ class Runtime:
             unit.uninstall()
             if unit is self.root:
                 self.abandon_forward()
+            if self._phase.is_in_forward:
+                self._here.enter("the forward of ", self.root.described)
+            else:
+                self._here.leave()
 
     def _begin_forward(self) -> None:
         self.abandon_forward()
@@ -336,6 +345,7 @@ class Runtime:
         if unit.backward_needs_parameters:
             unit.wait()
             unit.install()  # a part of it may be recomputed
+        self._here.enter("the backward of ", unit.described)
 
     def _begin_backward(self) -> None:
         self._is_in_backward = True
@@ -393,6 +403,7 @@ class Runtime:
         self._is_in_backward = False
         self.reducer.end()
         self.put_away()
+        self._here.leave()
 
     def put_away(self) -> None:
         """Show sharded parameters, and free the others unless they are held."""
@@ -410,6 +421,7 @@ class Runtime:
         self._is_in_backward = False
         self.reducer.abandon()
         self.put_away()
+        self._here.leave()
 
 
 def cast_inputs(module: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> tuple[Any, Any]:

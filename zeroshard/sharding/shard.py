@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
+from zeroshard.comm.lifecycle import watch
 from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
@@ -53,6 +54,7 @@ def shard(
     config = Config.parse(config)
     device = _device_of(module)
     world = open_world(device, Counter(), config.watchdog_s)
+    watch(world)
     axes = open_data_parallel(config, world, mesh)
     runtime, _ = shard_over(module, config, axes, device)
     return runtime

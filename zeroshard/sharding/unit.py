@@ -71,7 +71,7 @@ class Unit:
     def __init__(
         self, name: str, module: nn.Module, buffers: list[FlatBuffer], gradients: list[Gradients]
     ) -> None:
-        self.name, self.module = name, module
+        self.name, self.module, self.described = name, module, describe_unit(name)
         self.buffers, self.gradients = buffers, gradients
         self.is_resident = all(buffer.is_resident for buffer in buffers)
         self.backward_needs_parameters = needs_parameters_in_backward(module)

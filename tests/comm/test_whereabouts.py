@@ -1,0 +1,97 @@
+"""Where a rank is, noted and put into words; no process group."""
+
+import time
+
+import pytest
+
+from zeroshard.comm.whereabouts import Sighting, Status, Wait, Whereabouts, describe, find_lost, report
+
+GATHER = "all-gather of unit 'layers.3'"
+COMPUTES = Status("is in the forward of unit 'layers.7'", 2.0)
+EXITED = Status("has exited", 0.0, has_ended=True)
+FAILED = Status("has exited with LookupError: a row is missing", 0.0, has_ended=True, has_failed=True)
+
+
+class FakeWork:
+    """Work on a device."""
+
+    def __init__(self):
+        self.is_over = False
+
+    def is_completed(self):
+        return self.is_over
+
+
+def test_a_report_tells_where_each_rank_is():
+    waits = Status(f"waits in the {GATHER}", 12.14)
+    sightings = {0: Sighting(COMPUTES, 0.4), 1: Sighting(waits, 0.0), 2: Sighting(EXITED, 99.0), 3: None}
+    assert report(sightings, silence_s=3.0) == (
+        "rank 0 is in the forward of unit 'layers.7' since 2.0 s; "
+        "rank 1 waits in the all-gather of unit 'layers.3' since 12.1 s; "
+        "rank 2 has exited; nothing is known of rank 3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "silent_s", "words"),
+    [
+        (COMPUTES, 2.9, "rank 5 is in the forward of unit 'layers.7' since 2.0 s"),
+        (
+            COMPUTES,
+            3.0,
+            "rank 5 has exited or is stopped "
+            "(last heard of 3.0 s ago: is in the forward of unit 'layers.7' since 2.0 s)",
+        ),
+        (FAILED, 99.0, "rank 5 has exited with LookupError: a row is missing"),
+    ],
+)
+def test_a_rank_that_is_silent_is_taken_for_lost(status, silent_s, words):
+    assert describe(5, Sighting(status, silent_s), silence_s=3.0) == words
+
+
+@pytest.mark.parametrize(
+    ("status", "silent_s", "is_lost"),
+    [
+        (COMPUTES, 10.0, False),
+        (COMPUTES, 10.1, True),  # killed
+        (FAILED, 10.0, False),
+        (FAILED, 10.1, True),
+        (EXITED, 1e9, False),  # it was done; the others may go on alone
+    ],
+)
+def test_a_rank_is_lost_when_it_was_killed_or_failed_longer_ago_than_the_limit(status, silent_s, is_lost):
+    sightings = {0: None, 4: Sighting(status, silent_s), 5: Sighting(COMPUTES, 0.0)}
+    assert (find_lost(sightings, limit_s=10.0) == "rank 4 is lost since 10.1 s") == is_lost
+
+
+def test_a_rank_is_in_what_it_entered_last_and_in_a_collective_while_it_waits():
+    here = Whereabouts()
+    assert here.status().text == "is outside of forward, backward and optimizer step"
+    here.enter("the backward of ", "unit 'layers.3'")
+    assert here.status().text == "is in the backward of unit 'layers.3'"
+    here.wait = Wait(GATHER, time.monotonic() - 7.0, 600.0)
+    assert here.status().text == f"waits in the {GATHER}"
+    assert here.status().seconds == pytest.approx(7.0, abs=1.0)
+    here.wait = None
+    assert here.status().text == "is in the backward of unit 'layers.3'"
+    here.leave()
+    assert here.status().text == "is outside of forward, backward and optimizer step"
+
+
+def test_a_host_that_waits_longer_than_the_limit_and_the_margin_is_overdue():
+    here = Whereabouts()
+    here.wait = Wait(GATHER, time.monotonic() - 10.5, 10.0)
+    assert here.find_overdue(margin_s=1.0) is None
+    assert here.find_overdue(margin_s=0.2) == GATHER
+
+
+def test_a_device_that_waits_is_noticed_though_the_host_goes_on():
+    here, work = Whereabouts(), FakeWork()
+    here.enter("the optimizer step")
+    here.issued = Wait(GATHER, time.monotonic() - 10.5, 10.0, [work])
+    assert here.status().text == f"is in the optimizer step, its device waits in or before the {GATHER}"
+    assert here.find_overdue(0.0) == GATHER
+    work.is_over = True
+    assert here.status().text == "is in the optimizer step"
+    assert here.find_overdue(0.0) is None
+    assert here.issued is None, "it would hold tensors"

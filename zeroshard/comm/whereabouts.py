@@ -1,0 +1,116 @@
+"""Where each rank is: noted on the hot path, told to others, and put into words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+_OUTSIDE = "is outside of forward, backward and optimizer step"
+
+
+class Status(NamedTuple):
+    """Where a rank is, as it tells the others."""
+
+    text: str
+    """What completes the sentence "rank 3 ..."."""
+    seconds: float
+    """How long it has been there."""
+    beat: int = 0
+    """Grows with every telling."""
+    has_ended: bool = False
+    has_failed: bool = False
+    """Whether it ended with an exception."""
+
+
+class Sighting(NamedTuple):
+    """The last that was heard of a rank."""
+
+    status: Status
+    silent_s: float
+    """Seconds since it came."""
+
+
+def describe(rank: int, sighting: Sighting | None, silence_s: float) -> str:
+    """Where a rank is, in words; one that has been silent for `silence_s` is taken for lost."""
+    if sighting is None:
+        return f"nothing is known of rank {rank}"
+    status, silent_s = sighting
+    if status.has_ended:
+        return f"rank {rank} {status.text}"
+    place = f"{status.text} since {status.seconds:.1f} s"
+    if silent_s < silence_s:
+        return f"rank {rank} {place}"
+    return f"rank {rank} has exited or is stopped (last heard of {silent_s:.1f} s ago: {place})"
+
+
+def report(sightings: Mapping[int, Sighting | None], silence_s: float) -> str:
+    """Where each rank is, in one line."""
+    return "; ".join(describe(rank, sighting, silence_s) for rank, sighting in sightings.items())
+
+
+def find_lost(sightings: Mapping[int, Sighting | None], limit_s: float) -> str | None:
+    """Which rank failed, or was killed, more than `limit_s` ago, in words."""
+    for rank, sighting in sightings.items():
+        if sighting is None or sighting.silent_s <= limit_s:
+            continue
+        if sighting.status.has_failed or not sighting.status.has_ended:
+            return f"rank {rank} is lost since {sighting.silent_s:.1f} s"
+    return None
+
+
+class Wait(NamedTuple):
+    """A collective that this rank waits in."""
+
+    label: str
+    since: float
+    limit_s: float
+    works: Sequence[dist.Work | None] = ()
+    """Where the host goes on: what the device waits for."""
+
+    @property
+    def is_over(self) -> bool:
+        return all(work is None or work.is_completed() for work in self.works)
+
+
+class Whereabouts:
+    """Where this rank is. Written on the hot path, read by the watchdog's thread."""
+
+    __slots__ = ("_phase", "issued", "wait")
+
+    def __init__(self) -> None:
+        self.wait: Wait | None = None
+        """The collective that the host waits in."""
+        self.issued: Wait | None = None
+        """The last collective that the host left to the device."""
+        self.leave()
+
+    def enter(self, phase: str, where: str = "") -> None:
+        """From now on this rank is in `phase` ("the forward of ") of `where` ("unit 'layers.3'")."""
+        self._phase = (phase, where, time.monotonic())
+
+    def leave(self) -> None:
+        """From now on this rank is outside of all phases."""
+        self.enter("")
+
+    def status(self) -> Status:
+        now, wait, issued = time.monotonic(), self.wait, self.issued
+        if wait is not None:
+            return Status(f"waits in the {wait.label}", now - wait.since)
+        phase, where, since = self._phase
+        text = f"is in {phase}{where}" if phase else _OUTSIDE
+        if issued is not None and not issued.is_over:
+            return Status(f"{text}, its device waits in or before the {issued.label}", now - issued.since)
+        return Status(text, now - since)
+
+    def find_overdue(self, margin_s: float) -> str | None:
+        """The collective that this rank has been in for longer than it may, plus `margin_s`."""
+        issued = self.issued
+        if issued is not None and issued.is_over:
+            self.issued = issued = None  # it holds tensors
+        for wait in (self.wait, issued):
+            if wait is not None and time.monotonic() - wait.since > wait.limit_s + margin_s:
+                return wait.label
+        return None
