@@ -337,7 +337,7 @@ def test_stuck_rank_is_ended_and_all_tell_where_each_one_was(run: Forks) -> None
         assert "after at most 2 s" in waiting.last_line
         assert_gave_up(waiting, rank=0)
         assert re.search(rf"; rank 0 waits in the .*; {re.escape(place)} \d+\.\d s$", waiting.last_line)
-        assert "zeroshard ends rank 1 of 2: rank 0 gave up in the" in stuck.output
+        assert "zeroshard ends rank 1 of 2: rank 0 of 2 gave up in the" in stuck.output
         assert place in stuck.output
     assert "in get_next_batch" in endings[0][1].output  # the stack
 
