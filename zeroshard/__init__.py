@@ -6,6 +6,7 @@ from zeroshard.engine import Engine
 from zeroshard.initialize import Initialized, initialize
 from zeroshard.memory.estimate import Estimate, estimate
 from zeroshard.memory.report import MemoryReport
+from zeroshard.sharding.recorder import deferred_init
 from zeroshard.sharding.shard import shard
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Offload",
     "Pipeline",
     "Precision",
+    "deferred_init",
     "estimate",
     "initialize",
     "shard",

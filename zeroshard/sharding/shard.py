@@ -7,12 +7,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.mesh import Axes, build_mesh, open_axes
+from zeroshard.comm.mesh import Axes, build_mesh, default_device, open_axes
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.config import Config, require_supported
 from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
+from zeroshard.sharding.deferred import has_memory
 from zeroshard.sharding.gradients import Gradients, ReducedGradients
+from zeroshard.sharding.materialize import check_values, materialize_others, record_resets
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.placement import STAGES, DtypePolicy
 from zeroshard.sharding.runtime import Runtime
@@ -32,7 +34,7 @@ def shard(module: nn.Module, config: Config, mesh: DeviceMesh | None = None) -> 
     and hand it to `runtime.attach(optimizer)`.
 
     Args:
-        module: its parameters have values; rank 0's count.
+        module: its parameters have values, rank 0's count; or it was built under `deferred_init`.
         config: stage, precision, units, prefetch.
         mesh: with an axis `dp_shard`; None: over all ranks.
 
@@ -50,9 +52,9 @@ def shard_over(
 ) -> tuple[Runtime, Replacements]:
     """Shard a module in place and tell which parameter became which."""
     require_supported(config)
+    record_resets(module)
+    check_values(module)
     for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"parameter '{name}' is on the meta device; expected it to have values")
         compute_dtype = config.precision.param_dtype or parameter.dtype
         if parameter.requires_grad and compute_dtype is torch.float16:
             raise ValueError(
@@ -113,6 +115,7 @@ def _build_unit(spec: UnitSpec, buffers: list[FlatBuffer], context: Context, poo
 
 def _take_over_buffers(module: nn.Module, context: Context) -> None:
     """Move the module's buffers to the device and give every rank rank 0's values."""
+    materialize_others(module)
     for name, owner in module.named_modules():
         for attribute, buffer in owner._buffers.items():
             if buffer is None:
@@ -124,4 +127,6 @@ def _take_over_buffers(module: nn.Module, context: Context) -> None:
 
 def _device_of(module: nn.Module) -> torch.device:
     first = next(module.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
+    if first is None:
+        return torch.device("cpu")
+    return first.device if has_memory(first) else default_device()

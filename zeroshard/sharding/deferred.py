@@ -1,0 +1,230 @@
+"""Tensors on the meta device whose values are known all the same: where they lie, or how they are computed.
+
+The storage of such a tensor carries a `Deferred`. Its values are what a file holds (`stored`), then
+changed by the operations that were recorded while the model was built (`ops`, see `recorder.py`). To
+read a parameter is to read its part of the file, or to run again what leads to it and nothing else:
+
+    weight.untyped_storage().deferred -> Deferred(ops=[empty, uniform_, normal_])
+                                         only normal_ is run: it overwrites what came before
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from zeroshard.sharding.layout import Span
+
+
+class Stored(Protocol):
+    """A contiguous tensor that lies elsewhere and can be read in parts."""
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+
+    def read(self, span: Span) -> Tensor:
+        """[span.size], elements of the flattened tensor, on the CPU."""
+
+
+@dataclass(eq=False, slots=True)
+class Deferred:
+    """How the values of one storage come about."""
+
+    num_bytes: int
+    stored: Stored | None = None
+    ops: list[Op] = field(default_factory=list)
+    """What wrote to it, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor over a deferred storage: what stands for it in a recorded operation."""
+
+    deferred: Deferred
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: Tensor, deferred: Deferred) -> View:
+        offset = int(tensor.storage_offset())
+        return View(deferred, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every byte of the storage belongs to it."""
+        return math.prod(self.shape) * self.dtype.itemsize == self.deferred.num_bytes
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """The same view of a storage with memory."""
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Op:
+    """A recorded operation: what is needed to run it again with the same outcome."""
+
+    number: int
+    """Its place in the order of all operations."""
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    """With a `View` for each deferred tensor, as in `args`."""
+    creates: dict[int, View]
+    """Outputs with storage of their own, by their place among the flattened outputs."""
+    reads: frozenset[Deferred]
+    overwrites: frozenset[Deferred]
+    """What does not depend on earlier values afterwards."""
+    default_dtype: torch.dtype
+    rng_state: Tensor | None
+    """Of the CPU generator, for a random operation."""
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is on a device; `is_meta` answers something else while a model is recorded."""
+    return tensor.device.type != "meta"
+
+
+def deferred_of(tensor: Tensor) -> Deferred | None:
+    """Where the values of a tensor without memory come from; None: unknown, or it has memory."""
+    return getattr(tensor.untyped_storage(), "deferred", None) if not has_memory(tensor) else None
+
+
+def defer(tensor: Tensor, stored: Stored | None = None) -> Deferred:
+    """From now on the values of a meta tensor are what `stored` holds, None: what is yet to be recorded."""
+    storage = tensor.untyped_storage()
+    storage.deferred = deferred = Deferred(storage.nbytes(), stored)  # type: ignore[attr-defined]
+    return deferred
+
+
+def is_known(tensor: Tensor) -> bool:
+    """Whether a tensor has values, in memory or deferred ones."""
+    deferred = deferred_of(tensor)
+    return has_memory(tensor) or (deferred is not None and _needed(deferred) is not None)
+
+
+def is_stored(tensor: Tensor) -> bool:
+    """Whether parts of a meta tensor can be read without the rest."""
+    deferred = deferred_of(tensor)
+    return (
+        deferred is not None
+        and deferred.stored is not None
+        and not deferred.ops
+        and tensor.is_contiguous()
+        and View.of(tensor, deferred).is_whole
+    )
+
+
+def is_changed(parameter: nn.Parameter) -> bool:
+    """Whether a deferred parameter was changed when nothing was recorded, so that the change is lost."""
+    version = getattr(parameter, "recorded_version", None)
+    return not has_memory(parameter) and version is not None and version != parameter._version
+
+
+def describe_origin(tensor: Tensor) -> str:
+    """Where the values of a meta tensor come from, in words that are the same on all ranks."""
+    deferred = deferred_of(tensor)
+    if deferred is not None and is_stored(tensor):
+        return str(deferred.stored)
+    return "deferred" if is_known(tensor) else "on the meta device"
+
+
+def read_part(tensor: Tensor, span: Span) -> Tensor:
+    """[span.size]: elements of a tensor for which `is_stored` holds, on the CPU."""
+    deferred = deferred_of(tensor)
+    assert deferred is not None, "the caller has asked is_stored"
+    assert deferred.stored is not None, "the caller has asked is_stored"
+    return deferred.stored.read(span)
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """A tensor that has memory, as it is; a deferred one with memory and values, on the CPU."""
+    deferred = deferred_of(tensor)
+    if deferred is None:
+        return tensor.detach()
+    return View.of(tensor, deferred).over(_replay(deferred))
+
+
+def values_in(tree: Any) -> Any:
+    """The same nested arguments, each deferred tensor with its values."""
+    return pytree.tree_map_only(Tensor, values_of, tree)
+
+
+def _needed(target: Deferred) -> dict[int, Op] | None:
+    """What has to be run for the values of `target`, by number; None where they are unknown."""
+    found: dict[int, Op] = {}
+    pending: list[tuple[Deferred, float]] = [(target, math.inf)]
+    while pending:
+        deferred, before = pending.pop()
+        for op in reversed(deferred.ops):
+            if op.number < before:
+                if op.number not in found:
+                    found[op.number] = op
+                    pending += [(read, op.number) for read in op.reads]
+                if deferred in op.overwrites:
+                    break
+        else:
+            if deferred.stored is None:
+                return None
+    return found
+
+
+@torch.no_grad()
+def _replay(target: Deferred) -> torch.UntypedStorage:
+    """Run what leads to a storage, in order."""
+    ops = _needed(target)
+    if ops is None:
+        raise RuntimeError("expected a tensor whose values are known, got one on the meta device")
+    storages: dict[Deferred, torch.UntypedStorage] = {}
+
+    def storage(deferred: Deferred) -> torch.UntypedStorage:
+        if deferred not in storages:
+            storages[deferred] = _allocate(deferred)
+        return storages[deferred]
+
+    for _, op in sorted(ops.items()):
+        args, kwargs = pytree.tree_map_only(View, lambda v: v.over(storage(v.deferred)), (op.args, op.kwargs))
+        with _as_recorded(op):
+            outputs = pytree.tree_leaves(op.call(*args, **kwargs))
+        for place, view in op.creates.items():
+            storages[view.deferred] = _lay_out(outputs[place], view)
+    return storage(target)
+
+
+def _allocate(deferred: Deferred) -> torch.UntypedStorage:
+    if deferred.stored is None:
+        return torch.empty(deferred.num_bytes, dtype=torch.uint8).untyped_storage()
+    return deferred.stored.read(Span(0, deferred.stored.numel)).untyped_storage()
+
+
+def _lay_out(output: Tensor, view: View) -> torch.UntypedStorage:
+    """The storage of an output, laid out as was recorded."""
+    if View.of(output, view.deferred) == view:
+        return output.untyped_storage()
+    storage = torch.empty(view.deferred.num_bytes, dtype=torch.uint8).untyped_storage()
+    view.over(storage).copy_(output)
+    return storage
+
+
+@contextmanager
+def _as_recorded(op: Op) -> Iterator[None]:
+    """The default dtype and the random numbers that the operation saw."""
+    dtype, state = torch.get_default_dtype(), torch.get_rng_state() if op.rng_state is not None else None
+    torch.set_default_dtype(op.default_dtype)
+    if op.rng_state is not None:
+        torch.set_rng_state(op.rng_state)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if state is not None:
+            torch.set_rng_state(state)
