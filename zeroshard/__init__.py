@@ -6,6 +6,7 @@ from zeroshard.engine import Engine
 from zeroshard.initialize import Initialized, initialize
 from zeroshard.memory.estimate import Estimate, estimate
 from zeroshard.memory.report import MemoryReport
+from zeroshard.pretrained import from_pretrained
 from zeroshard.sharding.recorder import deferred_init
 from zeroshard.sharding.shard import shard
 
@@ -23,6 +24,7 @@ __all__ = [
     "Precision",
     "deferred_init",
     "estimate",
+    "from_pretrained",
     "initialize",
     "shard",
 ]

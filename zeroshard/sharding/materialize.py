@@ -8,15 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.sharding.deferred import deferred_of, is_changed, is_known, values_of
+from zeroshard.sharding.deferred import deferred_of, has_memory, is_changed, is_known, values_of
 from zeroshard.sharding.recorder import recording
 
 
 def record_resets(root: nn.Module) -> None:
-    """Give values to what is on the meta device and has none: those that its modules reset themselves to.
+    """Give values to a model that was built on the meta device: those that its modules reset themselves to.
 
-    A module's `reset_parameters()` is recorded, or in a transformers model `_init_weights(module)`.
+    A module's `reset_parameters()` is recorded, or in a transformers model `_init_weights(module)`. Where some
+    values are deferred, the others were lost on the way, and a reset would hide it.
     """
+    tensors = [*root.parameters(), *root.buffers()]
+    if all(map(has_memory, tensors)) or any(deferred_of(tensor) is not None for tensor in tensors):
+        return
     with torch.no_grad(), recording(draw=True):
         _record_resets(root, None)
 

@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from zeroshard.sharding.deferred import (
     Op,
@@ -62,7 +62,7 @@ def deferred_init() -> Iterator[None]:
 
     Initialize weights inside the block: changes after it are refused.
     """
-    with _watch_parameters(), recording(draw=True):
+    with recording(draw=True):
         yield
 
 
@@ -94,8 +94,13 @@ def recording(*, draw: bool) -> Iterator[None]:
         draw: whether random numbers are drawn while recording, as an ordinary init would. Otherwise each
             random operation gets a generator of its own, seeded from torch's seed, when it is run.
     """
-    with _NothingIsMeta(), _Recorder(draw):
-        yield
+    active = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Recorder)]
+    if active:  # from_pretrained under deferred_init: one recorder is enough
+        with active[-1].drawing(draw):
+            yield
+    else:
+        with _watch_parameters(), _NothingIsMeta(), _Recorder(draw):
+            yield
 
 
 class _NothingIsMeta(TorchFunctionMode):
@@ -113,6 +118,15 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, draw: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draw = draw
+
+    @contextmanager
+    def drawing(self, draw: bool) -> Iterator[None]:
+        """Draw random numbers, or not, for a while."""
+        before, self._draw = self._draw, draw
+        try:
+            yield
+        finally:
+            self._draw = before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
