@@ -54,9 +54,7 @@ def from_pretrained(
     if unknown:
         raise ValueError(f"from_pretrained: expected fields of {type(model_config).__name__}, got {unknown}")
     if getattr(model_config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"'{path}': expected a checkpoint that is not quantized; a sharded one cannot be trained"
-        )
+        raise ValueError(f"'{path}': expected a checkpoint that is not quantized")
     dtype = _resolve_dtype(asked or torch_dtype or "auto", model_config, tensors)
     build = getattr(auto_class, "from_config", None) or auto_class._from_config
     with recording(draw=False), torch.no_grad():
@@ -89,14 +87,16 @@ def _load(model: Any, tensors: dict[str, FileTensor], path: Any, dtype: torch.dt
     """Put deferred tensors in the place of the model's weights, by transformers' own rules."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig, log_state_dict_report
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils.loading_report import log_state_dict_report
 
+    conversions: Any = get_model_conversion_mapping(model)
     how = LoadStateDictConfig(
         pretrained_model_name_or_path=str(path),
         device_map={"": "meta"},
         dtype=dtype,
         dtype_plan=model._get_dtype_plan(dtype),
-        weight_mapping=get_model_conversion_mapping(model),
+        weight_mapping=conversions,
     )
     found = {name: _Lazy(tensor) for name, tensor in tensors.items()}
     info, _ = convert_and_load_state_dict_in_model(model, found, how)

@@ -13,6 +13,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class FileTensor:
         raw = torch.empty(span.size * size, dtype=torch.uint8)
         with self.file.open("rb") as file:
             file.seek(self.offset + span.start * size)
-            num_read = file.readinto(raw.numpy())
+            num_read = file.readinto(raw.numpy().data)
         if num_read != raw.numel():
             raise RuntimeError(f"{self.file}: expected {raw.numel()} bytes of a tensor, got {num_read}")
         return raw.view(self.file_dtype).to(self.dtype)
@@ -115,14 +116,13 @@ def _read_header(file: Path) -> dict[str, FileTensor]:
     return {name: _tensor(file, 8 + header_size, name, entry) for name, entry in header.items()}
 
 
-def _tensor(file: Path, data_start: int, name: str, entry: dict[str, object]) -> FileTensor:
+def _tensor(file: Path, data_start: int, name: str, entry: Any) -> FileTensor:
     """Check one entry of a header."""
     match entry:
         case {"dtype": str(kind), "shape": [*shape], "data_offsets": [int(start), int(stop)]}:
             if kind not in _DTYPES:
-                raise ValueError(
-                    f"{file}: tensor '{name}' has dtype {kind}; expected one of {', '.join(_DTYPES)}"
-                )
+                known = ", ".join(_DTYPES)
+                raise ValueError(f"{file}: tensor '{name}' has dtype {kind}; expected one of {known}")
             dtype = _DTYPES[kind]
             num_bytes = math.prod(shape) * dtype.itemsize
             if stop - start == num_bytes and data_start + stop <= file.stat().st_size:
@@ -133,6 +133,4 @@ def _tensor(file: Path, data_start: int, name: str, entry: dict[str, object]) ->
                     file_dtype=dtype,
                     dtype=dtype,
                 )
-    raise ValueError(
-        f"{file}: expected all bytes of tensor '{name}', got a file that is damaged or cut short"
-    )
+    raise ValueError(f"{file}: expected all bytes of tensor '{name}', got a damaged or shortened file")

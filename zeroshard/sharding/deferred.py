@@ -113,15 +113,14 @@ def is_known(tensor: Tensor) -> bool:
 
 
 def is_stored(tensor: Tensor) -> bool:
-    """Whether parts of a meta tensor can be read without the rest."""
+    """Whether the values of a meta tensor come from files alone: each rank can read its part by itself."""
     deferred = deferred_of(tensor)
-    return (
-        deferred is not None
-        and deferred.stored is not None
-        and not deferred.ops
-        and tensor.is_contiguous()
-        and View.of(tensor, deferred).is_whole
-    )
+    ops = None if deferred is None else _needed(deferred)
+    if deferred is None or ops is None:
+        return False
+    sources = [deferred, *(read for op in ops.values() for read in op.reads)]
+    is_random = any(op.rng_state is not None for op in ops.values())
+    return not is_random and any(source.stored is not None for source in sources)
 
 
 def is_changed(parameter: nn.Parameter) -> bool:
@@ -132,18 +131,31 @@ def is_changed(parameter: nn.Parameter) -> bool:
 
 def describe_origin(tensor: Tensor) -> str:
     """Where the values of a meta tensor come from, in words that are the same on all ranks."""
-    deferred = deferred_of(tensor)
-    if deferred is not None and is_stored(tensor):
-        return str(deferred.stored)
+    stored = _readable(tensor)
+    if stored is not None:
+        return str(stored)
+    if is_stored(tensor):
+        return "computed from files"
     return "deferred" if is_known(tensor) else "on the meta device"
 
 
 def read_part(tensor: Tensor, span: Span) -> Tensor:
-    """[span.size]: elements of a tensor for which `is_stored` holds, on the CPU."""
+    """[span.size], on the CPU: elements of a flattened tensor, of which no others are read if possible."""
+    stored = _readable(tensor)
+    return values_of(tensor).reshape(-1)[span.slice] if stored is None else stored.read(span)
+
+
+def _readable(tensor: Tensor) -> Stored | None:
+    """The file in which a tensor lies as it is."""
     deferred = deferred_of(tensor)
-    assert deferred is not None, "the caller has asked is_stored"
-    assert deferred.stored is not None, "the caller has asked is_stored"
-    return deferred.stored.read(span)
+    if (
+        deferred is None
+        or deferred.ops
+        or not View.of(tensor, deferred).is_whole
+        or not tensor.is_contiguous()
+    ):
+        return None
+    return deferred.stored
 
 
 def values_of(tensor: Tensor) -> Tensor:
@@ -191,12 +203,16 @@ def _replay(target: Deferred) -> torch.UntypedStorage:
             storages[deferred] = _allocate(deferred)
         return storages[deferred]
 
-    for _, op in sorted(ops.items()):
+    last_uses = {deferred: number for number in sorted(ops) for deferred in ops[number].reads}
+    for number, op in sorted(ops.items()):
         args, kwargs = pytree.tree_map_only(View, lambda v: v.over(storage(v.deferred)), (op.args, op.kwargs))
         with _as_recorded(op):
             outputs = pytree.tree_leaves(op.call(*args, **kwargs))
         for place, view in op.creates.items():
             storages[view.deferred] = _lay_out(outputs[place], view)
+        for deferred in op.reads - {target}:
+            if last_uses[deferred] == number:
+                del storages[deferred]  # a stack of experts needs its parts no longer
     return storage(target)
 
 

@@ -15,8 +15,8 @@ from zeroshard.sharding.recorder import recording
 def record_resets(root: nn.Module) -> None:
     """Give values to a model that was built on the meta device: those that its modules reset themselves to.
 
-    A module's `reset_parameters()` is recorded, or in a transformers model `_init_weights(module)`. Where some
-    values are deferred, the others were lost on the way, and a reset would hide it.
+    A module's `reset_parameters()` is recorded, or in a transformers model `_init_weights(module)`. Where
+    some values are deferred, others were lost on the way, and a reset would hide it.
     """
     tensors = [*root.parameters(), *root.buffers()]
     if all(map(has_memory, tensors)) or any(deferred_of(tensor) is not None for tensor in tensors):
