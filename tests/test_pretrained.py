@@ -89,10 +89,9 @@ def test_missing_weights_are_reported_and_initialized_and_unexpected_ones_report
         logger.removeHandler(caplog.handler)
     assert "lm_head.weight" in caplog.text
     assert "stranger" in caplog.text
-    engine = zeroshard.initialize(model).engine
-    state = engine.full_state_dict()
+    state = values(model)
     assert torch.equal(state["model.norm.weight"], tensors["norm.weight"])
-    assert state["lm_head.weight"].std() == pytest.approx(0.02, rel=0.1)
+    assert state["lm_head.weight"].std().item() == pytest.approx(0.02, rel=0.1)
 
 
 def refusal(path, cls=AutoModelForCausalLM, **options) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.sharding.deferred import allocate
 from zeroshard.sharding.layout import Span
 
 _DTYPES = {
@@ -65,7 +66,7 @@ class FileTensor:
             RuntimeError: the file ends too early.
         """
         size = self.file_dtype.itemsize
-        raw = torch.empty(span.size * size, dtype=torch.uint8)
+        raw = allocate(span.size * size)
         with self.file.open("rb") as file:
             file.seek(self.offset + span.start * size)
             num_read = file.readinto(raw.numpy().data)

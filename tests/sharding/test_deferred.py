@@ -125,7 +125,7 @@ def test_a_model_built_on_the_meta_device_is_reset_to_the_values_of_an_ordinary_
 
 def refusal(model: nn.Module) -> str:
     with pytest.raises(ValueError, match="expected") as caught:
-        zeroshard.initialize(model)
+        check_values(model)
     return str(caught.value)
 
 
@@ -147,5 +147,4 @@ def test_a_buffer_that_nobody_resets_is_refused_by_name():
     model = nn.Sequential(nn.Linear(2, 2), nn.Module()).to("meta")
     model[1].register_buffer("frequencies", torch.arange(4, device="meta"))
     record_resets(model)
-    with pytest.raises(ValueError, match=r"buffer '1\.frequencies' is on the meta device"):
-        check_values(model)
+    assert refusal(model).startswith("buffer '1.frequencies' is on the meta device")

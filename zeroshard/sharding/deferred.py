@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from mmap import mmap
 from typing import Any, Protocol
 
 import torch
@@ -216,9 +217,21 @@ def _replay(target: Deferred) -> torch.UntypedStorage:
     return storage(target)
 
 
+def allocate(num_bytes: int) -> Tensor:
+    """[num_bytes] that go back to the system when they are dropped.
+
+    malloc would keep them: small objects settle in the hole, and the next large tensor does not fit in.
+    """
+    return (
+        torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8)
+        if num_bytes
+        else torch.empty(0, dtype=torch.uint8)
+    )
+
+
 def _allocate(deferred: Deferred) -> torch.UntypedStorage:
     if deferred.stored is None:
-        return torch.empty(deferred.num_bytes, dtype=torch.uint8).untyped_storage()
+        return allocate(deferred.num_bytes).untyped_storage()
     return deferred.stored.read(Span(0, deferred.stored.numel)).untyped_storage()
 
 

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from zeroshard.sharding.deferred import (
     Op,
     View,
+    allocate,
     defer,
     deferred_of,
     has_memory,
@@ -192,15 +193,15 @@ class _Recorder(TorchDispatchMode):
         state = generator.get_state()
 
         def real(tensor: Tensor) -> Tensor:
-            return _empty_like(tensor) if tensor is blank else values_of(tensor)
+            if tensor is not blank:
+                return values_of(tensor)
+            deferred = deferred_of(tensor)
+            assert deferred is not None, "what is recorded is deferred"
+            return View.of(tensor, deferred).over(allocate(deferred.num_bytes).untyped_storage())
 
         real_args, real_kwargs = pytree.tree_map_only(Tensor, real, (args, kwargs))
         func(*real_args, **real_kwargs)
         return state
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
