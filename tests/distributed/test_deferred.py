@@ -60,3 +60,16 @@ def train(how: str, config: dict) -> list:
 @pytest.mark.parametrize("how", ["deferred", "meta"])
 def test_a_model_without_memory_trains_as_an_ordinary_one(ranks, num_ranks, config, how):
     assert ranks(num_ranks, train, how, config) == ranks(num_ranks, train, "plain", config)
+
+
+def adagrad_on_meta() -> str:
+    with zeroshard.deferred_init():
+        model = make()
+    with pytest.raises(ValueError, match="on the meta device") as caught:
+        zeroshard.initialize(model, torch.optim.Adagrad)
+    return str(caught.value)
+
+
+def test_an_optimizer_whose_state_has_no_values_is_refused(ranks):
+    (message,) = ranks(1, adagrad_on_meta)
+    assert message.startswith("Adagrad has made its state for '0.weight' on the meta device")
