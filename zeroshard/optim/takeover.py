@@ -70,7 +70,7 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
     lost = [names[p] for p, state in optimizer.state.items() if any(map(_is_lost, state.values()))]
     if lost:
         raise ValueError(
-            f"{_name(optimizer)} has made its state for '{lost[0]}' on the meta device, where it has no values; "
+            f"{_name(optimizer)} has made its state for '{lost[0]}' on the meta device, without values; "
             "expected an optimizer that makes its state in its first step"
         )
 
