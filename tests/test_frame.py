@@ -17,8 +17,8 @@ LAYERS = (
     {"comm"},
     {"sharding"},
     {"memory", "offload", "optim", "parallel", "checkpoint"},
-    {"engine", "data"},
-    {"initialize"},
+    {"engine", "data", "safetensors"},
+    {"initialize", "pretrained"},
     {"cli"},
     {"__init__", "__main__"},
 )

@@ -6,6 +6,8 @@ from zeroshard.engine import Engine
 from zeroshard.initialize import Initialized, initialize
 from zeroshard.memory.estimate import Estimate, estimate
 from zeroshard.memory.report import MemoryReport
+from zeroshard.pretrained import from_pretrained
+from zeroshard.sharding.recorder import deferred_init
 from zeroshard.sharding.shard import shard
 
 __all__ = [
@@ -20,7 +22,9 @@ __all__ = [
     "Offload",
     "Pipeline",
     "Precision",
+    "deferred_init",
     "estimate",
+    "from_pretrained",
     "initialize",
     "shard",
 ]

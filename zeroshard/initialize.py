@@ -49,7 +49,7 @@ def initialize(
     all ranks get rank 0's parameters and buffers.
 
     Args:
-        model: parameters of floating-point dtypes, any device.
+        model: parameters of floating-point dtypes, any device, the meta device included.
         optimizer: over parameters of `model`, not stepped yet, element-wise; or a callable that makes one
             from the list of the model's original parameters; None to run or evaluate only.
         config: a Config, a dict, or a path to a .json or .toml file.

@@ -430,7 +430,7 @@ def test_a_lazy_parameter_is_refused_by_name():
 
 
 def test_a_parameter_without_values_is_refused_by_name_when_it_is_sharded():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    model = nn.Sequential(nn.Linear(2, 2), Holder(weight=nn.Parameter(torch.empty(2, device="meta"))))
     device = torch.device("cpu")
     axes = Axes.of_one_group(None, Axis(None, device=device, counter=Counter(), timeout_s=10))
     with pytest.raises(ValueError, match=r"'1\.weight' is on the meta device"):

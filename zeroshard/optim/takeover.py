@@ -66,6 +66,12 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
             f"{_name(optimizer)} has state already, for {', '.join(map(repr, begun[:3]))}: "
             "initialize takes an optimizer that has not stepped yet"
         )
+    lost = [names[p] for p, state in optimizer.state.items() if any(map(_is_lost, state.values()))]
+    if lost:
+        raise ValueError(
+            f"{_name(optimizer)} has made its state for '{lost[0]}' on the meta device, without values; "
+            "expected an optimizer that makes its state in its first step"
+        )
 
 
 def _check_kind(optimizer: Optimizer) -> None:
@@ -115,6 +121,10 @@ def _slice_state(value: Any, sharded: ShardedParameter) -> Any:
     if not isinstance(value, Tensor) or value.shape != sharded.full_shape:
         return value
     return value.reshape(-1)[: sharded.numel()].to(device=sharded.device, dtype=sharded.dtype, copy=True)
+
+
+def _is_lost(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _has_begun(state: dict[str, Any]) -> bool:

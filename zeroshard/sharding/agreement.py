@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.config import Config
+from zeroshard.sharding.deferred import describe_origin, has_memory
 from zeroshard.sharding.units import find_units
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -57,7 +58,8 @@ def _model_facts(model: nn.Module) -> Iterator[str]:
         first = first_names.setdefault(id(parameter), name)
         tied = f" tied to '{first}'" if first != name else ""
         trained = "" if parameter.requires_grad else " frozen"
-        yield f"parameter '{name}' {tuple(parameter.shape)} {parameter.dtype}{trained}{tied}"
+        origin = "" if has_memory(parameter) else f" {describe_origin(parameter)}"
+        yield f"parameter '{name}' {tuple(parameter.shape)} {parameter.dtype}{trained}{tied}{origin}"
     for name, buffer in model.named_buffers():
         yield f"buffer '{name}' {tuple(buffer.shape)} {buffer.dtype}"
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import DONE, Axis, Handle
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Mark, Streams
+from zeroshard.sharding.deferred import has_memory, is_stored, read_part, values_of
 from zeroshard.sharding.layout import Layout, Span
 from zeroshard.sharding.parameter import Phase, ShardedParameter, describe_unit
 from zeroshard.sharding.placement import DtypePolicy, Placements, plan_buffer
@@ -69,7 +70,7 @@ class FlatBuffer:
 
     Args:
         originals: parameters of one dtype and one `requires_grad`; their data is taken over: broadcast
-            from rank 0, cut, and released.
+            from rank 0, cut, and released; or read from where it is stored, each rank its part.
         unit_name: for names in errors.
         tag: the exchange tag of its gathers.
     """
@@ -87,10 +88,13 @@ class FlatBuffer:
         self.is_resident, self.is_partial = self.plan.is_resident, self.plan.is_partial
         self.main_span = self.layout.shard(axis.rank) if self.is_partial else Span(0, self.layout.total)
         """The flat range that `main` holds."""
-        values = self._take_over()
-        own = values[self.main_span.slice]
-        self.full = values.to(self.plan.compute_dtype)
-        self.main = own if self.plan.is_alias else own.clone()
+        if all(is_stored(original.parameter) for original in originals):
+            self.full, self.main = self._read()
+        else:
+            values = self._take_over()
+            own = values[self.main_span.slice]
+            self.full = values.to(self.plan.compute_dtype)
+            self.main = own if self.plan.is_alias else own.clone()
         self.sharded = self._make_sharded()
         self.unsharded = self._make_unsharded()
         self._version = self.main._version
@@ -108,10 +112,34 @@ class FlatBuffer:
         values = torch.zeros(self.layout.total, dtype=self.plan.main_dtype, device=self._context.device)
         for index, original in enumerate(self.originals):
             data = original.parameter.detach()
-            values[self.layout.parameter(index).slice].copy_(data.reshape(-1))
+            if has_memory(data) or self._context.axes.dp.rank == 0:  # others need not compute deferred values
+                values[self.layout.parameter(index).slice].copy_(values_of(data).reshape(-1))
             original.parameter.data = data.new_empty(0)
         self._context.axes.dp.broadcast(values, f"first broadcast of {self.describe()}")
         return values
+
+    def _read(self) -> tuple[Tensor, Tensor]:
+        """`full` and `main`, of which each rank reads what it keeps, from one parameter at a time."""
+        device, own = self._context.device, self.main_span
+        # Where it is freed at once, `full` is never written: memory of the CPU is not even taken.
+        make = torch.zeros if self.is_resident else torch.empty
+        full = make(self.layout.total, dtype=self.plan.compute_dtype, device=device)
+        main = full[own.slice]
+        if not self.plan.is_alias:
+            main = torch.zeros(own.size, dtype=self.plan.main_dtype, device=device)
+        kept = Span(0, self.layout.total) if self.is_resident else own
+        for index, original in enumerate(self.originals):
+            whole = self.layout.parameter(index)
+            place = whole.intersect(kept)
+            if place.size:
+                data = read_part(original.parameter, place.shifted(-whole.start))
+                if self.is_resident:
+                    full[place.slice].copy_(data)
+                if not self.plan.is_alias:
+                    part = place.intersect(own)
+                    main[part.shifted(-own.start).slice].copy_(data[part.shifted(-place.start).slice])
+            original.parameter.data = original.parameter.new_empty(0)
+        return full, main
 
     def _make_sharded(self) -> tuple[ShardedParameter, ...]:
         return tuple(

@@ -13,13 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.lifecycle import watch
-from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world
+from zeroshard.comm.mesh import Axes, build_mesh, default_device, open_axes, open_world
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.config import Config, require_supported
 from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
+from zeroshard.sharding.deferred import has_memory
 from zeroshard.sharding.forwards import compile_forwards, recompute_forwards
 from zeroshard.sharding.gradients import Gradients, ReducedGradients
+from zeroshard.sharding.materialize import check_values, materialize_others, record_resets
 from zeroshard.sharding.parameter import Phase, ShardedParameter
 from zeroshard.sharding.placement import STAGES, DtypePolicy
 from zeroshard.sharding.runtime import Runtime
@@ -43,7 +45,7 @@ def shard(
     and hand it to `runtime.attach(optimizer)`.
 
     Args:
-        module: its parameters have values; rank 0's count.
+        module: its parameters have values, rank 0's count; or it was built under `deferred_init`.
         config: stage, precision, units, prefetch; a Config, a dict or a path, as `initialize` takes it.
         mesh: with an axis `dp_shard`, and `dp_replicate` for hybrid sharding; None: over all ranks.
 
@@ -73,9 +75,8 @@ def shard_over(
 ) -> tuple[Runtime, Replacements]:
     """Shard a module in place and tell which parameter became which."""
     require_supported(config)
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"parameter '{name}' is on the meta device; expected it to have values")
+    record_resets(module)
+    check_values(module)
     specs = find_units(module, config.units)
     context = Context(
         axes=axes,
@@ -135,6 +136,7 @@ def _build_unit(spec: UnitSpec, buffers: list[FlatBuffer], context: Context, poo
 
 def _take_over_buffers(module: nn.Module, context: Context) -> None:
     """Move the module's buffers to the device and give every rank rank 0's values."""
+    materialize_others(module)
     for name, owner in module.named_modules():
         for attribute, buffer in owner._buffers.items():
             if buffer is None:
@@ -146,4 +148,6 @@ def _take_over_buffers(module: nn.Module, context: Context) -> None:
 
 def _device_of(module: nn.Module) -> torch.device:
     first = next(module.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
+    if first is None:
+        return torch.device("cpu")
+    return first.device if has_memory(first) else default_device()

@@ -1,0 +1,75 @@
+"""Models without memory, sharded: the same training as of an ordinary model, whatever each rank's seed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import zeroshard
+
+
+def make() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(50, 16),
+        nn.LayerNorm(16),
+        *(nn.Sequential(nn.Linear(16, 33), nn.ReLU(), nn.Linear(33, 16)) for _ in range(2)),
+        nn.Linear(16, 50),
+    )
+
+
+def grouped(parameters):
+    parameters = list(parameters)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+        ],
+        lr=1e-2,
+    )
+
+
+def train(how: str, config: dict) -> list:
+    torch.manual_seed(dist.get_rank())  # rank 0's values count
+    if how == "deferred":
+        with zeroshard.deferred_init():
+            model = make()
+    elif how == "meta":
+        with torch.device("meta"):
+            model = make()
+    else:
+        model = make()
+    engine, *_ = zeroshard.initialize(model, grouped, config)
+    losses = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        tokens = torch.randint(0, 50, (2, 9), generator=generator)
+        loss = F.cross_entropy(engine(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return [losses, {name: value.tolist() for name, value in engine.full_state_dict().items()}]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    "config", [{"stage": 0}, {"stage": 3, "precision": {"param_dtype": "bf16"}}], ids=str
+)
+@pytest.mark.parametrize("how", ["deferred", "meta"])
+def test_a_model_without_memory_trains_as_an_ordinary_one(ranks, num_ranks, config, how):
+    assert ranks(num_ranks, train, how, config) == ranks(num_ranks, train, "plain", config)
+
+
+def adagrad_on_meta() -> str:
+    with zeroshard.deferred_init():
+        model = make()
+    with pytest.raises(ValueError, match="on the meta device") as caught:
+        zeroshard.initialize(model, torch.optim.Adagrad)
+    return str(caught.value)
+
+
+def test_an_optimizer_whose_state_has_no_values_is_refused(ranks):
+    (message,) = ranks(1, adagrad_on_meta)
+    assert message.startswith("Adagrad has made its state for '0.weight' on the meta device")

@@ -1,0 +1,151 @@
+"""A model built without memory has the values of an ordinary one, to the bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard.sharding.deferred import values_of
+from zeroshard.sharding.materialize import check_values, materialize_others, record_resets
+
+
+class Layers(nn.Module):
+    """Much of what torch initializes, each in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6, padding_idx=1)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embedding.weight
+        self.attention = nn.MultiheadAttention(6, 2)
+        self.rnn = nn.LSTM(6, 6)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm1d(6)
+        self.copies = nn.ModuleList(copy.deepcopy(nn.Linear(6, 6)) for _ in range(2))
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+        self.bf16 = nn.Linear(3, 3).bfloat16()
+
+
+class Inits(nn.Module):
+    """Values that are computed: in place, from others, of views, until a condition holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = nn.Parameter(torch.randn(7, 3) * 0.02)
+        self.listed = nn.Parameter(torch.ones(3) * torch.tensor([1.0, 2.0, 3.0]))
+        self.a, self.b, self.c, self.d = (nn.Linear(20, 20) for _ in range(4))
+        nn.init.trunc_normal_(self.a.weight, std=0.02, a=-0.02, b=0.02)
+        nn.init.orthogonal_(self.b.weight)
+        self.c.weight.data.normal_(0, 0.1)
+        with torch.no_grad():
+            self.d.weight.copy_(self.c.weight)  # before c is changed once more
+            self.c.weight.mul_(2)
+            self.d.weight[3:5].zero_()
+        nn.init.normal_(self.d.bias, generator=torch.Generator().manual_seed(3))
+
+
+class Buffers(nn.Module):
+    """Buffers, plain tensors and numbers that __init__ computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", 1 / 10000 ** (torch.arange(0, 8, 2) / 8), persistent=False)
+        angles = torch.zeros(8, 4)
+        angles[:, 0::2] = torch.sin(torch.arange(8.0)[:, None] * self.frequencies[:2])
+        self.register_buffer("angles", angles)
+        self.mask = torch.tril(torch.ones(4, 4))
+        self.same = self.frequencies
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
+        self.listed = torch.linspace(0, 1, 3).tolist()
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {name: values_of(tensor) for name, tensor in named}
+
+
+def both(make: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = make()
+    drawn = torch.rand(1)
+    torch.manual_seed(0)
+    with zeroshard.deferred_init():
+        deferred = make()
+    assert torch.equal(torch.rand(1), drawn)  # the generator went on as far
+    return plain, deferred
+
+
+@pytest.mark.parametrize("make", [Layers, Inits, Buffers])
+def test_deferred_values_are_those_of_an_ordinary_init_to_the_bit(make):
+    plain, deferred = both(make)
+    assert all(parameter.is_meta for parameter in deferred.parameters())
+    expected, got = tensors(plain), tensors(deferred)
+    assert got.keys() == expected.keys()
+    for name, value in got.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+def test_ties_stay():
+    _, deferred = both(Layers)
+    assert deferred.head.weight is deferred.embedding.weight
+
+
+def test_values_that_are_asked_for_while_building_are_given():
+    plain, deferred = both(Buffers)
+    assert deferred.rates == plain.rates
+    assert deferred.listed == plain.listed
+
+
+def test_buffers_and_plain_tensors_get_memory_and_stay_the_same_object():
+    plain, deferred = both(Buffers)
+    materialize_others(deferred)
+    assert deferred.same is deferred.frequencies
+    assert torch.equal(deferred.mask, plain.mask)
+
+
+def test_a_model_built_on_the_meta_device_is_reset_to_the_values_of_an_ordinary_init():
+    def make():
+        return nn.Sequential(
+            nn.Linear(3, 4), nn.MultiheadAttention(4, 2), nn.BatchNorm1d(3), nn.Conv1d(3, 4, 2)
+        )
+
+    torch.manual_seed(0)
+    plain = make()
+    with torch.device("meta"):
+        model = make()
+    torch.manual_seed(0)
+    record_resets(model)
+    expected, got = tensors(plain), tensors(model)
+    assert all(torch.equal(value, expected[name]) for name, value in got.items())
+
+
+def refusal(model: nn.Module) -> str:
+    with pytest.raises(ValueError, match="expected") as caught:
+        check_values(model)
+    return str(caught.value)
+
+
+def test_a_change_after_the_block_is_refused_by_name():
+    _, deferred = both(Inits)
+    nn.init.zeros_(deferred.a.bias)
+    assert refusal(deferred).startswith("parameter 'a.bias' was changed after zeroshard.deferred_init()")
+
+
+def test_what_was_lost_after_the_block_is_refused_and_not_reset():
+    _, deferred = both(Inits)
+    deferred.a.bfloat16()
+    record_resets(deferred)
+    assert refusal(deferred).startswith(
+        "parameter 'a.weight' is on the meta device; expected it to have values"
+    )
+
+
+def test_a_buffer_that_nobody_resets_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Module()).to("meta")
+    model[1].register_buffer("frequencies", torch.arange(4, device="meta"))
+    record_resets(model)
+    assert refusal(model).startswith("buffer '1.frequencies' is on the meta device")

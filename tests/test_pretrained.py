@@ -1,0 +1,183 @@
+"""from_pretrained: what transformers loads, with each rank reading its own part."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroshard
+from tests.distributed.models import VOCABULARY
+from tests.distributed.training import plain, replicate, start, step, token_loss
+from zeroshard.sharding.deferred import is_stored, values_of
+
+transformers = pytest.importorskip("transformers")
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel  # noqa: E402
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def llama(cls=LlamaForCausalLM, **options):
+    torch.manual_seed(1)
+    return cls(LlamaConfig(**SIZES, use_cache=False, **options))
+
+
+def save(folder: Path, model, **how) -> Path:
+    model.save_pretrained(folder, **how)
+    return folder
+
+
+def values(model) -> dict[str, torch.Tensor]:
+    return {name: values_of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def assert_same(model, expected) -> None:
+    assert model.training == expected.training
+    got, want = values(model), expected.state_dict()
+    assert got.keys() == want.keys()
+    for name, value in got.items():
+        torch.testing.assert_close(value, want[name], rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
+    for (name, buffer), (_, other) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
+        assert torch.equal(values_of(buffer), other), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, "float32"])
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
+def test_values_and_dtypes_are_those_of_transformers(tmp_path, dtype, saved):
+    save(tmp_path, llama(tie_word_embeddings=True).to(saved), max_shard_size="10KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    model = zeroshard.from_pretrained(AutoModelForCausalLM, tmp_path, {"stage": 3}, dtype=dtype)
+    assert all(parameter.is_meta and is_stored(parameter) for parameter in model.parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert_same(model, LlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype))
+
+
+def test_experts_that_transformers_stacks_are_stacked(tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    save(tmp_path, MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)))
+    model = zeroshard.from_pretrained(AutoModelForCausalLM, tmp_path)
+    assert all(is_stored(parameter) for parameter in model.parameters())
+    assert_same(model, MixtralForCausalLM.from_pretrained(tmp_path))
+
+
+def test_missing_weights_are_reported_and_initialized_and_unexpected_ones_reported(tmp_path, caplog):
+    save(tmp_path, llama(LlamaModel))
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"stranger": torch.zeros(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        model = zeroshard.from_pretrained(LlamaForCausalLM, tmp_path)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "lm_head.weight" in caplog.text
+    assert "stranger" in caplog.text
+    state = values(model)
+    assert torch.equal(state["model.norm.weight"], tensors["norm.weight"])
+    assert state["lm_head.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def refusal(path, cls=AutoModelForCausalLM, **options) -> str:
+    with pytest.raises(ValueError, match="expect") as caught:
+        zeroshard.from_pretrained(cls, path, **options)
+    return str(caught.value)
+
+
+def test_what_is_no_safetensors_checkpoint_of_the_model_is_refused(tmp_path):
+    assert "nothing is downloaded" in refusal("meta-llama/Llama-3.2-1B")
+    (tmp_path / "pytorch_model.bin").touch()
+    assert "is a pickle" in refusal(tmp_path)
+    save(tmp_path, llama())
+    assert refusal(tmp_path, hidden_sise=3).endswith("got {'hidden_sise': 3}")
+    assert refusal(tmp_path, vocab_size=VOCABULARY + 1) == (
+        f"'{tmp_path}': parameter 'lm_head.weight' has shape ({VOCABULARY}, 24); "
+        f"the model expects ({VOCABULARY + 1}, 24)"
+    )
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    assert "damaged or shortened" in refusal(tmp_path)
+    file.write_bytes(b"\xff" * 20)
+    assert "expected a safetensors file" in refusal(tmp_path)
+
+
+def train(folder: str, stage: int) -> tuple[list[float], list[float], bool]:
+    """Losses of zeroshard and of DDP, and whether all parameters ended equal."""
+    torch.manual_seed(dist.get_rank())
+    model = zeroshard.from_pretrained(LlamaForCausalLM, folder, {"stage": stage})
+    engine, optimizer = start(model, "AdamW", stage=stage)
+    other = replicate(LlamaForCausalLM.from_pretrained(folder))
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    losses = [step(engine, optimizer, token_loss, number) for number in range(3)]
+    expected = [step(other, other_optimizer, token_loss, number) for number in range(3)]
+    state, wanted = engine.full_state_dict(), plain(other).state_dict()
+    return losses, expected, all(torch.equal(value, wanted[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_training_goes_on_as_in_plain_pytorch(ranks, tmp_path, num_ranks, stage):
+    save(tmp_path, llama())
+    for losses, expected, is_equal in ranks(num_ranks, train, str(tmp_path), stage):
+        assert losses == pytest.approx(expected, abs=1e-5)
+        if num_ranks <= 2:
+            assert losses == expected
+            assert is_equal
+
+
+NUM_RANKS, RANK = 8, 3
+
+
+def load_as_one_of_many(folder: str) -> None:
+    """Print the growth of peak memory, and the bytes of a shard and of the largest parameter."""
+    from zeroshard.comm.collectives import Axis
+    from zeroshard.comm.counter import Counter
+    from zeroshard.comm.mesh import Axes
+    from zeroshard.sharding.shard import shard_over
+
+    class Alone(Axis):
+        def broadcast(self, tensor, label):
+            pass
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+    config = zeroshard.Config(stage=3)
+    device = torch.device("cpu")
+    axis = Alone(None, device=device, counter=Counter(), timeout_s=10)
+    zeroshard.from_pretrained(LlamaForCausalLM, folder)  # imports all that it needs
+    axis.rank, axis.size = RANK, NUM_RANKS
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    model = zeroshard.from_pretrained(LlamaForCausalLM, folder, config)
+    sizes = [parameter.numel() * 4 for parameter in model.parameters()]
+    shard_over(model, config, Axes(mesh=None, dp_shard=axis), device)
+    print(json.dumps([status("VmHWM") - before, sum(sizes) // NUM_RANKS, max(sizes)]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux tells it")
+def test_a_rank_holds_no_more_than_its_shard_and_a_tensor_while_it_reads(tmp_path):
+    shape = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 6, "vocab_size": 4096}
+    save(tmp_path, LlamaForCausalLM(LlamaConfig(**SIZES | shape)))
+    code = f"from tests.test_pretrained import load_as_one_of_many as f; f({str(tmp_path)!r})"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    growth, shard, largest = json.loads(done.stdout.splitlines()[-1])
+    assert growth <= 1.5 * shard + largest

@@ -1,0 +1,137 @@
+"""Where the tensors of a safetensors checkpoint lie on disk, and how to read a part of one.
+
+    8 bytes: N | N bytes of JSON: {name: {dtype, shape, data_offsets}} | data, row-major, little-endian
+
+A flat range of elements is one range of bytes. safetensors' own reader slices by dimension, which a range
+that starts in the middle of a row is not; so the bytes are read directly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.sharding.deferred import allocate
+from zeroshard.sharding.layout import Span
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTensor:
+    """A tensor in a file."""
+
+    file: Path
+    offset: int
+    """Bytes before its first element."""
+    shape: tuple[int, ...]
+    file_dtype: torch.dtype
+    dtype: torch.dtype
+    """That it is read as."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def cast(self, dtype: torch.dtype) -> FileTensor:
+        """The same, read as another dtype."""
+        return replace(self, dtype=dtype)
+
+    def read(self, span: Span) -> Tensor:
+        """[span.size]: elements of the flattened tensor.
+
+        Raises:
+            RuntimeError: the file ends too early.
+        """
+        size = self.file_dtype.itemsize
+        raw = allocate(span.size * size)
+        with self.file.open("rb") as file:
+            file.seek(self.offset + span.start * size)
+            num_read = file.readinto(raw.numpy().data)
+        if num_read != raw.numel():
+            raise RuntimeError(f"{self.file}: expected {raw.numel()} bytes of a tensor, got {num_read}")
+        return raw.view(self.file_dtype).to(self.dtype)
+
+    def __str__(self) -> str:
+        """The same on all ranks, wherever each has its copy of the file."""
+        return f"in {self.file.name} at byte {self.offset} as {self.file_dtype}"
+
+
+def find_tensors(folder: str | os.PathLike[str]) -> dict[str, FileTensor]:
+    """The tensors of a checkpoint, by name: of model.safetensors, or of the files in its index.
+
+    Raises:
+        ValueError: no such folder, or no safetensors checkpoint in it; a file that is missing or damaged.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"expected a folder on this machine (nothing is downloaded), got '{folder}'")
+    if (path / _SINGLE).is_file():
+        return _read_header(path / _SINGLE)
+    if not (path / _INDEX).is_file():
+        pickled = [file.name for file in path.glob("*.bin")]
+        hint = f"; {pickled[0]} is a pickle, which could run code: convert it" if pickled else ""
+        raise ValueError(f"'{folder}': expected {_SINGLE} or {_INDEX}, found neither{hint}")
+    places: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+    files = {name: _read_header(path / name) for name in sorted(set(places.values()))}
+    for name, file in places.items():
+        if name not in files[file]:
+            raise ValueError(f"{path / file}: expected tensor '{name}', as {_INDEX} says, found none")
+    return {name: files[file][name] for name, file in places.items()}
+
+
+def _read_header(file: Path) -> dict[str, FileTensor]:
+    try:
+        with file.open("rb") as opened:
+            header_size = int.from_bytes(opened.read(8), "little")
+            if header_size > file.stat().st_size:
+                raise ValueError(f"{file}: expected a safetensors file, got a header of {header_size} bytes")
+            header = json.loads(opened.read(header_size))
+    except OSError as error:
+        raise ValueError(f"{file}: can't be read: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ValueError(f"{file}: expected a safetensors file, got a header that is not JSON") from None
+    header.pop("__metadata__", None)
+    return {name: _tensor(file, 8 + header_size, name, entry) for name, entry in header.items()}
+
+
+def _tensor(file: Path, data_start: int, name: str, entry: Any) -> FileTensor:
+    """Check one entry of a header."""
+    match entry:
+        case {"dtype": str(kind), "shape": [*shape], "data_offsets": [int(start), int(stop)]}:
+            if kind not in _DTYPES:
+                known = ", ".join(_DTYPES)
+                raise ValueError(f"{file}: tensor '{name}' has dtype {kind}; expected one of {known}")
+            dtype = _DTYPES[kind]
+            num_bytes = math.prod(shape) * dtype.itemsize
+            if stop - start == num_bytes and data_start + stop <= file.stat().st_size:
+                return FileTensor(
+                    file=file,
+                    offset=data_start + start,
+                    shape=tuple(shape),
+                    file_dtype=dtype,
+                    dtype=dtype,
+                )
+    raise ValueError(f"{file}: expected all bytes of tensor '{name}', got a damaged or shortened file")
