@@ -168,7 +168,7 @@ def load_as_one_of_many(folder: str) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     model = zeroshard.from_pretrained(LlamaForCausalLM, folder, config)
     sizes = [parameter.numel() * 4 for parameter in model.parameters()]
-    shard_over(model, config, Axes(mesh=None, dp_shard=axis), device)
+    shard_over(model, config, Axes.of_one_group(None, axis), device)
     print(json.dumps([status("VmHWM") - before, sum(sizes) // NUM_RANKS, max(sizes)]))
 
 
