@@ -240,7 +240,7 @@ NO_EQUIVALENT: dict[str, Refusal] = {
     "expert_parallel": Refusal("experts are sharded like any other parameters"),
     "use_data_before_expert_parallelism": Refusal("experts are sharded like any other parameters"),
     "tensor_parallel.partition_config": Refusal("give tp_plan= to initialize"),
-    "hybrid_engine": Refusal("it only speeds up generation: leave the section out"),
+    "hybrid_engine": Refusal("leave the section out: engine.generate keeps parameters gathered"),
     "data_efficiency": _CURRICULUM,
     "curriculum_learning": _CURRICULUM,
     "elasticity": Refusal("start torchrun with other ranks and keep the global batch yourself"),
