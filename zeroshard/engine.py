@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,9 +16,7 @@ from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.config import Config
 from zeroshard.memory.report import MemoryReport, measure
-from zeroshard.optim.clipping import clip_grad_norm_, global_norm, limit_norm
-from zeroshard.optim.nonfinite import all_finite, describe_nonfinite
-from zeroshard.optim.scaling import LossScale
+from zeroshard.optim.guard import StepGuard
 from zeroshard.sharding import access
 from zeroshard.sharding.methods import as_forward, held_unsharded
 from zeroshard.sharding.runtime import Runtime
@@ -65,12 +62,7 @@ class Engine(nn.Module):
         """Optimizer steps taken by `step()`."""
         self.skipped_steps = 0
         """Steps that were not taken because gradients were not finite."""
-        self.grad_norm: Tensor | None = None
-        """The global gradient norm before the last clipping, 0-dim; None before."""
-        is_half = runtime.reducer.is_half
-        self._loss_scale = LossScale.of(config.precision.loss_scale) if is_half else LossScale()
-        self._may_skip = is_half or config.nonfinite == "skip"
-        self._judges = self._may_skip or config.nonfinite == "error"
+        self._guard = StepGuard(runtime, config)
         self._micro_step = 0
         self._is_ready = False
         """Whether `step()` has made the gradients ready for the optimizer."""
@@ -133,7 +125,7 @@ class Engine(nn.Module):
             self._micro_step += 1
             return False
         self._runtime.before_step()
-        is_taken = self._make_ready()
+        is_taken = self._guard.make_ready()
         if is_taken:
             self._is_ready = True
             try:
@@ -145,7 +137,7 @@ class Engine(nn.Module):
             self.global_step += 1
         else:
             self.skipped_steps += 1
-        self._loss_scale = self._loss_scale.after(overflow=not is_taken)
+        self._guard.loss_scale = self._guard.loss_scale.after(overflow=not is_taken)
         self.zero_grad()
         return is_taken
 
@@ -196,13 +188,17 @@ class Engine(nn.Module):
         """
         _check_max_norm(max_norm)
         self._runtime.before_step()
-        self.grad_norm = clip_grad_norm_(self._runtime, max_norm)
-        return self.grad_norm
+        return self._guard.clip(max_norm)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global gradient norm before the last clipping, 0-dim; None before."""
+        return self._guard.grad_norm
 
     @property
     def loss_scale(self) -> float:
         """What `backward` multiplies the loss by; 1.0 where nothing is computed in float16."""
-        return self._loss_scale.value
+        return self._guard.loss_scale.value
 
     @property
     def _is_at_boundary(self) -> bool:
@@ -229,51 +225,20 @@ class Engine(nn.Module):
         def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if (self := engine()) is None or self._is_ready:
                 return
-            if self._may_skip:
+            if self._guard.may_skip:
                 raise RuntimeError(
                     "with float16 or nonfinite='skip' a step may have to be left out, with that of the LR "
                     "scheduler: call engine.step(), not optimizer.step()"
                 )
             has_closure = any(value is not None for value in (*args[1:], kwargs.get("closure")))
-            if has_closure and (self._judges or self.config.clip_grad_norm is not None):
+            if has_closure and self._guard.needs_gradients:
                 raise RuntimeError(
                     "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
                 )
-            self._make_ready()
+            self._guard.make_ready()
 
         self._runtime.attach(optimizer)
         optimizer.register_step_pre_hook(before)
-
-    def _make_ready(self) -> bool:
-        """Clip the gradients and, where that was asked for, judge them: then the host waits for a device.
-
-        Returns:
-            Whether the optimizer may step.
-        """
-        max_norm, norm = self.config.clip_grad_norm, None
-        if max_norm is not None:
-            self.grad_norm = norm = global_norm(self._runtime)
-        if self._judges:
-            is_finite = all_finite(self._runtime) if norm is None else bool(norm.isfinite())
-            if not is_finite:
-                self._answer_nonfinite()
-                return False
-        if max_norm is not None and norm is not None:
-            limit_norm(self._runtime, norm, max_norm)
-        return True
-
-    def _answer_nonfinite(self) -> None:
-        """Raise or warn where a lower loss scale is no remedy."""
-        if self._loss_scale.can_fall or self.config.nonfinite == "skip":
-            return
-        what = describe_nonfinite(self._runtime)
-        if self.config.nonfinite == "error":
-            raise RuntimeError(f"{what}. The step was not taken: Config(nonfinite='error')")
-        warnings.warn(
-            f"{what}. The step was left out, and will be again where this happens: the loss scale "
-            f"{self.loss_scale:g} is not lowered; see engine.skipped_steps",
-            stacklevel=4,
-        )
 
     # -- parameters -----------------------------------------------------------------------------------
 

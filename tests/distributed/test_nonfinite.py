@@ -103,13 +103,14 @@ def test_as_an_error_it_comes_on_all_ranks_before_anything_changes(ranks, num_ra
 
 
 def small_messages(**config):
-    """Exchanges beside parameters and gradients in one step, by stage."""
+    """Exchanges beside parameters and gradients in a step, by stage; in the first, ranks agree on an order."""
     found = []
     for stage in STAGES:
         engine, _ = start(tiny(), stage=stage, **config)
-        engine.reset_comm_report()
-        engine.backward(loss_of(engine, 0))
-        engine.step()
+        for number in range(2):
+            engine.reset_comm_report()
+            engine.backward(loss_of(engine, number))
+            engine.step()
         found.append(engine.comm_report().calls["control"])
     return found
 

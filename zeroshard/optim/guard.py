@@ -1,0 +1,71 @@
+"""Between the gradients and the optimizer: they are clipped, judged, and followed by the loss scale."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import Tensor
+
+from zeroshard.config import Config
+from zeroshard.optim.clipping import clip_grad_norm_, global_norm, limit_norm
+from zeroshard.optim.nonfinite import all_finite, describe_nonfinite
+from zeroshard.optim.scaling import LossScale
+from zeroshard.sharding.runtime import Runtime
+
+
+class StepGuard:
+    """Makes gradients ready for a step and tells whether it may be taken, the same on all ranks."""
+
+    def __init__(self, runtime: Runtime, config: Config) -> None:
+        self._runtime, self._max_norm, self._nonfinite = runtime, config.clip_grad_norm, config.nonfinite
+        is_half = runtime.reducer.is_half
+        self.loss_scale = LossScale.of(config.precision.loss_scale) if is_half else LossScale()
+        self.grad_norm: Tensor | None = None
+        """The global norm before the last clipping, 0-dim; None before."""
+        self.may_skip = is_half or config.nonfinite == "skip"
+        """Whether a step may have to be left out."""
+        self._judges = self.may_skip or config.nonfinite == "error"
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether gradients must be there before the optimizer's step begins."""
+        return self._judges or self._max_norm is not None
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); the norm before that."""
+        self.grad_norm = clip_grad_norm_(self._runtime, max_norm)
+        return self.grad_norm
+
+    def make_ready(self) -> bool:
+        """Clip the gradients and, where that was asked for, judge them: then the host waits for a device.
+
+        Returns:
+            Whether the optimizer may step.
+
+        Raises:
+            RuntimeError: gradients are not finite, and that is to be an error.
+        """
+        norm = None
+        if self._max_norm is not None:
+            self.grad_norm = norm = global_norm(self._runtime)
+        if self._judges:
+            is_finite = all_finite(self._runtime) if norm is None else bool(norm.isfinite())
+            if not is_finite:
+                self._answer_nonfinite()
+                return False
+        if self._max_norm is not None and norm is not None:
+            limit_norm(self._runtime, norm, self._max_norm)
+        return True
+
+    def _answer_nonfinite(self) -> None:
+        """Raise or warn where a lower loss scale is no remedy."""
+        if self.loss_scale.can_fall or self._nonfinite == "skip":
+            return
+        what = describe_nonfinite(self._runtime)
+        if self._nonfinite == "error":
+            raise RuntimeError(f"{what}. The step was not taken: Config(nonfinite='error')")
+        warnings.warn(
+            f"{what}. The step was left out, and will be again where this happens: the loss scale "
+            f"{self.loss_scale.value:g} is not lowered; see engine.skipped_steps",
+            stacklevel=5,
+        )
