@@ -103,7 +103,7 @@ def test_as_an_error_it_comes_on_all_ranks_before_anything_changes(ranks, num_ra
 
 
 def small_messages(**config):
-    """Exchanges beside parameters and gradients in a step, by stage; in the first, ranks agree on an order."""
+    """Exchanges beside parameters and gradients in a second step; the first agrees on an order."""
     found = []
     for stage in STAGES:
         engine, _ = start(tiny(), stage=stage, **config)
