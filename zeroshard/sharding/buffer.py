@@ -10,6 +10,7 @@ dtype; one rank alone), `main` is a view of `full` and costs nothing.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,6 +93,8 @@ class FlatBuffer:
         self.main = own if self.plan.is_alias else own.clone()
         self.sharded = self._make_sharded()
         self.unsharded = self._make_unsharded()
+        for sharded, unsharded in zip(self.sharded, self.unsharded, strict=True):
+            sharded.unsharded = weakref.ref(unsharded)  # weak: who keeps a slice need not keep the whole
         self._version = self.main._version
         self._mark = Mark(None)
         self._second: Tensor | None = None
