@@ -108,7 +108,8 @@ def _check(parameter: nn.Parameter, name: str) -> None:
         raise ValueError(f"parameter '{name}' is lazy: run the model once before it is sharded")
     if not parameter.is_floating_point():
         raise ValueError(
-            f"parameter '{name}' has dtype {parameter.dtype}; only floating-point parameters can be sharded"
+            f"parameter '{name}' has dtype {parameter.dtype}; only floating-point parameters can be sharded. "
+            "Keep what is not trained in a buffer (register_buffer), and a complex parameter as its real view"
         )
 
 
