@@ -38,21 +38,21 @@ from tests.distributed.training import (
 peft = pytest.importorskip("peft")
 
 
-def lora(dtype=torch.float32, *, checkpoints=None, layers=None):
+def lora(dtype=torch.float32, *, checkpoints=None, **options):
     """Adapters, with random values in both halves, on a small Llama; the rest is frozen.
 
     Args:
         dtype: of what is frozen; adapters stay in fp32.
         checkpoints: whether activation checkpoints are the reentrant ones; None: there are none.
-        layers: which layers have adapters; None: all.
+        options: of peft.
     """
     base = build("tied transformers Llama").to(dtype)
     config = peft.LoraConfig(
         r=4,
         target_modules=["q_proj", "v_proj", "down_proj"],
-        layers_to_transform=layers,
         init_lora_weights=False,
         task_type="CAUSAL_LM",
+        **options,
     )
     if checkpoints is not None:
         base.gradient_checkpointing_enable({"use_reentrant": checkpoints})
@@ -77,7 +77,9 @@ def lora_as_in_ddp():
             "frozen in bf16": {"dtype": torch.bfloat16},
             "checkpoints": {"checkpoints": False},
             "reentrant checkpoints": {"checkpoints": True},
-            "gradients end before the first layer": {"layers": [1]},
+            "gradients end before the first layer": {"layers_to_transform": [1]},
+            "weights decomposed": {"use_dora": True},
+            "a head beside": {"modules_to_save": ["lm_head"]},
         }.items()
     }
 
@@ -334,9 +336,7 @@ def saved(stage, dtype):
         adapters = {name: p.clone() for name, p in peft.get_peft_model_state_dict(model).items()}
         merged = copy.deepcopy(model).merge_and_unload()
     found += unequal("unsharded", shown, {name: want[name] for name in shown})
-    found += unequal(
-        "adapters", adapters, {k: want[k.replace(".weight", ".default.weight")] for k in keys}
-    )
+    found += unequal("adapters", adapters, {k: want[k.replace(".weight", ".default.weight")] for k in keys})
     plain_model = lora(dtype)
     plain_model.load_state_dict(want)
     plain_merged = plain_model.merge_and_unload()

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-import warnings
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -199,10 +199,7 @@ def returns():
     return [
         f"{kind}: {line}"
         for kind in RETURNS
-        for line in same_as_replicated(
-            # DDP does not look into objects; with all parameters used it need not.
-            Returns(kind), num_steps=2, loss=lambda model, number, kind=kind: loss(model, number, kind)
-        )
+        for line in same_as_replicated(Returns(kind), num_steps=2, loss=partial(loss, kind=kind))
     ]
 
 
@@ -222,7 +219,9 @@ class Nested(nn.Module):
         self.nothing = nn.Parameter(torch.empty(0))
         self.register_parameter("absent", None)
         self.stages = nn.ModuleList(
-            nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 5), nn.GELU(), nn.Linear(5, WIDTH)) for _ in range(2))
+            nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, 5), nn.GELU(), nn.Linear(5, WIDTH)) for _ in range(2)
+            )
             for _ in range(2)
         )
         self.by_name = nn.ModuleDict({"a-b": nn.Linear(WIDTH, WIDTH), "weight": nn.LayerNorm(WIDTH)})
@@ -382,17 +381,16 @@ def test_odd_structures_with_each_layer_a_unit_train_as_in_ddp_to_the_bit(ranks,
 
 def with_old_norm(norm):
     """torch.nn.utils' older ones cannot be copied: the same seed makes the same model."""
-    runs, found = [], []
-    for stage in (None, *STAGES):
+
+    def make():
         torch.manual_seed(0)
-        model = Normed(norm)
-        replica = model if stage is None else None
-        if replica is not None:
-            replica = DistributedDataParallel(model, broadcast_buffers=False)
-            runs.append(train(replica, OPTIMIZERS["AdamW"](replica.parameters()), 2, square_loss))
-        else:
-            runs.append(train(*start(model, stage=stage), 2, square_loss))
-            found += differences(f"stage {stage}", runs[-1], runs[0])
+        return Normed(norm)
+
+    replica, found = DistributedDataParallel(make()), []
+    want = train(replica, OPTIMIZERS["AdamW"](replica.parameters()), 2, square_loss)
+    for stage in STAGES:
+        got = train(*start(make(), stage=stage), 2, square_loss)
+        found += differences(f"stage {stage}", got, want)
     return found
 
 

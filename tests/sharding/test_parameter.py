@@ -205,7 +205,9 @@ def test_replacing_the_data_is_refused_because_the_slice_would_leave_its_buffer(
     assert torch.equal(weight.detach(), torch.arange(12.0))
 
 
-@pytest.mark.parametrize("change", [nn.Parameter.requires_grad_, lambda p, on: setattr(p, "requires_grad", on)])
+@pytest.mark.parametrize(
+    "change", [nn.Parameter.requires_grad_, lambda p, on: setattr(p, "requires_grad", on)]
+)
 def test_what_is_trained_can_be_frozen_and_trained_again_and_what_is_frozen_cannot_be_trained(weight, change):
     for wanted in (True, False, False, True):
         change(weight, wanted)
