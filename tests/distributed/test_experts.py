@@ -201,7 +201,8 @@ def train_experts(make, make_optimizer, **config):
         given = model.state_dict()
         found += [name for name, value in last.items() if not torch.equal(value, given[name])]
     sizes = [len(names) for names in wanted]
-    assert len(set(sizes)) > 1 and max(sizes) < len(list(model.parameters()))
+    assert len(set(sizes)) > 1
+    assert max(sizes) < len(list(model.parameters()))
     return found
 
 

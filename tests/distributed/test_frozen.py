@@ -10,7 +10,6 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import zeroshard
 from tests.distributed.models import Tiny
@@ -22,7 +21,6 @@ from tests.distributed.training import (
     differences,
     distance_of_all,
     finish,
-    full_gradients,
     only,
     same_as_replicated,
     square_loss,
@@ -157,6 +155,9 @@ def costs(dtype, param_dtype):
         own = sum(p.numel() for p in engine.parameters() if p.requires_grad)
         total = parameters + P[True] * gradients + 8 * own
         traffic = sent["all_gather"], sent["reduce_scatter"], P[True] * (n - 1) // n
+        if stage == 3 and dtype is torch.float32:  # one dtype on the wire
+            kept = sum(unit.numel for unit in engine.units if unit.kept)
+            assert sent["all_gather"] == frozen_bytes * (2 * sum(P.values()) - kept) * (n - 1) // n
         found[stage] = (live_bytes(), total), (report.parameters, parameters), traffic
         del engine, optimizer
     return found
@@ -176,6 +177,27 @@ def test_what_is_frozen_is_held_in_its_dtype_and_is_neither_reduced_nor_gathered
             assert reduced == 4 * share
             if stage < 3:
                 assert gathered == (4 if stage == 0 else size) * share
+
+
+def gathered_beside_frozen():
+    """Elements gathered in a step whose first block needs no backward, and those of its two gathers."""
+    model = Tiny(3)
+    model.inner.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    engine, optimizer = start(model, stage=3)
+    for number in range(2):
+        engine.reset_comm_report()
+        step(engine, optimizer, square_loss, number)
+    sent = engine.comm_report().bytes_sent["all_gather"] // 4
+    size = {unit.name: unit.numel // 2 for unit in engine.units}
+    kept = [unit.name for unit in engine.units if unit.kept]
+    return sent, kept, sum(size.values()) + size["blocks.1"]
+
+
+def test_frozen_units_before_all_that_is_trained_are_not_gathered_for_backward(ranks):
+    for sent, kept, want in ranks(2, gathered_beside_frozen):
+        assert kept == ["", "blocks.2"]
+        assert sent == want
 
 
 # ------------------------------------------------------------------------------- frozen and trained by turns
@@ -307,7 +329,7 @@ def test_what_was_frozen_at_initialize_cannot_be_trained_and_is_named(ranks, sta
 
 def freeze_under_unsharded():
     model = Tiny()
-    engine, optimizer = start(model)
+    engine, _ = start(model)
     with engine.unsharded(model.inner):
         model.inner.requires_grad_(False)
     square_loss(engine, 0).backward()
@@ -339,9 +361,16 @@ def saved(stage, dtype):
     found += unequal("adapters", adapters, {k: want[k.replace(".weight", ".default.weight")] for k in keys})
     plain_model = lora(dtype)
     plain_model.load_state_dict(want)
-    plain_merged = plain_model.merge_and_unload()
+    plain_merged = copy.deepcopy(plain_model).merge_and_unload()
     found += unequal("merged", dict(merged.named_parameters()), dict(plain_merged.named_parameters()))
-    return found
+    with engine.unsharded(write_back=True):
+        model.merge_adapter()
+    plain_model.merge_adapter()
+    wide = {name: value.float() for name, value in plain_model.state_dict().items()}
+    whole = engine.full_state_dict()
+    found += unequal("merged in place", whole, wide if whole else {})
+    losses = [token_loss(net, 7).item() for net in (engine, plain_model)]
+    return found if losses[0] == losses[1] else [*found, losses]
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, torch.float32), (2, torch.bfloat16), (3, torch.float32)])

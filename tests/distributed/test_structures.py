@@ -24,7 +24,6 @@ from tests.distributed.training import (
     same_as_replicated,
     square_loss,
     start,
-    step,
     tokens,
     train,
     train_replicated,
@@ -517,7 +516,7 @@ def test_buffers_of_every_dtype_persistent_or_not_are_as_in_ddp(ranks):
 def refused(dtype):
     model = nn.Sequential(nn.Linear(3, 3), nn.Module())
     model[1].codes = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="parameter") as caught:
         zeroshard.initialize(model)
     return str(caught.value)
 

@@ -194,10 +194,6 @@ class Runtime:
         for gradients in unit.gradients:
             for index, parameter in enumerate(gradients.buffer.unsharded):
                 self._hook_gradient(unit, gradients, index, parameter)
-        for buffer in unit.buffers:
-            if not buffer.trainable:
-                for original, parameter in zip(buffer.originals, buffer.unsharded, strict=True):
-                    _refuse_gradient(original.fqn, parameter)
 
     def _is_within_method(self, unit: Unit) -> bool:
         """Whether this is the root's own forward inside another method of it that counts as the forward."""
@@ -418,20 +414,6 @@ class Runtime:
         self._is_in_backward = False
         self.reducer.abandon()
         self.put_away()
-
-
-def _refuse_gradient(fqn: str, parameter: nn.Parameter) -> None:
-    """A frozen parameter that is made to require gradients in the midst of a forward would be lost silently."""
-
-    def arrived(_: Tensor) -> None:
-        raise RuntimeError(
-            f"'{fqn}' was frozen at initialize and got a gradient, for which there is no room: give it "
-            "requires_grad before initialize"
-        )
-
-    parameter.requires_grad_(True)  # only then does torch take the hook; it stays when that is undone
-    parameter.register_post_accumulate_grad_hook(arrived)
-    parameter.requires_grad_(False)
 
 
 def cast_inputs(module: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> tuple[Any, Any]:

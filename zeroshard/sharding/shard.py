@@ -121,7 +121,7 @@ def _build_unit(spec: UnitSpec, buffers: list[FlatBuffer], context: Context, poo
 
 
 def _take_over_buffers(module: nn.Module, context: Context) -> None:
-    """Move the module's buffers to the device and give every rank rank 0's values; shared ones stay shared."""
+    """Move the module's buffers to the device, shared ones together; all ranks get rank 0's values."""
     taken: dict[Tensor, Tensor] = {}
     for name, owner in module.named_modules():
         for attribute, buffer in owner._buffers.items():
