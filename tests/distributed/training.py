@@ -179,6 +179,8 @@ def by_hand(
         (value * loss_scale).backward()
         losses.append(value.item())
         for name, parameter in compute.named_parameters():
+            if not parameter.requires_grad:
+                continue
             mine = parameter.grad.to(reduce_dtype) / n
             parts = [torch.empty_like(mine) for _ in range(n)]
             dist.all_gather(parts, mine.contiguous())

@@ -269,13 +269,18 @@ def test_replacing_the_data_is_refused_because_the_slice_would_leave_its_buffer(
     assert torch.equal(weight.detach(), torch.arange(12.0))
 
 
-def test_what_is_trained_cannot_be_changed_but_may_be_confirmed(weight):
-    weight.requires_grad_(True)
-    weight.requires_grad = True
-    for change in (lambda: weight.requires_grad_(False), lambda: setattr(weight, "requires_grad", False)):
-        with pytest.raises(RuntimeError, match=f"'{NAME}'"):
-            change()
-    assert weight.requires_grad
+@pytest.mark.parametrize(
+    "change", [nn.Parameter.requires_grad_, lambda p, on: setattr(p, "requires_grad", on)]
+)
+def test_what_is_trained_can_be_frozen_and_trained_again_and_what_is_frozen_cannot_be_trained(weight, change):
+    for wanted in (True, False, False, True):
+        change(weight, wanted)
+        assert weight.requires_grad is wanted
+    frozen = sharded(torch.arange(12.0), requires_grad=False)
+    change(frozen, False)
+    with pytest.raises(RuntimeError, match=f"'{NAME}'.* was frozen at initialize"):
+        change(frozen, True)
+    assert not frozen.requires_grad
 
 
 # --------------------------------------------------------------------------------- torch's gradient readers

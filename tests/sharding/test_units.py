@@ -137,6 +137,14 @@ def test_one_block_registered_many_times_is_one_unit():
     assert_owned_once(model)
 
 
+def test_experts_are_not_units_and_what_holds_them_is_one_unless_it_is_the_root():
+    mixture = Holder(experts=nn.ModuleList(Block() for _ in range(3)))
+    assert names_of(mixture) == [""]
+    assert names_of(nn.Sequential(mixture, nn.Linear(2, 2))) == ["", "0"]
+    large = Holder(experts=nn.ModuleList(nn.Linear(1024, 1024, device="meta") for _ in range(2)))
+    assert names_of(large) == [""]
+
+
 def test_blocks_without_parameters_are_not_units():
     class Activation(nn.Module):
         def __init__(self):

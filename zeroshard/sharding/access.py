@@ -45,6 +45,9 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         yield
         if write_back:
             _write_back(runtime, opened)
+        for buffer, _ in opened:
+            for sharded in buffer.sharded:
+                sharded.requires_grad_(shown[id(sharded)].requires_grad)
     finally:
         for unit, parameters in zip(units, before, strict=True):
             unit.stand_in(parameters)

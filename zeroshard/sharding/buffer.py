@@ -10,7 +10,8 @@ dtype; one rank alone), `main` is a view of `full` and costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -157,11 +158,15 @@ class FlatBuffer:
 
     def _make_unsharded(self) -> tuple[nn.Parameter, ...]:
         parameters = []
-        for index, shape in enumerate(self.shapes):
-            parameter = nn.Parameter(self.full.new_empty(0), requires_grad=self.trainable)
+        for index, sharded in enumerate(self.sharded):
+            parameter = nn.Parameter(self.full.new_empty(0))
             # Through .data it gets a version counter of its own: a refill of `full` is then no in-place
             # change to autograd, as it would be for a Parameter made of the view.
-            parameter.data = self.full[self.layout.parameter(index).slice].view(shape)
+            parameter.data = self.full[self.layout.parameter(index).slice].view(self.shapes[index])
+            if not self.trainable:
+                parameter.register_post_accumulate_grad_hook(_refuse_gradient(sharded.fqn))
+                parameter.requires_grad_(False)
+            sharded.unsharded = weakref.ref(parameter)  # weak: who keeps a slice need not keep the whole
             parameters.append(parameter)
         return tuple(parameters)
 
@@ -258,3 +263,16 @@ class FlatBuffer:
         return [
             whole[self.layout.parameter(index).slice].view(shape) for index, shape in enumerate(self.shapes)
         ]
+
+
+def _refuse_gradient(fqn: str) -> Callable[[Tensor], None]:
+    """The hook of a frozen parameter, for when a forward makes it require a gradient."""
+
+    def refuse(parameter: Tensor) -> None:
+        parameter.grad = None
+        raise RuntimeError(
+            f"'{fqn}' was frozen at initialize and got a gradient, for which there is no room: give it "
+            "requires_grad before"
+        )
+
+    return refuse

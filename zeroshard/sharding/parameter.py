@@ -69,6 +69,8 @@ class ShardedParameter(nn.Parameter):
         full_shape: the shape of the original parameter.
         is_partial: whether the slice can be less than the whole.
         phase: of the module.
+        is_trained: whether `requires_grad` was given; if so, it may be taken away and given back.
+        unsharded: the unsharded parameter, which is frozen with it; None once the engine is gone.
     """
 
     phase: Phase
@@ -76,6 +78,8 @@ class ShardedParameter(nn.Parameter):
     unit_name: str
     full_shape: torch.Size
     is_partial: bool
+    is_trained: bool
+    unsharded: Callable[[], nn.Parameter | None]
 
     @staticmethod
     def wrap(
@@ -92,6 +96,7 @@ class ShardedParameter(nn.Parameter):
         parameter = torch.Tensor._make_subclass(ShardedParameter, data, requires_grad)
         parameter.fqn, parameter.unit_name = fqn, unit_name
         parameter.full_shape, parameter.is_partial, parameter.phase = full_shape, is_partial, phase
+        parameter.is_trained, parameter.unsharded = requires_grad, lambda: None
         if requires_grad:
             refuse = _Refuse(f"the loss depends on {parameter.describe()}")
             parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
@@ -232,6 +237,7 @@ def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> G
 
 
 def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
+    """Refuse what a slice cannot follow; what is frozen or trained again is so in the modules too."""
     parameter = args[0]
     if func == _SET_DATA:
         with torch._C.DisableTorchFunctionSubclass():
@@ -247,12 +253,14 @@ def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
             f"{parameter.describe()} is a view of a flat buffer: its data cannot be replaced; copy_() into "
             "it under torch.no_grad(), or edit the whole under engine.unsharded(module, write_back=True)"
         )
-    wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
-    if bool(wanted) != parameter.requires_grad:
+    wanted = bool(args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True))
+    if wanted and not parameter.is_trained:
         raise RuntimeError(
-            f"requires_grad of {parameter.describe()} cannot change any more: choose what is trained before "
-            "initialize"
+            f"{parameter.describe()} was frozen at initialize, so it has no room for a gradient: give it "
+            "requires_grad before, then it can be frozen and trained by turns"
         )
+    if (unsharded := parameter.unsharded()) is not None:
+        unsharded.requires_grad_(wanted)
 
 
 def _check_grad_reader(parameter: Tensor, frame: FrameType | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.collectives import Axis
@@ -135,15 +135,20 @@ def _build_unit(spec: UnitSpec, buffers: list[FlatBuffer], context: Context, poo
 
 
 def _take_over_buffers(module: nn.Module, context: Context) -> None:
-    """Move the module's buffers to the device and give every rank rank 0's values."""
+    """Move the module's buffers to the device, shared ones together; all ranks get rank 0's values."""
     materialize_others(module)
+    taken: dict[Tensor, Tensor] = {}
     for name, owner in module.named_modules():
         for attribute, buffer in owner._buffers.items():
             if buffer is None:
                 continue
-            moved = buffer.to(context.device).contiguous()
-            context.axes.dp.broadcast(moved.detach(), f"first broadcast of buffer '{name}.{attribute}'")
-            owner._buffers[attribute] = moved
+            if buffer not in taken:
+                moved = buffer.to(context.device)
+                values = moved.contiguous()
+                context.axes.dp.broadcast(values.detach(), f"first broadcast of buffer '{name}.{attribute}'")
+                # Kernels give other bits for other strides.
+                taken[buffer] = values if moved.is_contiguous() else torch.empty_like(moved).copy_(values)
+            owner._buffers[attribute] = taken[buffer]
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -108,7 +108,8 @@ def _check(parameter: nn.Parameter, name: str) -> None:
         raise ValueError(f"parameter '{name}' is lazy: run the model once before it is sharded")
     if not parameter.is_floating_point():
         raise ValueError(
-            f"parameter '{name}' has dtype {parameter.dtype}; only floating-point parameters can be sharded"
+            f"parameter '{name}' has dtype {parameter.dtype}; only floating-point parameters can be sharded. "
+            "Keep what is not trained in a buffer (register_buffer), and a complex parameter as its real view"
         )
 
 
@@ -150,14 +151,17 @@ def _outermost(module: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterat
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Children of a ModuleList or Sequential that share their class and have children of their own."""
+    """Children of a ModuleList or Sequential that share their class and have children of their own.
+
+    Experts are none, and what holds them is one: ranks call different ones, and would wait for each other.
+    """
     counts: Counter[type[nn.Module]] = Counter()
     if isinstance(module, nn.ModuleList | nn.Sequential):
         counts.update(type(child) for child in module if _is_block(child))
-    for child in module.children():
-        if counts[type(child)] > 1:
+    for name, child in module.named_children():
+        if counts[type(child)] > 1 or "experts" in child._modules:
             yield child
-        else:
+        elif name != "experts":
             yield from _repeated_blocks(child)
 
 
@@ -168,12 +172,13 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _large_layers(root: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Embeddings and linear layers outside the blocks with many elements."""
+    """Embeddings and linear layers outside the blocks, and not in experts, with many elements."""
     inside = {module for block in blocks for module in block.modules()}
     return [
         module
-        for module in root.modules()
+        for name, module in root.named_modules()
         if module not in inside
+        and "experts" not in name.split(".")
         and type(module) in (nn.Embedding, nn.Linear)
         and sum(parameter.numel() for parameter in module.parameters()) >= LARGE
     ]

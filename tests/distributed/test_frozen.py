@@ -1,0 +1,399 @@
+"""Partly frozen models: what is frozen costs no gradient, no state and no reduction, and stays as it is.
+
+The reference is DDP, to the bit on two ranks; for what is frozen and trained by turns, DDP with
+find_unused_parameters=True.
+"""
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroshard
+from tests.distributed.models import Tiny
+from tests.distributed.test_memory import live_bytes
+from tests.distributed.training import (
+    STAGES,
+    build,
+    by_hand,
+    differences,
+    distance_of_all,
+    finish,
+    only,
+    same_as_replicated,
+    square_loss,
+    start,
+    step,
+    token_loss,
+    train,
+    train_replicated,
+    train_sharded,
+    unequal,
+)
+
+peft = pytest.importorskip("peft")
+
+
+def lora(dtype=torch.float32, *, checkpoints=None, **options):
+    """Adapters, with random values in both halves, on a small Llama; the rest is frozen.
+
+    Args:
+        dtype: of what is frozen; adapters stay in fp32.
+        checkpoints: whether activation checkpoints are the reentrant ones; None: there are none.
+        options: of peft.
+    """
+    base = build("tied transformers Llama").to(dtype)
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        **options,
+    )
+    if checkpoints is not None:
+        base.gradient_checkpointing_enable({"use_reentrant": checkpoints})
+        base.enable_input_require_grads()
+    model = peft.get_peft_model(base, config)
+    assert {p.dtype for p in trained(model).values()} == {torch.float32}
+    return model.train()
+
+
+def trained(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+# ------------------------------------------------------------------------------------------------ parity
+
+
+def lora_as_in_ddp():
+    return {
+        name: same_as_replicated(lora(**options), num_steps=3)
+        for name, options in {
+            "plain": {},
+            "frozen in bf16": {"dtype": torch.bfloat16},
+            "checkpoints": {"checkpoints": False},
+            "reentrant checkpoints": {"checkpoints": True},
+            "gradients end before the first layer": {"layers_to_transform": [1]},
+            "weights decomposed": {"use_dora": True},
+            "a head beside": {"modules_to_save": ["lm_head"]},
+        }.items()
+    }
+
+
+def test_adapters_train_as_in_ddp_to_the_bit(ranks):
+    for found in ranks(2, lora_as_in_ddp, timeout=120):
+        assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def lora_in_bf16():
+    model, found = lora(), []
+    names = trained(model).keys()
+    want = only(by_hand(model, "AdamW", range(3), token_loss, torch.bfloat16), names)
+    for stage in STAGES:
+        got = train_sharded(model, "AdamW", 3, stage=stage, precision={"param_dtype": "bf16"})
+        found += differences(f"stage {stage}", only(got, names), want)
+    return found
+
+
+def test_adapters_in_bf16_equal_the_hand_written_loop_to_the_bit(ranks):
+    assert ranks(2, lora_in_bf16, timeout=120) == [[], []]
+
+
+def lora_on_many_ranks():
+    model = lora()
+    want = train_replicated(model, "AdamW", 4)
+    runs = [train_sharded(model, "AdamW", 4, stage=stage) for stage in (1, 3)]
+    losses = max(abs(a - b) / abs(b) for a, b in zip(runs[1].losses, want.losses, strict=True))
+    names = trained(model) if want.parameters and runs[1].parameters else ()
+    all_of_it = distance_of_all(only(runs[1], names).parameters, only(want, names).parameters) if names else 0
+    return differences("stage 1", *runs), losses, all_of_it
+
+
+def test_on_four_ranks_stages_agree_to_the_bit_and_stay_close_to_ddp(ranks):
+    for found, losses, parameters in ranks(4, lora_on_many_ranks, timeout=120):
+        assert found == []
+        assert losses <= 1e-6
+        assert parameters <= 5e-5
+
+
+# ------------------------------------------------------------------------------------- memory and traffic
+
+
+def sizes(engine):
+    """Padded elements, by requires_grad."""
+    groups, n = {}, dist.get_world_size()
+    for parameter in engine.parameters():
+        key = parameter.unit_name, parameter.requires_grad
+        groups[key] = groups.get(key, 0) + -(-parameter.full_shape.numel() // 256) * 256
+    row = 256 * n
+    padded = {key: -(-total // row) * row for key, total in groups.items()}
+    return {kind: sum(total for key, total in padded.items() if key[1] is kind) for kind in (True, False)}
+
+
+def costs(dtype, param_dtype):
+    """By stage: (bytes measured, formula) at rest, reported parameters and formula, elements sent."""
+    found, n = {}, dist.get_world_size()
+    for stage in STAGES:
+        gc.collect()
+        gc.freeze()
+        engine, optimizer = start(lora(dtype), stage=stage, precision={"param_dtype": param_dtype})
+        for number in range(2):
+            engine.reset_comm_report()
+            optimizer.zero_grad()
+            token_loss(engine, number).backward()
+            optimizer.step()
+        P, sent, report = sizes(engine), engine.comm_report().bytes_sent, engine.memory_report()
+        with torch.no_grad():
+            token_loss(engine, 0)
+        frozen_bytes, copy_bytes = (4, 0) if param_dtype is None else (2, 2)
+        frozen_bytes = 2 if dtype is torch.bfloat16 else frozen_bytes
+        gradients = 4 * (1 if stage == 0 else 1 / n)
+        main = {0: 4, 1: 4, 2: 4, 3: 4 / n}[stage] if not copy_bytes else gradients + (stage < 3) * copy_bytes
+        parameters = P[False] * frozen_bytes / (n if stage == 3 else 1) + P[True] * main
+        own = sum(p.numel() for p in engine.parameters() if p.requires_grad)
+        total = parameters + P[True] * gradients + 8 * own
+        traffic = sent["all_gather"], sent["reduce_scatter"], P[True] * (n - 1) // n
+        if stage == 3 and dtype is torch.float32:  # one dtype on the wire
+            kept = sum(unit.numel for unit in engine.units if unit.kept)
+            assert sent["all_gather"] == frozen_bytes * (2 * sum(P.values()) - kept) * (n - 1) // n
+        found[stage] = (live_bytes(), total), (report.parameters, parameters), traffic
+        del engine, optimizer
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "param_dtype"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "bf16")]
+)
+def test_what_is_frozen_is_held_in_its_dtype_and_is_neither_reduced_nor_gathered_below_stage_3(
+    ranks, dtype, param_dtype
+):
+    size = 4 if param_dtype is None else 2
+    for found in ranks(2, costs, dtype, param_dtype, timeout=120):
+        for stage, ((held, total), (reported, parameters), (gathered, reduced, share)) in found.items():
+            assert held == pytest.approx(total, rel=0.02), stage
+            assert reported == parameters
+            assert reduced == 4 * share
+            if stage < 3:
+                assert gathered == (4 if stage == 0 else size) * share
+
+
+def gathered_beside_frozen():
+    """Elements gathered in a step whose first block needs no backward, and those of its two gathers."""
+    model = Tiny(3)
+    model.inner.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    engine, optimizer = start(model, stage=3)
+    for number in range(2):
+        engine.reset_comm_report()
+        step(engine, optimizer, square_loss, number)
+    sent = engine.comm_report().bytes_sent["all_gather"] // 4
+    size = {unit.name: unit.numel // 2 for unit in engine.units}
+    kept = [unit.name for unit in engine.units if unit.kept]
+    return sent, kept, sum(size.values()) + size["blocks.1"]
+
+
+def test_frozen_units_before_all_that_is_trained_are_not_gathered_for_backward(ranks):
+    for sent, kept, want in ranks(2, gathered_beside_frozen):
+        assert kept == ["", "blocks.2"]
+        assert sent == want
+
+
+# ------------------------------------------------------------------------------- frozen and trained by turns
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.3)
+
+
+def turn(net, number):
+    """What is frozen changes before steps 1, 2 and 4, through the module, as one does in plain PyTorch."""
+    if number == 1:
+        net.blocks[0].requires_grad_(False)
+        net.gain.requires_grad = False
+    if number == 2:
+        net.requires_grad_(False)
+        net.outer.weight.requires_grad = True
+    if number == 4:
+        net.requires_grad_(True)
+
+
+def train_by_turns(**config):
+    torch.manual_seed(0)
+    model, found = Tiny(2), []
+    replica = copy.deepcopy(model)
+    made = adamw(replica.parameters())
+
+    def run(net, optimizer, module):
+        losses, having = [], []
+        for number in range(6):
+            turn(module, number)
+            loss = square_loss(net, number)
+            loss.backward()
+            if net is replica:
+                average(net)
+            having.append({name for name, p in module.named_parameters() if p.grad is not None})
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return finish(net, losses), having
+
+    want, wanted = run(replica, made, replica)
+    for stage in STAGES:
+        sharded = copy.deepcopy(model)
+        engine, made = start(sharded, adamw(sharded.parameters()), stage=stage, **config)
+        got, having = run(engine, made, engine.module)
+        found += differences(f"stage {stage}", got, want)
+        found += [] if having == wanted else [(stage, having)]
+    assert len(wanted[0]) > len(wanted[1]) > len(wanted[2]) == 1
+    return found
+
+
+def average(net):
+    """DDP itself keeps what it saw when it was built."""
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= dist.get_world_size()
+            dist.all_reduce(parameter.grad)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_was_trained_can_be_frozen_and_trained_again_between_steps(ranks, num_ranks):
+    assert ranks(num_ranks, train_by_turns) == [[]] * num_ranks
+    assert ranks(num_ranks, train_by_turns, recompute="unit") == [[]] * num_ranks
+
+
+def reference_without_adapters(stage):
+    """As preference losses do: the same model without its adapters gives the reference."""
+    model = lora()
+    with torch.no_grad(), model.disable_adapter():
+        want = token_loss(model, 0)
+    replica = train_replicated(model, "AdamW", 2)
+    engine, optimizer = start(model, stage=stage)
+    losses, references = [], []
+    for number in range(2):
+        with torch.no_grad(), model.disable_adapter():
+            references.append(token_loss(engine, 0))
+        losses.append(step(engine, optimizer, token_loss, number))
+    return differences("", finish(engine, losses), replica), [torch.equal(r, want) for r in references]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_adapters_can_be_disabled_for_a_reference_and_go_on_training(ranks, stage):
+    assert ranks(2, reference_without_adapters, stage) == [([], [True, True])] * 2
+
+
+def unfreeze(stage):
+    """What is said to someone who trains what was frozen at initialize, by the way he goes."""
+    model = Tiny()
+    model.inner.requires_grad_(False)
+    engine, _ = start(model, stage=stage)
+
+    class Thaw:
+        def __call__(self, module, args):
+            module.weight.requires_grad_(True)
+
+    def outside():
+        dict(engine.named_parameters())["inner.weight"].requires_grad_(True)
+
+    def by_module():
+        engine.requires_grad_(True)
+
+    def under_unsharded():
+        with engine.unsharded():
+            model.inner.weight.requires_grad = True
+
+    def inside_forward():
+        handle = model.inner.register_forward_pre_hook(Thaw())
+        try:
+            square_loss(engine, 0).backward()
+        finally:
+            handle.remove()
+
+    said = []
+    for way in (outside, by_module, under_unsharded, inside_forward):
+        with pytest.raises(RuntimeError) as caught:
+            way()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_was_frozen_at_initialize_cannot_be_trained_and_is_named(ranks, stage):
+    for said in ranks(2, unfreeze, stage):
+        for message in said:
+            assert "'inner." in message
+            assert "frozen at initialize" in message
+
+
+def freeze_under_unsharded():
+    model = Tiny()
+    engine, _ = start(model)
+    with engine.unsharded(model.inner):
+        model.inner.requires_grad_(False)
+    square_loss(engine, 0).backward()
+    return {name for name, p in engine.named_parameters() if p.grad is None}
+
+
+def test_what_is_frozen_under_unsharded_stays_frozen(ranks):
+    assert ranks(2, freeze_under_unsharded) == [{"inner.weight", "inner.bias"}] * 2
+
+
+# --------------------------------------------------------------------------------- reading and evaluating
+
+
+def saved(stage, dtype):
+    """Where what is read from a trained engine differs from the model trained in DDP."""
+    model, found = lora(dtype), []
+    want = train_replicated(model, "AdamW", 2).parameters
+    keys = peft.get_peft_model_state_dict(model).keys()
+    engine, optimizer = start(model, stage=stage)
+    train(engine, optimizer, 2)
+    whole = engine.full_state_dict()
+    wide = {name: value.float() for name, value in want.items()}
+    found += unequal("full_state_dict", whole, wide if whole else {})
+    with engine.unsharded():
+        shown = {name: p.detach().clone() for name, p in model.named_parameters()}
+        adapters = {name: p.clone() for name, p in peft.get_peft_model_state_dict(model).items()}
+        merged = copy.deepcopy(model).merge_and_unload()
+    found += unequal("unsharded", shown, {name: want[name] for name in shown})
+    found += unequal("adapters", adapters, {k: want[k.replace(".weight", ".default.weight")] for k in keys})
+    plain_model = lora(dtype)
+    plain_model.load_state_dict(want)
+    plain_merged = copy.deepcopy(plain_model).merge_and_unload()
+    found += unequal("merged", dict(merged.named_parameters()), dict(plain_merged.named_parameters()))
+    with engine.unsharded(write_back=True):
+        model.merge_adapter()
+    plain_model.merge_adapter()
+    wide = {name: value.float() for name, value in plain_model.state_dict().items()}
+    whole = engine.full_state_dict()
+    found += unequal("merged in place", whole, wide if whole else {})
+    losses = [token_loss(net, 7).item() for net in (engine, plain_model)]
+    return found if losses[0] == losses[1] else [*found, losses]
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, torch.float32), (2, torch.bfloat16), (3, torch.float32)])
+def test_adapters_can_be_read_saved_and_merged_under_unsharded(ranks, stage, dtype):
+    assert ranks(2, saved, stage, dtype, timeout=120) == [[], []]
+
+
+def evaluate_frozen():
+    """A model that is all frozen, without and with gradients enabled: losses, elements gathered."""
+    model = build("tied transformers Llama").requires_grad_(False).eval()
+    want, found = token_loss(model, 0).item(), []
+    for stage in STAGES:
+        engine = zeroshard.initialize(copy.deepcopy(model), None, {"stage": stage}).engine
+        for enabled in (False, False, True):
+            engine.reset_comm_report()
+            with torch.set_grad_enabled(enabled):
+                got = token_loss(engine, 0).item()
+            sent = engine.comm_report().bytes_sent
+            share = 4 * sum(unit.numel for unit in engine.units) // 2 if stage == 3 else 0
+            if (got, sent["all_gather"], sent["reduce_scatter"]) != (want, share, 0):
+                found.append((stage, enabled, got, want, dict(sent), share))
+    return found
+
+
+def test_a_frozen_model_is_evaluated_and_gathered_once(ranks):
+    assert ranks(2, evaluate_frozen) == [[], []]
