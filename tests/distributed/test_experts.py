@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.models import VOCABULARY
+from tests.distributed.test_unused import adamw, sgd
 from tests.distributed.training import (
     STAGES,
     differences,
@@ -163,14 +164,6 @@ def expert_loss(model, number):
     rank = dist.get_rank()
     allowed = ALLOWED[number % len(ALLOWED)][rank % 2]
     return model(numbers(number, 4 + rank, 7), allowed).square().mean()
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.3)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, weight_decay=0.1)
 
 
 def train_experts(make, make_optimizer, **config):

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -245,6 +246,14 @@ def test_what_is_detached_can_be_pickled_and_saved(weight):
     torch.save({"weight": weight.detach()}, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=True)["weight"], plain)
+
+
+def test_a_slice_is_pickled_as_a_plain_parameter(weight):
+    whole = nn.Parameter(torch.zeros(SHAPE))
+    weight.unsharded = weakref.ref(whole)
+    loaded = pickle.loads(pickle.dumps(weight))
+    assert type(loaded) is nn.Parameter
+    assert torch.equal(loaded, torch.arange(12.0))
 
 
 def test_a_deep_copy_has_the_values_and_can_be_printed(weight):

@@ -116,6 +116,12 @@ class ShardedParameter(nn.Parameter):
         )
         return twin
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled, it is a plain parameter with the values of the slice."""
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = nn.Parameter(self.detach(), self.requires_grad)
+            return plain.__reduce_ex__(protocol)
+
     def describe(self) -> str:
         return f"the sharded parameter '{self.fqn}' of {describe_unit(self.unit_name)}"
 
