@@ -235,3 +235,16 @@ def state_shapes():
 
 def test_states_have_the_shape_of_the_slice_even_where_it_has_no_elements(ranks):
     assert ranks(2, state_shapes) == [[], []]
+
+
+def with_a_late_group():
+    engine, optimizer = start(nn.Sequential(nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1)))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 4))]})
+    engine(torch.ones(2, 7)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"group 1 .* shape \[3, 4\] .*added after the model was sharded"):
+        optimizer.step()
+    return True
+
+
+def test_a_parameter_that_was_added_after_sharding_is_refused_at_the_step(ranks):
+    assert ranks(2, with_a_late_group) == [True, True]

@@ -116,8 +116,9 @@ class Runtime:
         runtime = weakref.ref(self)
         zero_grad = optimizer.zero_grad
 
-        def before(*_: Any) -> None:
+        def before(optimizer: Optimizer, *_: Any) -> None:
             if (self := runtime()) is not None:
+                _check_sharded(optimizer)
                 self.before_step()
                 self._here.enter("the optimizer step")
 
@@ -422,6 +423,17 @@ class Runtime:
         self.reducer.abandon()
         self.put_away()
         self._here.leave()
+
+
+def _check_sharded(optimizer: Optimizer) -> None:
+    """Refuse a parameter that came after sharding: its gradient is this rank's alone."""
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if not isinstance(parameter, ShardedParameter):
+                raise RuntimeError(
+                    f"group {number} of the optimizer holds a parameter of shape {list(parameter.shape)} that "
+                    "was added after the model was sharded: add modules and groups before initialize"
+                )
 
 
 def cast_inputs(module: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> tuple[Any, Any]:
