@@ -431,8 +431,8 @@ def _check_sharded(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if not isinstance(parameter, ShardedParameter):
                 raise RuntimeError(
-                    f"group {number} of the optimizer holds a parameter of shape {list(parameter.shape)} that "
-                    "was added after the model was sharded: add modules and groups before initialize"
+                    f"group {number} of the optimizer holds a parameter of shape {list(parameter.shape)} "
+                    "that was added after the model was sharded: add modules and groups before initialize"
                 )
 
 
