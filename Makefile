@@ -2,10 +2,10 @@
 # used, and only packages that it lacks are installed; otherwise .venv is made.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune test lint bench test-gpu bench-gpu clean missing
+.PHONY: help setup finetune test fuzz lint bench test-gpu bench-gpu clean missing
 
 NPROC ?= 2# ranks of `make finetune`
-ARGS ?=# further arguments of finetune, test, bench
+ARGS ?=# further arguments of finetune, test, fuzz, bench
 
 PIP_INSTALL = -m pip install --no-input --disable-pip-version-check --quiet
 READY := .venv/.ready
@@ -65,6 +65,9 @@ finetune: setup  ## Fine-tune a small language model on two ranks (ARGS="--stage
 
 test: setup  ## Run the tests (ARGS="-k layout")
 	"$(PYTHON)" -m pytest $(ARGS)
+
+fuzz: setup  ## Train random models in random ways, against plain PyTorch (ARGS="--cases 300")
+	"$(PYTHON)" -m tests.fuzz $(ARGS)
 
 lint: setup  ## Check style, format and types
 	"$(PYTHON)" -m ruff check .

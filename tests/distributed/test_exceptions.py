@@ -4,6 +4,8 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from tests.distributed.training import (
     STAGES,
@@ -13,7 +15,9 @@ from tests.distributed.training import (
     finish,
     flat_gradients,
     full_gradients,
+    numbers,
     replicate,
+    square_loss,
     start,
     step,
     token_loss,
@@ -255,3 +259,60 @@ def failed_loss():
 
 def test_a_failure_between_forward_and_backward_leaves_nothing_behind(ranks):
     assert ranks(2, failed_loss) == [[], []]
+
+
+class Skippable(nn.Module):
+    """No parameter is unused, so its reduction starts with its last gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.tanh = nn.Linear(7, 7), nn.Tanh()
+
+    def forward(self, x, skip):
+        return x if skip else x + self.tanh(self.linear(x))
+
+
+class Halved(nn.Module):
+    """Blocks of which each rank skips another one inside; the input of block 1 can fail in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Skippable() for _ in range(3))
+
+    def forward(self, x, fuse=None):
+        for number, block in enumerate(self.blocks):
+            x = Boom.apply(x, fuse) if fuse is not None and number == 1 else x
+            x = block(x, skip=number == 1 + dist.get_rank())
+        return x
+
+
+def failed_in_branches(at, **config):
+    torch.manual_seed(0)
+    engine, optimizer = start(Halved(), "SGD", watchdog_s=10.0, **config)
+    fuse, losses = Fuse.__new__(Fuse), []
+    for number in range(3):
+        if number == at:
+            fuse.where = fuse.error = None
+            loss = engine(numbers(9, 5, 7), fuse).square().mean()
+            with fuse.burns("backward", ValueError("boom")):
+                loss.backward()
+        losses.append(step(engine, optimizer, square_loss, number))
+    return finish(engine, losses)
+
+
+def ranks_that_reduced_different_units():
+    """When block 1's input fails, rank 1 reduces block 1 already, and rank 0, which skipped it, does not."""
+    return [
+        line
+        for stage in STAGES
+        for at in (0, 1)
+        for line in differences(
+            f"stage {stage}, step {at}",
+            failed_in_branches(at, stage=stage),
+            failed_in_branches(-1, stage=stage),
+        )
+    ]
+
+
+def test_a_failure_where_ranks_took_different_branches_leaves_no_exchange_half_done(ranks):
+    assert ranks(2, ranks_that_reduced_different_units, timeout=120) == [[], []]

@@ -15,6 +15,7 @@ from tests.distributed.training import (
     distance_of_all,
     padded_size,
     same_as_replicated,
+    square_loss,
     start,
     step,
     token_loss,
@@ -85,6 +86,33 @@ def dropping():
 
 def test_dropout_is_repeated_and_checkpoints_of_the_user_compose(ranks):
     assert ranks(2, dropping) == [[], []]
+
+
+class Normalized(nn.Module):
+    """A block with running statistics, which a forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(7, 7), nn.BatchNorm1d(7)
+
+    def forward(self, x):
+        return x + self.norm(self.linear(x)).tanh()
+
+
+def running_statistics():
+    torch.manual_seed(0)
+    model = nn.Sequential(Normalized(), Normalized())
+    want = train_replicated(model, "SGD", 3, square_loss)
+    found = []
+    for stage in STAGES:
+        got = train_sharded(model, "SGD", 3, square_loss, stage=stage, recompute="unit")
+        found += differences(f"stage {stage}", got, want)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_recomputation_leaves_running_statistics_as_one_forward_makes_them(ranks, num_ranks):
+    assert ranks(num_ranks, running_statistics) == [[]] * num_ranks
 
 
 def _same(tensor):

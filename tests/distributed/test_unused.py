@@ -305,6 +305,30 @@ def test_frozen_parameters_stay_as_they_are_and_have_neither_gradient_nor_state(
     assert ranks(2, train_frozen) == [[], []]
 
 
+def skip_before_frozen():
+    """Only block 1 is trained in front of the frozen blocks, and each rank skips it once."""
+    torch.manual_seed(0)
+    model = Branching(5)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("blocks.1", "last.bias")))
+    plans = [({}, {}), ({1: "input"}, {}), ({}, {1: "layers"}), ({1: "input"}, {1: "input"}), ({}, {})]
+
+    def loss(net, number):
+        return net(numbers(number, 5, 7), plans[number][dist.get_rank()]).square().mean()
+
+    return [
+        line
+        for prefetch in (0, 1, 3)
+        for line in same_as_replicated(
+            model, "AdamW", len(plans), loss, find_unused=True, num_prefetch=prefetch, watchdog_s=10.0
+        )
+    ]
+
+
+def test_frozen_units_that_have_a_backward_on_one_rank_only_are_gathered_on_all(ranks):
+    assert ranks(2, skip_before_frozen) == [[], []]
+
+
 def frozen_memory_and_traffic():
     """Bytes of gradients, of states, and elements reduced, of a model whose first half is frozen."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(4)))

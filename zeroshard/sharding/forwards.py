@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def recompute_forwards(units: Sequence[Unit]) -> None:
     for module in _branches(units):
         if module not in inside:
             inside.update(module.modules())
-            module.forward = _checkpointed(module.forward, type(module).__name__)
+            module.forward = _checkpointed(module)
 
 
 def _branches(units: Sequence[Unit]) -> Iterator[nn.Module]:
@@ -50,7 +51,12 @@ def _branches(units: Sequence[Unit]) -> Iterator[nn.Module]:
     return (module for module in units[0].module.modules() if module in modules and any(module.children()))
 
 
-def _checkpointed(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _checkpointed(module: nn.Module) -> Callable[..., Any]:
+    forward, name = module.forward, type(module).__name__
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _with_copied_buffers(module)
+
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -62,6 +68,20 @@ def _checkpointed(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
                     "twice; set use_cache=False in the model's config for training"
                 )
         # Keywords are bound first: `checkpoint` has some of its own.
-        return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False)
+        bound = functools.partial(forward, **kwargs)
+        return checkpoint(bound, *args, use_reentrant=False, context_fn=contexts)
 
     return recomputed
+
+
+@contextmanager
+def _with_copied_buffers(module: nn.Module) -> Iterator[None]:
+    """What the second forward writes into buffers is lost: running statistics count each batch once."""
+    before = [(part, dict(part._buffers)) for part in module.modules() if part.training and part._buffers]
+    for part, buffers in before:
+        part._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
+    try:
+        yield
+    finally:
+        for part, buffers in before:
+            part._buffers.update(buffers)

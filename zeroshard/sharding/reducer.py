@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,6 +41,8 @@ class Reducer:
         """Whether a gradient that arrives now is one of a loss that was not scaled."""
         self._has_deferred = False
         self._is_tainted = False
+        self._is_open = False
+        """Whether a backward has begun that reduces, and has not ended."""
 
     @property
     def local_bytes(self) -> int:
@@ -73,6 +75,7 @@ class Reducer:
 
     def begin(self) -> None:
         """A backward begins."""
+        self._is_open = not self.is_deferring
         for unit in self._units:
             unit.is_reduced = False
         for gradients in self._all:
@@ -119,8 +122,18 @@ class Reducer:
             if gradients.has_deferred:
                 gradients.drop()
 
-    def abandon(self) -> None:
-        """A backward has ended in an exception: forget what has not been delivered."""
+    def abandon(self, to_come: Iterable[Unit]) -> None:
+        """A backward has ended in an exception: forget what has not been delivered.
+
+        Args:
+            to_come: units whose backward was still to come, in this order.
+        """
+        if self._is_open:  # other ranks, with other branches, may have started what this one has not
+            for unit in to_come:
+                if not unit.is_reduced:
+                    self._start(unit)
+            self._start_rest()
+        self._is_open = False
         delivered = any(p.grad is not None for gradients in self._all for p in gradients.buffer.sharded)
         self._is_tainted |= delivered or self._has_deferred
         self._has_deferred = False
@@ -131,9 +144,7 @@ class Reducer:
 
     def _deliver(self) -> None:
         """Reduce what this backward has not, the root last; then hand gradients to the parameters."""
-        for unit in (*reversed(self._units[1:]), self._units[0]):
-            if not unit.is_reduced or any(gradients.has_more for gradients in unit.gradients):
-                self._start(unit)
+        self._start_rest()
         flags = [flag for gradients in self._all for flag in gradients.used] + [not self._order.is_agreed]
         answer = self._axis.any(flags, "agreement on which parameters got a gradient")
         for gradients in self._in_flight:
@@ -145,4 +156,10 @@ class Reducer:
         if next(used):
             self._order.agree(self._axis)
         self._pool.release()
-        self._has_deferred = False
+        self._has_deferred = self._is_open = False
+
+    def _start_rest(self) -> None:
+        """Start what this backward has not reduced, the root last."""
+        for unit in (*reversed(self._units[1:]), self._units[0]):
+            if not unit.is_reduced or any(gradients.has_more for gradients in unit.gradients):
+                self._start(unit)

@@ -352,6 +352,7 @@ class Runtime:
         self._is_in_backward = True
         self._to_pass = deque(reversed(self._order.units))
         self.reducer.begin()
+        self._agree_on_frozen()
         if self._is_alone:
             for unit in self.units:
                 unit.install()
@@ -362,6 +363,14 @@ class Runtime:
             self._end_backward()
 
         at_end_of_backward(end)
+
+    def _agree_on_frozen(self) -> None:
+        """A frozen unit has a backward if something trained ran before it, perhaps on some ranks only."""
+        units = [unit for unit in self.units[1:] if unit.may_join_backward]
+        flags = [bool(unit.open_calls) for unit in units]
+        answer = self.context.axes.dp.any(flags, "agreement on which frozen units have a backward")
+        for unit, joins in zip(units, answer(), strict=True):
+            unit.joins_backward = joins
 
     def _pass(self, position: int) -> None:
         """Reduce and free the units after `position`, whose backward is over."""
@@ -420,7 +429,7 @@ class Runtime:
 
     def _abandon_backward(self) -> None:
         self._is_in_backward = False
-        self.reducer.abandon()
+        self.reducer.abandon(self._to_pass)
         self.put_away()
         self._here.leave()
 

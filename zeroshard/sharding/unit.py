@@ -80,6 +80,8 @@ class Unit:
         self.open_calls: WeakSet[ForwardCall] = WeakSet()
         self.is_reduced = False
         """Whether the gradients of this backward were sent."""
+        self.joins_backward = self.backward_needs_parameters
+        """Whether its parameters are gathered in this backward: on all ranks, as soon as one needs them."""
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
         self._handles: list[tuple[FlatBuffer, Handle]] = []
         self._slots = [
@@ -183,9 +185,9 @@ class Unit:
         return before
 
     @property
-    def joins_backward(self) -> bool:
-        """Whether its parameters are gathered in a backward: on all ranks, if it is trained."""
-        return self.backward_needs_parameters and bool(self.open_calls or self.gradients)
+    def may_join_backward(self) -> bool:
+        """Whether it depends on the graph if its parameters are gathered in a backward: it is frozen."""
+        return self.backward_needs_parameters and not self.is_resident and not self.gradients
 
     # -- gradients ------------------------------------------------------------------------------------
 

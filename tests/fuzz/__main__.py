@@ -1,0 +1,53 @@
+"""Run the fuzz: `python -m tests.fuzz --cases 300`, or one case of it: `python -m tests.fuzz --seed 123`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+
+from tests.fuzz.cases import build_case, num_ranks_of
+from tests.fuzz.run import failures, run_cases
+from tests.ranks import RankError, Ranks
+
+PER_CALL = 20
+"""Cases that the same process group serves."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Random models and configs.")
+    parser.add_argument("--cases", type=int, default=300, help="how many seeds")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="run this one and describe it")
+    options = parser.parse_args()
+    seeds = range(options.first, options.first + options.cases)
+    if options.seed is not None:
+        seeds = range(options.seed, options.seed + 1)
+        print(build_case(options.seed).describe(), flush=True)
+    start, ranks = time.monotonic(), Ranks()
+    failed = [seed for num_ranks in range(1, 5) for seed in _run(ranks, num_ranks, seeds)]
+    ranks.stop()
+    print(f"{len(seeds)} cases in {time.monotonic() - start:.0f} s, {len(failed)} failed: {sorted(failed)}")
+    return bool(failed)
+
+
+def _run(ranks: Ranks, num_ranks: int, seeds: range) -> list[int]:
+    """Run those of the cases that are for so many ranks; return those that failed."""
+    left, failed = [seed for seed in seeds if num_ranks_of(seed) == num_ranks], []
+    while left:
+        chunk = left[:PER_CALL]
+        try:
+            results = ranks(num_ranks, run_cases, chunk, timeout=60 + 10 * len(chunk))
+        except RankError as error:  # a rank died or hung, and the cases before have no result
+            begun = re.findall(r"^seed (\d+)$", str(error), re.MULTILINE)
+            results = [{int(begun[-1]) if begun else chunk[0]: [str(error)]}]
+        left = [seed for seed in left if seed not in results[0]]
+        for seed, lines in failures(results).items():
+            failed.append(seed)
+            print(f"seed {seed} failed", *lines, sep="\n", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""Random models and configs train as in plain PyTorch, to the bit: the quick part; `make fuzz` is the whole.
+
+A case that fails is run alone, and described, by `python -m tests.fuzz --seed SEED`.
+"""
+
+import pytest
+import torch
+
+from tests.fuzz.cases import build_case, num_ranks_of
+from tests.fuzz.run import Trace, differences, failures, run_cases
+
+SEEDS = range(26)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_random_models_and_configs_train_as_plain_pytorch_to_the_bit(ranks, num_ranks):
+    seeds = [seed for seed in SEEDS if num_ranks_of(seed) == num_ranks]
+    results = ranks(num_ranks, run_cases, seeds, timeout=200)
+    failed = failures(results)
+    assert not failed, "".join(f"\n{build_case(seed).describe()}\n{lines}" for seed, lines in failed.items())
+    assert results[0].keys() == set(seeds)
+
+
+def contents(seed):
+    case = build_case(seed)
+    return case.describe(), [value.tolist() for value in case.model.state_dict().values()]
+
+
+def test_a_seed_makes_the_same_case_in_every_process(ranks):
+    for seed in range(8):
+        assert ranks(2, contents, seed, process_group=False) == [contents(seed)] * 2
+
+
+def trace(**values):
+    made = Trace()
+    for what, value in values.items():
+        made.note(what, value)
+    return made
+
+
+def test_a_single_bit_and_a_missing_value_are_differences():
+    one = torch.ones(3)
+    other = one.clone()
+    other[1] = torch.nextafter(one[1], torch.tensor(2.0))
+    assert differences(trace(loss=one), trace(loss=one.clone())) == []
+    for got, want in (({"loss": one}, {"loss": other}), ({"loss": one}, {}), ({}, {"loss": one})):
+        assert len(differences(trace(**got), trace(**want))) == 1
+    assert differences(trace(loss=one), trace(loss=one.double()))
