@@ -197,6 +197,34 @@ def test_units_may_be_called_in_any_order_and_left_out_on_all_ranks_alike(ranks)
     assert ranks(2, change_depth, timeout=120) == [[], []]
 
 
+class Reversed(nn.Module):
+    """Blocks that use all of their parameters, called in any order; before one the gradient may end."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(6))
+
+    def forward(self, x, called, cut):
+        for number in called:
+            x = x.detach() if number == cut else x
+            x = x + self.blocks[number](x)
+        return x
+
+
+def reversed_loss(net, step):
+    called = range(6) if step % 2 == 0 else range(5, -1, -1)
+    return net(numbers(step, 5, 7), called, 2 if step and dist.get_rank() else None).square().mean()
+
+
+def cut_off_in_another_order():
+    torch.manual_seed(0)
+    return same_as_replicated(Reversed(), "SGD", 4, reversed_loss, find_unused=True, watchdog_s=10.0)
+
+
+def test_ranks_reduce_in_the_order_of_this_forward_whatever_branch_they_took(ranks):
+    assert ranks(2, cut_off_in_another_order) == [[], []]
+
+
 CALLS_OF_RANKS = [
     ((0, 2, 3, 4), (0, 1, 2, 3, 4)),
     ((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)),

@@ -1,13 +1,14 @@
 """The order in which units run: what is gathered ahead, and which units have had their backward.
 
-A rank learns it from its own forwards. Where ranks leave out different units, their orders differ, and two
-ranks that each wait for the other's next reduction would wait forever. So the ranks agree on one order at the
-end of the first backward, and again whenever a rank has met a new unit.
+A rank learns it from its own forwards. Where ranks take different branches, they leave out different units,
+and two ranks that each wait for the other's next reduction would wait forever. So they agree on one order at
+the end of the first backward, and again whenever a rank has met a new unit or another order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 from zeroshard.comm.collectives import Axis
@@ -43,10 +44,12 @@ class UnitOrder:
         self.is_agreed = False
         """Whether all ranks have this order."""
 
-    def extend(self, called: Sequence[Unit]) -> None:
-        """Take in the units of a forward, in the order of their calls."""
-        if any(unit.position < 0 for unit in called):
-            self._set(merge([self.units, called]))
+    def follow(self, called: Sequence[Unit], has_backward: bool) -> None:
+        """Take in the units of a forward, in the order of their calls; without a backward, only new ones."""
+        positions = [unit.position for unit in dict.fromkeys(called)]
+        is_other = has_backward and any(a > b for a, b in pairwise(positions))
+        if is_other or -1 in positions:
+            self._set(merge([called, self.units] if is_other else [self.units, called]))
             self.is_agreed = False
 
     def agree(self, axis: Axis) -> None:

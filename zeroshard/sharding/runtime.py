@@ -260,7 +260,7 @@ class Runtime:
 
     def _end_forward(self) -> None:
         self._phase.is_in_forward = False
-        self._order.extend(self._called)
+        self._order.follow(self._called, has_backward=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self._kept = frozenset(self._idle)
             self._staying |= {self.root, *self._idle}
