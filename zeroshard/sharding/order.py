@@ -1,8 +1,9 @@
-"""The order in which units run: what is gathered ahead, and which units have had their backward.
+"""The order in which units run: what is gathered ahead, what has had its backward, what is reduced next.
 
 A rank learns it from its own forwards. Where ranks take different branches, they leave out different units,
-and two ranks that each wait for the other's next reduction would wait forever. So they agree on one order at
-the end of the first backward, and again whenever a rank has met a new unit or another order.
+and their orders differ. Reductions must start in one order on all ranks, or two of them would each wait for
+what the other has not begun. So the ranks agree on one before the first reduction, and again after a rank has
+met a new unit or another order.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class UnitOrder:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._by_name = {unit.name: unit for unit in units}
         self.units: list[Unit] = []
-        self.is_agreed = False
-        """Whether all ranks have this order."""
+        self.has_changed = False
+        """Whether this rank has met something new since the ranks last agreed."""
+        self._agreed: list[Unit] = []
 
     def follow(self, called: Sequence[Unit], has_backward: bool) -> None:
         """Take in the units of a forward, in the order of their calls; without a backward, only new ones."""
@@ -50,14 +52,22 @@ class UnitOrder:
         is_other = has_backward and any(a > b for a, b in pairwise(positions))
         if is_other or -1 in positions:
             self._set(merge([called, self.units] if is_other else [self.units, called]))
-            self.is_agreed = False
+            self.has_changed = True
 
     def agree(self, axis: Axis) -> None:
         """Make one order of those of all ranks."""
         own = [unit.name for unit in self.units]
         everyone = axis.all_gather_object(own, "agreement on the order of units")
-        self._set([self._by_name[name] for name in merge(everyone)])
-        self.is_agreed = True
+        self._agreed = [self._by_name[name] for name in merge(everyone)]
+        self._set(list(self._agreed))
+        self.has_changed = False
+
+    def of_reductions(self) -> list[Unit]:
+        """All units in the order in which they are reduced, the same on all ranks: the root last."""
+        root, *others = self._by_name.values()
+        agreed = set(self._agreed)
+        unknown = [unit for unit in reversed(others) if unit not in agreed]
+        return [*reversed(self._agreed), *unknown, root]
 
     def following(self, unit: Unit, num: int) -> list[Unit]:
         """The next ones in forward; of the root, the first. None where the unit is new."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.unit import Unit
 
 MAX_IN_FLIGHT = 2
-"""Reductions under way, once all ranks have one order of units: each holds a packed buffer."""
+"""Reductions under way: each holds a packed buffer."""
 
 
 class Reducer:
@@ -32,6 +32,12 @@ class Reducer:
         self._units, self._axis, self._pool = tuple(units), axis, pool
         self._all = tuple(gradients for unit in units for gradients in unit.gradients)
         self._order = order
+        self._must_agree = True
+        """Whether the next reductions begin with an agreement on the order of units; on all ranks alike."""
+        self._to_start: deque[Unit] = deque()
+        """What this backward has not begun to reduce, in the order of all ranks."""
+        self._ready: set[str] = set()
+        """Names of units whose reduction may start when those before them have started."""
         self._in_flight: deque[Gradients] = deque()
         self.is_deferring = False
         """Whether backward adds gradients up locally and sends nothing."""
@@ -41,8 +47,6 @@ class Reducer:
         """Whether a gradient that arrives now is one of a loss that was not scaled."""
         self._has_deferred = False
         self._is_tainted = False
-        self._is_open = False
-        """Whether a backward has begun that reduces, and has not ended."""
 
     @property
     def local_bytes(self) -> int:
@@ -75,22 +79,39 @@ class Reducer:
 
     def begin(self) -> None:
         """A backward begins."""
-        self._is_open = not self.is_deferring
-        for unit in self._units:
-            unit.is_reduced = False
         for gradients in self._all:
             gradients.begin()
+        if not self.is_deferring:
+            self._open()
+
+    def _open(self) -> None:
+        """Reductions begin."""
+        if self._must_agree:
+            self._order.agree(self._axis)
+            self._must_agree = False
+        self._to_start, self._ready = deque(self._order.of_reductions()), set()
 
     def start(self, unit: Unit) -> None:
-        """Start the reduction of a unit, unless reductions are deferred."""
-        if not self.is_deferring:
-            self._start(unit)
+        """Start the reduction of a unit when it is its turn, unless reductions are deferred; repeatable."""
+        if self.is_deferring:
+            return
+        self._ready.add(unit.name)
+        while self._to_start and self._to_start[0].name in self._ready:
+            self._start(self._to_start.popleft())
 
     def _start(self, unit: Unit) -> None:
         unit.start_reduce()
         self._in_flight.extend(unit.gradients)
-        while len(self._in_flight) > MAX_IN_FLIGHT and self._order.is_agreed:
+        while len(self._in_flight) > MAX_IN_FLIGHT:
             self._in_flight.popleft().progress()
+
+    def _start_rest(self) -> None:
+        """Start what this backward has not reduced, or not all of, the root last."""
+        while self._to_start:
+            self._start(self._to_start.popleft())
+        for unit in self._order.of_reductions():
+            if any(gradients.has_more for gradients in unit.gradients):
+                self._start(unit)
 
     def end(self) -> None:
         """A backward has ended: reduce what is left and deliver, or keep the sums."""
@@ -113,6 +134,7 @@ class Reducer:
                 "call zero_grad() and repeat the micro-batches since the last step"
             )
         if self._has_deferred:
+            self._open()
             self._deliver()
 
     def drop_deferred(self) -> None:
@@ -122,18 +144,13 @@ class Reducer:
             if gradients.has_deferred:
                 gradients.drop()
 
-    def abandon(self, to_come: Iterable[Unit]) -> None:
+    def abandon(self) -> None:
         """A backward has ended in an exception: forget what has not been delivered.
 
-        Args:
-            to_come: units whose backward was still to come, in this order.
+        Other ranks, with other branches, may have started what this one has not.
         """
-        if self._is_open:  # other ranks, with other branches, may have started what this one has not
-            for unit in to_come:
-                if not unit.is_reduced:
-                    self._start(unit)
+        if self._to_start:
             self._start_rest()
-        self._is_open = False
         delivered = any(p.grad is not None for gradients in self._all for p in gradients.buffer.sharded)
         self._is_tainted |= delivered or self._has_deferred
         self._has_deferred = False
@@ -143,9 +160,9 @@ class Reducer:
         self._pool.release()
 
     def _deliver(self) -> None:
-        """Reduce what this backward has not, the root last; then hand gradients to the parameters."""
+        """Reduce what this backward has not; then hand gradients to the parameters."""
         self._start_rest()
-        flags = [flag for gradients in self._all for flag in gradients.used] + [not self._order.is_agreed]
+        flags = [flag for gradients in self._all for flag in gradients.used] + [self._order.has_changed]
         answer = self._axis.any(flags, "agreement on which parameters got a gradient")
         for gradients in self._in_flight:
             gradients.progress()
@@ -153,13 +170,6 @@ class Reducer:
         used = iter(answer())
         for gradients in self._all:
             gradients.deliver([next(used) for _ in gradients.used])
-        if next(used):
-            self._order.agree(self._axis)
+        self._must_agree = next(used)
         self._pool.release()
-        self._has_deferred = self._is_open = False
-
-    def _start_rest(self) -> None:
-        """Start what this backward has not reduced, the root last."""
-        for unit in (*reversed(self._units[1:]), self._units[0]):
-            if not unit.is_reduced or any(gradients.has_more for gradients in unit.gradients):
-                self._start(unit)
+        self._has_deferred = False

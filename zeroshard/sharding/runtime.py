@@ -382,8 +382,7 @@ class Runtime:
                 continue
             if passed.joins_backward:  # without one here, other ranks may still have had one
                 passed.unshard()
-            if not passed.is_reduced:
-                self.reducer.start(passed)
+            self.reducer.start(passed)
             passed.uninstall()
             passed.reshard()
         self._to_pass.extendleft(reversed(waiting))
@@ -429,7 +428,7 @@ class Runtime:
 
     def _abandon_backward(self) -> None:
         self._is_in_backward = False
-        self.reducer.abandon(self._to_pass)
+        self.reducer.abandon()
         self.put_away()
         self._here.leave()
 

@@ -78,8 +78,6 @@ class Unit:
         self.position = -1
         """The place in the order of forwards, see `order.py`; -1 before the first one, and for the root."""
         self.open_calls: WeakSet[ForwardCall] = WeakSet()
-        self.is_reduced = False
-        """Whether the gradients of this backward were sent."""
         self.joins_backward = self.backward_needs_parameters
         """Whether its parameters are gathered in this backward: on all ranks, as soon as one needs them."""
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
@@ -199,7 +197,6 @@ class Unit:
     def start_reduce(self) -> None:
         for gradients in self.gradients:
             gradients.start_reduce()
-        self.is_reduced = True
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a backward that failed."""
