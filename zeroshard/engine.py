@@ -195,6 +195,10 @@ class Engine(nn.Module):
         """The global gradient norm before the last clipping, 0-dim; None before."""
         return self._guard.grad_norm
 
+    @grad_norm.setter
+    def grad_norm(self, norm: Tensor | None) -> None:
+        self._guard.grad_norm = norm
+
     @property
     def loss_scale(self) -> float:
         """What `backward` multiplies the loss by; 1.0 where nothing is computed in float16."""
