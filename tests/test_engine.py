@@ -3,6 +3,7 @@
 import copy
 from collections import OrderedDict
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -579,7 +580,7 @@ def bad_batches():
         caught(engine.train_batch, x[:6], y),
         caught(engine.train_batch, {"x": x}, y),
         caught(engine.train_batch, (x,), y),
-        caught(engine.train_batch, torch.ones(()), y),
+        caught(engine.train_batch, SimpleNamespace(x=x[:6]), y[:6]),
         caught(silent.train_batch, x),
     ]
     unchanged = not unequal(full(engine), before) and engine.global_step == silent.global_step == 0
@@ -595,14 +596,17 @@ def bad_batches():
 def test_batches_that_do_not_divide_are_refused_with_the_numbers_and_change_nothing(ranks):
     multiple = "expected a batch whose dim 0 is a multiple of gradient_accumulation_steps=3, got shape "
     for said, unchanged, is_finite, count in ranks(2, bad_batches):
-        shapes = [(7, 7), (7, 3), (7, 7), (7, 7), ()]
-        assert said[:5] == [("ValueError", f"{multiple}{shape}") for shape in shapes]
+        shapes = [(7, 7), (7, 3), (7, 7), (7, 7)]
+        assert said[:4] == [("ValueError", f"{multiple}{shape}") for shape in shapes]
+        assert said[4][0] == "ValueError"
+        assert said[4][1].endswith("to cut into micro-batches, got SimpleNamespace")
         assert said[5][0] == "ValueError"
         assert said[5][1].startswith(
             "train_batch() needs loss_fn= at initialize, or a model whose output has"
         )
         assert said[5][1].endswith("the model returned Tensor")
-        assert said[6] == ("RuntimeError", "train_batch() after 1 micro-batches of an unfinished step")
+        assert said[6][0] == "RuntimeError"
+        assert said[6][1].startswith("train_batch() after 1 micro-batches of an unfinished step: ")
         assert (unchanged, is_finite, count) == (True, True, 1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -164,7 +164,10 @@ class Engine(nn.Module):
             RuntimeError: some of the accumulation steps were taken outside.
         """
         if self._micro_step:
-            raise RuntimeError(f"train_batch() after {self._micro_step} micro-batches of an unfinished step")
+            raise RuntimeError(
+                f"train_batch() after {self._micro_step} micro-batches of an unfinished step: end it with "
+                "backward() and step(), or drop it with zero_grad()"
+            )
         num_steps = self.config.gradient_accumulation_steps
         total = torch.zeros((), device=self._runtime.context.device)
         pieces = zip(_split(inputs, num_steps), _split(targets, num_steps), strict=True)
@@ -303,7 +306,9 @@ class Engine(nn.Module):
         generate: Any = getattr(self.module, "generate", None)
         if generate is None:
             raise AttributeError(f"{type(self.module).__name__} has no method 'generate'")
-        with nullcontext() if kwargs.get("synced_gpus") else held_unsharded(self._runtime):
+        if kwargs.get("synced_gpus"):
+            return as_forward(self._runtime, generate)(*args, **kwargs)
+        with held_unsharded(self._runtime):
             return generate(*args, **kwargs)
 
     # -- reports --------------------------------------------------------------------------------------
@@ -369,10 +374,10 @@ class Engine(nn.Module):
 
 
 def _split(value: Any, num_pieces: int) -> list[Any]:
-    """Cut every tensor along dim 0.
+    """Cut every tensor along dim 0; a scalar goes to every piece.
 
     Raises:
-        ValueError: a batch that does not divide.
+        ValueError: a batch that does not divide, or of a type that may hide tensors.
     """
     if isinstance(value, Mapping):
         columns = {key: _split(item, num_pieces) for key, item in value.items()}
@@ -381,9 +386,16 @@ def _split(value: Any, num_pieces: int) -> list[Any]:
         items = [_split(item, num_pieces) for item in value]
         build = getattr(type(value), "_make", type(value))  # a named tuple's constructor is another
         return [build(item[i] for item in items) for i in range(num_pieces)]
-    if not isinstance(value, Tensor):
+    if value is None or isinstance(value, bool | int | float | str) or num_pieces == 1:
         return [value] * num_pieces
-    if not value.dim() or value.shape[0] % num_pieces:
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            "expected a batch of tensors, or tuples, lists or mappings of them, to cut into micro-batches, "
+            f"got {type(value).__name__}"
+        )
+    if not value.dim():
+        return [value] * num_pieces
+    if value.shape[0] % num_pieces:
         raise ValueError(
             f"expected a batch whose dim 0 is a multiple of gradient_accumulation_steps={num_pieces}, "
             f"got shape {tuple(value.shape)}"

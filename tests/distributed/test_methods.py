@@ -214,3 +214,43 @@ def test_ranks_generate_different_lengths_as_plain_pytorch_does(ranks, stage):
         assert same == []
         assert at_rest == 0
         assert (sent > 0) == (stage == 3)
+
+
+def small_t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=60, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def small_llama_with_adapter():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(build("tied transformers Llama"), LoraConfig(target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def generated_in_parts(make, stage):
+    """The model is not called as a whole: the encoder by itself, or what an adapter wraps."""
+    model, rank = make(), dist.get_rank()
+    model.eval()
+    ids = torch.arange(3, 7 + rank).unsqueeze(0)
+    options = {"input_ids": ids, "max_new_tokens": 4 + 3 * rank, "do_sample": False, "pad_token_id": 0}
+    want = copy.deepcopy(model).generate(**options).tolist()
+    engine, _ = start(model, "SGD", stage=stage)
+    free = engine.generate(**options).tolist()
+    synced = engine.generate(synced_gpus=True, **options)[:, : len(want[0])].tolist()
+    return free == want, synced == want, engine.memory_report().unsharded
+
+
+@pytest.mark.parametrize("make", [small_t5, small_llama_with_adapter])
+def test_models_that_generate_through_their_parts_generate_as_plain_pytorch_does(ranks, make):
+    pytest.importorskip("transformers")
+    for stage in (0, 3):
+        assert ranks(2, generated_in_parts, make, stage, timeout=120) == [(True, True, 0)] * 2

@@ -13,6 +13,7 @@ from tests.distributed.training import (
     build,
     differences,
     distance_of_all,
+    numbers,
     padded_size,
     same_as_replicated,
     square_loss,
@@ -113,6 +114,41 @@ def running_statistics():
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_recomputation_leaves_running_statistics_as_one_forward_makes_them(ranks, num_ranks):
     assert ranks(num_ranks, running_statistics) == [[]] * num_ranks
+
+
+class Averaging(nn.Module):
+    """Its forward reads a moving average, then updates it; one that is assigned anew, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(7, 7))
+        self.register_buffer("average", torch.ones(7))
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x):
+        y = self.layer(x) / self.average.clone() * self.count
+        if self.training:
+            with torch.no_grad():
+                self.average.mul_(0.5).add_(x.abs().mean(0))
+                self.count = self.count + 1
+        return y.tanh()
+
+
+def averaging():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Averaging() for _ in range(3)])
+
+    def loss(net, number):
+        first = net(numbers(number, 5, 7)).square().mean()  # two forwards before a backward
+        return first + net(numbers(number + 50, 5, 7)).square().mean()
+
+    want = train_sharded(model, "SGD", 3, loss)
+    runs = [train_sharded(model, "SGD", 3, loss, stage=stage, recompute="unit") for stage in (1, 3)]
+    return [line for run in runs for line in differences("recomputed", run, want)]
+
+
+def test_buffers_that_a_forward_reads_and_changes_are_read_again_as_they_were(ranks):
+    assert ranks(2, averaging) == [[], []]
 
 
 def _same(tensor):

@@ -16,6 +16,9 @@ from zeroshard.sharding.unit import Unit
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 """What attention layers of transformers call the cache that their forward adds to."""
 
+Copies = list[tuple[nn.Module, dict[str, torch.Tensor]]]
+"""Modules and copies of their buffers."""
+
 
 def compile_forwards(units: Sequence[Unit]) -> None:
     """Compile the units that have no unit inside: hooks stay outside of what is compiled.
@@ -54,9 +57,6 @@ def _branches(units: Sequence[Unit]) -> Iterator[nn.Module]:
 def _checkpointed(module: nn.Module) -> Callable[..., Any]:
     forward, name = module.forward, type(module).__name__
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _with_copied_buffers(module)
-
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -67,6 +67,11 @@ def _checkpointed(module: nn.Module) -> Callable[..., Any]:
                     f"recompute='unit' runs the forward of {name} twice, which would fill its {cache!r} "
                     "twice; set use_cache=False in the model's config for training"
                 )
+        before = _copy_buffers(module)
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), _with_buffers(before)
+
         # Keywords are bound first: `checkpoint` has some of its own.
         bound = functools.partial(forward, **kwargs)
         return checkpoint(bound, *args, use_reentrant=False, context_fn=contexts)
@@ -74,14 +79,24 @@ def _checkpointed(module: nn.Module) -> Callable[..., Any]:
     return recomputed
 
 
+def _copy_buffers(module: nn.Module) -> Copies:
+    """What a forward in training may read and then change; masks of bools are left out."""
+
+    def copies(part: nn.Module) -> dict[str, torch.Tensor]:
+        buffers = part._buffers.items()
+        return {name: b.clone() for name, b in buffers if b is not None and b.dtype != torch.bool}
+
+    return [(part, copies(part)) for part in module.modules() if part.training and part._buffers]
+
+
 @contextmanager
-def _with_copied_buffers(module: nn.Module) -> Iterator[None]:
-    """What the second forward writes into buffers is lost: running statistics count each batch once."""
-    before = [(part, dict(part._buffers)) for part in module.modules() if part.training and part._buffers]
-    for part, buffers in before:
-        part._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
+def _with_buffers(copies: Copies) -> Iterator[None]:
+    """The second forward reads what the first one read, and what it writes is lost."""
+    now = [(part, dict(part._buffers)) for part, _ in copies]
+    for part, values in copies:
+        part._buffers.update({name: value.clone() for name, value in values.items()})
     try:
         yield
     finally:
-        for part, buffers in before:
+        for part, buffers in now:
             part._buffers.update(buffers)

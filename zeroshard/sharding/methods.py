@@ -39,13 +39,17 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
 
 @contextmanager
 def held_unsharded(runtime: Runtime) -> Iterator[None]:
-    """Gather everything, in the compute dtype, and keep it: forwards inside exchange nothing."""
+    """Gather everything, in the compute dtype, and keep it in the modules: forwards inside exchange nothing.
+
+    Parts of the model may be called by themselves, as transformers calls the encoder of an encoder-decoder.
+    """
     runtime.settle()
     for unit in runtime.units:
         unit.refresh()
         unit.unshard()
     for unit in runtime.units:
         unit.wait()
+        unit.install()
     runtime.is_held = True
     try:
         yield

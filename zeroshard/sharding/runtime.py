@@ -242,7 +242,8 @@ class Runtime:
     def leave_forward(self, unit: Unit) -> None:
         """A forward is over, perhaps by an exception; then the root's has not come to its end."""
         if not is_in_backward() and not self._is_within_method(unit):
-            unit.uninstall()
+            if not self.is_held:
+                unit.uninstall()
             if unit is self.root:
                 self.abandon_forward()
             if self._phase.is_in_forward:
@@ -415,11 +416,12 @@ class Runtime:
         self._here.leave()
 
     def put_away(self) -> None:
-        """Show sharded parameters, and free the others unless they are held."""
+        """Show sharded parameters and free the others, unless they are held."""
+        if self.is_held:
+            return
         for unit in self.units:
             unit.uninstall()
-            if not self.is_held:
-                unit.reshard()
+            unit.reshard()
 
     def _recover(self) -> None:
         """Clean up after a backward that ended in an exception."""
