@@ -63,7 +63,7 @@ class UnitOrder:
         self.has_changed = False
 
     def of_reductions(self) -> list[Unit]:
-        """All units in the order in which they are reduced, the same on all ranks: the root last."""
+        """All units in the order in which they are reduced, the same on all ranks; the root comes last."""
         root, *others = self._by_name.values()
         agreed = set(self._agreed)
         unknown = [unit for unit in reversed(others) if unit not in agreed]

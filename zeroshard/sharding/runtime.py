@@ -148,7 +148,7 @@ class Runtime:
 
     def after_step(self) -> None:
         """Main parameters changed: replicated parameters are gathered again while the host goes on."""
-        for unit in (self.root, *(self._order.units or self.units[1:])):
+        for unit in reversed(self._order.of_reductions()):  # the same on all ranks; about that of a forward
             for buffer in unit.buffers:
                 buffer.mark_stale()
             unit.refresh()
