@@ -9,7 +9,7 @@ import torch
 from tests.fuzz.cases import build_case, num_ranks_of
 from tests.fuzz.run import Trace, differences, failures, run_cases
 
-SEEDS = range(26)
+SEEDS = (*range(26), 569, 656)  # the last two found what the first ones do not
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

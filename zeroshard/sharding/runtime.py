@@ -212,6 +212,7 @@ class Runtime:
                 self._begin_forward()
             else:
                 self._called.append(unit)
+            unit.num_before = len(self._called)
             self._free_idle(unit)
         unit.unshard()
         if not is_in_backward():
@@ -304,7 +305,7 @@ class Runtime:
             output = view_tensors(output)
             tensors = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
         if tensors:
-            call = ForwardCall(unit)
+            call = ForwardCall(unit, self._called)
             unit.open_calls.add(call)
 
             def before_backward(gradient: Tensor) -> None:
@@ -338,7 +339,7 @@ class Runtime:
         unit = call.unit
         unit.open_calls.discard(call)
         if unit.position >= 0:
-            self._pass(unit.position)
+            self._pass(call.position)
         if unit.backward_needs_parameters:
             unit.unshard()
         for upcoming in self._order.preceding(unit, self._num_prefetch):

@@ -5,6 +5,7 @@ SHARDED --unshard()--> GATHERING --wait()--> UNSHARDED --reshard()--> SHARDED
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from weakref import WeakSet
@@ -35,10 +36,15 @@ _MOVES = {
 class ForwardCall:
     """One forward of a unit whose backward is still to come; it dies with its graph."""
 
-    __slots__ = ("__weakref__", "unit")
+    __slots__ = ("__weakref__", "_before", "_num_before", "unit")
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+    def __init__(self, unit: Unit, before: Sequence[Unit]) -> None:
+        self.unit, self._before, self._num_before = unit, before, unit.num_before
+
+    @property
+    def position(self) -> int:
+        """Of the last unit that had begun with this call: a shared unit may be called inside a later one."""
+        return max((unit.position for unit in self._before[: self._num_before]), default=self.unit.position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,8 @@ class Unit:
         self.backward_needs_parameters = needs_parameters_in_backward(module)
         self.position = -1
         """The place in the order of forwards, see `order.py`; -1 before the first one, and for the root."""
+        self.num_before = 0
+        """Calls of units that had begun in this forward with the last one of this unit."""
         self.open_calls: WeakSet[ForwardCall] = WeakSet()
         self.joins_backward = self.backward_needs_parameters
         """Whether its parameters are gathered in this backward: on all ranks, as soon as one needs them."""
