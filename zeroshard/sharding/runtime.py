@@ -205,6 +205,7 @@ class Runtime:
         return unit is self.root and self.is_in_method
 
     def before_forward(self, unit: Unit) -> None:
+        """Free what has ended, gather this unit and start to gather the next, and show it in the modules."""
         if self._is_within_method(unit):
             return
         if not is_in_backward():
@@ -224,6 +225,7 @@ class Runtime:
             self._here.enter("the forward of ", unit.described)
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
+        """Hook the outputs for backward; the output, or views of it."""
         if self._is_within_method(unit):
             return output
         if unit is self.root and self._output_dtype is not None:
