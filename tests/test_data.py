@@ -1,0 +1,312 @@
+"""The DataLoader of initialize: what each rank takes in an epoch, and where it is resumed."""
+
+import itertools
+import json
+import math
+import warnings
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch.utils.data import DataLoader, DistributedSampler
+
+from zeroshard.data import EpochLoader, order, turns
+
+LENGTHS = st.integers(1, 40)
+NUM_RANKS = st.integers(1, 9)
+BATCH_SIZES = st.integers(1, 5)
+
+
+def loader(length, batch_size=1, rank=0, num_ranks=1):
+    return EpochLoader.over(list(range(length)), batch_size, rank, num_ranks, torch.tensor)
+
+
+def loaders(length, batch_size, num_ranks):
+    """Those of all ranks."""
+    return [loader(length, batch_size, rank, num_ranks) for rank in range(num_ranks)]
+
+
+def batches_of(loader, num_batches=None):
+    return [batch.tolist() for batch in itertools.islice(loader, num_batches)]
+
+
+def samples_of(loader, num_batches=None):
+    return [sample for batch in batches_of(loader, num_batches) for sample in batch]
+
+
+def torch_sampler(length, rank, num_ranks, epoch, seed=0):
+    """What the ranks are compared with."""
+    sampler = DistributedSampler(range(length), num_ranks, rank, shuffle=True, seed=seed)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def torch_order(length, epoch, seed=0):
+    """All samples of an epoch as the ranks together take them."""
+    return torch_sampler(length, 0, 1, epoch, seed)
+
+
+def filled_up(samples, rank, num_ranks, whole):
+    """What a rank takes of `samples`, which the start of `whole` makes divisible, as lists."""
+    size = math.ceil(len(samples) / num_ranks) * num_ranks
+    return [*samples, *itertools.islice(itertools.cycle(whole), size - len(samples))][rank::num_ranks]
+
+
+# ------------------------------------------------------------------------------------------------- epochs
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 16])
+def test_every_rank_takes_what_torchs_distributed_sampler_gives_it(num_ranks):
+    for length, rank in itertools.product((1, 2, 3, 5, 6, 7, 16, 33), range(num_ranks)):
+        ours = loader(length, 2, rank, num_ranks)
+        for epoch in range(4):
+            want = torch_sampler(length, rank, num_ranks, epoch)
+            assert batches_of(ours) == [want[start : start + 2] for start in range(0, len(want), 2)]
+            assert len(ours) == math.ceil(len(want) / 2)
+
+
+@given(LENGTHS, NUM_RANKS, st.integers(0, 2**40), st.integers(0, 2**20), st.data())
+def test_order_and_turns_are_those_of_torchs_distributed_sampler(length, num_ranks, seed, epoch, data):
+    rank = data.draw(st.integers(0, num_ranks - 1))
+    taken = order(length, seed + epoch)[turns(length, 0, rank, num_ranks)]
+    assert taken.tolist() == torch_sampler(length, rank, num_ranks, epoch, seed)
+
+
+@given(LENGTHS, NUM_RANKS, st.data())
+def test_the_ranks_together_take_the_rest_of_the_order_once(length, num_ranks, data):
+    position = data.draw(st.integers(0, length))
+    of_ranks = [turns(length, position, rank, num_ranks).tolist() for rank in range(num_ranks)]
+    in_order = [place for turn in zip(*of_ranks, strict=True) for place in turn]  # all ranks take as many
+    rest = list(range(position, length))
+    assert in_order[: len(rest)] == rest
+    extra = in_order[len(rest) :]
+    assert len(extra) < num_ranks
+    assert extra == list(itertools.islice(itertools.cycle(range(length)), len(extra)))
+
+
+def test_a_loop_that_was_left_is_followed_by_a_new_epoch():
+    ours = loader(6)
+    for _ in ours:
+        break
+    assert ours.num_epochs == 1
+    assert samples_of(ours) == torch_order(6, epoch=1)
+    assert ours.num_epochs == 2
+
+
+def test_a_batch_that_cannot_be_loaded_is_passed_by():
+    class Broken(list):
+        def __getitem__(self, index):
+            if index == torch_order(6, epoch=0)[2]:
+                raise OSError("unreadable")
+            return index
+
+    ours = EpochLoader.over(Broken(range(6)), 1, 0, 1, torch.tensor)
+    batches = iter(ours)
+    assert [next(batches).item(), next(batches).item()] == torch_order(6, epoch=0)[:2]
+    with pytest.raises(OSError, match="unreadable"):
+        next(batches)
+    assert ours.state_dict()["position"] == 2  # so that a run that ends here tries it again
+    assert next(batches).item() == torch_order(6, epoch=0)[3]
+    assert ours.state_dict()["position"] == 4
+
+
+# ------------------------------------------------------------------------------------------------- state
+
+
+@given(LENGTHS, NUM_RANKS, BATCH_SIZES)
+def test_the_position_is_what_all_ranks_were_handed_without_the_padding(length, num_ranks, batch_size):
+    for ours in loaders(length, batch_size, num_ranks):
+        assert ours.state_dict() == {"epoch": 0, "position": 0, "seed": 0, "num_samples": length}
+        for epoch in range(2):
+            for num_batches, _ in enumerate(ours, start=1):
+                position = min(length, num_batches * batch_size * num_ranks)
+                state = {"epoch": epoch, "position": position, "seed": 0, "num_samples": length}
+                assert ours.state_dict() == state
+            assert ours.state_dict()["position"] == length
+
+
+def test_the_state_is_json():
+    ours = loader(7, 2)
+    next(iter(ours))
+    state = ours.state_dict()
+    assert json.loads(json.dumps(state)) == state
+
+
+def test_the_state_follows_the_newest_of_two_iterations():
+    ours = loader(6, 2)
+    older, newer = iter(ours), iter(ours)
+    assert ours.state_dict()["epoch"] == 1
+    assert next(newer).tolist() == torch_order(6, epoch=1)[:2]
+    assert next(older).tolist() == torch_order(6, epoch=0)[:2]
+    next(older)
+    assert (ours.state_dict()["epoch"], ours.state_dict()["position"]) == (1, 2)
+    assert next(newer).tolist() == torch_order(6, epoch=1)[2:4]
+    assert ours.state_dict()["position"] == 4
+
+
+# ----------------------------------------------------------------------------------------------- resuming
+
+
+@given(LENGTHS, st.lists(st.tuples(NUM_RANKS, BATCH_SIZES, st.integers(0, 4)), max_size=5), st.data())
+def test_an_epoch_cut_at_any_batches_and_continued_in_other_layouts_takes_every_sample_once(
+    length, layouts, data
+):
+    layouts.append((data.draw(NUM_RANKS), data.draw(BATCH_SIZES), None))  # to the end
+    whole = torch_order(length, epoch=0)
+    state, taken = loader(length).state_dict(), []
+    for num_ranks, batch_size, num_batches in layouts:
+        if len(taken) >= length:
+            break
+        of_ranks = []
+        rest = whole[len(taken) :]
+        for rank, ours in enumerate(loaders(length, batch_size, num_ranks)):
+            ours.load_state_dict(state)
+            of_ranks.append(samples_of(ours, num_batches))
+            want = filled_up(rest, rank, num_ranks, whole)
+            assert of_ranks[-1] == want[: None if num_batches is None else num_batches * batch_size]
+            after = ours.state_dict()
+        state = after
+        taken += [sample for turn in zip(*of_ranks, strict=True) for sample in turn]
+        assert state["position"] == min(length, len(taken))
+        assert len(taken) < length + num_ranks
+    assert taken[:length] == whole
+
+
+@given(LENGTHS, NUM_RANKS, BATCH_SIZES, st.data())
+def test_a_run_resumed_in_its_own_layout_sees_the_batches_that_it_would_have_seen(
+    length, num_ranks, batch_size, data
+):
+    for rank in range(num_ranks):
+        undisturbed = loader(length, batch_size, rank, num_ranks)
+        batches = batches_of(itertools.chain(undisturbed, undisturbed, undisturbed))
+        num_seen = data.draw(st.integers(0, 2 * len(undisturbed)))
+        stopped = loader(length, batch_size, rank, num_ranks)
+        seen = batches_of(itertools.chain(stopped, stopped), num_seen)
+        resumed = loader(length, batch_size, rank, num_ranks)
+        resumed.load_state_dict(stopped.state_dict())
+        assert resumed.state_dict() == stopped.state_dict()
+        rest = itertools.chain(resumed, resumed, resumed)
+        assert seen + batches_of(rest, len(batches) - num_seen) == batches
+
+
+def test_the_iteration_after_the_resumed_one_is_the_next_epoch():
+    ours = loader(10, 2)
+    ours.load_state_dict({"epoch": 3, "position": 4, "seed": 0, "num_samples": 10})
+    assert ours.num_epochs == 3
+    assert samples_of(ours) == torch_order(10, epoch=3)[4:]
+    assert ours.num_epochs == 4
+    assert batches_of(ours, 1) == [torch_order(10, epoch=4)[:2]]
+    assert batches_of(ours, 1) == [torch_order(10, epoch=5)[:2]]
+    assert len(ours) == 5
+
+
+def test_a_state_from_the_end_of_an_epoch_resumes_with_the_next():
+    ours = loader(10)
+    state = {"epoch": 3, "position": 10, "seed": 0, "num_samples": 10}
+    ours.load_state_dict(state)
+    assert ours.state_dict() == state
+    assert samples_of(ours) == torch_order(10, epoch=4)
+
+
+def test_the_seed_of_the_saved_order_is_kept():
+    ours = loader(10)
+    ours.load_state_dict({"epoch": 3, "position": 4, "seed": 17, "num_samples": 10})
+    assert samples_of(ours) == torch_order(10, epoch=3, seed=17)[4:]
+    assert ours.state_dict()["seed"] == 17
+    assert samples_of(ours) == torch_order(10, epoch=4, seed=17)
+
+
+def test_loading_a_state_does_not_touch_an_iteration_under_way_nor_that_the_state():
+    ours = loader(6, 2)
+    under_way = iter(ours)
+    next(under_way)
+    ours.load_state_dict({"epoch": 5, "position": 2, "seed": 3, "num_samples": 6})
+    assert next(under_way).tolist() == torch_order(6, epoch=0)[2:4]
+    assert ours.state_dict() == {"epoch": 5, "position": 2, "seed": 3, "num_samples": 6}
+    assert samples_of(ours) == torch_order(6, epoch=5, seed=3)[2:]
+
+
+def test_beginning_an_epoch_draws_from_the_rng_what_torch_draws_and_resuming_it_nothing():
+    ours = loader(6)
+    torch.manual_seed(0)
+    iter(DataLoader(range(6)))
+    want = torch.get_rng_state()
+    torch.manual_seed(0)
+    next(iter(ours))
+    assert torch.equal(torch.get_rng_state(), want)
+    ours.load_state_dict(ours.state_dict())
+    next(iter(ours))
+    assert torch.equal(torch.get_rng_state(), want)
+
+
+# ------------------------------------------------------------------------------------------------ workers
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_workers_prefetched_does_not_count(persistent):
+    options = {"batch_size": 2, "num_workers": 2, "prefetch_factor": 4, "persistent_workers": persistent}
+    ours = EpochLoader(list(range(20)), rank=1, num_ranks=2, **options)
+    batches = iter(ours)
+    assert ours.state_dict()["position"] == 0
+    seen = next(batches).tolist() + next(batches).tolist()
+    state = ours.state_dict()
+    assert state["position"] == 8
+    del batches
+    ours.load_state_dict(state)
+    seen += samples_of(ours)
+    assert seen == torch_sampler(20, 1, 2, epoch=0)
+    assert ours.state_dict()["position"] == 20
+    assert samples_of(ours) == torch_sampler(20, 1, 2, epoch=1)
+
+
+# ----------------------------------------------------------------------------------------- states refused
+
+
+def test_for_a_dataset_of_another_length_a_warning_names_both_and_the_next_epoch_begins():
+    ours = loader(9)
+    with pytest.warns(UserWarning, match=r"expected 10 samples.*got 9.*start of epoch 4") as warned:
+        ours.load_state_dict({"epoch": 3, "position": 10, "seed": 0, "num_samples": 10})
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    assert ours.state_dict() == {"epoch": 4, "position": 0, "seed": 0, "num_samples": 9}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.load_state_dict(ours.state_dict())
+    assert samples_of(ours) == torch_order(9, epoch=4)
+
+
+GOOD = {"epoch": 1, "position": 2, "seed": 0, "num_samples": 6}
+INTEGER = r"expected an integer in \[0, 2\*\*63\), got "
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        *((GOOD | {key: -1}, f"{key}: {INTEGER}-1") for key in GOOD),
+        *((GOOD | {key: 1.0}, f"{key}: {INTEGER}1.0") for key in GOOD),
+        *(({k: v for k, v in GOOD.items() if k != key}, f"{key}: .*got nothing") for key in GOOD),
+        (GOOD | {"seed": 2**63}, f"seed: {INTEGER}{2**63}"),
+        (GOOD | {"epoch": True}, f"epoch: {INTEGER}True"),
+        (GOOD | {"epoch": "1"}, f"epoch: {INTEGER}'1'"),
+        (GOOD | {"position": 7}, "position: expected at most num_samples, 6, got 7"),
+        (GOOD | {"rank": 0}, "expected only epoch, position, seed, num_samples, got 'rank'"),
+        ([1, 2, 0, 6], r"as a dict of epoch, position, seed, num_samples, got \[1, 2, 0, 6\]"),
+        (None, "got None"),
+    ],
+)
+def test_a_malformed_state_is_refused_by_key_and_changes_nothing(state, message):
+    ours = loader(6)
+    next(iter(ours))
+    before = ours.state_dict()
+    with pytest.raises(ValueError, match=message):
+        ours.load_state_dict(state)
+    assert ours.state_dict() == before
+    assert samples_of(ours) == torch_order(6, epoch=1)
+
+
+def test_the_largest_numbers_that_a_state_may_hold_can_be_iterated_over():
+    ours = loader(6)
+    ours.load_state_dict({"epoch": 2**63 - 1, "position": 5, "seed": 2**63 - 1, "num_samples": 6})
+    assert len(batches_of(ours)) == 1
+    assert len(batches_of(ours)) == 6
