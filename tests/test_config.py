@@ -530,8 +530,6 @@ def test_what_this_version_has_is_supported(stage):
     [
         ({"offload": {"optimizer": "cpu"}}, "offload.optimizer='cpu'"),
         ({"offload": {"activations": "cpu"}}, "offload.activations='cpu'"),
-        ({"checkpoint": {"keep_last": 3}}, "checkpoint.keep_last=3"),
-        ({"checkpoint": {"verify": False}}, "checkpoint.verify=False"),
         ({"mesh": {"pp": 2}}, "mesh.pp=2"),
         ({"mesh": {"tp": 2}}, "mesh.tp=2"),
         ({"pipeline": {"schedule": "gpipe"}}, "pipeline.schedule='gpipe'"),

@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"config", "deepspeed", "tables"},
     {"comm"},
-    {"sharding"},
-    {"memory", "offload", "optim", "parallel", "checkpoint"},
-    {"engine", "data", "safetensors"},
+    {"sharding", "data"},
+    {"memory", "offload", "optim", "parallel", "checkpoint", "safetensors"},
+    {"engine"},
     {"initialize", "pretrained"},
     {"cli"},
     {"__init__", "__main__"},

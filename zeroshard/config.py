@@ -418,7 +418,7 @@ def _read(file: Path) -> Any:
 
 # ------------------------------------------------------------------------ what this version doesn't have
 
-_NOT_YET: tuple[_Checked, ...] = (Offload(), Checkpoint(), Mesh(), Pipeline())
+_NOT_YET: tuple[_Checked, ...] = (Offload(), Mesh(), Pipeline())
 # Keys that have only some of their values so far; of the sections above, only the defaults.
 _AVAILABLE: dict[str, tuple[object, ...]] = {
     "precision.main_dtype": (None, torch.float32, torch.float64),

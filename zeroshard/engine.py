@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from zeroshard.checkpoint.capture import Parts, Progress, capture
+from zeroshard.checkpoint.load import load
+from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
-from zeroshard.config import Config
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.guard import StepGuard
 from zeroshard.sharding import access
 from zeroshard.sharding.methods import as_forward, held_unsharded
-from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import UnitInfo
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -38,12 +41,9 @@ class Engine(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        runtime: Runtime,
+        parts: Parts,
         axes: Axes,
-        config: Config,
-        *,
-        optimizer: Optimizer | None,
-        lr_scheduler: Any,
+        saver: Saver,
         loss_fn: LossFunction | None,
     ) -> None:
         super().__init__()
@@ -51,23 +51,19 @@ class Engine(nn.Module):
         self.module = module
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self.training = module.training
-        self.config, self.optimizer, self.lr_scheduler, self.loss_fn = (
-            config,
-            optimizer,
-            lr_scheduler,
-            loss_fn,
-        )
-        self._runtime, self._axes = runtime, axes
+        self.config, self.optimizer, self.lr_scheduler = parts.config, parts.optimizer, parts.lr_scheduler
+        self.loss_fn = loss_fn
+        self._parts, self._runtime, self._axes, self._saver = parts, parts.runtime, axes, saver
         self.global_step = 0
         """Optimizer steps taken by `step()`."""
         self.skipped_steps = 0
         """Steps that were not taken because gradients were not finite."""
-        self._guard = StepGuard(runtime, config)
+        self._guard = StepGuard(parts.runtime, parts.config)
         self._micro_step = 0
         self._is_ready = False
         """Whether `step()` has made the gradients ready for the optimizer."""
-        if optimizer is not None:
-            self._attach(optimizer)
+        if parts.optimizer is not None:
+            self._attach(parts.optimizer)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes are the engine's own: nn.Module's way would register them in the model."""
@@ -77,6 +73,8 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward."""
+        if self.training and torch.is_grad_enabled():
+            self._saver.check(self._axes.dp)
         try:
             return self.module(*args, **kwargs)
         except BaseException:
@@ -121,6 +119,7 @@ class Engine(nn.Module):
         """
         if self.optimizer is None:
             raise RuntimeError("step() needs an optimizer: give one to zeroshard.initialize")
+        self._saver.check(self._axes.dp)
         if not self._is_at_boundary:
             self._micro_step += 1
             return False
@@ -272,6 +271,84 @@ class Engine(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Rank 0: CPU tensors under the model's original names, parameters in float32; {} elsewhere."""
         return access.full_state_dict(self._runtime)
+
+    # -- checkpoints ----------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        blocking: bool = True,
+    ) -> None:
+        """Save all that training goes on from, for any number of ranks, stage and precision; collective.
+
+        Args:
+            dir: a folder that all ranks share. The checkpoint appears in it at once, when it is complete.
+            tag: its name; None: "step-<global_step>". An older checkpoint of that name is replaced.
+            client_state: values of the user's, rank 0's: tensors, numbers, strings, lists and dicts of them.
+            blocking: return when it is there. Otherwise when it is copied: a thread writes it beside further
+                training, and a failure is raised, on all ranks, by a later forward, step, save or load.
+
+        Raises:
+            ValueError: a bad tag; a value that can't be saved, by its key; different places on the ranks.
+            RuntimeError: it could not be written; in the middle of a step; or the last save failed.
+        """
+        if self._micro_step:
+            raise RuntimeError(
+                f"save_checkpoint() after {self._micro_step} micro-batches of an unfinished step, whose "
+                "gradients are not saved: end it with backward() and step(), or drop it with zero_grad()"
+            )
+        self._saver.finish()
+        tag = f"step-{self.global_step}" if tag is None else tag
+        snapshot = capture(self._parts, self._progress, Path(dir), tag, client_state)
+        (self._saver.save if blocking else self._saver.start)(snapshot)
+
+    def load_checkpoint(
+        self,
+        dir: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        restore_hyperparameters: bool = True,
+        convert_states: bool = False,
+    ) -> dict[str, Any]:
+        """Go on from a checkpoint, whatever layout wrote it; collective. Gradients are dropped.
+
+        Args:
+            dir: the folder, or the directory of one checkpoint.
+            tag: which one of the folder; None: the latest.
+            restore_hyperparameters: False keeps the present learning rates, decays, ... and LR schedule.
+            convert_states: accept the states of an optimizer of another class where they mean the same.
+
+        Returns:
+            The `client_state` that was saved; {} where none was given.
+
+        Raises:
+            ValueError: there is none, or it is of another model or optimizer; nothing has changed.
+            RuntimeError: a file is missing or damaged; nothing has changed unless the message says so.
+        """
+        self._saver.finish()
+        loaded = load(
+            self._parts,
+            Path(dir),
+            tag,
+            self._progress,
+            restore_hyperparameters=restore_hyperparameters,
+            convert_states=convert_states,
+        )
+        self.zero_grad()
+        progress = loaded.progress
+        self.global_step, self.skipped_steps = progress.global_step, progress.skipped_steps
+        self._guard.loss_scale = progress.loss_scale
+        return loaded.client_state
+
+    @property
+    def _progress(self) -> Progress:
+        return Progress(
+            global_step=self.global_step,
+            skipped_steps=self.skipped_steps,
+            loss_scale=self._guard.loss_scale,
+        )
 
     # -- other methods --------------------------------------------------------------------------------
 

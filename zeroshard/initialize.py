@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
+from zeroshard.checkpoint.capture import Parts
+from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.lifecycle import close_at_exit, watch
-from zeroshard.comm.mesh import default_device, open_world, start_process_group
+from zeroshard.comm.mesh import default_device, open_aside, open_world, start_process_group
 from zeroshard.config import Config, require_supported
 from zeroshard.data import EpochLoader
 from zeroshard.engine import Engine, LossFunction
@@ -28,7 +30,7 @@ class Initialized(NamedTuple):
 
     engine: Engine
     optimizer: Optimizer | None
-    dataloader: DataLoader[Any] | None
+    dataloader: EpochLoader | None
     lr_scheduler: Any
 
 
@@ -83,7 +85,8 @@ def initialize(
     watch(world)
     check_agreement(world, model, config, optimizer)
     axes = open_data_parallel(config, world)
-    close_at_exit(axes, *axes.members)
+    aside = open_aside(world)
+    close_at_exit(axes, *axes.members, aside)
     runtime, replacements = shard_over(model, config, axes, device)
     if optimizer is not None:
         take_over(optimizer, replacements)
@@ -92,9 +95,10 @@ def initialize(
         dataloader = EpochLoader.over(
             training_data, config.micro_batch_size, axes.dp.rank, axes.dp.size, collate_fn
         )
-    engine = Engine(
-        model, runtime, axes, config, optimizer=optimizer, lr_scheduler=lr_scheduler, loss_fn=loss_fn
+    parts = Parts(
+        runtime=runtime, config=config, optimizer=optimizer, lr_scheduler=lr_scheduler, loader=dataloader
     )
+    engine = Engine(model, parts, axes, Saver(aside), loss_fn)
     engine.reset_comm_report()
     return Initialized(engine, optimizer, dataloader, lr_scheduler)
 

@@ -145,6 +145,17 @@ def open_world(device: torch.device, counter: Counter, timeout_s: float) -> Axis
     return Axis(world, device=device, counter=counter, timeout_s=timeout_s, control=control)
 
 
+def open_aside(world: Axis) -> Axis:
+    """All ranks over a Gloo group of its own, for a thread that works beside this one; collective.
+
+    The watchdog does not look after it.
+    """
+    ranks = world.global_ranks
+    group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=world.timeout_s))
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+    return Axis(group, device=torch.device("cpu"), counter=Counter(), timeout_s=world.timeout_s)
+
+
 def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
     """This rank's view of `mesh`; collective: all ranks must call it in the same order.
 

@@ -1,0 +1,46 @@
+"""Steps that succeed on all ranks or fail on all with the same error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from zeroshard.comm.collectives import Axis
+
+T = TypeVar("T")
+
+
+def on_all(axis: Axis, label: str, step: Callable[[], T]) -> list[T]:
+    """Do something on every rank; collective.
+
+    Args:
+        label: of the exchange, in errors.
+        step: without exchanges of its own.
+
+    Returns:
+        What it gave on each rank, in rank order.
+
+    Raises:
+        ValueError, RuntimeError: what the first rank on which it failed raised; RuntimeError for an OSError.
+    """
+    error: Exception | None = None
+    answer: T | None = None
+    try:
+        answer = step()
+    except (ValueError, RuntimeError, OSError) as caught:
+        error = caught
+    failure = None if error is None else (isinstance(error, ValueError), str(error))
+    everyone = axis.all_gather_object((failure, answer), label)
+    for rank, (failed, _) in enumerate(everyone):
+        if failed is not None:
+            is_value_error, text = failed
+            place = f" (rank {rank})" if axis.size > 1 else ""
+            raise (ValueError if is_value_error else RuntimeError)(text + place) from error
+    return [given for _, given in everyone]
+
+
+def on_first(axis: Axis, label: str, step: Callable[[], T]) -> T:
+    """Do something on rank 0 alone and give every rank its answer; collective. As `on_all` otherwise."""
+    answers = on_all(axis, label, lambda: step() if axis.rank == 0 else None)
+    answer: T = answers[0]  # type: ignore[assignment]
+    return answer

@@ -1,0 +1,152 @@
+"""What of an engine goes into a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zeroshard.checkpoint import rng
+from zeroshard.checkpoint.agreed import on_all
+from zeroshard.checkpoint.files import check_tag
+from zeroshard.checkpoint.manifest import Manifest, ParameterRecord
+from zeroshard.checkpoint.optimizers import OptimizerState, read_optimizer
+from zeroshard.checkpoint.plain import check_plain, to_bytes
+from zeroshard.checkpoint.save import Snapshot
+from zeroshard.checkpoint.tensors import dtype_name, read_model, written_slices
+from zeroshard.config import Config
+from zeroshard.data import EpochLoader
+from zeroshard.optim.scaling import LossScale
+from zeroshard.sharding.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an engine consists of."""
+
+    runtime: Runtime
+    config: Config
+    optimizer: Optimizer | None
+    lr_scheduler: Any
+    loader: EpochLoader | None
+    """The DataLoader that `initialize` made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far training has come."""
+
+    global_step: int
+    skipped_steps: int
+    loss_scale: LossScale
+
+
+def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_state: Any) -> Snapshot:
+    """A snapshot whose slices are views of what the engine goes on to change; collective.
+
+    Raises:
+        ValueError: the ranks were given different places; or, on any rank, a bad tag, or a value that can't
+            be loaded again without running code, by its key.
+    """
+    runtime, optimizer, axis = parts.runtime, parts.optimizer, parts.runtime.context.axes.dp
+    runtime.settle()
+    state = OptimizerState([], {}, {}, {})
+    schedule = None
+    model = read_model(runtime)
+
+    def prepare() -> tuple[str, dict[str, Any]]:
+        nonlocal state, schedule
+        check_tag(tag)
+        if optimizer is not None:
+            state = read_optimizer(optimizer)
+            check_plain(state.groups, "parameter groups")
+            check_plain([state.scalars, state.other], "optimizer state")
+        if parts.lr_scheduler is not None:
+            schedule = parts.lr_scheduler.state_dict()
+            check_plain(schedule, "LR scheduler state")
+        check_plain(model.extra, "extra state of modules")
+        check_plain(client_state, "client_state")
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise ValueError(f"client_state: expected a dict, came {type(client_state).__name__}")
+        return f"'{folder}' with tag '{tag}'", rng.capture(runtime.context.device)
+
+    answers = on_all(axis, "agreement on a checkpoint", prepare)
+    for rank, (place, _) in enumerate(answers):
+        if place != answers[0][0]:
+            raise ValueError(f"save_checkpoint: rank 0 saves to {answers[0][0]}, rank {rank} to {place}")
+    values = {
+        "groups": state.groups,
+        "scalars": state.scalars,
+        "other": state.other,
+        "lr_scheduler": schedule,
+        "rng": [states for _, states in answers],
+        "extra": model.extra,
+        "client_state": dict(client_state or {}),
+    }
+    return Snapshot(
+        folder=folder,
+        tag=tag,
+        keep_last=parts.config.checkpoint.keep_last,
+        slices=written_slices(runtime, state.tensors, model.buffers),
+        aliases=model.aliases,
+        manifest=_describe(parts, progress, model.aliases, tuple(model.buffers)),
+        values=to_bytes(values) if axis.rank == 0 else b"",
+    )
+
+
+def _describe(
+    parts: Parts, progress: Progress, aliases: Mapping[str, tuple[str, ...]], buffers: tuple[str, ...]
+) -> Manifest:
+    runtime, optimizer, scheduler = parts.runtime, parts.optimizer, parts.lr_scheduler
+    is_half = runtime.reducer.is_half
+    return Manifest(
+        written_by={
+            "zeroshard": _version(),
+            "torch": torch.__version__,
+            "num_ranks": runtime.context.axes.dp.size,
+        },
+        model=_describe_model(runtime.root.module),
+        config=_describe_config(parts.config),
+        global_step=progress.global_step,
+        skipped_steps=progress.skipped_steps,
+        loss_scale=asdict(progress.loss_scale) if is_half else None,
+        seed=torch.initial_seed(),
+        data=None if parts.loader is None else parts.loader.state_dict(),
+        optimizer=None if optimizer is None else type(optimizer).__name__,
+        lr_scheduler=None if scheduler is None else type(scheduler).__name__,
+        parameters={
+            p.fqn: ParameterRecord(tuple(p.full_shape), dtype_name(p.dtype), aliases.get(p.fqn, ()))
+            for p in runtime.parameters
+        },
+        buffers=buffers,
+    )
+
+
+def _version() -> str:
+    try:
+        return version("zeroshard")
+    except PackageNotFoundError:
+        return "not installed"  # run from a checkout
+
+
+def _describe_config(config: Config) -> dict[str, Any]:
+    """A predicate can't be written down."""
+    is_plain = config.units is None or isinstance(config.units, tuple)
+    return (config if is_plain else replace(config, units=None)).to_dict()
+
+
+def _describe_model(module: Any) -> dict[str, Any]:
+    """Its class, and what transformers writes beside the weights."""
+    described: dict[str, Any] = {"class": type(module).__name__}
+    for key in ("config", "generation_config"):
+        if callable(to_json := getattr(getattr(module, key, None), "to_json_string", None)):
+            described[key] = json.loads(to_json())
+    if "config" in described:
+        described["config"].setdefault("architectures", [type(module).__name__])
+    return described

@@ -1,0 +1,194 @@
+"""Where checkpoints lie, and how one appears all at once.
+
+    DIR/latest              the tag of the newest checkpoint
+    DIR/<tag>               the name of its directory
+    DIR/<tag>.<generation>/ a checkpoint: renamed to this when it is complete
+    DIR/.<tag>.<generation>.tmp/  one that is being written, or whose writer died
+
+`latest` and `<tag>` are replaced by os.replace: at every moment they name a complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LATEST = "latest"
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,199}")
+_GENERATION = re.compile(r"(?P<tag>.+)\.(?P<number>\d+)")
+
+
+def check_tag(tag: object) -> str:
+    """A name that a file may have, and that is not taken for another one's directory.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST or _GENERATION.fullmatch(tag):
+        raise ValueError(
+            f"tag: expected letters, digits and '_.=-', not 'latest', and no number after the last dot; "
+            f"came {tag!r}"
+        )
+    return tag
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one checkpoint is written and where it goes when it is complete."""
+
+    folder: Path
+    tag: str
+    generation: int
+
+    @property
+    def final(self) -> Path:
+        return self.folder / f"{self.tag}.{self.generation}"
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / f".{self.tag}.{self.generation}.tmp"
+
+
+def open_place(folder: Path, tag: str, num_bytes: int) -> Place:
+    """Make the directory for a new generation of `tag`; what an earlier writer left of it is removed.
+
+    Args:
+        num_bytes: that it will hold.
+
+    Raises:
+        OSError: the folder can't be written to.
+        RuntimeError: there is less space than that.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    current = _read_pointer(folder, tag)
+    known = dict(_generations(folder, tag))
+    for path in known:
+        if path.name != current:
+            shutil.rmtree(path, ignore_errors=True)
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise RuntimeError(
+            f"{folder}: a checkpoint of {num_bytes:,} bytes needs space; {free:,} bytes are free"
+        )
+    place = Place(folder, tag, max(known.values(), default=-1) + 1)
+    place.temporary.mkdir()
+    return place
+
+
+def commit(place: Place, keep_last: int | None) -> None:
+    """Let a complete checkpoint appear; older ones go after that.
+
+    Raises:
+        OSError: a file can't be written; the checkpoints from before are as they were.
+    """
+    sync(place.temporary)
+    os.rename(place.temporary, place.final)
+    sync(place.folder)
+    _replace(place.folder / place.tag, place.final.name)
+    _replace(place.folder / LATEST, place.tag)
+    for path, _ in _generations(place.folder, place.tag):
+        if path != place.final:
+            shutil.rmtree(path, ignore_errors=True)
+    if keep_last is not None:
+        for tag in _tags_by_age(place.folder)[:-keep_last]:
+            if tag != place.tag:
+                _remove(place.folder, tag)
+
+
+def discard(place: Place) -> None:
+    """Remove what was written of a checkpoint that will not be complete."""
+    shutil.rmtree(place.temporary, ignore_errors=True)
+
+
+def find(path: Path, tag: str | None = None) -> Path:
+    """The directory of a checkpoint.
+
+    Args:
+        path: a folder of checkpoints, one `<tag>` in it, or the directory itself.
+        tag: which one of the folder; None: the latest.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if path.is_file() and tag is None:
+        path, tag = path.parent, path.name
+    if tag is None and (path / MANIFEST).is_file():
+        return path
+    if not path.is_dir():
+        raise ValueError(f"'{path}': expected a folder with checkpoints, found none")
+    if tag is None:
+        if not (path / LATEST).is_file():
+            raise ValueError(f"'{path}': expected a checkpoint, found none (there is no file '{LATEST}')")
+        tag = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    name = _read_pointer(path, tag)
+    if name is None:
+        tags = ", ".join(_tags_by_age(path)) or "none"
+        raise ValueError(f"'{path}': expected a checkpoint with tag '{tag}'; there are: {tags}")
+    if not (path / name / MANIFEST).is_file():
+        raise ValueError(f"'{path / name}': expected a checkpoint, found no {MANIFEST} in it")
+    return path / name
+
+
+MANIFEST = "zeroshard.json"
+
+
+def sync(path: Path) -> None:
+    """Let a file or directory outlive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file that outlives a power failure."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_synced(temporary, f"{text}\n".encode())
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def _read_pointer(folder: Path, tag: str) -> str | None:
+    """The name that the file `<tag>` holds, if there is one and it names a generation of that tag."""
+    if not _TAG.fullmatch(tag) or not (folder / tag).is_file():
+        return None
+    name = (folder / tag).read_text(encoding="utf-8", errors="replace").strip()
+    match = _GENERATION.fullmatch(name)
+    return name if match is not None and match["tag"] == tag else None
+
+
+def _generations(folder: Path, tag: str) -> Iterator[tuple[Path, int]]:
+    """Directories of a tag, complete or not, with their numbers."""
+    for path in sorted(folder.iterdir()):
+        name = path.name
+        if name.startswith(".") and name.endswith(".tmp"):
+            name = name[1:-4]
+        match = _GENERATION.fullmatch(name)
+        if match is not None and match["tag"] == tag and path.is_dir():
+            yield path, int(match["number"])
+
+
+def _tags_by_age(folder: Path) -> list[str]:
+    """The tags of all checkpoints, the newest one last."""
+    files = [path for path in folder.iterdir() if path.is_file() and _read_pointer(folder, path.name)]
+    return [path.name for path in sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name))]
+
+
+def _remove(folder: Path, tag: str) -> None:
+    """Remove a checkpoint: first its name, so that no half of it is ever taken for one."""
+    (folder / tag).unlink(missing_ok=True)
+    sync(folder)
+    for path, _ in _generations(folder, tag):
+        shutil.rmtree(path, ignore_errors=True)

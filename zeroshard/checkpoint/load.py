@@ -1,0 +1,284 @@
+"""A checkpoint becomes the state of an engine, whatever layout wrote it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.checkpoint import plain, rng
+from zeroshard.checkpoint.agreed import on_all
+from zeroshard.checkpoint.capture import Parts, Progress
+from zeroshard.checkpoint.files import find
+from zeroshard.checkpoint.manifest import check_sums
+from zeroshard.checkpoint.optimizers import (
+    make_target,
+    match_groups,
+    place_scalar,
+    reorder_schedule,
+    restore_groups,
+)
+from zeroshard.checkpoint.reader import Stored, StoredTensor, TensorReader, open_checkpoint
+from zeroshard.checkpoint.save import VALUES
+from zeroshard.checkpoint.tensors import TensorSlice, held_slices, read_model
+from zeroshard.optim.scaling import LossScale
+from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.runtime import Runtime
+
+_SAME_STATE = (frozenset(("Adam", "AdamW")),)
+"""Optimizers whose states mean the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What is to be kept by the engine itself."""
+
+    progress: Progress
+    client_state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What will be loaded; everything is checked that can be without changing anything."""
+
+    stored: Stored
+    values: Mapping[str, Any]
+    names: Mapping[str, str]
+    """The stored name of each parameter."""
+    matches: list[int | None]
+    """The stored parameter group of each group."""
+    states: dict[ShardedParameter, dict[str, StoredTensor]]
+
+
+def load(
+    parts: Parts,
+    path: Path,
+    tag: str | None,
+    progress: Progress,
+    *,
+    restore_hyperparameters: bool,
+    convert_states: bool,
+) -> Loaded:
+    """Read parameters, states and all else; collective. Arguments as `Engine.load_checkpoint` has them.
+
+    Raises:
+        ValueError: there is no checkpoint, or it is of another model or optimizer; nothing has changed.
+        RuntimeError: a file is missing or damaged; nothing has changed unless the message says so.
+    """
+    runtime = parts.runtime
+    axis = runtime.context.axes.dp
+    runtime.settle()
+    plan: _Plan | None = None
+
+    def prepare() -> str:
+        nonlocal plan
+        plan = _prepare(parts, find(path, tag), restore_hyperparameters, convert_states)
+        return plan.stored.directory.name
+
+    found = on_all(axis, "start of loading a checkpoint", prepare)
+    if len(set(found)) > 1:
+        raise ValueError(f"'{path}': the ranks see different checkpoints: {', '.join(found)}")
+    assert plan is not None, "prepared without an error"
+    stored = plan.stored
+    if parts.config.checkpoint.verify:
+        share = sorted(stored.manifest.files)[axis.rank :: axis.size]
+        on_all(axis, "verifying a checkpoint", lambda: check_sums(stored.directory, stored.manifest, share))
+    targets = _targets(parts.optimizer, plan)
+    try:
+        on_all(axis, "loading a checkpoint", lambda: _read_tensors(runtime, plan, targets))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{error}. Parameters and states are loaded in part: load another checkpoint"
+        ) from error
+    finally:
+        _mark_changed(runtime)
+    _restore_optimizer(parts.optimizer, plan, targets)
+    if restore_hyperparameters and parts.optimizer is not None and stored.manifest.optimizer is not None:
+        restore_groups(parts.optimizer, plan.values["groups"], plan.matches)
+        _restore_schedule(parts.lr_scheduler, plan)
+    if parts.loader is not None and stored.manifest.data is not None:
+        parts.loader.load_state_dict(stored.manifest.data)
+    _restore_rng(runtime, plan)
+    return Loaded(_restore_progress(runtime, stored, progress), plan.values["client_state"])
+
+
+# -------------------------------------------------------------------------------------------- checking
+
+
+def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_states: bool) -> _Plan:
+    stored = open_checkpoint(directory)
+    check_sums(directory, stored.manifest, [VALUES])
+    values = plain.read(directory / VALUES)
+    names = _match_parameters(stored, parts.runtime)
+    _check_buffers(stored, parts.runtime)
+    matches: list[int | None] = []
+    states: dict[ShardedParameter, dict[str, StoredTensor]] = {}
+    if parts.optimizer is not None:
+        if stored.manifest.optimizer is None:
+            warnings.warn(f"'{directory}' holds no optimizer state: the optimizer starts anew", stacklevel=6)
+        else:
+            _check_optimizer(stored, parts, convert_states, hyperparameters)
+            if hyperparameters:
+                matches = match_groups(parts.optimizer, values["groups"])
+            by_name = _states_by_parameter(stored)
+            trained = [p for group in parts.optimizer.param_groups for p in group["params"]]
+            states = {p: by_name.get(names[p.fqn], {}) for p in trained}
+    return _Plan(stored=stored, values=values, names=names, matches=matches, states=states)
+
+
+def _match_parameters(stored: Stored, runtime: Runtime) -> dict[str, str]:
+    """The stored name of each parameter of the model."""
+    records, directory = stored.manifest.parameters, stored.directory
+    home = {name: first for first, record in records.items() for name in (first, *record.aliases)}
+    aliases = read_model(runtime).aliases
+    names: dict[str, str] = {}
+    for parameter in runtime.parameters:
+        known = (parameter.fqn, *aliases.get(parameter.fqn, ()))
+        homes = sorted({home[name] for name in known if name in home})
+        if not homes:
+            raise ValueError(f"'{directory}': expected parameter '{parameter.fqn}' of the model, found none")
+        if len(homes) > 1:
+            raise ValueError(f"'{directory}': {' and '.join(map(repr, homes))} are tied here and two there")
+        shape, expected = records[homes[0]].shape, tuple(parameter.full_shape)
+        if shape != expected or stored.tensors[homes[0]].shape != expected:
+            raise ValueError(
+                f"'{directory}': parameter '{parameter.fqn}' has shape {shape}; the model expects {expected}"
+            )
+        names[parameter.fqn] = homes[0]
+    if unexpected := sorted(set(records) - set(names.values())):
+        raise ValueError(
+            f"'{directory}': has parameter '{unexpected[0]}', which the model does not have"
+            + (f", and {len(unexpected) - 1} more" if len(unexpected) > 1 else "")
+        )
+    return names
+
+
+def _check_buffers(stored: Stored, runtime: Runtime) -> None:
+    buffers = read_model(runtime).buffers
+    for name in sorted(set(buffers) ^ set(stored.manifest.buffers)):
+        where = "the model" if name in buffers else "the checkpoint"
+        raise ValueError(f"'{stored.directory}': only {where} has a buffer '{name}'")
+    for name, buffer in buffers.items():
+        if (shape := stored.tensors[name].shape) != tuple(buffer.shape):
+            raise ValueError(
+                f"'{stored.directory}': buffer '{name}' has shape {shape}; the model expects "
+                f"{tuple(buffer.shape)}"
+            )
+
+
+def _check_optimizer(stored: Stored, parts: Parts, convert_states: bool, hyperparameters: bool) -> None:
+    saved, present = stored.manifest.optimizer, type(parts.optimizer).__name__
+    converts = convert_states and any({saved, present} <= family for family in _SAME_STATE)
+    if saved != present and not converts:
+        raise ValueError(f"'{stored.directory}': holds states of {saved}; the engine has {present}")
+    schedule, present = stored.manifest.lr_scheduler, type(parts.lr_scheduler).__name__
+    if hyperparameters and parts.lr_scheduler is not None and schedule not in (None, present):
+        raise ValueError(
+            f"'{stored.directory}': holds the state of a {schedule}; the engine has a {present}: expected "
+            "the same LR scheduler, or restore_hyperparameters=False to keep the present schedule"
+        )
+
+
+def _states_by_parameter(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
+    states: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in stored.tensors.items():
+        prefix, _, rest = name.partition("/")
+        fqn, _, key = rest.rpartition("/")
+        if prefix == "optimizer" and fqn in stored.manifest.parameters:
+            if tensor.shape != stored.manifest.parameters[fqn].shape:
+                raise RuntimeError(f"{stored.directory}: state '{key}' of '{fqn}' has shape {tensor.shape}")
+            states.setdefault(fqn, {})[key] = tensor
+    return states
+
+
+# ------------------------------------------------------------------------------------------- restoring
+
+Targets = dict[ShardedParameter, dict[str, Tensor]]
+"""Where states are read into."""
+
+
+def _targets(optimizer: Optimizer | None, plan: _Plan) -> Targets:
+    targets: Targets = {}
+    for parameter, saved in plan.states.items():
+        assert optimizer is not None, "it has the parameter"
+        present = optimizer.state.get(parameter, {})
+        main = plan.stored.tensors[plan.names[parameter.fqn]].dtype
+        targets[parameter] = {
+            key: make_target(present.get(key), tensor.dtype, main, parameter) for key, tensor in saved.items()
+        }
+    return targets
+
+
+@torch.no_grad()
+def _read_tensors(runtime: Runtime, plan: _Plan, targets: Targets) -> None:
+    with TensorReader(plan.stored) as reader:
+        for part in held_slices(runtime, targets, plan.names):
+            reader.read(part)
+        for name, buffer in read_model(runtime).buffers.items():
+            values = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
+            reader.read(TensorSlice(name, tuple(buffer.shape), 0, values))
+            buffer.copy_(values.view(buffer.shape))
+    for name, value in plan.values["extra"].items():
+        runtime.root.module.get_submodule(name.rpartition("_extra_state")[0].rstrip(".")).set_extra_state(
+            value
+        )
+
+
+@torch.no_grad()
+def _mark_changed(runtime: Runtime) -> None:
+    """Let the unsharded parameters follow; what is read from a file counts no versions by itself."""
+    for buffer in runtime.buffers:
+        buffer.main[:0].zero_()
+    for unit in runtime.units:
+        unit.refresh()
+
+
+def _restore_optimizer(optimizer: Optimizer | None, plan: _Plan, targets: Targets) -> None:
+    if optimizer is None:
+        return
+    optimizer.state.clear()
+    optimizer.state.update(plan.values["other"])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            scalars = plan.values["scalars"].get(plan.names[parameter.fqn], {})
+            placed = {key: place_scalar(key, value, parameter, group) for key, value in scalars.items()}
+            if state := placed | targets.get(parameter, {}):
+                optimizer.state[parameter] = state
+
+
+def _restore_schedule(scheduler: Any, plan: _Plan) -> None:
+    if scheduler is None:
+        return
+    if plan.values["lr_scheduler"] is None:
+        warnings.warn(f"'{plan.stored.directory}' holds no LR schedule: it starts anew", stacklevel=5)
+        return
+    present = scheduler.state_dict()
+    scheduler.load_state_dict(reorder_schedule(plan.values["lr_scheduler"], present, plan.matches))
+
+
+def _restore_progress(runtime: Runtime, stored: Stored, present: Progress) -> Progress:
+    manifest, scale = stored.manifest, present.loss_scale
+    if runtime.reducer.is_half and scale.is_dynamic and manifest.loss_scale is not None:
+        saved = LossScale(**manifest.loss_scale)
+        scale = saved if saved.is_dynamic and math.isfinite(saved.value) else scale
+    return replace(
+        present,
+        global_step=manifest.global_step,
+        skipped_steps=manifest.skipped_steps,
+        loss_scale=scale,
+    )
+
+
+def _restore_rng(runtime: Runtime, plan: _Plan) -> None:
+    rank, saved = runtime.context.axes.dp.rank, plan.values["rng"]
+    if rank < len(saved):
+        rng.restore(saved[rank], runtime.context.device)
+    else:
+        rng.derive(plan.stored.manifest.seed, rank, plan.stored.manifest.global_step)

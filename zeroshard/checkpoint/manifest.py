@@ -1,0 +1,127 @@
+"""What a checkpoint says of itself: one JSON file, written last."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from zeroshard.checkpoint.files import MANIFEST
+
+FORMAT = 1
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file of the checkpoint."""
+
+    num_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRecord:
+    """A parameter of the model."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...]
+    """Its other names, where it is tied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything that is neither a tensor nor a value of the user's."""
+
+    format: int = FORMAT
+    written_by: dict[str, Any]
+    """Versions of zeroshard and torch, and the number of ranks."""
+    model: dict[str, Any]
+    """Its class, and the model config of transformers where there is one."""
+    config: dict[str, Any]
+    """Of zeroshard."""
+    global_step: int
+    skipped_steps: int
+    loss_scale: dict[str, Any] | None
+    """Of float16."""
+    seed: int
+    """From which ranks without saved generators derive theirs."""
+    data: dict[str, Any] | None
+    """The position of the DataLoader that `initialize` made."""
+    optimizer: str | None
+    """The name of its class."""
+    lr_scheduler: str | None
+    parameters: dict[str, ParameterRecord]
+    buffers: tuple[str, ...]
+    files: dict[str, FileRecord] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """JSON with a checksum of itself."""
+        content = json.loads(json.dumps(asdict(self)))
+        return json.dumps({"crc32": _crc_of(content), "content": content}, indent=1).encode()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        RuntimeError: it is damaged, or written by a newer zeroshard.
+    """
+    file = directory / MANIFEST
+    try:
+        outer = json.loads(file.read_bytes())
+        content = outer["content"]
+        if _crc_of(content) != outer["crc32"]:
+            raise ValueError("the checksum differs")
+        if content["format"] != FORMAT:
+            raise RuntimeError(
+                f"{file}: expected checkpoint format {FORMAT}, came {content['format']}, written by "
+                f"zeroshard {content['written_by'].get('zeroshard')}"
+            )
+        content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
+        content["parameters"] = {
+            name: ParameterRecord(tuple(record["shape"]), record["dtype"], tuple(record["aliases"]))
+            for name, record in content["parameters"].items()
+        }
+        content["buffers"] = tuple(content["buffers"])
+        return Manifest(**{option.name: content[option.name] for option in fields(Manifest)})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RuntimeError(f"{file}: damaged ({error})") from None
+
+
+def _crc_of(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def check_sizes(directory: Path, manifest: Manifest) -> None:
+    """Whether all files are there, whole.
+
+    Raises:
+        RuntimeError: naming the first one that is not.
+    """
+    for name, record in manifest.files.items():
+        file = directory / name
+        if not file.is_file():
+            raise RuntimeError(f"{file}: missing; the checkpoint is incomplete")
+        if (size := file.stat().st_size) != record.num_bytes:
+            raise RuntimeError(f"{file}: expected {record.num_bytes} bytes, found {size}")
+
+
+def check_sums(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Whether files hold what was written.
+
+    Raises:
+        RuntimeError: naming the first one that does not.
+    """
+    for name in names:
+        file, crc = directory / name, 0
+        buffer = memoryview(bytearray(_CHUNK))
+        with file.open("rb", buffering=0) as stream:
+            while num_read := stream.readinto(buffer):
+                crc = zlib.crc32(buffer[:num_read], crc)
+        if crc != manifest.files[name].crc32:
+            raise RuntimeError(f"{file}: damaged (the checksum differs from the one that was written)")

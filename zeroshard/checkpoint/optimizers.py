@@ -1,0 +1,147 @@
+"""The state of an optimizer by the names of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.sharding.parameter import ShardedParameter
+
+_HOW = frozenset(("params", "param_names", "fused", "foreach", "capturable", "differentiable"))
+"""Keys of a parameter group that say how a step is computed, not what."""
+
+_PER_GROUP = frozenset(
+    ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
+)
+"""What LR schedulers keep in lists by the order of the parameter groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What an optimizer knows, by kind."""
+
+    groups: list[dict[str, Any]]
+    """Hyperparameters of each parameter group, and under "names" its parameters."""
+    scalars: dict[str, dict[str, Any]]
+    """By parameter: what is one value for all of its elements, such as "step"."""
+    tensors: dict[ShardedParameter, dict[str, Tensor]]
+    """By parameter: what has a value for each element of the slice."""
+    other: dict[str, Any]
+    """What belongs to no parameter."""
+
+
+def read_optimizer(optimizer: Optimizer) -> OptimizerState:
+    """The state of an optimizer over sharded parameters.
+
+    Raises:
+        ValueError: a state that is neither element-wise nor one value.
+    """
+    state = OptimizerState([], {}, {}, {})
+    for group in optimizer.param_groups:
+        hyperparameters = {key: value for key, value in group.items() if key not in _HOW}
+        state.groups.append({"names": [p.fqn for p in group["params"]], **hyperparameters})
+    for parameter, values in optimizer.state.items():
+        if not isinstance(parameter, ShardedParameter):
+            state.other[str(parameter)] = values
+            continue
+        scalars = state.scalars.setdefault(parameter.fqn, {})
+        tensors = state.tensors.setdefault(parameter, {})
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.dim():
+                if value.shape != parameter.shape:
+                    raise ValueError(
+                        f"{type(optimizer).__name__}: state '{key}' of '{parameter.fqn}' has shape "
+                        f"{tuple(value.shape)}; expected one value, or one for each of the "
+                        f"{parameter.numel()} elements of this rank's slice"
+                    )
+                tensors[key] = value
+            else:
+                scalars[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+    return state
+
+
+def match_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[int | None]:
+    """Which saved parameter group each group goes on with: that of its parameters, in whatever order.
+
+    Raises:
+        ValueError: its parameters were in groups with different hyperparameters.
+    """
+    home = {name: index for index, group in enumerate(saved) for name in group["names"]}
+    matches: list[int | None] = []
+    for number, group in enumerate(optimizer.param_groups):
+        sources = sorted({home[p.fqn] for p in group["params"] if p.fqn in home})
+        for other in sources[1:]:
+            for key, value in saved[sources[0]].items():
+                if key != "names" and not _same(value, saved[other].get(key)):
+                    raise ValueError(
+                        f"parameter group {number} holds parameters that had {key}={value!r} and "
+                        f"{key}={saved[other].get(key)!r} in the checkpoint: expected the same groups, or "
+                        "restore_hyperparameters=False to keep the present ones"
+                    )
+        matches.append(sources[0] if sources else None)
+    return matches
+
+
+def restore_groups(
+    optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], matches: Sequence[int | None]
+) -> None:
+    """Give parameter groups the hyperparameters that were saved."""
+    for group, source in zip(optimizer.param_groups, matches, strict=True):
+        for key, value in saved[source].items() if source is not None else ():
+            if key == "names":
+                continue
+            current = group.get(key)
+            if isinstance(current, Tensor):
+                current.fill_(float(value))
+            else:
+                group[key] = float(value) if isinstance(value, Tensor) and key in group else value
+
+
+def reorder_schedule(
+    saved: dict[str, Any], current: Mapping[str, Any], matches: Sequence[int | None]
+) -> dict[str, Any]:
+    """The state of an LR scheduler, its lists in the order of the present groups."""
+    state = dict(saved)
+    for key, value in saved.items():
+        present = current.get(key)
+        if key in _PER_GROUP and isinstance(value, list):
+            kept: list[Any] = present if isinstance(present, list) else value
+            state[key] = [kept[at] if home is None else value[home] for at, home in enumerate(matches)]
+        elif key == "_schedulers" and isinstance(present, list | tuple):
+            pairs = zip(value, present, strict=False)
+            state[key] = [reorder_schedule(one, other, matches) for one, other in pairs]
+    return state
+
+
+def place_scalar(key: str, value: Any, parameter: ShardedParameter, group: Mapping[str, Any]) -> Any:
+    """One saved value where the optimizer expects it: as torch's Optimizer.load_state_dict has it."""
+    if not isinstance(value, Tensor):
+        return value
+    on_device = key != "step" or group.get("fused") or group.get("capturable")
+    return value.to(parameter.device) if on_device else value.clone()
+
+
+def make_target(current: Any, saved: torch.dtype, main: torch.dtype | None, p: ShardedParameter) -> Tensor:
+    """[n]: where a saved state is read into; the present state's own memory where there is one.
+
+    Args:
+        current: the present state.
+        saved: the dtype of the state in the checkpoint.
+        main: that of the parameter there.
+        p: the parameter.
+    """
+    if isinstance(current, Tensor) and current.shape == p.shape:
+        return current
+    dtype = p.dtype if saved == main else saved
+    return torch.empty(p.numel(), dtype=dtype, device=p.device)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return float(one) == float(other)
+    return bool(one == other)

@@ -1,0 +1,257 @@
+"""Tensors of a checkpoint, read in part and without unpickling what could run code."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import zipfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+
+from zeroshard.checkpoint.boxes import Box, runs, whole
+from zeroshard.checkpoint.manifest import Manifest, check_sizes, check_sums, read_manifest
+from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
+
+INDEX = ".metadata"
+
+_CLASSES = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.ChunkStorageMetadata),
+        *(metadata.TensorStorageMetadata, metadata.TensorProperties, metadata._MEM_FORMAT_ENCODING),
+        *(filesystem._StorageInfo, torch.Size),
+    )
+}
+"""All that the index of a checkpoint of tensors consists of, beside dtypes and layouts."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Admits data classes of torch.distributed.checkpoint only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES:
+            return _CLASSES[module, name]
+        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype | torch.layout):
+            return value
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _get_layout
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+
+
+def _get_layout(name: str) -> torch.layout:
+    layout = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(layout, torch.layout):
+        raise pickle.UnpicklingError(f"it refers to a layout {name!r}")
+    return layout
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """A part of a tensor in a file: what torch.save made of it."""
+
+    box: Box
+    file: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: tuple[StoredBox, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A checkpoint on disk."""
+
+    directory: Path
+    manifest: Manifest
+    tensors: dict[str, StoredTensor]
+
+
+def open_checkpoint(directory: Path) -> Stored:
+    """Read what a checkpoint says of itself; no tensor is read.
+
+    Raises:
+        RuntimeError: a file is missing, shortened or damaged, or says what cannot be.
+    """
+    manifest = read_manifest(directory)
+    check_sizes(directory, manifest)
+    if INDEX not in manifest.files:
+        raise RuntimeError(f"{directory / INDEX}: missing in the list of files")
+    check_sums(directory, manifest, [INDEX])
+    return Stored(directory, manifest, _read_index(directory / INDEX, manifest))
+
+
+def _read_index(file: Path, manifest: Manifest) -> dict[str, StoredTensor]:
+    try:
+        with file.open("rb") as stream:
+            index = _IndexUnpickler(stream).load()
+        if not isinstance(index, metadata.Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(index).__name__}")
+        return {
+            name: _stored_tensor(name, entry, index.storage_data, manifest)
+            for name, entry in index.state_dict_metadata.items()
+        }
+    except (pickle.UnpicklingError, *_MALFORMED) as error:
+        raise RuntimeError(f"{file}: not the index of a checkpoint of zeroshard: {error}") from None
+
+
+_MALFORMED = (AttributeError, EOFError, ImportError, IndexError, KeyError, TypeError, ValueError)
+"""What a crafted index ends in."""
+
+
+def _stored_tensor(name: str, entry: Any, places: Any, manifest: Manifest) -> StoredTensor:
+    if not isinstance(entry, metadata.TensorStorageMetadata):
+        raise ValueError(f"'{name}' is a {type(entry).__name__}, not a tensor")
+    shape, dtype = _integers(entry.size), entry.properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"'{name}' has dtype {dtype!r}")
+    boxes = []
+    for chunk in entry.chunks:
+        box = Box(_integers(chunk.offsets), _integers(chunk.sizes))
+        if whole(shape).intersect(box) != box and box.numel:
+            raise ValueError(f"'{name}' has a part {box} outside of its shape {shape}")
+        place = places[metadata.MetadataIndex(name, torch.Size(box.offsets))]
+        offset, num_bytes = _integers((place.offset, place.length))
+        if place.relative_path not in manifest.files or getattr(place, "transform_descriptors", None):
+            raise ValueError(f"'{name}' is said to be in {place.relative_path!r}")
+        if offset + num_bytes > manifest.files[place.relative_path].num_bytes:
+            raise ValueError(f"'{name}' ends behind the end of {place.relative_path!r}")
+        boxes.append(StoredBox(box, place.relative_path, offset, num_bytes))
+    return StoredTensor(dtype, shape, tuple(boxes))
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    if not all(isinstance(value, int) and value >= 0 for value in values):
+        raise ValueError(f"expected integers >= 0, came {values!r}")
+    return tuple(values)
+
+
+class TensorReader:
+    """Reads ranges of the tensors of a checkpoint; a context manager, which keeps files open."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
+        self._files: dict[str, BinaryIO] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, part: TensorSlice) -> None:
+        """Fill `part.data`, in its own dtype, on its own device.
+
+        Raises:
+            RuntimeError: the checkpoint does not hold all of it, or a file is not as it was written.
+        """
+        stored, num_read = self._stored.tensors[part.name], 0
+        for box, values in part.boxes():
+            for source in stored.boxes:
+                for run in runs(source.box, box):
+                    target = values.view(-1)[run.target : run.target + run.numel]
+                    self._read_run(source, stored.dtype, run.source, target)
+                    num_read += run.numel
+        if num_read != part.data.numel():
+            raise RuntimeError(
+                f"{self._stored.directory}: expected {part.data.numel()} elements of '{part.name}' from "
+                f"{part.start} on, found {num_read}"
+            )
+
+    def _read_run(self, source: StoredBox, dtype: torch.dtype, start: int, target: Tensor) -> None:
+        file = self._open(source.file)
+        begin = source.offset + _data_offset(file, source, dtype) + start * dtype.itemsize
+        step = max(1, MAX_BOX_BYTES // dtype.itemsize)
+        for at in range(0, target.numel(), step):
+            piece = target[at : at + step]
+            direct = piece.dtype == dtype and piece.device.type == "cpu"
+            raw = piece if direct else torch.empty(piece.numel(), dtype=dtype)
+            file.seek(begin + at * dtype.itemsize)
+            if file.readinto(raw.view(torch.uint8).numpy().data) != raw.nbytes:  # type: ignore[attr-defined]
+                raise RuntimeError(f"{self._stored.directory / source.file}: ends too early")
+            if not direct:
+                piece.copy_(raw)
+
+    def _open(self, name: str) -> BinaryIO:
+        if name not in self._files:
+            self._files[name] = self._stack.enter_context((self._stored.directory / name).open("rb"))
+        return self._files[name]
+
+
+def _data_offset(file: BinaryIO, source: StoredBox, dtype: torch.dtype) -> int:
+    """Where the elements begin inside of what torch.save made: a zip archive that stores them as they are.
+
+    So a part of a box is read without the rest, and nothing is unpickled.
+    """
+    section = _Section(file, source.offset, source.num_bytes)
+    try:
+        with zipfile.ZipFile(section) as archive:
+            records = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
+            expected = source.box.numel * dtype.itemsize
+            if len(records) != 1 or records[0].compress_type or records[0].file_size != expected:
+                raise zipfile.BadZipFile(f"expected one record of {expected} bytes")
+            start = records[0].header_offset
+        section.seek(start + 26)
+        name_size, extra_size = struct.unpack("<HH", section.read(4))
+        return int(start + 30 + name_size + extra_size)
+    except (zipfile.BadZipFile, struct.error, OSError) as error:
+        raise RuntimeError(
+            f"{file.name}: no tensor of torch.save at byte {source.offset} ({error})"
+        ) from None
+
+
+class _Section(io.RawIOBase):
+    """Some bytes of a file as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        self._file, self._start, self._size, self._at = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise OSError("before the start")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(0, min(len(buffer), self._size - self._at))
+        self._file.seek(self._start + self._at)
+        data = self._file.read(size)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def iterate_whole(stored: Stored, names: Iterator[str]) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors, one at a time."""
+    with TensorReader(stored) as reader:
+        for name in names:
+            tensor = stored.tensors[name]
+            values = torch.empty(math.prod(tensor.shape), dtype=tensor.dtype)
+            reader.read(TensorSlice(name, tensor.shape, 0, values))
+            yield name, values.view(tensor.shape)

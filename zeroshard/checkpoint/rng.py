@@ -1,0 +1,41 @@
+"""The random number generators of a rank."""
+
+from __future__ import annotations
+
+import random
+import sys
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The states of Python's, torch's and (where it is imported) NumPy's default generators."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy"] = [kind, keys.tolist(), *rest]
+    return states
+
+
+def restore(states: dict[str, Any], device: torch.device) -> None:
+    """Go on where `capture` was called; a generator whose state was not captured goes on as it is."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if device.type != "cpu" and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
+    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(tuple(states["numpy"]))
+
+
+def derive(seed: int, rank: int, step: int) -> None:
+    """Seed the generators of a rank for which no state was saved: the same for the same arguments."""
+    digest = blake2b(f"{seed} {rank} {step}".encode(), digest_size=8).digest()
+    value = int.from_bytes(digest, "little") >> 1
+    torch.manual_seed(value)
+    random.seed(value)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(value % 2**32)

@@ -1,0 +1,179 @@
+"""An engine's state becomes a checkpoint, at once or beside further training."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint import files
+from zeroshard.checkpoint.agreed import on_all, on_first
+from zeroshard.checkpoint.files import MANIFEST, Place, write_synced
+from zeroshard.checkpoint.manifest import FileRecord, Manifest
+from zeroshard.checkpoint.tensors import TensorSlice
+from zeroshard.checkpoint.writer import write_tensors
+from zeroshard.comm.collectives import Axis
+
+VALUES = "values.pt"
+"""The file of what is neither a tensor of the model or optimizer nor in the manifest."""
+
+_MARGIN = 1 << 20
+"""Bytes for the small files, and what each box takes beside its elements."""
+_PER_BOX = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What is to be written: of this rank, but for manifest and values, which are rank 0's."""
+
+    folder: Path
+    tag: str
+    keep_last: int | None
+    slices: Sequence[TensorSlice]
+    aliases: Mapping[str, Sequence[str]]
+    manifest: Manifest
+    values: bytes
+    """Written down at once: further training changes what they are made of."""
+
+    @property
+    def num_bytes(self) -> int:
+        boxes = sum(1 for part in self.slices for _ in part.boxes(1 << 24))
+        return sum(part.data.nbytes for part in self.slices) + boxes * _PER_BOX
+
+
+def write(snapshot: Snapshot, axis: Axis) -> None:
+    """Write a checkpoint and let it appear; collective. Returns when it is there, on all ranks.
+
+    Raises:
+        RuntimeError: a rank could not write its part, and why, on all ranks; nothing of it is left.
+    """
+    total = sum(on_all(axis, "agreement on the size of a checkpoint", lambda: snapshot.num_bytes))
+    place: Place = on_first(
+        axis,
+        "start of a checkpoint",
+        lambda: files.open_place(snapshot.folder, snapshot.tag, total + _MARGIN),
+    )
+    try:
+        on_all(axis, "start of a checkpoint", lambda: _check_shared(place))
+        own = write_tensors(place.temporary, snapshot.slices, snapshot.aliases, axis)
+        records = on_all(axis, "checksums of a checkpoint", lambda: own)
+        on_first(axis, "end of a checkpoint", lambda: _finish(snapshot, place, records))
+    except RuntimeError:
+        if axis.rank == 0:
+            files.discard(place)
+        raise
+
+
+def _check_shared(place: Place) -> None:
+    if not place.temporary.is_dir():
+        raise RuntimeError(
+            f"'{place.temporary}': made by rank 0 and not seen by another rank: expected a file system that "
+            "all ranks share"
+        )
+
+
+def _finish(snapshot: Snapshot, place: Place, records: Sequence[Mapping[str, FileRecord]]) -> None:
+    """Rank 0 writes the small files and lets the checkpoint appear."""
+    values = snapshot.values
+    write_synced(place.temporary / VALUES, values)
+    all_records = {name: record for one in records for name, record in one.items()}
+    all_records[VALUES] = FileRecord(len(values), zlib.crc32(values))
+    manifest = replace(snapshot.manifest, files=dict(sorted(all_records.items())))
+    write_synced(place.temporary / MANIFEST, manifest.to_bytes())
+    files.commit(place, snapshot.keep_last)
+
+
+class HostCopies:
+    """Host memory for the slices of one snapshot, used again for the next."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, slices: Sequence[TensorSlice]) -> list[TensorSlice]:
+        """The slices with their present values, which later steps do not change."""
+        starts, total = [], 0
+        for part in slices:
+            starts.append(total)
+            total += -(-part.data.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if self._memory.numel() < total:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # before the larger one is taken
+            self._memory = torch.empty(total, dtype=torch.uint8)
+        return [
+            replace(part, data=_copied(part.data, self._memory[start : start + part.data.nbytes]))
+            for part, start in zip(slices, starts, strict=True)
+        ]
+
+
+_ALIGNMENT = 64
+
+
+def _copied(data: Tensor, memory: Tensor) -> Tensor:
+    return memory.view(data.dtype).copy_(data)
+
+
+class Saver:
+    """Writes snapshots, one at a time.
+
+    Args:
+        axis: all ranks, over a group that nothing else uses.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._copies = HostCopies()
+        self._thread: threading.Thread | None = None
+        self._failure: RuntimeError | None = None
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Write and return when it is done. Raises what `write` raises."""
+        write(snapshot, self._axis)
+
+    def start(self, snapshot: Snapshot) -> None:
+        """Copy what is to be written and write it in a thread."""
+        snapshot = replace(snapshot, slices=self._copies.copy(snapshot.slices))
+        # Not a daemon: the interpreter waits for it, so that the last checkpoint of a run is written.
+        self._thread = threading.Thread(target=self._run, args=(snapshot,), name="zeroshard-checkpoint")
+        self._thread.start()
+
+    def check(self, axis: Axis) -> None:
+        """See how the save in the background is getting on, if there is one; collective over `axis`.
+
+        Raises:
+            RuntimeError: it has failed.
+        """
+        if self._thread is not None:
+            is_running, has_failed = axis.any(
+                [self._thread.is_alive(), self._failure is not None], "agreement on a save in the background"
+            )()
+            if has_failed or not is_running:
+                self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save in the background.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise RuntimeError(
+                f"the checkpoint that was saved in the background failed: {failure}"
+            ) from failure
+
+    def _run(self, snapshot: Snapshot) -> None:
+        try:
+            write(snapshot, self._axis)
+        except RuntimeError as error:
+            self._failure = error
+            if not threading.main_thread().is_alive():  # nobody will ask
+                warnings.warn(f"checkpoint '{snapshot.tag}' was not saved: {error}", stacklevel=1)

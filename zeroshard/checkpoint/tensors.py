@@ -1,0 +1,149 @@
+"""What a checkpoint holds of this rank: slices of named tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint.boxes import Box, boxes_of, split, whole
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.layout import Span
+from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.runtime import Runtime
+
+MAX_BOX_BYTES = 16 << 20
+"""So that a reader of another layout holds little at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A flat range of a named tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: int
+    """The first element of the range."""
+    data: Tensor
+    """[n]"""
+
+    def boxes(self, max_bytes: int | None = None) -> Iterator[tuple[Box, Tensor]]:
+        """The boxes that the range consists of, of at most `max_bytes` each, with their values [sizes]."""
+        span = Span(self.start, self.start + self.data.numel())
+        most = span.size if max_bytes is None else max(1, max_bytes // self.data.element_size())
+        at = 0
+        if not math.prod(self.shape):  # so that it is not missing for whoever reads by name
+            yield whole(self.shape), self.data.view(self.shape)
+        for box in boxes_of(self.shape, span):
+            for piece in split(box, most):
+                yield piece, self.data[at : at + piece.numel].view(piece.sizes)
+                at += piece.numel
+
+
+States = Mapping[ShardedParameter, Mapping[str, Tensor]]
+"""Element-wise optimizer states, by parameter and key: each of the shape of the sharded parameter."""
+
+
+def state_name(fqn: str, key: str) -> str:
+    """The name of an optimizer state in a checkpoint; no module can have a parameter of that name."""
+    return f"optimizer/{fqn}/{key}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """A model's state_dict, by kind."""
+
+    aliases: dict[str, tuple[str, ...]]
+    """The other names of parameters that are tied."""
+    buffers: dict[str, Tensor]
+    """Persistent ones."""
+    extra: dict[str, Any]
+    """What modules' get_extra_state() gave."""
+
+
+def read_model(runtime: Runtime) -> ModelState:
+    """Names and buffers, as the model's own state_dict() tells them."""
+    names = {id(parameter): parameter.fqn for parameter in runtime.parameters}
+    state = ModelState(aliases={}, buffers={}, extra={})
+    for name, value in runtime.root.module.state_dict(keep_vars=True).items():
+        if (fqn := names.get(id(value))) is not None:
+            if name != fqn:
+                state.aliases[fqn] = (*state.aliases.get(fqn, ()), name)
+        elif isinstance(value, Tensor):
+            state.buffers[name] = value.detach()
+        else:
+            state.extra[name] = value
+    return state
+
+
+def held_slices(runtime: Runtime, states: States, names: Mapping[str, str]) -> Iterator[TensorSlice]:
+    """Every main parameter and state that this rank holds.
+
+    Args:
+        names: what each parameter is called in the checkpoint.
+    """
+    for buffer in runtime.buffers:
+        for index, sharded in enumerate(buffer.sharded):
+            yield from _slices(buffer, index, names[sharded.fqn], states.get(sharded, {}), buffer.main_span)
+
+
+def written_slices(runtime: Runtime, states: States, buffers: Mapping[str, Tensor]) -> list[TensorSlice]:
+    """What this rank writes: over all ranks, each element once.
+
+    Args:
+        buffers: of the module; rank 0's are written.
+    """
+    is_first = runtime.context.axes.dp.rank == 0
+    parts = [
+        part
+        for buffer in runtime.buffers
+        for index, sharded in enumerate(buffer.sharded)
+        for part in _slices(
+            buffer, index, sharded.fqn, states.get(sharded, {}), _written(buffer, runtime), is_first
+        )
+    ]
+    if is_first:
+        parts += [TensorSlice(name, tuple(b.shape), 0, b.reshape(-1)) for name, b in buffers.items()]
+    return parts
+
+
+def _written(buffer: FlatBuffer, runtime: Runtime) -> Span:
+    """The flat range of a buffer that this rank writes."""
+    axes = runtime.context.axes
+    shard = buffer.layout.shard(axes.dp_shard.rank)
+    size = shard.size // axes.dp_replicate.size
+    start = shard.start + axes.dp_replicate.rank * size
+    return Span(start, start + size)
+
+
+def _slices(
+    buffer: FlatBuffer,
+    index: int,
+    name: str,
+    states: Mapping[str, Tensor],
+    wanted: Span,
+    wants_empty: bool = False,
+) -> Iterator[TensorSlice]:
+    """The part of a parameter, and of its states, that lies in a flat range of its buffer."""
+    place = buffer.layout.parameter(index)
+    held = place.intersect(buffer.main_span)
+    part = held.intersect(wanted)
+    if not part.size and not (wants_empty and not place.size):
+        return
+    shape = tuple(buffer.shapes[index])
+    start = part.start - place.start if part.size else 0
+    inside = part.shifted(-held.start).slice
+    main = buffer.main.detach()[buffer.sharded_span(index).slice]
+    yield TensorSlice(name, shape, start, main[inside])
+    for key, value in states.items():
+        yield TensorSlice(state_name(name, key), shape, start, value.detach()[inside])
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that users write: float32."""
+    return str(dtype).removeprefix("torch.")
