@@ -23,6 +23,7 @@ from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.guard import StepGuard
 from zeroshard.sharding import access
 from zeroshard.sharding.methods import as_forward, held_unsharded
+from zeroshard.sharding.runtime import cast_inputs
 from zeroshard.sharding.unit import UnitInfo
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -385,6 +386,8 @@ class Engine(nn.Module):
             raise AttributeError(f"{type(self.module).__name__} has no method 'generate'")
         if kwargs.get("synced_gpus"):
             return as_forward(self._runtime, generate)(*args, **kwargs)
+        if (dtype := self._runtime.context.dtypes.param_dtype) is not None:
+            args, kwargs = cast_inputs(self.module, args, kwargs, dtype=dtype)
         with held_unsharded(self._runtime):
             return generate(*args, **kwargs)
 
