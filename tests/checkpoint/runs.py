@@ -1,7 +1,8 @@
-"""Runs that are stopped and resumed: a model with all that a checkpoint must hold, trained on the same data."""
+"""Runs that are stopped and resumed: a model with all that a checkpoint must hold, on the same data."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,8 +133,10 @@ class State:
 
 def state(engine: Engine, losses: list[float] | None = None) -> State:
     """The state now; collective."""
-    tensors: dict[Any, Tensor] = {name: value.clone() for name, value in engine.full_state_dict().items()}
+    tensors: dict[Any, Tensor] = {}
     values: dict[str, Any] = {"step": engine.global_step, "scale": engine._guard.loss_scale}
+    for name, value in engine.full_state_dict().items():
+        (tensors if isinstance(value, Tensor) else values)[name] = copy.deepcopy(value)
     if engine.optimizer is not None:
         own = {p.fqn: engine.optimizer.state.get(p, {}) for _, p in engine.named_parameters()}
         everyone: list[Any] = [None] * dist.get_world_size()

@@ -177,9 +177,7 @@ BLOCKS, TOKENS, REST = (3e-3, 0.3, (0.9, 0.999)), (5e-3, 0.01, (0.5, 0.9)), (1e-
     ],
     ids=["reordered", "split", "merged", "split and reordered"],
 )
-def test_groups_that_were_reordered_split_or_merged_go_on_to_the_bit(
-    ranks, tmp_path, make, remake, expected
-):
+def test_groups_that_were_reordered_split_or_merged_go_on_to_the_bit(ranks, tmp_path, make, remake, expected):
     assert ranks(2, stopped_and_resumed, tmp_path, make, (3,), remake) == [[], []]
     assert ranks(2, group_rates, tmp_path, remake) == [expected, expected]
 
