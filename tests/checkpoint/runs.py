@@ -108,17 +108,24 @@ def start(
     return zeroshard.initialize(model, made, config, **given).engine
 
 
-def train(engine: Engine, numbers: Iterable[int]) -> list[float]:
+def train(
+    engine: Engine, numbers: Iterable[int], loss: Callable[[nn.Module, int], Tensor] = token_loss
+) -> list[float]:
     """The mean losses over all ranks of steps on the global batches of these numbers."""
     losses = []
     for number in numbers:
-        loss = token_loss(engine, number)
-        engine.backward(loss)
+        value = loss(engine, number)
+        engine.backward(value)
         engine.step()
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, loss.item())
-        losses.append(sum(everyone) / len(everyone))
+        losses.append(sum(from_all(value.item())) / dist.get_world_size())
     return losses
+
+
+def from_all(value: Any) -> list[Any]:
+    """What every rank gives, by rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 @dataclass
@@ -134,13 +141,15 @@ class State:
 def state(engine: Engine, losses: list[float] | None = None) -> State:
     """The state now; collective."""
     tensors: dict[Any, Tensor] = {}
-    values: dict[str, Any] = {"step": engine.global_step, "scale": engine._guard.loss_scale}
+    values: dict[str, Any] = {
+        "steps": (engine.global_step, engine.skipped_steps),
+        "loss scale": engine._guard.loss_scale,
+    }
     for name, value in engine.full_state_dict().items():
         (tensors if isinstance(value, Tensor) else values)[name] = copy.deepcopy(value)
     if engine.optimizer is not None:
         own = {p.fqn: engine.optimizer.state.get(p, {}) for _, p in engine.named_parameters()}
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
+        everyone = from_all(own)
         holders = everyone[: engine.config.shard_group_size] if engine.config.stage else everyone[:1]
         for name, saved in own.items():
             for key, value in saved.items():

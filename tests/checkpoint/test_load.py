@@ -6,7 +6,34 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.runs import Net, differences, start, state, train
+from tests.checkpoint.runs import Net, batch, differences, start, state, train
+
+# ------------------------------------------------------------------------------------------ going back
+
+PRECISIONS = [{}, {"param_dtype": "bf16"}]
+CONFIGS = [{"stage": stage, "precision": precision} for stage in range(4) for precision in PRECISIONS]
+CONFIGS.append({"stage": 3, "reshard_after_forward": 2})
+
+
+def go_back(folder):
+    """An engine that went on after it saved, loads that, and goes on again."""
+    found = []
+    for config in CONFIGS:
+        engine = start(config)
+        train(engine, range(2))
+        engine.save_checkpoint(folder)
+        stop, end = state(engine), state(engine, train(engine, range(2, 4)))
+        engine(batch(0)[:, :-1])  # what this gathered is there when it loads
+        engine.load_checkpoint(folder)
+        found += differences(state(engine), stop)
+        again = state(engine, train(engine, range(2, 4)))
+        found += differences(again, end) + ([] if again.losses == end.losses else [config])
+    return found
+
+
+def test_an_engine_that_has_gone_on_goes_back_to_the_bit(ranks, tmp_path):
+    assert ranks(4, go_back, tmp_path) == [[]] * 4
+
 
 # ---------------------------------------------------------------------------------------- another model
 

@@ -102,6 +102,42 @@ def test_how_a_step_is_computed_is_the_resumed_runs_own_choice(ranks, tmp_path):
         assert got == pytest.approx(want, rel=1e-5)
 
 
+def without_optimizer(folder):
+    """A checkpoint of a model alone, loaded with an optimizer: it begins as one that was just made."""
+    engine = start(3, None)
+    engine.save_checkpoint(folder)
+    found = []
+    for name, options in (("AdamW", {}), ("Adagrad", {"initial_accumulator_value": 0.1})):
+        make = functools.partial(make_optimizer, name=name, options=options)
+        fresh, used = start(3, make), start(3, make, seed=1)
+        train(used, BEFORE)
+        with pytest.warns(UserWarning, match="holds no optimizer state: the optimizer starts anew"):
+            used.load_checkpoint(folder)
+        found += [] if train(used, AFTER) == train(fresh, AFTER) else [name]
+    engine.save_checkpoint(folder)
+    used.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    return found + [] if torch.equal(engine.average, used.average) else ["model alone"]
+
+
+def test_a_model_alone_is_saved_and_loaded_and_its_optimizer_starts_anew(ranks, tmp_path):
+    assert ranks(2, without_optimizer, tmp_path) == [[], []]
+
+
+def tensor_rates(folder):
+    def make(model):
+        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
+
+    found = stopped_and_resumed(folder, make, (3, 1), scheduler=SCHEDULES["cosine"])
+    engine = start(3, seed=1)
+    engine.load_checkpoint(folder)
+    return found, isinstance(engine.optimizer.param_groups[0]["lr"], float)
+
+
+def test_learning_rates_may_be_tensors(ranks, tmp_path):
+    assert ranks(2, tensor_rates, tmp_path) == [([], True)] * 2
+
+
 def load_into(folder, name, options, convert_states):
     engine = start(3)
     train(engine, BEFORE)
