@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from tests.checkpoint.runs import differences, start, state, train
+from tests.checkpoint.runs import adamw, build, differences, start, state, train
 from tests.ranks import RankError
 
 BEFORE, AFTER = range(3), range(3, 8)
@@ -102,26 +102,47 @@ def test_how_a_step_is_computed_is_the_resumed_runs_own_choice(ranks, tmp_path):
         assert got == pytest.approx(want, rel=1e-5)
 
 
+ADAGRAD = functools.partial(make_optimizer, name="Adagrad", options={"initial_accumulator_value": 0.1})
+
+
 def without_optimizer(folder):
-    """A checkpoint of a model alone, loaded with an optimizer: it begins as one that was just made."""
-    engine = start(3, None)
-    engine.save_checkpoint(folder)
+    """A checkpoint of a model alone, loaded with an optimizer, and the other way round."""
+    alone = start(3, None)
+    alone.save_checkpoint(folder)
     found = []
-    for name, options in (("AdamW", {}), ("Adagrad", {"initial_accumulator_value": 0.1})):
-        make = functools.partial(make_optimizer, name=name, options=options)
-        fresh, used = start(3, make), start(3, make, seed=1)
-        train(used, BEFORE)
-        with pytest.warns(UserWarning, match="holds no optimizer state: the optimizer starts anew"):
-            used.load_checkpoint(folder)
-        found += [] if train(used, AFTER) == train(fresh, AFTER) else [name]
+    for make in (adamw, ADAGRAD):
+        want = train(start(3, make), AFTER)
+        engine = start(3, make, seed=1)
+        with pytest.warns(UserWarning, match="holds no optimizer state: the present one stays"):
+            engine.load_checkpoint(folder)
+        found += [] if train(engine, AFTER) == want else ["fresh optimizer"]
     engine.save_checkpoint(folder)
-    used.save_checkpoint(folder)
-    engine.load_checkpoint(folder)
-    return found + [] if torch.equal(engine.average, used.average) else ["model alone"]
+    alone.load_checkpoint(folder)
+    got, want = alone.full_state_dict(), engine.full_state_dict()
+    return found + [name for name, value in want.items() if not torch.equal(got[name], value)]
 
 
-def test_a_model_alone_is_saved_and_loaded_and_its_optimizer_starts_anew(ranks, tmp_path):
+def test_a_model_alone_is_saved_and_loaded(ranks, tmp_path):
     assert ranks(2, without_optimizer, tmp_path) == [[], []]
+
+
+def over_more(folder):
+    """Saved with an optimizer over the blocks, loaded with one over everything."""
+    engine = start(3, lambda model: torch.optim.Adagrad(model.blocks.parameters(), lr=1e-2))
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder)
+    other = start(3, lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2), seed=1)
+    other.load_checkpoint(folder)
+    steps = {p.fqn: float(values["step"]) for p, values in other.optimizer.state.items()}
+    train(other, AFTER)
+    return steps
+
+
+def test_parameters_that_no_saved_optimizer_had_keep_their_present_state(ranks, tmp_path):
+    blocks = {f"blocks.{name}" for name, _ in build().blocks.named_parameters()}
+    for steps in ranks(2, over_more, tmp_path):
+        assert {name for name, count in steps.items() if count == 3} == blocks
+        assert {count for name, count in steps.items() if name not in blocks} == {0}
 
 
 def tensor_rates(folder):

@@ -62,17 +62,23 @@ def test_torch_loads_full_tensors_under_the_plain_names_and_all_names_of_tied_on
 
 CONVERT = """
 import sys
-import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-dcp_to_torch_save(sys.argv[1], sys.argv[2])
+for directory, file in zip(sys.argv[1::2], sys.argv[2::2]):
+    dcp_to_torch_save(directory, file)
 assert not any(name.startswith("zeroshard") for name in sys.modules)
 """
 
 
-def test_torch_makes_one_file_of_it_without_zeroshard(checkpoint, tmp_path):
-    directory, want = checkpoint
-    subprocess.run([sys.executable, "-I", "-c", CONVERT, directory, tmp_path / "one.pt"], check=True)
-    assert unequal(torch.load(tmp_path / "one.pt", weights_only=True), want) == []
+def test_torch_makes_one_file_of_it_without_zeroshard(ranks, tmp_path):
+    want = [ranks(num_ranks, saved, tmp_path / str(num_ranks), 3)[0] for num_ranks in (1, 2)]
+    paths = [
+        path
+        for num_ranks in (1, 2)
+        for path in (find(tmp_path / str(num_ranks), "here"), tmp_path / f"{num_ranks}.pt")
+    ]
+    subprocess.run([sys.executable, "-I", "-c", CONVERT, *paths], check=True)
+    for number, tensors in enumerate(want, start=1):
+        assert unequal(torch.load(tmp_path / f"{number}.pt", weights_only=True), tensors) == []
 
 
 def test_every_tensor_is_read_whole_by_zeroshard(checkpoint):

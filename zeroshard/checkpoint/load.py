@@ -124,7 +124,7 @@ def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_state
     states: dict[ShardedParameter, dict[str, StoredTensor]] = {}
     if parts.optimizer is not None:
         if stored.manifest.optimizer is None:
-            warnings.warn(f"'{directory}' holds no optimizer state: the optimizer starts anew", stacklevel=6)
+            warnings.warn(f"'{directory}' holds no optimizer state: the present one stays", stacklevel=6)
         else:
             _check_optimizer(stored, parts, convert_states, hyperparameters)
             if hyperparameters:
@@ -248,9 +248,12 @@ def _mark_changed(runtime: Runtime) -> None:
 
 
 def _restore_optimizer(optimizer: Optimizer | None, plan: _Plan, targets: Targets) -> None:
-    if optimizer is None:
+    if optimizer is None or plan.stored.manifest.optimizer is None:
         return
-    optimizer.state.clear()
+    known = {name for group in plan.values["groups"] for name in group["names"]}
+    for parameter in list(optimizer.state):  # Adagrad needs the state that it made when it was built
+        if not isinstance(parameter, ShardedParameter) or plan.names[parameter.fqn] in known:
+            del optimizer.state[parameter]
     optimizer.state.update(plan.values["other"])
     for group in optimizer.param_groups:
         for parameter in group["params"]:
