@@ -117,6 +117,20 @@ def test_a_process_that_ends_after_a_save_in_the_background_leaves_a_checkpoint(
     assert contents(tmp_path) == contents(tmp_path, "later") == contents(tmp_path, "now")
 
 
+def without_group(folder):
+    engine = start(3, model=nn.Linear(700, 3))
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError) as caught:
+        engine.save_checkpoint(folder)
+    return str(caught.value)
+
+
+def test_ranks_whose_process_group_was_destroyed_leave_no_checkpoint_of_one_of_them(ranks, tmp_path):
+    for said in ranks(2, without_group, tmp_path):
+        assert "expected the parts of 2 ranks, came 1: the process group was destroyed" in said
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
+
+
 # -------------------------------------------------------------------------------------------------- tags
 
 

@@ -226,6 +226,45 @@ def test_persistent_buffers_are_loaded_and_others_left_alone(ranks, tmp_path):
     assert ranks(2, kept_buffers, tmp_path)[0] == (3, [0.0] * 3, True)
 
 
+BUFFERS = {
+    "flags": torch.tensor([True, False, True]),
+    "angles": torch.polar(torch.ones(3, 2), torch.arange(6.0).view(3, 2)),
+    "codes": torch.arange(256).to(torch.uint8).view(16, 16).T,
+    "small": torch.arange(5.0).to(torch.float8_e4m3fn),
+    "scale": torch.tensor(1.5, dtype=torch.float16),
+    "none": torch.zeros(0, 3),
+    "long": torch.tensor(-(2**62)),
+}
+
+
+class Unusual(nn.Linear):
+    """Buffers of many dtypes, and a parameter with a slash in its name."""
+
+    def __init__(self, filled):
+        super().__init__(700, 3)
+        self.named = nn.ParameterDict({"a/b": torch.full((5, 99), float(filled))})
+        for name, value in BUFFERS.items():
+            self.register_buffer(name, value.clone() if filled else torch.zeros_like(value))
+
+
+def unusual(folder, save):
+    engine = start(3, model=Unusual(save))
+    if save:
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    for name, want in BUFFERS.items():
+        got = engine.get_buffer(name)
+        assert (got.dtype, got.shape) == (want.dtype, want.shape), name
+        assert got.tolist() == want.tolist(), name
+    return engine.full_state_dict().get("named.a/b")
+
+
+def test_buffers_may_have_any_dtype_and_names_a_slash(ranks, tmp_path):
+    for num_ranks, save in ((2, True), (3, False)):
+        assert torch.equal(ranks(num_ranks, unusual, tmp_path, save)[0], torch.ones(5, 99))
+
+
 class Extra(nn.Linear):
     """Keeps what is neither parameter nor buffer."""
 
