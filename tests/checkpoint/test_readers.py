@@ -51,6 +51,7 @@ def unequal(got, want):
     ]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_loads_full_tensors_under_the_plain_names_and_all_names_of_tied_ones(checkpoint):
     directory, want = checkpoint
     assert {"tokens.weight", "head.weight", "mix", "gain", "empty", "count"} < want.keys()
