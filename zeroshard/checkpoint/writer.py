@@ -56,7 +56,7 @@ def write_tensors(
     """
     writer = _Writer(directory, aliases)
     try:
-        dcp.save({}, storage_writer=writer, planner=_Planner(slices), process_group=axis.group)
+        dcp.save({}, storage_writer=writer, planner=_Planner(slices, axis.size), process_group=axis.group)
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise RuntimeError(f"rank {rank} could not write the checkpoint: {cause}") from error
@@ -68,8 +68,8 @@ def write_tensors(
 class _Planner(SavePlanner):
     """Every box of a slice is one entry under the tensor's own name, in its full shape."""
 
-    def __init__(self, slices: Sequence[TensorSlice]) -> None:
-        self._slices = slices
+    def __init__(self, slices: Sequence[TensorSlice], num_ranks: int) -> None:
+        self._slices, self._num_ranks = slices, num_ranks
         self._values: dict[MetadataIndex, Tensor] = {}
 
     def set_up_planner(
@@ -92,6 +92,11 @@ class _Planner(SavePlanner):
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if len(all_plans) != self._num_ranks:  # then every rank takes itself for the only one
+            raise RuntimeError(
+                f"expected the parts of {self._num_ranks} ranks, came {len(all_plans)}: the process group "
+                "was destroyed before the checkpoint was written"
+            )
         return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
