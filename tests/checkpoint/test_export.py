@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
 from tests.distributed.models import VOCABULARY, Tiny
-from tests.distributed.training import numbers, start, tokens
+from tests.distributed.training import numbers, replicate, start, step, token_loss, tokens
 from zeroshard.cli.main import main
+from zeroshard.sharding.deferred import values_of
 
 transformers = pytest.importorskip("transformers")
 from safetensors import safe_open  # noqa: E402
@@ -106,11 +117,10 @@ def assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def test_transformers_loads_what_was_trained_to_the_bit(trained, tmp_path, kind):
     folder, state, logits = trained[kind]
     assert main(["export", str(folder / "checkpoint"), str(tmp_path)]) == 0
-    ties = [len(set(map(id, group))) for group in (dict(build(kind).named_parameters()).values(),)]
     for exported in (tmp_path, folder / "engine"):
         model = load(kind, exported)
         assert_equal(model.state_dict(), state)
-        assert [len(list(model.parameters()))] == ties  # tied as before
+        assert len(list(model.parameters())) == len(list(build(kind).parameters()))  # tied as before
         with torch.no_grad():
             assert torch.equal(answer(model), logits)
         assert model.config.architectures == [type(model).__name__]
@@ -119,6 +129,8 @@ def test_transformers_loads_what_was_trained_to_the_bit(trained, tmp_path, kind)
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / name).read_bytes() == (folder / "engine" / name).read_bytes()
     assert (folder / "engine" / "tokenizer.json").exists()
+    own = zeroshard.from_pretrained(getattr(transformers, KINDS[kind][0]), tmp_path)
+    assert_equal({name: values_of(value) for name, value in own.state_dict(keep_vars=True).items()}, state)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -189,7 +201,7 @@ def train_mixed(folder: str, stage: int) -> dict[str, torch.Tensor]:
     return {name: value.to(engine.state_dict()[name].dtype) for name, value in state.items()}
 
 
-@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (2, 1), (3, 3)])
+@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 3), (2, 0), (2, 3)])
 def test_a_model_of_ones_own_is_exported_as_weights(ranks, tmp_path, num_ranks, stage):
     expected, *_ = ranks(num_ranks, train_mixed, str(tmp_path), stage)
     exported = tmp_path / "command"
@@ -230,14 +242,145 @@ def test_of_a_model_with_adapters_peft_loads_those(ranks, tmp_path, capsys):
 
 # ------------------------------------------------------------------------------------ memory and errors
 
+MEGABYTE = 1 << 20
+needs_linux = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux tells it"
+)
+
+
+def growth(function, *args) -> int:
+    """How many bytes more this process held while a function ran."""
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    function(*args)
+    return status("VmHWM") - before
+
 
 def save_large(folder: str) -> int:
-    """Save a model of many tensors; the bytes of the largest one."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Linear(512, 1024 if i % 2 else 512, bias=False) for i in range(1)),
-        *(nn.Linear(512, 512) for _ in range(95)),
-    )
-    engine, _ = start(model, "SGD", stage=3)
-    engine.save_checkpoint(folder)
-    return max(parameter.full_shape.numel() for parameter in engine.parameters()) * 4
+    """Save a model of 24 units of 4 MB; by how much memory grows on this rank while it is exported."""
+    model = nn.Sequential(*(nn.Linear(1024, 1023) for _ in range(24)))
+    engine, _ = start(model, "SGD", stage=3, units="Linear")
+    engine.save_checkpoint(Path(folder, "checkpoint"))
+    engine.save_pretrained(Path(folder, "first"))  # what is allocated once is
+    return growth(engine.save_pretrained, Path(folder, "second"))
+
+
+def export_large(folder: str) -> None:
+    command = ["export", f"{folder}/checkpoint", f"{folder}/command"]
+    assert main([*command, "--dtype", "bf16"]) == 0
+    print(growth(main, command))
+
+
+@needs_linux
+def test_an_export_holds_a_unit_or_a_tensor_at_a_time(ranks, tmp_path):
+    grown = ranks(2, save_large, str(tmp_path))
+    assert max(grown) <= 4 * MEGABYTE + 4 * MEGABYTE
+    code = f"from tests.checkpoint.test_export import export_large as f; f({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) <= 4 * MEGABYTE + 4 * MEGABYTE
+    assert (tmp_path / "command" / "model.safetensors").stat().st_size > 96 * 1_000_000
+
+
+@contextmanager
+def full(num_bytes: int) -> Iterator[None]:
+    """No file can grow beyond that."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def export_in_vain(folder: str) -> tuple[list[str], bool]:
+    """What an engine says to exports that fail, and whether it still does what plain training does."""
+    model = build("Llama")
+    engine, optimizer = start(copy.deepcopy(model), stage=3)
+    other = replicate(model)
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    engine.save_pretrained(Path(folder, "there"))
+    said = []
+    for path, tokenizer in (("there", None), ("file", None), ("new", Broken())):
+        try:
+            with full(20_000 if path == "there" and dist.get_rank() == 0 else -1):
+                engine.save_pretrained(Path(folder, path), tokenizer)
+        except RuntimeError as error:
+            said.append(str(error))
+    losses = [step(engine, optimizer, token_loss, 0), step(other, other_optimizer, token_loss, 0)]
+    return said, losses[0] == losses[1]
+
+
+class Broken:
+    def save_pretrained(self, folder: str) -> None:
+        raise KeyError("vocabulary")
+
+
+def test_an_export_that_fails_on_rank_0_fails_on_all_and_training_goes_on(ranks, tmp_path):
+    (tmp_path / "file").touch()
+    (said, is_same), other = ranks(2, export_in_vain, str(tmp_path))
+    assert other == (said, is_same)
+    assert is_same
+    there, file, new = said
+    assert "File too large" in there
+    assert "model.safetensors" in there
+    assert str(tmp_path / "file") in file
+    assert "the tokenizer could not be saved: 'vocabulary'" in new
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors")
+    }
+    assert_equal(load("Llama", tmp_path / "there").state_dict(), build("Llama").state_dict())
+
+
+def failure(capsys, *arguments: object) -> tuple[int, str]:
+    """The exit code and the one line of a command that fails."""
+    code = main(list(map(str, arguments)))
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("zeroshard: ")
+    assert err.count("\n") == 1
+    return code, err
+
+
+def test_the_command_says_what_could_not_be_written(trained, tmp_path, capsys, monkeypatch):
+    export = "export", trained["Llama"][0] / "checkpoint"
+    with full(10_000):
+        code, said = failure(capsys, *export, tmp_path / "full")
+    assert (code, not list((tmp_path / "full").iterdir())) == (1, True)
+    assert "File too large" in said
+    (tmp_path / "file").touch()
+    code, said = failure(capsys, *export, tmp_path / "file")
+    assert code == 1
+    assert str(tmp_path / "file") in said
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 5, 5))
+    code, said = failure(capsys, *export, tmp_path / "small")
+    assert code == 1
+    assert "5 bytes are free" in said
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 0, 10**9))
+    assert "is not writable" in failure(capsys, *export, tmp_path / "read-only")[1]
+
+
+@pytest.mark.parametrize("damage", ["shortened", "changed", "missing"])
+def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys, damage):
+    shutil.copytree(trained["Llama"][0] / "checkpoint", tmp_path / "checkpoint")
+    file = max(tmp_path.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    else:
+        at = len(content) // 2
+        file.write_bytes(
+            content[:at] + (bytes([content[at] ^ 1]) + content[at + 1 :]) * (damage == "changed")
+        )
+    code, said = failure(capsys, "export", tmp_path / "checkpoint", tmp_path / "out")
+    assert code == 1
+    assert str(file) in said
+    assert not (tmp_path / "out").exists()
+    if damage == "changed":
+        assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--no-verify"]) == 0

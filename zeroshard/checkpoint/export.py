@@ -119,7 +119,7 @@ def _read(
         for name, tensor in tensors.items():
             source, step = sources.get(name, name), MAX_BOX_BYTES // tensor.dtype.itemsize
             numel = math.prod(tensor.shape)
-            for start in range(0, max(numel, 1), step):
+            for start in range(0, numel, step):
                 data = memory.view(tensor.dtype)[: min(step, numel - start)]
                 reader.read(TensorSlice(source, tensor.shape, start, data))
                 yield TensorSlice(name, tensor.shape, start, data)
@@ -179,7 +179,8 @@ def _gather(runtime: Runtime, weights: _Weights, names: Mapping[str, list[str]])
     if runtime.context.axes.dp.rank == 0:
         buffers = read_model(runtime).buffers
         for name, info in weights.buffers.items():
-            yield TensorSlice(name, info.shape, 0, buffers[name].cpu().reshape(-1))
+            if buffers[name].numel():
+                yield TensorSlice(name, info.shape, 0, buffers[name].cpu().reshape(-1))
 
 
 def _gather_buffer(
@@ -187,7 +188,7 @@ def _gather_buffer(
 ) -> Iterator[TensorSlice]:
     views = buffer.main_views(buffer.gather_main())
     for sharded, view in zip(buffer.sharded, views if is_first else (), strict=is_first):
-        for name in names[sharded.fqn]:
+        for name in names[sharded.fqn] if view.numel() else ():
             info = weights.parameters[name]
             yield TensorSlice(name, info.shape, 0, view.to("cpu", info.dtype).reshape(-1))
 

@@ -13,9 +13,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -44,14 +44,15 @@ def check_folder(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
 
 
 def write_weights(
-    folder: Path, tensors: Mapping[str, TensorInfo], slices: Iterable[TensorSlice], max_shard_bytes: int
+    folder: Path, tensors: Mapping[str, TensorInfo], slices: Iterator[TensorSlice], max_shard_bytes: int
 ) -> None:
     """Write tensors, fsynced; what an earlier call left there is replaced.
 
     Args:
         folder: is there.
         tensors: all of them.
-        slices: their elements, in the order of `tensors`, in the dtype given there, on the CPU.
+        slices: their elements, in the order of `tensors`, in the dtype given there, on the CPU; none
+            without elements.
         max_shard_bytes: of the tensors in a file; a larger tensor has a file of its own.
 
     Raises:
@@ -60,12 +61,11 @@ def write_weights(
     shards = list(cut(tensors, max_shard_bytes))
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     names = names if len(shards) > 1 else [SINGLE]
-    home = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    contents = dict(zip(names, shards, strict=True))
     try:
-        for name, parts in groupby(slices, key=lambda part: home[part.name]):
-            _write_file(_aside(folder, name), {key: tensors[key] for key in contents[name]}, parts)
+        for name, shard in zip(names, shards, strict=True):
+            _write_file(_aside(folder, name), {tensor: tensors[tensor] for tensor in shard}, slices)
         if len(names) > 1:
+            home = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
             total = sum(tensor.num_bytes for tensor in tensors.values())
             index = {"metadata": {"total_size": total}, "weight_map": home}
             write_synced(_aside(folder, INDEX), json.dumps(index, indent=2).encode())
@@ -90,21 +90,23 @@ def cut(tensors: Mapping[str, TensorInfo], max_bytes: int) -> Iterator[list[str]
     yield shard
 
 
-def _write_file(file: Path, tensors: Mapping[str, TensorInfo], slices: Iterable[TensorSlice]) -> None:
+def _write_file(file: Path, tensors: Mapping[str, TensorInfo], parts: Iterator[TensorSlice]) -> None:
+    """Take from `parts` what belongs into this file; none is held when the next one is taken."""
     beginning = begin_file(tensors)
-    num_bytes = len(beginning.header)
     try:
         with file.open("wb") as stream:
-            stream.write(beginning.header)
-            for part in slices:
-                assert part.data.dtype == tensors[part.name].dtype, "as the header says"
-                stream.seek(beginning.offsets[part.name] + part.start * part.data.element_size())
-                num_bytes += stream.write(part.data.view(torch.uint8).numpy().data)
+            left = beginning.num_bytes - stream.write(beginning.header)
+            while left:
+                left -= _write_part(stream, beginning.offsets, next(parts))
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(file)) from error
-    assert num_bytes == beginning.num_bytes, "every element came once"
+
+
+def _write_part(stream: BinaryIO, offsets: Mapping[str, int], part: TensorSlice) -> int:
+    stream.seek(offsets[part.name] + part.start * part.data.element_size())
+    return stream.write(part.data.view(torch.uint8).numpy().data)
 
 
 def _appear(folder: Path, names: list[str]) -> None:

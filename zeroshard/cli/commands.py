@@ -13,6 +13,8 @@ from zeroshard.checkpoint.format import Format
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.cli.contents import describe
+from zeroshard.config import Config
+from zeroshard.memory import estimate as memory
 
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?i?B)?", re.IGNORECASE)
 
@@ -44,6 +46,12 @@ def inspect(options: Namespace) -> None:
         return
     check_sums(directory, stored.manifest, stored.manifest.files)
     print("intact: all files are there and as they were written")
+
+
+def estimate(options: Namespace) -> None:
+    """`zeroshard estimate`."""
+    config = {"stage": options.stage} if options.config is None else Config.from_file(options.config)
+    print(memory.estimate(options.num_params, options.world_size, config))
 
 
 def _load_tokenizer(folder: Path) -> Any:

@@ -54,9 +54,7 @@ def _lines(stored: Stored) -> list[str]:
 
 
 def _list(values: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()
-    )
+    return ", ".join(f"{key} {value}" for key, value in values.items())
 
 
 def _tied(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:

@@ -7,12 +7,20 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from zeroshard.checkpoint.weights import MAX_SHARD_BYTES
 from zeroshard.cli import commands
 
 USAGE, FAILURE = 2, 1
 """Exit codes: what was asked for cannot be; what was to be read or written could not."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"zeroshard: {message} (see {self.prog} --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,11 +44,7 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zeroshard",
-        description="Checkpoints of zeroshard, on one process and without a GPU.",
-        allow_abbrev=False,
-    )
+    parser = _Parser(prog="zeroshard", description="On one process, without a GPU.", allow_abbrev=False)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     export = subparsers.add_parser(
         "export",
@@ -66,6 +70,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_checkpoint(inspect)
     inspect.set_defaults(run=commands.inspect)
+    estimate = subparsers.add_parser(
+        "estimate",
+        help="compute the memory that training a model takes on each rank",
+        description="Bytes per rank and on the wire, for an optimizer of Adam's kind.",
+    )
+    estimate.add_argument("num_params", metavar="NUM_PARAMS", type=float, help="such as 7e9")
+    estimate.add_argument("--world-size", type=int, required=True, help="number of ranks")
+    config = estimate.add_mutually_exclusive_group()
+    config.add_argument("--stage", type=int, default=3, help="0 to 3 (default: 3)")
+    config.add_argument("--config", metavar="FILE", type=Path, help="of zeroshard, .json or .toml")
+    estimate.set_defaults(run=commands.estimate)
     return parser
 
 
