@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -138,7 +138,7 @@ def export_engine(runtime: Runtime, folder: Path, how: Format) -> None:
     axis = runtime.context.axes.dp
     weights, names = _plan(runtime, how.dtype)
     on_first(axis, "start of an export", lambda: check_folder(folder, weights.tensors))
-    slices = _gather(runtime, weights, names)
+    slices = _gather(runtime, weights.buffers, names)
 
     def write() -> None:
         try:
@@ -172,25 +172,25 @@ def _in_order(runtime: Runtime) -> Iterator[ShardedParameter]:
     return (sharded for buffer in runtime.buffers for sharded in buffer.sharded)
 
 
-def _gather(runtime: Runtime, weights: _Weights, names: Mapping[str, list[str]]) -> Iterator[TensorSlice]:
+def _gather(
+    runtime: Runtime, buffers: Collection[str], names: Mapping[str, list[str]]
+) -> Iterator[TensorSlice]:
     """The whole tensors on rank 0; nothing on other ranks."""
+    is_first = runtime.context.axes.dp.rank == 0
     for buffer in runtime.buffers:
-        yield from _gather_buffer(buffer, weights, names, runtime.context.axes.dp.rank == 0)
-    if runtime.context.axes.dp.rank == 0:
-        buffers = read_model(runtime).buffers
-        for name, info in weights.buffers.items():
-            if buffers[name].numel():
-                yield TensorSlice(name, info.shape, 0, buffers[name].cpu().reshape(-1))
+        yield from _gather_buffer(buffer, names, is_first)
+    for name, value in read_model(runtime).buffers.items() if is_first else ():
+        if name in buffers and value.numel():
+            yield TensorSlice(name, tuple(value.shape), 0, value.reshape(-1))
 
 
 def _gather_buffer(
-    buffer: FlatBuffer, weights: _Weights, names: Mapping[str, list[str]], is_first: bool
+    buffer: FlatBuffer, names: Mapping[str, list[str]], is_first: bool
 ) -> Iterator[TensorSlice]:
     views = buffer.main_views(buffer.gather_main())
     for sharded, view in zip(buffer.sharded, views if is_first else (), strict=is_first):
         for name in names[sharded.fqn] if view.numel() else ():
-            info = weights.parameters[name]
-            yield TensorSlice(name, info.shape, 0, view.to("cpu", info.dtype).reshape(-1))
+            yield TensorSlice(name, tuple(view.shape), 0, view.view(-1))
 
 
 def _info(tensor: Tensor | StoredTensor) -> TensorInfo:

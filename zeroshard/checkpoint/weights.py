@@ -51,8 +51,7 @@ def write_weights(
     Args:
         folder: is there.
         tensors: all of them.
-        slices: their elements, in the order of `tensors`, in the dtype given there, on the CPU; none
-            without elements.
+        slices: their elements in the same order, in any dtype, on any device; none without elements.
         max_shard_bytes: of the tensors in a file; a larger tensor has a file of its own.
 
     Raises:
@@ -68,8 +67,8 @@ def write_weights(
             home = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
             total = sum(tensor.num_bytes for tensor in tensors.values())
             index = {"metadata": {"total_size": total}, "weight_map": home}
-            write_synced(_aside(folder, INDEX), json.dumps(index, indent=2).encode())
             names.append(INDEX)
+            write_synced(_aside(folder, INDEX), json.dumps(index, indent=2).encode())
         _appear(folder, names)
     except BaseException:
         for name in names:
@@ -90,23 +89,26 @@ def cut(tensors: Mapping[str, TensorInfo], max_bytes: int) -> Iterator[list[str]
     yield shard
 
 
-def _write_file(file: Path, tensors: Mapping[str, TensorInfo], parts: Iterator[TensorSlice]) -> None:
-    """Take from `parts` what belongs into this file; none is held when the next one is taken."""
+def _write_file(file: Path, tensors: Mapping[str, TensorInfo], slices: Iterator[TensorSlice]) -> None:
+    """Take the slices that belong into this file; none is held when the next one is taken."""
     beginning = begin_file(tensors)
     try:
         with file.open("wb") as stream:
             left = beginning.num_bytes - stream.write(beginning.header)
             while left:
-                left -= _write_part(stream, beginning.offsets, next(parts))
+                left -= _write_slice(stream, tensors, beginning.offsets, next(slices))
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(file)) from error
+        raise OSError(error.errno, error.strerror, error.filename or str(file)) from error
 
 
-def _write_part(stream: BinaryIO, offsets: Mapping[str, int], part: TensorSlice) -> int:
-    stream.seek(offsets[part.name] + part.start * part.data.element_size())
-    return stream.write(part.data.view(torch.uint8).numpy().data)
+def _write_slice(
+    stream: BinaryIO, tensors: Mapping[str, TensorInfo], offsets: Mapping[str, int], part: TensorSlice
+) -> int:
+    dtype = tensors[part.name].dtype
+    stream.seek(offsets[part.name] + part.start * dtype.itemsize)
+    return stream.write(part.data.to("cpu", dtype).view(torch.uint8).numpy().data)
 
 
 def _appear(folder: Path, names: list[str]) -> None:
