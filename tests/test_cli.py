@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
+import zlib
 from pathlib import Path
 
 import pytest
@@ -135,6 +137,20 @@ def test_what_is_damaged_ends_with_1_and_the_name_of_the_file(folder, capsys):
         code, said = failure(capsys, "inspect", folder / "first")
         assert code == 1
         assert str(damaged) in said
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("written_by", 3), ("model", []), ("files", {"../out": {"num_bytes": 1, "crc32": 0}})]
+)
+def test_a_manifest_that_says_what_cannot_be_is_damaged(folder, tmp_path, capsys, key, value):
+    content = json.loads((folder / "second.0" / "zeroshard.json").read_text())["content"] | {key: value}
+    crc = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    (tmp_path / "zeroshard.json").write_text(json.dumps({"content": content, "crc32": crc}))
+    (tmp_path.parent / "out").write_bytes(b"x")
+    for command in ("inspect", tmp_path), ("export", tmp_path, tmp_path / "new"):
+        code, said = failure(capsys, *command)
+        assert code == 1
+        assert f"{tmp_path / 'zeroshard.json'}: damaged" in said
 
 
 @pytest.mark.parametrize(
