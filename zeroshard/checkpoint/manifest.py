@@ -82,6 +82,11 @@ def read_manifest(directory: Path) -> Manifest:
                 f"{file}: expected checkpoint format {FORMAT}, came {content['format']}, written by "
                 f"zeroshard {content['written_by'].get('zeroshard')}"
             )
+        for key in ("written_by", "model", "config", "files", "parameters"):
+            if not isinstance(content[key], dict):
+                raise TypeError(f"'{key}' is a {type(content[key]).__name__}")
+        if outside := [name for name in content["files"] if name != Path(name).name or name == ".."]:
+            raise ValueError(f"it lists {outside[0]!r}, which is not in its directory")
         content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
         content["parameters"] = {
             name: ParameterRecord(tuple(record["shape"]), record["dtype"], tuple(record["aliases"]))
