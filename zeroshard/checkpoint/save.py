@@ -128,7 +128,7 @@ class Saver:
         self._axis = axis
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
-        self._failure: RuntimeError | None = None
+        self._failure: Exception | None = None
 
     def save(self, snapshot: Snapshot) -> None:
         """Write and return when it is done. Raises what `write` raises."""
@@ -173,7 +173,7 @@ class Saver:
     def _run(self, snapshot: Snapshot) -> None:
         try:
             write(snapshot, self._axis)
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, it is told to whoever trains on
             self._failure = error
             if not threading.main_thread().is_alive():  # nobody will ask
                 warnings.warn(f"checkpoint '{snapshot.tag}' was not saved: {error}", stacklevel=1)
