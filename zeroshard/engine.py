@@ -306,7 +306,8 @@ class Engine(nn.Module):
             )
         self._saver.finish()
         tag = f"step-{self.global_step}" if tag is None else tag
-        snapshot = capture(self._parts, self._progress, Path(dir), tag, client_state)
+        folder = Path(dir).absolute()  # what the thread writes to, wherever the process goes meanwhile
+        snapshot = capture(self._parts, self._progress, folder, tag, client_state)
         (self._saver.save if blocking else self._saver.start)(snapshot)
 
     def load_checkpoint(
