@@ -150,8 +150,10 @@ class _Writer(FileSystemWriter):
 
 def _over_own_memory(values: Tensor) -> Tensor:
     """`values` on the CPU, as a tensor whose memory ends where they do: torch.save writes all of it."""
-    raw = values.cpu().reshape(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(raw).view(values.dtype).view(values.shape)
+    values = values.cpu().contiguous()
+    start = values.storage_offset() * values.element_size()
+    memory = values.untyped_storage()[start : start + values.nbytes]
+    return torch.empty(0, dtype=values.dtype).set_(memory, 0, values.shape, values.stride())
 
 
 class _CheckedFiles(FileSystem):
