@@ -66,7 +66,8 @@ def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_sta
         if optimizer is not None:
             state = read_optimizer(optimizer)
             check_plain(state.groups, "parameter groups")
-            check_plain([state.scalars, state.other], "optimizer state")
+            check_plain(state.scalars, "optimizer state")
+            check_plain(state.other, "optimizer state")
         if parts.lr_scheduler is not None:
             schedule = parts.lr_scheduler.state_dict()
             check_plain(schedule, "LR scheduler state")

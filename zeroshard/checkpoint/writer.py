@@ -10,14 +10,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    FileSystem,
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -33,6 +38,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from zeroshard.checkpoint.manifest import FileRecord
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
@@ -110,9 +116,25 @@ class _Writer(FileSystemWriter):
     """Files with checksums; tied tensors are indexed under each of their names."""
 
     def __init__(self, directory: Path, aliases: Mapping[str, Sequence[str]]) -> None:
-        super().__init__(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+        super().__init__(directory, sync_files=True)
         self.fs = self.checked = _CheckedFiles()
         self._aliases = aliases
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """One file, box after box. Torch's own way copies each box and keeps the last one of every tensor."""
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        results = []
+        with self.fs.create_stream(Path(self.path) / name, "wb") as file:
+            for item in plan.items:
+                start = file.tell()
+                values = cast(Tensor, planner.resolve_data(item))
+                torch.save(_over_own_memory(values), cast(BinaryIO, file))
+                size = file.tell() - start
+                results.append(WriteResult(item.index, size, _StorageInfo(name, start, size)))
+            os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
     def storage_meta(self) -> StorageMeta:
         """Without the path, under which the checkpoint will not stay."""
@@ -131,6 +153,14 @@ class _Writer(FileSystemWriter):
         super().finish(metadata, [*results, more])
 
 
+def _over_own_memory(values: Tensor) -> Tensor:
+    """`values` on the CPU, as a tensor whose memory ends where they do: torch.save writes all of it."""
+    values = values.cpu().contiguous()
+    start = values.storage_offset() * values.element_size()
+    memory = values.untyped_storage()[start : start + values.nbytes]
+    return torch.empty(0, dtype=values.dtype).set_(memory, 0, values.shape, values.stride())
+
+
 class _CheckedFiles(FileSystem):
     """Files whose checksums are computed while they are written."""
 
@@ -139,13 +169,22 @@ class _CheckedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        with _CheckedFile(path, mode) as file:
-            yield cast(io.IOBase, file)
+        with _CheckedFile(path, mode) as file, _Buffered(file) as buffered:
+            yield buffered
         self.records[os.path.basename(path)] = FileRecord(file.num_bytes, file.crc32)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.records[os.path.basename(new_path)] = self.records.pop(os.path.basename(path))
+
+
+class _Buffered(io.BufferedWriter):
+    """Joins the small writes of torch.save, some forty for a box; large ones go through as they are."""
+
+    def fileno(self) -> int:
+        """For whoever syncs the file."""
+        self.flush()
+        return super().fileno()
 
 
 class _CheckedFile(io.FileIO):

@@ -436,8 +436,8 @@ class Runtime:
             if unit.state is UnitState.SHARDED and unit.backward_needs_parameters:
                 raise RuntimeError(
                     f"the gradient of '{gradients.buffer.originals[index].fqn}' came from outside of the "
-                    f"backward of {unit.described}, whose parameters were freed: return what the loss depends "
-                    "on from its forward"
+                    f"backward of {unit.described}, whose parameters were freed: return what the loss "
+                    "depends on from its forward"
                 )
             gradients.pack(index, gradient, runtime.reducer.is_deferring)
             if not gradients.num_missing and unit.is_complete:
