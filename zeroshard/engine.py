@@ -26,7 +26,7 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.guard import StepGuard
 from zeroshard.sharding import access
-from zeroshard.sharding.methods import as_forward, held_unsharded
+from zeroshard.sharding.methods import WholeOnly, as_forward, held_unsharded
 from zeroshard.sharding.runtime import cast_inputs
 from zeroshard.sharding.unit import UnitInfo
 
@@ -69,6 +69,8 @@ class Engine(nn.Module):
         """Whether `step()` has made the gradients ready for the optimizer."""
         if parts.optimizer is not None:
             self._attach(parts.optimizer)
+        if hasattr(module, "save_pretrained"):
+            object.__setattr__(module, "save_pretrained", WholeOnly(parts.runtime, module, "save_pretrained"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes are the engine's own: nn.Module's way would register them in the model."""

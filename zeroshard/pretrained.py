@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
@@ -14,6 +15,14 @@ from zeroshard.config import Config, require_supported
 from zeroshard.safetensors import FileTensor, find_tensors
 from zeroshard.sharding.deferred import defer
 from zeroshard.sharding.recorder import recording
+
+_IMPOSSIBLE = frozenset(
+    (
+        *("device_map", "ignore_mismatched_sizes", "max_memory", "offload_folder", "quantization_config"),
+        *("revision", "state_dict", "variant"),
+    )
+)
+"""Arguments of transformers' `from_pretrained` that have no meaning here."""
 
 
 def from_pretrained(
@@ -43,8 +52,16 @@ def from_pretrained(
     """
     require_supported(Config.parse(config))
     tensors = find_tensors(path)
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
 
+    if impossible := sorted(_IMPOSSIBLE & kwargs.keys()):
+        raise ValueError(
+            f"from_pretrained: {', '.join(impossible)} cannot be asked for here: every rank reads its own "
+            "part of the safetensors files on this machine, onto its own device"
+        )
+    for name in ("local_files_only", "low_cpu_mem_usage", "use_safetensors"):
+        kwargs.pop(name, None)  # always so
     asked, torch_dtype = kwargs.pop("dtype", None), kwargs.pop("torch_dtype", None)
     options = {key: kwargs.pop(key) for key in ("attn_implementation", "trust_remote_code") if key in kwargs}
     trust = {key: options[key] for key in ("trust_remote_code",) if key in options}
@@ -58,9 +75,12 @@ def from_pretrained(
     dtype = _resolve_dtype(asked or torch_dtype or "auto", model_config, tensors)
     build = getattr(auto_class, "from_config", None) or auto_class._from_config
     with recording(draw=False), torch.no_grad():
-        model: nn.Module = build(model_config, dtype=dtype, **options)
+        model: Any = build(model_config, dtype=dtype, **options)
         _load(model, tensors, path, dtype)
-    return model.eval()
+    if (Path(path) / GENERATION_CONFIG_NAME).is_file() and hasattr(model, "generation_config"):
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    module: nn.Module = model.eval()
+    return module
 
 
 class _Lazy:

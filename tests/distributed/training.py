@@ -166,11 +166,18 @@ def by_hand(
     *,
     reduce_dtype: torch.dtype = torch.float32,
     loss_scale: float = 1.0,
+    keep: type[nn.Module] | tuple[()] = (),
 ) -> Run:
-    """Plain PyTorch: forward and backward in `compute_dtype`; mean of the gradients and step in fp32."""
+    """Plain PyTorch: forward and backward in `compute_dtype`; mean of the gradients and step in fp32.
+
+    Args:
+        keep: modules whose parameters are computed with in their own dtype.
+    """
     compute = copy.deepcopy(model)
-    for parameter in compute.parameters():
-        parameter.data = parameter.data.to(compute_dtype)
+    for module in compute.modules():
+        for parameter in module.parameters(recurse=False):
+            if not isinstance(module, keep):
+                parameter.data = parameter.data.to(compute_dtype)
     given = dict(model.named_parameters())
     main = {name: nn.Parameter(given[name].detach().clone()) for name, _ in compute.named_parameters()}
     made, losses, n = OPTIMIZERS[optimizer](main.values()), [], dist.get_world_size()

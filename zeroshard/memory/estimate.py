@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from zeroshard.config import Config, require_supported
 from zeroshard.memory.report import MemoryReport
+from zeroshard.sharding.buffer import Original
 from zeroshard.sharding.layout import Layout
 from zeroshard.sharding.placement import STAGES, BufferPlan, Placements, plan_buffer
 from zeroshard.sharding.shard import dtype_policy
@@ -96,33 +97,27 @@ def estimate(
 def _units(model_or_num_params: nn.Module | float, world_size: int, config: Config) -> list[_Unit]:
     """The units in order, the root first."""
     if not isinstance(model_or_num_params, nn.Module):
-        only = _Unit((_buffer([int(model_or_num_params)], torch.float32, True, world_size, config),))
+        weight = nn.Parameter(torch.empty(int(model_or_num_params), device="meta"))
+        only = _Unit((_group([Original(weight, "", ())], world_size, config),))
         return [_Unit(()), only, _Unit(())]  # neither the root nor the last: it is not kept
     return [
         _Unit(
-            tuple(
-                _buffer(
-                    [original.parameter.numel() for original in group],
-                    group[0].parameter.dtype,
-                    group[0].parameter.requires_grad,
-                    world_size,
-                    config,
-                )
-                for group in spec.groups()
-            ),
+            tuple(_group(group, world_size, config) for group in spec.groups(dtype_policy(config))),
             needs_parameters_in_backward(spec.module),
         )
         for spec in find_units(model_or_num_params, config.units)
     ]
 
 
-def _buffer(
-    sizes: Iterable[int], dtype: torch.dtype, trainable: bool, world_size: int, config: Config
-) -> _Buffer:
+def _group(originals: Sequence[Original], world_size: int, config: Config) -> _Buffer:
+    """One flat buffer to be."""
     num_ranks = config.shard_group_size or world_size
-    plan = plan_buffer(STAGES[config.stage], dtype_policy(config), dtype, trainable, num_ranks)
-    layout = Layout(tuple(sizes), num_ranks, world_size // num_ranks)
-    return _Buffer(plan, layout.total, layout.shard_size if plan.is_partial else layout.total, trainable)
+    first, dtypes = originals[0].parameter, dtype_policy(config).where(originals[0].keeps_dtype)
+    plan = plan_buffer(STAGES[config.stage], dtypes, first.dtype, first.requires_grad, num_ranks)
+    sizes = tuple(original.parameter.numel() for original in originals)
+    layout = Layout(sizes, num_ranks, world_size // num_ranks)
+    held = layout.shard_size if plan.is_partial else layout.total
+    return _Buffer(plan, layout.total, held, first.requires_grad)
 
 
 def _parameter_bytes(buffer: _Buffer) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from zeroshard.comm.collectives import DONE, Axis, Handle
 from zeroshard.comm.mesh import Axes
@@ -34,6 +35,11 @@ class Original:
     fqn: str
     owners: tuple[tuple[nn.Module, str], ...]
     """(module, attribute): more than one for a tied parameter."""
+
+    @property
+    def keeps_dtype(self) -> bool:
+        """Whether it is computed with in its own dtype: torch's BatchNorm wants that of its statistics."""
+        return any(isinstance(module, _BatchNorm) for module, _ in self.owners)
 
 
 @dataclass(slots=True)
@@ -70,7 +76,7 @@ class FlatBuffer:
     """Allocate, view, gather, free.
 
     Args:
-        originals: parameters of one dtype and one `requires_grad`; their data is taken over: broadcast
+        originals: parameters of one `UnitSpec.groups()`; their data is taken over: broadcast
             from rank 0, cut, and released; or read from where it is stored, each rank its part.
         unit_name: for names in errors.
         tag: the exchange tag of its gathers.
@@ -85,7 +91,8 @@ class FlatBuffer:
         self.shapes = tuple(original.parameter.shape for original in originals)
         sizes = tuple(shape.numel() for shape in self.shapes)
         self.layout = Layout(sizes, axis.size, context.axes.dp_replicate.size)
-        self.plan = plan_buffer(context.placements, context.dtypes, first.dtype, self.trainable, axis.size)
+        dtypes = context.dtypes.where(originals[0].keeps_dtype)
+        self.plan = plan_buffer(context.placements, dtypes, first.dtype, self.trainable, axis.size)
         self.is_resident, self.is_partial = self.plan.is_resident, self.plan.is_partial
         self.main_span = self.layout.shard(axis.rank) if self.is_partial else Span(0, self.layout.total)
         """The flat range that `main` holds."""

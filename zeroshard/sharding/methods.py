@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
 
 from zeroshard.sharding.runtime import Runtime, cast_inputs
 
@@ -35,6 +38,27 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
             runtime.leave_forward(root)
 
     return called
+
+
+class WholeOnly:
+    """A method of a model that would take slices for its parameters: only where those are shown whole."""
+
+    def __init__(self, runtime: Runtime, module: nn.Module, name: str) -> None:
+        self._runtime, self._module, self._name = weakref.ref(runtime), weakref.ref(module), name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        runtime, module = self._runtime(), self._module()
+        is_shown = runtime is None or any(unit.is_shown for unit in runtime.units)
+        if not is_shown and kwargs.get("state_dict") is None:
+            raise RuntimeError(
+                f"{self._name}() of the sharded model sees only this rank's slices: call "
+                f"engine.{self._name}(), or call it under engine.unsharded()"
+            )
+        return getattr(type(module), self._name)(module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = self._module()
+        return types.MethodType(getattr(type(module), self._name), memo.get(id(module), module))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -89,6 +89,10 @@ class DtypePolicy:
     """Of gradients on the wire; None: the compute dtype, but at least float32."""
     main_dtype: torch.dtype | None
     """Of main parameters; None: the given dtype, but at least float32. Frozen ones need none."""
+
+    def where(self, keeps_dtype: bool) -> DtypePolicy:
+        """The policy for a parameter that may have to be computed with in its own dtype."""
+        return replace(self, param_dtype=None) if keeps_dtype else self
 
 
 def plan_buffer(

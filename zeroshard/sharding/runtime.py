@@ -195,6 +195,9 @@ class Runtime:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             return self.after_forward(unit, output)
 
+        def after_layer(layer: nn.Module, args: Any, output: Any) -> None:
+            self._watch_layer(unit, output)
+
         def at_last(module: nn.Module, args: Any, output: Any) -> None:
             self.leave_forward(unit)
 
@@ -206,7 +209,7 @@ class Runtime:
         unit.module.register_forward_hook(at_last, always_call=True)
         if not unit.is_resident and not unit.is_compiled:
             for layer in unit.owners - {unit.module}:
-                layer.register_forward_hook(functools.partial(self._watch_layer, unit))
+                layer.register_forward_hook(after_layer)
         for gradients in unit.gradients:
             for index, parameter in enumerate(gradients.buffer.unsharded):
                 self._hook_gradient(unit, gradients, index, parameter)
@@ -332,7 +335,7 @@ class Runtime:
             self._warn_opaque(unit)
         return output, is_opaque
 
-    def _watch_layer(self, unit: Unit, layer: nn.Module, args: Any, output: Any) -> None:
+    def _watch_layer(self, unit: Unit, output: Any) -> None:
         """Hook a layer with parameters: its values may leave the unit beside the outputs, as in a cache."""
         if not isinstance(output, Tensor) or not output.requires_grad or torch.compiler.is_compiling():
             return

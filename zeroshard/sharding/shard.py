@@ -94,7 +94,7 @@ def shard_over(
     units: list[Unit] = []
     for spec in specs:
         buffers = []
-        for group in spec.groups():
+        for group in spec.groups(context.dtypes):
             buffers.append(FlatBuffer(group, spec.name, tags, context))
             tags += _TAGS_PER_BUFFER
         for buffer in buffers:

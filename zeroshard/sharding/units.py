@@ -12,6 +12,7 @@ from torch import nn
 
 from zeroshard.sharding.buffer import Original
 from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.placement import DtypePolicy
 
 LARGE = 1 << 20
 """Elements from which a layer outside the repeated blocks (embedding, head) is a unit of its own."""
@@ -28,11 +29,12 @@ class UnitSpec:
     module: nn.Module
     originals: list[Original] = field(default_factory=list)
 
-    def groups(self) -> list[list[Original]]:
-        """The parameters by (dtype, requires_grad): one flat buffer each."""
-        groups: dict[tuple[torch.dtype, bool], list[Original]] = {}
+    def groups(self, dtypes: DtypePolicy) -> list[list[Original]]:
+        """The parameters by (dtype, requires_grad, dtype to compute in): one flat buffer each."""
+        groups: dict[tuple[torch.dtype, bool, torch.dtype | None], list[Original]] = {}
         for original in self.originals:
-            key = (original.parameter.dtype, original.parameter.requires_grad)
+            parameter, policy = original.parameter, dtypes.where(original.keeps_dtype)
+            key = (parameter.dtype, parameter.requires_grad, policy.param_dtype)
             groups.setdefault(key, []).append(original)
         return list(groups.values())
 
