@@ -7,6 +7,7 @@ ranks find each other has a process of its own, and what is computed is computed
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -21,6 +22,9 @@ import torch.distributed as dist
 import torch.distributed.tensor
 
 from tests.ranks import _torchrun_environment
+
+STACKS_S = 1.0
+"""Seconds for a process to print its stacks."""
 
 
 class Fork:
@@ -37,6 +41,7 @@ class Fork:
             file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(file, 1)
             os.dup2(file, 2)
+            faulthandler.register(signal.SIGUSR1)
             torch.set_num_threads(1)
             function(*args)
             sys.exit(0)  # through the frames of the process that forked, none of which may hold it up
@@ -58,11 +63,14 @@ class Fork:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ends within that time; if not, it is killed."""
+        """Whether it ends within that time; if not, it prints its stacks and is killed."""
         until = time.monotonic() + seconds
         while self.is_running and time.monotonic() < until:
             time.sleep(0.002)
         ended = not self.is_running
+        if not ended and seconds:
+            os.kill(self.pid, signal.SIGUSR1)
+            time.sleep(STACKS_S)
         self.kill()
         while self.is_running:
             time.sleep(0.002)

@@ -35,8 +35,9 @@ from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.checkpoint.writer import _CheckedFile
 
 WATCHDOG_S = 10.0
-LIMIT_S = WATCHDOG_S + 10.0
-"""For the ranks that are left, on a machine that has other things to do."""
+LIMIT_S = 2 * WATCHDOG_S + 10.0
+"""For the ranks that are left: for the error, for a save in the background to end as well, and for a machine
+that has other things to do."""
 START_S = 120.0
 """For a trial to come to its first save."""
 

@@ -209,7 +209,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _drop(path: Path) -> None:
-    """Remove a directory as far as possible: first its name, so that no half of it is taken for a checkpoint."""
+    """Remove a directory as far as possible: first its name, so that no half is taken for a checkpoint."""
     hidden = path if _is_hidden(path) else path.with_name(f".{path.name}.tmp")
     with suppress(OSError):
         os.rename(path, hidden)
