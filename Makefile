@@ -77,9 +77,10 @@ lint: setup  ## Check style, format and types
 	"$(PYTHON)" -m ruff format --check .
 	"$(PYTHON)" -m mypy --strict zeroshard
 
-bench: setup  ## Measure step time and memory on CPU ranks
+bench: setup  ## Measure step time, memory and checkpoints on CPU ranks
 	"$(PYTHON)" benchmarks/step_time.py $(ARGS)
 	"$(PYTHON)" benchmarks/memory.py $(ARGS)
+	"$(PYTHON)" benchmarks/checkpoint.py
 
 test-gpu: setup  ## Run the tests that need a GPU
 	"$(PYTHON)" -m pytest -m gpu $(ARGS)

@@ -121,8 +121,8 @@ def torch_zero1(setting: Setting) -> Step:
     return _plain_step(model, optimizer, setting)
 
 
-def fsdp2(setting: Setting, *, reshard: bool) -> Step:
-    """torch `fully_shard` of every block and of the root, as its tutorial does."""
+def fsdp2_parts(setting: Setting, *, reshard: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """torch `fully_shard` of every block and of the root, as its tutorial does, and its optimizer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -134,7 +134,11 @@ def fsdp2(setting: Setting, *, reshard: bool) -> Step:
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = adamw(model.parameters())
+    return model, adamw(model.parameters())
+
+
+def fsdp2_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """The training step of `fsdp2_parts`."""
 
     def step(tokens: Tensor) -> Tensor:
         loss = next_token_loss(model(tokens[:, :-1]), tokens)
@@ -144,6 +148,11 @@ def fsdp2(setting: Setting, *, reshard: bool) -> Step:
         return loss.detach()
 
     return step
+
+
+def fsdp2(setting: Setting, *, reshard: bool) -> Step:
+    """torch `fully_shard`."""
+    return fsdp2_step(*fsdp2_parts(setting, reshard=reshard))
 
 
 def deepspeed(setting: Setting, *, stage: int, fused: bool) -> Step:
@@ -174,15 +183,19 @@ def deepspeed(setting: Setting, *, stage: int, fused: bool) -> Step:
     return step
 
 
-def zeroshard(setting: Setting, *, stage: int) -> Step:
-    """zeroshard with its defaults."""
+def zeroshard_engine(setting: Setting, *, stage: int) -> Any:
+    """An engine of zeroshard with its defaults."""
     import zeroshard as zs  # here, so that the peak RSS of other engines is without it
 
     config: dict[str, Any] = {"stage": stage}
     if setting.bf16:
         config["precision"] = {"param_dtype": "bfloat16"}
     model = setting.model()
-    engine, *_ = zs.initialize(model, adamw(model.parameters()), config=config)
+    return zs.initialize(model, adamw(model.parameters()), config=config).engine
+
+
+def zeroshard_step(engine: Any) -> Step:
+    """The training step of `zeroshard_engine`."""
 
     def step(tokens: Tensor) -> Tensor:
         loss = next_token_loss(engine(tokens[:, :-1]), tokens)
@@ -191,6 +204,11 @@ def zeroshard(setting: Setting, *, stage: int) -> Step:
         return loss.detach()
 
     return step
+
+
+def zeroshard(setting: Setting, *, stage: int) -> Step:
+    """zeroshard with its defaults."""
+    return zeroshard_step(zeroshard_engine(setting, stage=stage))
 
 
 ENGINES: dict[str, Callable[[Setting], Step]] = {

@@ -1,11 +1,13 @@
-"""Train a causal language model with zeroshard and see what a rank holds.
+r"""Train a causal language model with zeroshard and see what a rank holds.
 
     python examples/finetune.py                                            # one rank
     torchrun --nproc-per-node 2 examples/finetune.py                       # two ranks, on CPUs or GPUs
     torchrun --nproc-per-node 8 examples/finetune.py --model PATH_OR_HUB_ID --data text.jsonl --precision bf16
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/finetune.py \
+        --checkpoint-dir DIR --save-every 100 --resume auto
 
-Without --model it is a small Llama with random weights that reads bytes; without --data the text is the
-documentation that comes with Python.
+The last one goes on from where it saved when a rank is lost. Without --model it is a small Llama with random
+weights that reads bytes; without --data the text is the documentation that comes with Python.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 40, 200, 0.7
 COLUMNS = (BarColumn(10), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
 
 
-class Trained(NamedTuple):
-    """What a training run leaves besides the weights."""
+class History(NamedTuple):
+    """A training run up to some step. Each checkpoint has it, so a resumed run tells of all of its steps."""
 
+    evaluation: float  # loss before the first step
     losses: list[float]  # one per step, mean over all ranks
-    seconds: float
-    memory: zeroshard.MemoryReport  # with the gradients there: after the last backward, before its step
+    seconds: float  # of training
 
 
 # ------------------------------------------------------------------------------------------------ setup
@@ -81,6 +83,16 @@ def parse_args() -> argparse.Namespace:
     training.add_argument("--data", metavar="FILE", help='text, or .jsonl with a "text" in each line')
     training.add_argument("--seq-len", type=at_least(2), default=128, metavar="N", help="tokens in a block")
     training.add_argument("--plot", default="loss.png", metavar="FILE", help="(%(default)s)")
+    checkpoints = parser.add_argument_group("checkpoints")
+    checkpoints.add_argument("--checkpoint-dir", metavar="DIR", help="where the last step is saved")
+    checkpoints.add_argument("--save-every", type=at_least(1), metavar="N", help="and every N-th step")
+    checkpoints.add_argument("--keep-last", type=at_least(1), metavar="N", help="checkpoints that stay (all)")
+    checkpoints.add_argument(
+        "--resume",
+        metavar="auto|TAG|no",
+        default="no",
+        help="go on from the latest checkpoint if there is one, or from that with this tag (%(default)s)",
+    )
     model = parser.add_argument_group("model")
     model.add_argument("--model", help="path or hub id of a causal language model")
     model.add_argument("--hidden", type=at_least(1), default=128, help="width of the small Llama")
@@ -90,6 +102,8 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--hidden: expected a multiple of {HEAD_DIM}, came {args.hidden}")
     if args.lr <= 0 or (args.clip or 0) < 0:
         parser.error(f"expected --lr > 0 and --clip >= 0, came {args.lr} and {args.clip}")
+    if args.checkpoint_dir is None and (args.save_every or args.keep_last or args.resume != "no"):
+        parser.error("--save-every, --keep-last and --resume: expected --checkpoint-dir with them")
     if not Path(args.plot).parent.is_dir():
         parser.error(f"--plot: no directory '{Path(args.plot).parent}'")
     return args
@@ -108,6 +122,7 @@ def build_config(args: argparse.Namespace) -> zeroshard.Config:
         "gradient_accumulation_steps": args.accumulate,
         "clip_grad_norm": args.clip,
         "micro_batch_size": args.batch_size,
+        "checkpoint": args.keep_last and replace(config.checkpoint, keep_last=args.keep_last),
     }
     return replace(config, **{key: value for key, value in flags.items() if value is not None})
 
@@ -176,17 +191,40 @@ def evaluate(engine: zeroshard.Engine, blocks: torch.Tensor) -> float:
     return over_ranks(losses.sum()[None] / len(blocks)).mean().item()
 
 
-def train(engine: zeroshard.Engine, batches: Iterator[torch.Tensor], steps: int, console: Console) -> Trained:
-    """Take `steps` optimizer steps, telling now and then how it goes."""
-    accumulate = engine.config.gradient_accumulation_steps
-    losses = torch.zeros(steps, device=device_of(engine))
+def resume(engine: zeroshard.Engine, folder: str, tag: str) -> History | None:
+    """Go on from a checkpoint; `tag` as --resume has it. None where there is nothing to go on from."""
+    if tag == "no" or (tag == "auto" and not Path(folder, "latest").is_file()):
+        return None
+    return History(**engine.load_checkpoint(folder, None if tag == "auto" else tag))
+
+
+def train(
+    engine: zeroshard.Engine,
+    batches: Iterator[torch.Tensor],
+    history: History,
+    args: argparse.Namespace,
+    console: Console,
+) -> tuple[History, zeroshard.MemoryReport]:
+    """Take the optimizer steps that are left, saving and telling now and then how it goes.
+
+    Returns the whole history, and the memory while the gradients are there: before the last optimizer step.
+    """
+    accumulate, steps, first = engine.config.gradient_accumulation_steps, args.steps, len(history.losses)
+    losses = torch.zeros(steps, device=device_of(engine))  # of this rank, from `first` on
     shown = console.is_terminal and not console.quiet
-    begin, tokens, memory = 0, 0, engine.memory_report()
+    begin, tokens, memory = first, 0, engine.memory_report()
     start = begin_time = time.perf_counter()
+
+    def history_until(step: int) -> History:  # all ranks must call it
+        means = over_ranks(losses[first:step]).mean(0).tolist()
+        seconds = history.seconds + time.perf_counter() - start
+        return history._replace(losses=history.losses + means, seconds=seconds)
+
     with Progress(*COLUMNS, console=console, disable=not shown) as progress:
-        task = progress.add_task("training", total=steps, state="")
-        for step in range(steps):
-            tell = (step + 1) % max(1, steps // 20) == 0 or step == steps - 1
+        task = progress.add_task("training", total=steps, completed=first, state="")
+        for step in range(first, steps):
+            is_last = step == steps - 1
+            tell = (step + 1) % max(1, steps // 20) == 0 or is_last
             for _ in range(accumulate):
                 ids = next(batches)
                 loss = engine(input_ids=ids, labels=ids).loss
@@ -203,7 +241,10 @@ def train(engine: zeroshard.Engine, batches: Iterator[torch.Tensor], steps: int,
                 progress.update(task, state=state)
                 if not shown:
                     console.print(f"step {step + 1}/{steps}: {state}", highlight=False, soft_wrap=True)
-    return Trained(over_ranks(losses).mean(0).tolist(), time.perf_counter() - start, memory)
+            if args.checkpoint_dir and (is_last or (args.save_every and (step + 1) % args.save_every == 0)):
+                client_state = history_until(step + 1)._asdict()
+                engine.save_checkpoint(args.checkpoint_dir, client_state=client_state, blocking=is_last)
+    return history_until(steps), memory
 
 
 def describe(losses: torch.Tensor, tokens: int, seconds: float, memory: zeroshard.MemoryReport) -> str:
@@ -258,19 +299,25 @@ def main() -> None:
     device = device_of(engine)
     setting = f"stage {config.stage}, ranks: {WORLD_SIZE}"
     console.print(f"{setting}, {num_params:,} parameters on {device.type}; memory is per rank")
-    before = evaluate(engine, blocks.held_out)
-    console.print(f"evaluation loss before: {before:.3f} nats per {unit}")
-    trained = train(engine, forever(dataloader, device), args.steps, console)
+    try:
+        history = resume(engine, args.checkpoint_dir, args.resume)
+    except ValueError as error:
+        sys.exit(f"finetune.py: {error}")
+    if history is not None:
+        console.print(f"going on after step {len(history.losses)}, from {args.checkpoint_dir}")
+    history = history or History(evaluate(engine, blocks.held_out), [], 0.0)
+    console.print(f"evaluation loss before: {history.evaluation:.3f} nats per {unit}")
+    history, memory = train(engine, forever(dataloader, device), history, args, console)
     after = evaluate(engine, blocks.held_out)
-    console.print(f"evaluation loss after: {after:.3f} nats per {unit}, {trained.seconds:.1f} s of training")
+    console.print(f"evaluation loss after: {after:.3f} nats per {unit}, {history.seconds:.1f} s of training")
 
     prompt = blocks.held_out[0, :PROMPT_TOKENS].tolist()
     sample = generate(engine, prompt, SAMPLE_TOKENS, args.seq_len, args.seed)
     written = Text.assemble((tokenizer.decode(prompt), "bold"), tokenizer.decode(sample))
     console.print(Panel(written, title="a sample, after a held-out prompt"))
-    console.print(memory_table(trained.memory, num_params, f"Memory, {setting}"))
+    console.print(memory_table(memory, num_params, f"Memory, {setting}"))
     if RANK == 0:
-        drawn = save_plot(args.plot, trained.losses, (before, after), unit)
+        drawn = save_plot(args.plot, history.losses, (history.evaluation, after), unit)
         console.print(f"loss curve: {args.plot}" if drawn else "no loss curve: matplotlib isn't installed")
 
 

@@ -13,7 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zeroshard
@@ -152,3 +158,52 @@ def test_what_is_called_on_the_engine_exists(ranks):
     names = set(re.findall(r"engine\.(\w+)", ours))
     assert {"full_state_dict", "unsharded", "clip_grad_norm_"} < names
     assert ranks(1, missing_on_the_engine, names) == [[]]
+
+
+def train(model, optimizer, rank):
+    """Losses of three steps, each followed by an optimizer step."""
+    losses = []
+    for inputs, targets in run("", rank)["loader"][:3]:
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def save_load_and_go_on(folder, text, first_line):
+    """The losses after the save, those after the load of it, and the names of the block."""
+    rank = int(os.environ["RANK"])
+    model = run("", rank)["model"]
+    is_fsdp2 = first_line.startswith("FSDP2")
+    if is_fsdp2:
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    names = {"model": model, "optimizer": optimizer, "step": 3, "epoch": 5, "Path": Path, "dcp": dcp}
+    names |= {"get_state_dict": get_state_dict, "set_state_dict": set_state_dict}
+    if not is_fsdp2:
+        names["engine"] = model = zeroshard.initialize(model, optimizer).engine
+    train(model, optimizer, rank)
+    (block,) = blocks(text, re.escape(first_line))
+    save, load = block.split("\n\n")
+    with contextlib.chdir(folder):
+        exec(save, names)
+        went_on = train(model, optimizer, rank)
+        exec(load, names)
+    return went_on, train(model, optimizer, rank), names.get("client_state")
+
+
+@pytest.mark.parametrize(
+    ("section", "first_line", "client_state"),
+    [
+        ("DeepSpeed", "zeroshard: checkpoints", {"epoch": 5}),
+        ("FSDP2", "FSDP2 with DCP", None),
+        ("FSDP2", "zeroshard with checkpoints", None),
+    ],
+)
+def test_code_about_checkpoints_goes_on_where_it_saved(ranks, tmp_path, section, first_line, client_state):
+    text = {"DeepSpeed": FROM_DEEPSPEED, "FSDP2": FROM_FSDP2}[section]
+    for went_on, again, loaded in ranks(2, save_load_and_go_on, str(tmp_path), text, first_line):
+        assert again == went_on
+        assert loaded == client_state

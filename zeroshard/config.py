@@ -110,6 +110,18 @@ def _dtype(value: Any) -> Any:
     return _DTYPES.get(str(value).lower().removeprefix("torch."), _REFUSED) if is_named else _REFUSED
 
 
+def parse_dtype(value: Any) -> torch.dtype:
+    """A floating-point dtype, or its name.
+
+    Raises:
+        ValueError: it is none.
+    """
+    dtype = _DTYPE.accept(value)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype: expected {_DTYPE.expected}, got {value!r}")
+    return dtype
+
+
 _BOOLEAN = _instance(bool, "True or False")
 _DTYPE = _Rule("a dtype among bfloat16, float16, float32, float64", _dtype)
 _FRACTION = _number("a number from 0 to 1", lambda value: 0 <= value <= 1)

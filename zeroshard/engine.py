@@ -14,15 +14,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from zeroshard.checkpoint.adapters import export_adapters, has_adapters
 from zeroshard.checkpoint.capture import Parts, Progress, capture
+from zeroshard.checkpoint.export import export_engine
+from zeroshard.checkpoint.format import Format
 from zeroshard.checkpoint.load import load
 from zeroshard.checkpoint.save import Saver
+from zeroshard.checkpoint.weights import MAX_SHARD_BYTES
 from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.guard import StepGuard
 from zeroshard.sharding import access
 from zeroshard.sharding.methods import as_forward, held_unsharded
+from zeroshard.sharding.runtime import cast_inputs
 from zeroshard.sharding.unit import UnitInfo
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -301,7 +306,8 @@ class Engine(nn.Module):
             )
         self._saver.finish()
         tag = f"step-{self.global_step}" if tag is None else tag
-        snapshot = capture(self._parts, self._progress, Path(dir), tag, client_state)
+        folder = Path(dir).absolute()  # what the thread writes to, wherever the process goes meanwhile
+        snapshot = capture(self._parts, self._progress, folder, tag, client_state)
         (self._saver.save if blocking else self._saver.start)(snapshot)
 
     def load_checkpoint(
@@ -341,6 +347,32 @@ class Engine(nn.Module):
         self.global_step, self.skipped_steps = progress.global_step, progress.skipped_steps
         self._guard.loss_scale = progress.loss_scale
         return loaded.client_state
+
+    def save_pretrained(
+        self,
+        dir: str | os.PathLike[str],
+        tokenizer: Any = None,
+        dtype: torch.dtype | str | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        """Write the model as transformers does, for its `from_pretrained`; collective.
+
+        Rank 0 writes, and holds one unit at a time. Of a model with adapters of peft, those are written, for
+        `PeftModel.from_pretrained`.
+
+        Args:
+            dir: rank 0's; made if it is not there. Weights in it are replaced.
+            tokenizer: saved too, if it is given.
+            dtype: of floating-point parameters; None: the main dtype.
+            max_shard_bytes: of a file of weights.
+
+        Raises:
+            ValueError: an argument is not as expected; adapters that are computed from more than parameters.
+            RuntimeError: rank 0 could not write, and why, on all ranks.
+        """
+        how = Format(dtype=dtype, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
+        export = export_adapters if has_adapters(self.module) else export_engine
+        export(self._runtime, Path(dir), how)
 
     @property
     def _progress(self) -> Progress:
@@ -385,6 +417,8 @@ class Engine(nn.Module):
             raise AttributeError(f"{type(self.module).__name__} has no method 'generate'")
         if kwargs.get("synced_gpus"):
             return as_forward(self._runtime, generate)(*args, **kwargs)
+        if (dtype := self._runtime.context.dtypes.param_dtype) is not None:
+            args, kwargs = cast_inputs(self.module, args, kwargs, dtype=dtype)
         with held_unsharded(self._runtime):
             return generate(*args, **kwargs)
 

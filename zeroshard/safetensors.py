@@ -1,4 +1,4 @@
-"""Where the tensors of a safetensors checkpoint lie on disk, and how to read a part of one.
+"""Where the tensors of a safetensors checkpoint lie on disk; how to read a part of one, or begin a file.
 
     8 bytes: N | N bytes of JSON: {name: {dtype, shape, data_offsets}} | data, row-major, little-endian
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,17 +91,17 @@ def find_tensors(folder: str | os.PathLike[str]) -> dict[str, FileTensor]:
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"expected a folder on this machine (nothing is downloaded), got '{folder}'")
-    if (path / _SINGLE).is_file():
-        return _read_header(path / _SINGLE)
-    if not (path / _INDEX).is_file():
+    if (path / SINGLE).is_file():
+        return _read_header(path / SINGLE)
+    if not (path / INDEX).is_file():
         pickled = [file.name for file in path.glob("*.bin")]
         hint = f"; {pickled[0]} is a pickle, which could run code: convert it" if pickled else ""
-        raise ValueError(f"'{folder}': expected {_SINGLE} or {_INDEX}, found neither{hint}")
-    places: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        raise ValueError(f"'{folder}': expected {SINGLE} or {INDEX}, found neither{hint}")
+    places: dict[str, str] = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
     files = {name: _read_header(path / name) for name in sorted(set(places.values()))}
     for name, file in places.items():
         if name not in files[file]:
-            raise ValueError(f"{path / file}: expected tensor '{name}', as {_INDEX} says, found none")
+            raise ValueError(f"{path / file}: expected tensor '{name}', as {INDEX} says, found none")
     return {name: files[file][name] for name, file in places.items()}
 
 
@@ -135,3 +138,52 @@ def _tensor(file: Path, data_start: int, name: str, entry: Any) -> FileTensor:
                     dtype=dtype,
                 )
     raise ValueError(f"{file}: expected all bytes of tensor '{name}', got a damaged or shortened file")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a file starts with, and where each tensor follows."""
+
+    header: bytes
+    offsets: dict[str, int]
+    """Of the first byte of each tensor in the file."""
+    num_bytes: int
+    """Of the whole file."""
+
+
+def begin_file(tensors: Mapping[str, TensorInfo]) -> Beginning:
+    """Lay out a file; wide dtypes lie first, so that all are aligned.
+
+    Raises:
+        ValueError: a dtype that the format does not have.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+        if tensor.dtype not in _NAMES:
+            raise ValueError(
+                f"tensor '{name}' is {tensor.dtype}; safetensors: expected one of {', '.join(_DTYPES)}"
+            )
+        starts[name], end = end, end + tensor.num_bytes
+        entries[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[name], end],
+        }
+    content = json.dumps(entries, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)
+    header = len(content).to_bytes(8, "little") + content
+    return Beginning(header, {name: len(header) + start for name, start in starts.items()}, len(header) + end)

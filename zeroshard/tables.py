@@ -18,13 +18,20 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
-def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A plain-text table: the first column to the left, all others to the right."""
+def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], width: int = 100) -> str:
+    """A plain-text table: the first column to the left, all others to the right.
+
+    Args:
+        title: above it.
+        columns: their names.
+        rows: a cell for each column.
+        width: characters; cells are broken into lines where it takes more.
+    """
     table = Table(title=title)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
     for row in rows:
         table.add_row(*row)
     text = StringIO()
-    Console(file=text, width=100, no_color=True).print(table)
+    Console(file=text, width=width, no_color=True).print(table)
     return text.getvalue().rstrip()

@@ -21,15 +21,16 @@ def on_all(axis: Axis, label: str, step: Callable[[], T]) -> list[T]:
         What it gave on each rank, in rank order.
 
     Raises:
-        ValueError, RuntimeError: what the first rank on which it failed raised; RuntimeError for an OSError.
+        ValueError, RuntimeError: what the first rank on which it failed raised; RuntimeError for
+            anything else.
     """
     error: Exception | None = None
     answer: T | None = None
     try:
         answer = step()
-    except (ValueError, RuntimeError, OSError) as caught:
+    except Exception as caught:  # of whatever kind: the other ranks wait
         error = caught
-    failure = None if error is None else (isinstance(error, ValueError), str(error))
+    failure = None if error is None else (isinstance(error, ValueError), _tell(error))
     everyone = axis.all_gather_object((failure, answer), label)
     for rank, (failed, _) in enumerate(everyone):
         if failed is not None:
@@ -37,6 +38,11 @@ def on_all(axis: Axis, label: str, step: Callable[[], T]) -> list[T]:
             place = f" (rank {rank})" if axis.size > 1 else ""
             raise (ValueError if is_value_error else RuntimeError)(text + place) from error
     return [given for _, given in everyone]
+
+
+def _tell(error: Exception) -> str:
+    speaks_for_itself = isinstance(error, ValueError | RuntimeError | OSError)
+    return str(error) if speaks_for_itself else f"{type(error).__name__}: {error}"
 
 
 def on_first(axis: Axis, label: str, step: Callable[[], T]) -> T:

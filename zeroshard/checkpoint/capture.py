@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.agreed import on_all
+from zeroshard.checkpoint.description import describe_model
 from zeroshard.checkpoint.files import check_tag
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord
 from zeroshard.checkpoint.optimizers import OptimizerState, read_optimizer
@@ -66,7 +66,8 @@ def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_sta
         if optimizer is not None:
             state = read_optimizer(optimizer)
             check_plain(state.groups, "parameter groups")
-            check_plain([state.scalars, state.other], "optimizer state")
+            check_plain(state.scalars, "optimizer state")
+            check_plain(state.other, "optimizer state")
         if parts.lr_scheduler is not None:
             schedule = parts.lr_scheduler.state_dict()
             check_plain(schedule, "LR scheduler state")
@@ -111,7 +112,7 @@ def _describe(
             "torch": torch.__version__,
             "num_ranks": runtime.context.axes.dp.size,
         },
-        model=_describe_model(runtime.root.module),
+        model=describe_model(runtime.root.module),
         config=_describe_config(parts.config),
         global_step=progress.global_step,
         skipped_steps=progress.skipped_steps,
@@ -139,14 +140,3 @@ def _describe_config(config: Config) -> dict[str, Any]:
     """A predicate can't be written down."""
     is_plain = config.units is None or isinstance(config.units, tuple)
     return (config if is_plain else replace(config, units=None)).to_dict()
-
-
-def _describe_model(module: Any) -> dict[str, Any]:
-    """Its class, and what transformers writes beside the weights."""
-    described: dict[str, Any] = {"class": type(module).__name__}
-    for key in ("config", "generation_config"):
-        if callable(to_json := getattr(getattr(module, key, None), "to_json_string", None)):
-            described[key] = json.loads(to_json())
-    if "config" in described:
-        described["config"].setdefault("architectures", [type(module).__name__])
-    return described

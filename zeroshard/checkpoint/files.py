@@ -132,7 +132,7 @@ def find(path: Path, tag: str | None = None) -> Path:
     else:
         pointer = path / tag
     name = _read_pointer(path, tag)
-    if name is None and _TAG.fullmatch(tag) and (path / tag).is_file():
+    if name is None and tag != LATEST and _TAG.fullmatch(tag) and (path / tag).is_file():
         raise ValueError(f"'{path / tag}': damaged; expected the name of a directory, '{tag}.<number>'")
     if name is None:
         tags = ", ".join(_tags_by_age(path)) or "none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -115,17 +115,19 @@ def load(
 def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_states: bool) -> _Plan:
     stored = open_checkpoint(directory)
     values = _read_values(stored)
-    names = _match_parameters(stored, parts.runtime)
-    _check_buffers(stored, parts.runtime)
+    model = read_model(parts.runtime)
+    names = _match_parameters(stored, parts.runtime, model.aliases)
+    _check_buffers(stored, model.buffers)
+    _check_names(directory, "extra state", values["extra"], model.extra)
     matches: list[int | None] = []
     states: dict[ShardedParameter, dict[str, StoredTensor]] = {}
     if parts.optimizer is not None:
         if stored.manifest.optimizer is None:
-            warnings.warn(f"'{directory}' holds no optimizer state: the optimizer starts anew", stacklevel=6)
+            warnings.warn(f"'{directory}' holds no optimizer state: the present one stays", stacklevel=6)
         else:
             _check_optimizer(stored, parts, convert_states, hyperparameters)
             if hyperparameters:
-                matches = match_groups(parts.optimizer, values["groups"])
+                matches = match_groups(parts.optimizer, values["groups"], names)
             by_name = _states_by_parameter(stored)
             trained = [p for group in parts.optimizer.param_groups for p in group["params"]]
             states = {p: by_name.get(names[p.fqn], {}) for p in trained}
@@ -159,12 +161,14 @@ _VALUES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _match_parameters(stored: Stored, runtime: Runtime) -> dict[str, str]:
+def _match_parameters(
+    stored: Stored, runtime: Runtime, aliases: Mapping[str, tuple[str, ...]]
+) -> dict[str, str]:
     """The stored name of each parameter of the model."""
     records, directory = stored.manifest.parameters, stored.directory
     home = {name: first for first, record in records.items() for name in (first, *record.aliases)}
-    aliases = read_model(runtime).aliases
     names: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for parameter in runtime.parameters:
         known = (parameter.fqn, *aliases.get(parameter.fqn, ()))
         homes = sorted({home[name] for name in known if name in home})
@@ -172,6 +176,8 @@ def _match_parameters(stored: Stored, runtime: Runtime) -> dict[str, str]:
             raise ValueError(f"'{directory}': expected parameter '{parameter.fqn}' of the model, found none")
         if len(homes) > 1:
             raise ValueError(f"'{directory}': {' and '.join(map(repr, homes))} are tied here and two there")
+        if (other := owners.setdefault(homes[0], parameter.fqn)) != parameter.fqn:
+            raise ValueError(f"'{directory}': '{other}' and '{parameter.fqn}' are two here and tied there")
         shape, expected = records[homes[0]].shape, tuple(parameter.full_shape)
         _check_shape(stored, homes[0], shape)
         if shape != expected:
@@ -197,11 +203,14 @@ def _check_shape(stored: Stored, name: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def _check_buffers(stored: Stored, runtime: Runtime) -> None:
-    buffers = read_model(runtime).buffers
-    for name in sorted(set(buffers) ^ set(stored.manifest.buffers)):
-        where = "the model" if name in buffers else "the checkpoint"
-        raise ValueError(f"'{stored.directory}': only {where} has a buffer '{name}'")
+def _check_names(directory: Path, kind: str, saved: Collection[str], present: Collection[str]) -> None:
+    for name in sorted(set(saved) ^ set(present)):
+        where = "the model" if name in present else "the checkpoint"
+        raise ValueError(f"'{directory}': only {where} has {kind} '{name}'")
+
+
+def _check_buffers(stored: Stored, buffers: Mapping[str, Tensor]) -> None:
+    _check_names(stored.directory, "a buffer", stored.manifest.buffers, buffers)
     for name, buffer in buffers.items():
         if name not in stored.tensors:
             raise RuntimeError(f"{stored.directory / INDEX}: expected buffer '{name}', found none")
@@ -267,9 +276,7 @@ def _read_tensors(runtime: Runtime, plan: _Plan, targets: Targets) -> None:
             reader.read(TensorSlice(name, tuple(buffer.shape), 0, values))
             buffer.copy_(values.view(buffer.shape))
     for name, value in plan.values["extra"].items():
-        runtime.root.module.get_submodule(name.rpartition("_extra_state")[0].rstrip(".")).set_extra_state(
-            value
-        )
+        runtime.root.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 @torch.no_grad()
@@ -282,9 +289,12 @@ def _mark_changed(runtime: Runtime) -> None:
 
 
 def _restore_optimizer(optimizer: Optimizer | None, plan: _Plan, targets: Targets) -> None:
-    if optimizer is None:
+    if optimizer is None or plan.stored.manifest.optimizer is None:
         return
-    optimizer.state.clear()
+    known = {name for group in plan.values["groups"] for name in group["names"]}
+    for parameter in list(optimizer.state):  # Adagrad needs the state that it made when it was built
+        if not isinstance(parameter, ShardedParameter) or plan.names[parameter.fqn] in known:
+            del optimizer.state[parameter]
     optimizer.state.update(plan.values["other"])
     for group in optimizer.param_groups:
         for parameter in group["params"]:

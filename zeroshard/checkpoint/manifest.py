@@ -118,7 +118,8 @@ def _check_kinds(content: Mapping[str, Any]) -> None:
                 _expect(isinstance(content[name], (kind, *others)), name)
     _expect(all(isinstance(name, str) for name in content["buffers"]), "buffers")
     for name, record in content["files"].items():
-        _expect(os.path.basename(name) == name and name not in ("", ".", ".."), f"the file name {name!r}")
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ValueError(f"it lists {name!r}, which is not in its directory")
         _expect(isinstance(record["num_bytes"], int) and isinstance(record["crc32"], int), name)
     for name, record in content["parameters"].items():
         _expect(all(isinstance(size, int) and size >= 0 for size in record["shape"]), name)

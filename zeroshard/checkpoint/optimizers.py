@@ -65,8 +65,13 @@ def read_optimizer(optimizer: Optimizer) -> OptimizerState:
     return state
 
 
-def match_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[int | None]:
+def match_groups(
+    optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], names: Mapping[str, str]
+) -> list[int | None]:
     """Which saved parameter group each group goes on with: that of its parameters, in whatever order.
+
+    Args:
+        names: what each parameter is called in `saved`.
 
     Raises:
         ValueError: its parameters were in groups with different hyperparameters.
@@ -74,13 +79,15 @@ def match_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> li
     home = {name: index for index, group in enumerate(saved) for name in group["names"]}
     matches: list[int | None] = []
     for number, group in enumerate(optimizer.param_groups):
-        sources = sorted({home[p.fqn] for p in group["params"] if p.fqn in home})
+        held = [names[p.fqn] for p in group["params"]]
+        sources = sorted({home[name] for name in held if name in home})
         for other in sources[1:]:
-            for key, value in saved[sources[0]].items():
-                if key != "names" and not _same(value, saved[other].get(key)):
+            for key in sorted(saved[sources[0]].keys() | saved[other].keys()):
+                one, two = saved[sources[0]].get(key), saved[other].get(key)
+                if key != "names" and not _same(one, two):
                     raise ValueError(
-                        f"parameter group {number} holds parameters that had {key}={value!r} and "
-                        f"{key}={saved[other].get(key)!r} in the checkpoint: expected the same groups, or "
+                        f"parameter group {number} holds parameters that had {key}={one!r} and "
+                        f"{key}={two!r} in the checkpoint: expected the same groups, or "
                         "restore_hyperparameters=False to keep the present ones"
                     )
         matches.append(sources[0] if sources else None)

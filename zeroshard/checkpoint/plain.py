@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def to_bytes(values: Mapping[str, Any]) -> bytes:
@@ -50,8 +51,17 @@ def check_plain(values: Any, name: str) -> None:
         )
 
 
+def _without_scalars(value: Any) -> Any:
+    """`value` without what loads for sure and takes long to try: an optimizer's step of every parameter."""
+    if type(value) is Tensor and not value.dim() and not vars(value):
+        return None
+    if type(value) is dict:
+        return {key: _without_scalars(item) for key, item in value.items()}
+    return value
+
+
 def _find_foreign(value: Any, path: str) -> tuple[str, Any] | None:
-    if _loads(value):
+    if _loads(_without_scalars(value)):
         return None
     if isinstance(value, Mapping):
         parts = [(f"[{key!r}]", item) for key, item in value.items()]

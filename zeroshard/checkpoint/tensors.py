@@ -74,10 +74,10 @@ def read_model(runtime: Runtime) -> ModelState:
         if (fqn := names.get(id(value))) is not None:
             if name != fqn:
                 state.aliases[fqn] = (*state.aliases.get(fqn, ()), name)
+        elif name.rpartition(".")[2] == "_extra_state":  # may be a tensor, and is no buffer even then
+            state.extra[name] = value
         elif isinstance(value, Tensor):
             state.buffers[name] = value.detach()
-        else:
-            state.extra[name] = value
     return state
 
 

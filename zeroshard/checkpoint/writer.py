@@ -10,14 +10,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    FileSystem,
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -33,6 +38,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from zeroshard.checkpoint.files import naming
 from zeroshard.checkpoint.manifest import FileRecord
@@ -57,7 +63,7 @@ def write_tensors(
     """
     writer = _Writer(directory, aliases)
     try:
-        dcp.save({}, storage_writer=writer, planner=_Planner(slices), process_group=axis.group)
+        dcp.save({}, storage_writer=writer, planner=_Planner(slices, axis.size), process_group=axis.group)
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise RuntimeError(f"rank {rank} could not write the checkpoint: {cause}") from error
@@ -69,8 +75,8 @@ def write_tensors(
 class _Planner(SavePlanner):
     """Every box of a slice is one entry under the tensor's own name, in its full shape."""
 
-    def __init__(self, slices: Sequence[TensorSlice]) -> None:
-        self._slices = slices
+    def __init__(self, slices: Sequence[TensorSlice], num_ranks: int) -> None:
+        self._slices, self._num_ranks = slices, num_ranks
         self._values: dict[MetadataIndex, Tensor] = {}
 
     def set_up_planner(
@@ -93,6 +99,11 @@ class _Planner(SavePlanner):
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if len(all_plans) != self._num_ranks:  # then every rank takes itself for the only one
+            raise RuntimeError(
+                f"expected the parts of {self._num_ranks} ranks, came {len(all_plans)}: the process group "
+                "was destroyed before the checkpoint was written"
+            )
         return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -106,9 +117,25 @@ class _Writer(FileSystemWriter):
     """Files with checksums; tied tensors are indexed under each of their names."""
 
     def __init__(self, directory: Path, aliases: Mapping[str, Sequence[str]]) -> None:
-        super().__init__(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+        super().__init__(directory, sync_files=True)
         self.fs = self.checked = _CheckedFiles()
         self._aliases = aliases
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """One file, box after box. Torch's own way copies each box and keeps the last one of every tensor."""
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        results = []
+        with self.fs.create_stream(Path(self.path) / name, "wb") as file:
+            for item in plan.items:
+                start = file.tell()
+                values = cast(Tensor, planner.resolve_data(item))
+                torch.save(_over_own_memory(values), cast(BinaryIO, file))
+                size = file.tell() - start
+                results.append(WriteResult(item.index, size, _StorageInfo(name, start, size)))
+            os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
     def storage_meta(self) -> StorageMeta:
         """Without the path, under which the checkpoint will not stay."""
@@ -127,6 +154,14 @@ class _Writer(FileSystemWriter):
         super().finish(metadata, [*results, more])
 
 
+def _over_own_memory(values: Tensor) -> Tensor:
+    """`values` on the CPU, as a tensor whose memory ends where they do: torch.save writes all of it."""
+    values = values.cpu().contiguous()
+    start = values.storage_offset() * values.element_size()
+    memory = values.untyped_storage()[start : start + values.nbytes]
+    return torch.empty(0, dtype=values.dtype).set_(memory, 0, values.shape, values.stride())
+
+
 class _CheckedFiles(FileSystem):
     """Files whose checksums are computed while they are written."""
 
@@ -135,13 +170,22 @@ class _CheckedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        with naming(path), _CheckedFile(path, mode) as file:
-            yield cast(io.IOBase, file)
+        with naming(path), _CheckedFile(path, mode) as file, _Buffered(file) as buffered:
+            yield buffered
         self.records[os.path.basename(path)] = FileRecord(file.num_bytes, file.crc32)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.records[os.path.basename(new_path)] = self.records.pop(os.path.basename(path))
+
+
+class _Buffered(io.BufferedWriter):
+    """Joins the small writes of torch.save, some forty for a box; large ones go through as they are."""
+
+    def fileno(self) -> int:
+        """For whoever syncs the file."""
+        self.flush()
+        return super().fileno()
 
 
 class _CheckedFile(io.FileIO):

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
+from zeroshard.comm.rendezvous import open_store
 from zeroshard.config import Config
 
 DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
@@ -48,11 +49,13 @@ def start_process_group(device: torch.device, timeout_s: float) -> bool:
     backend = dist.get_default_backend_for_device(device)
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         try:
-            dist.init_process_group(backend, timeout=timeout)
+            store = open_store(rank, size, timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: not all ranks came to initialize "
+                f"rank {rank} of {size}: not all ranks came to initialize "
                 f"within {timeout_s:g} s ({str(error).strip().splitlines()[0]})"
             ) from error
     else:

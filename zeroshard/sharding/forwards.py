@@ -26,10 +26,11 @@ def compile_forwards(units: Sequence[Unit]) -> None:
     Args:
         units: the root unit first; it is left as it is.
     """
-    with_hooks = {unit.module for unit in units}
+    with_hooks = {unit.module: unit for unit in units}
     for module in _branches(units):
-        if with_hooks.isdisjoint(set(module.modules()) - {module}):
+        if with_hooks.keys().isdisjoint(set(module.modules()) - {module}):
             module.forward = torch.compile(module.forward)
+            with_hooks[module].is_compiled = True
 
 
 def recompute_forwards(units: Sequence[Unit]) -> None:
@@ -65,7 +66,8 @@ def _checkpointed(module: nn.Module) -> Callable[..., Any]:
             if kwargs.get(cache) is not None:
                 raise ValueError(
                     f"recompute='unit' runs the forward of {name} twice, which would fill its {cache!r} "
-                    "twice; set use_cache=False in the model's config for training"
+                    "twice: set use_cache=False in the model's config for training; prefix tuning, which "
+                    "needs the cache, needs recompute='none'"
                 )
         before = _copy_buffers(module)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -43,9 +43,17 @@ def find_tensors(value: Any) -> tuple[list[Tensor], bool]:
     return tensors, is_opaque
 
 
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in nested containers and dataclasses, in `dtype`."""
-    return _map(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t)
+def cast_floats(value: Any, dtype: torch.dtype, *, in_lists: bool = True) -> Any:
+    """Floating-point tensors in nested containers and dataclasses, in `dtype`.
+
+    Args:
+        in_lists: also those in lists and mappings, which are then copies: what is added to them is lost.
+    """
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return _map(value, cast, None if in_lists else lambda part: isinstance(part, list | Mapping))
 
 
 def view_tensors(value: Any) -> Any:
@@ -53,16 +61,31 @@ def view_tensors(value: Any) -> Any:
     return _map(value, lambda t: t.view_as(t) if t.requires_grad else t)
 
 
-def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def copy_tensors(value: Any, which: Callable[[Tensor], bool]) -> Any:
+    """The same nested value with copies of some tensors, through which gradients flow."""
+    return _map(value, lambda t: t.clone() if which(t) else t)
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor], is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Whatever has no changed tensor in it stays the same object."""
+
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
-        if not is_dataclass(leaf) or isinstance(leaf, type):
+        if not is_dataclass(leaf) or isinstance(leaf, type) or (is_leaf is not None and is_leaf(leaf)):
+            return leaf
+        names = [field.name for field in fields(leaf) if hasattr(leaf, field.name)]
+        values = {name: getattr(leaf, name) for name in names}
+        changed = {name: _map(part, change, is_leaf) for name, part in values.items()}
+        if all(changed[name] is part for name, part in values.items()):
             return leaf
         twin = copy.copy(leaf)
-        for field in fields(leaf):
-            if hasattr(leaf, field.name):
-                object.__setattr__(twin, field.name, _map(getattr(leaf, field.name), change))
+        for name, part in changed.items():
+            object.__setattr__(twin, name, part)
         return twin
 
-    return pytree.tree_map(visit, value)
+    leaves, structure = pytree.tree_flatten(value, is_leaf)
+    changed = [visit(leaf) for leaf in leaves]
+    if all(new is old for new, old in zip(changed, leaves, strict=True)):
+        return value
+    return pytree.tree_unflatten(changed, structure)

@@ -3,7 +3,8 @@
     before forward    unshard this, prefetch the next, wait for this
     after forward     put the sharded parameters back; the storage goes when the next unit begins
     before backward   everything after this unit has had its backward: reduce and free what is left of it;
-                      unshard this, prefetch the one before, wait for this
+                      unshard this, prefetch the one before, wait for this. It begins with the first
+                      gradient of an output, or of a layer inside whose values have left beside the outputs
     a gradient        pack it; when the unit has all of its gradients, start the reduction
     end of backward   reduce what is left, agree on which parameters were used, deliver, free
 
@@ -86,6 +87,8 @@ class Runtime:
         self.is_held = False
         """Whether everything stays gathered after a forward."""
         self._is_in_backward = False
+        self._makes_graph = False
+        """Whether this backward makes a graph for another one, which needs the parameters once more."""
         self._backward: Callable[[], object] = object
         """Gives None when the backward that was begun has ended in an exception."""
         for unit in units:
@@ -102,6 +105,11 @@ class Runtime:
     @property
     def parameters(self) -> Iterator[ShardedParameter]:
         return (parameter for buffer in self.buffers for parameter in buffer.sharded)
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether the root's forward, or a method that counts as one, is running."""
+        return self._phase.is_in_forward
 
     @property
     def unit_infos(self) -> list[UnitInfo]:
@@ -191,11 +199,14 @@ class Runtime:
             self.leave_forward(unit)
 
         if (dtype := self.context.dtypes.param_dtype) is not None:
-            cast = functools.partial(cast_inputs, dtype=dtype)
+            cast = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is self.root)
             unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
         unit.module.register_forward_pre_hook(before, prepend=True)
         unit.module.register_forward_hook(after)
         unit.module.register_forward_hook(at_last, always_call=True)
+        if not unit.is_resident and not unit.is_compiled:
+            for layer in unit.owners - {unit.module}:
+                layer.register_forward_hook(functools.partial(self._watch_layer, unit))
         for gradients in unit.gradients:
             for index, parameter in enumerate(gradients.buffer.unsharded):
                 self._hook_gradient(unit, gradients, index, parameter)
@@ -213,8 +224,8 @@ class Runtime:
                 self._begin_forward()
             else:
                 self._called.append(unit)
-            unit.num_before = len(self._called)
             self._free_idle(unit)
+        unit.call = ForwardCall(unit, self._called)
         unit.unshard()
         if not is_in_backward():
             for upcoming in self._order.following(unit, self._num_prefetch):
@@ -230,6 +241,8 @@ class Runtime:
             return output
         if unit is self.root and self._output_dtype is not None:
             output = cast_floats(output, self._output_dtype)
+        if not unit.is_resident and not self.is_held:
+            output = unit.copy_own(output)
         is_hidden = False
         if unit is self.root or not self._is_alone:
             output, is_hidden = self._watch_outputs(unit, output)
@@ -307,7 +320,7 @@ class Runtime:
             output = view_tensors(output)
             tensors = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
         if tensors:
-            call = ForwardCall(unit, self._called)
+            call = unit.call
             unit.open_calls.add(call)
 
             def before_backward(gradient: Tensor) -> None:
@@ -318,6 +331,18 @@ class Runtime:
         if is_opaque:
             self._warn_opaque(unit)
         return output, is_opaque
+
+    def _watch_layer(self, unit: Unit, layer: nn.Module, args: Any, output: Any) -> None:
+        """Hook a layer with parameters: its values may leave the unit beside the outputs, as in a cache."""
+        if not isinstance(output, Tensor) or not output.requires_grad or torch.compiler.is_compiling():
+            return
+        call = unit.call
+
+        def before_backward(gradient: Tensor) -> None:
+            if call.entered_in is not self._backward or self._backward() is None:
+                self._before_backward(call)
+
+        output.register_hook(before_backward)
 
     def _warn_opaque(self, unit: Unit) -> None:
         if unit is not self.root and not unit.is_resident and not self._has_warned:
@@ -340,6 +365,7 @@ class Runtime:
             self._begin_backward()
         unit = call.unit
         unit.open_calls.discard(call)
+        call.entered_in = self._backward
         if unit.position >= 0:
             self._pass(call.position)
         if unit.backward_needs_parameters:
@@ -354,6 +380,7 @@ class Runtime:
 
     def _begin_backward(self) -> None:
         self._is_in_backward = True
+        self._makes_graph = torch.is_grad_enabled()
         self._to_pass = deque(reversed(self._order.units))
         self.reducer.begin()
         self._agree_on_frozen()
@@ -388,7 +415,8 @@ class Runtime:
                 passed.unshard()
             self.reducer.start(passed)
             passed.uninstall()
-            passed.reshard()
+            if not self._makes_graph:
+                passed.reshard()
         self._to_pass.extendleft(reversed(waiting))
 
     def _hook_gradient(self, unit: Unit, gradients: Gradients, index: int, parameter: nn.Parameter) -> None:
@@ -405,6 +433,12 @@ class Runtime:
                 )
             if not runtime._is_in_backward:  # no output of a unit could be hooked
                 runtime._begin_backward()
+            if unit.state is UnitState.SHARDED and unit.backward_needs_parameters:
+                raise RuntimeError(
+                    f"the gradient of '{gradients.buffer.originals[index].fqn}' came from outside of the "
+                    f"backward of {unit.described}, whose parameters were freed: return what the loss "
+                    "depends on from its forward"
+                )
             gradients.pack(index, gradient, runtime.reducer.is_deferring)
             if not gradients.num_missing and unit.is_complete:
                 runtime.reducer.start(unit)
@@ -415,7 +449,10 @@ class Runtime:
         self._pass(-1)
         self._is_in_backward = False
         self.reducer.end()
-        self.put_away()
+        for unit in self.units if self._makes_graph else ():
+            unit.uninstall()
+        if not self._makes_graph:
+            self.put_away()
         self._here.leave()
 
     def put_away(self) -> None:
@@ -449,6 +486,13 @@ def _check_sharded(optimizer: Optimizer) -> None:
                 )
 
 
-def cast_inputs(module: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A forward pre-hook: float tensors among the inputs in `dtype`."""
-    return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+def cast_inputs(
+    module: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype, in_lists: bool = True
+) -> tuple[Any, Any]:
+    """A forward pre-hook: float tensors among the inputs in `dtype`.
+
+    Args:
+        in_lists: also those in lists and mappings. Blocks hand on lists that later ones add to.
+    """
+    cast = functools.partial(cast_floats, dtype=dtype, in_lists=in_lists)
+    return tuple(map(cast, args)), {key: cast(value) for key, value in kwargs.items()}

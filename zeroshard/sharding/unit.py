@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 from weakref import WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Handle
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.nested import copy_tensors
 from zeroshard.sharding.parameter import describe_unit
 
 
@@ -36,10 +38,12 @@ _MOVES = {
 class ForwardCall:
     """One forward of a unit whose backward is still to come; it dies with its graph."""
 
-    __slots__ = ("__weakref__", "_before", "_num_before", "unit")
+    __slots__ = ("__weakref__", "_before", "_num_before", "entered_in", "unit")
 
     def __init__(self, unit: Unit, before: Sequence[Unit]) -> None:
-        self.unit, self._before, self._num_before = unit, before, unit.num_before
+        self.unit, self._before, self._num_before = unit, before, len(before)
+        self.entered_in: object = None
+        """The last backward that has come to it."""
 
     @property
     def position(self) -> int:
@@ -80,11 +84,13 @@ class Unit:
         self.name, self.module, self.described = name, module, describe_unit(name)
         self.buffers, self.gradients = buffers, gradients
         self.is_resident = all(buffer.is_resident for buffer in buffers)
+        self.is_compiled = False
+        """Whether nothing inside the module can be hooked."""
         self.backward_needs_parameters = needs_parameters_in_backward(module)
         self.position = -1
         """The place in the order of forwards, see `order.py`; -1 before the first one, and for the root."""
-        self.num_before = 0
-        """Calls of units that had begun in this forward with the last one of this unit."""
+        self.call = ForwardCall(self, ())
+        """The forward under way, or the last one."""
         self.open_calls: WeakSet[ForwardCall] = WeakSet()
         self.joins_backward = self.backward_needs_parameters
         """Whether its parameters are gathered in this backward: on all ranks, as soon as one needs them."""
@@ -174,6 +180,16 @@ class Unit:
                 owner._parameters[attribute] = parameter
             else:
                 setattr(owner, attribute, parameter)
+
+    def copy_own(self, output: Any) -> Any:
+        """What a forward returned, without views of parameters, whose memory is about to be freed."""
+        places = [(b.full.data_ptr(), b.full.data_ptr() + b.full_bytes) for b in self.buffers]
+
+        def is_own(tensor: Tensor) -> bool:
+            at = tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+            return any(start <= at < stop for start, stop in places)
+
+        return copy_tensors(output, is_own)
 
     @property
     def is_shown(self) -> bool:

@@ -1,0 +1,396 @@
+"""What is exported, by the command or by the engine, is what transformers loads: every bit of it."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import json
+import os
+import resource
+import shutil
+from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from tests.distributed.models import VOCABULARY, Tiny
+from tests.distributed.training import numbers, replicate, start, step, token_loss, tokens
+from zeroshard.cli.main import main
+from zeroshard.sharding.deferred import values_of
+
+transformers = pytest.importorskip("transformers")
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file, load_model  # noqa: E402
+
+LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+}
+BERT = {key: LLAMA[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+T5 = {"d_model": 24, "d_kv": 12, "d_ff": 40, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 2, "n_positions": 64}
+KINDS = {
+    "Llama": ("AutoModelForCausalLM", LLAMA),
+    "GPT2": ("AutoModelForCausalLM", GPT2),  # embedding and head are tied
+    "T5": ("AutoModelForSeq2SeqLM", T5 | {"decoder_start_token_id": 0}),  # and two embeddings
+    "Mixtral": ("AutoModelForCausalLM", LLAMA | {"num_local_experts": 4}),
+    "Bert": ("AutoModelForMaskedLM", BERT | {"intermediate_size": 40}),  # and a bias
+}
+
+
+def build(kind: str) -> nn.Module:
+    auto_class, sizes = KINDS[kind]
+    torch.manual_seed(1)
+    return getattr(transformers, auto_class).from_config(getattr(transformers, f"{kind}Config")(**sizes))
+
+
+def answer(model: nn.Module) -> torch.Tensor:
+    """Logits [2, 17, VOCABULARY], those of an encoder-decoder included."""
+    batch = tokens(7, rank=0)
+    return model.eval()(input_ids=batch, labels=batch).logits
+
+
+def train(engine: zeroshard.Engine) -> None:
+    for number in range(2):
+        batch = tokens(number)
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+
+
+class Tokenizer:
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "tokenizer.json").write_text("{}")
+
+
+def train_and_save(folder: str, kinds: list[str]) -> dict[str, tuple]:
+    """The whole state_dict and the logits of each model; a checkpoint and two exports are in `folder`."""
+    ends = {}
+    for kind in kinds:
+        engine, _ = start(build(kind), stage=3)
+        train(engine)
+        path = Path(folder, kind)
+        engine.save_checkpoint(path / "checkpoint")
+        engine.save_pretrained(path / "engine", Tokenizer())
+        engine.save_pretrained(path / "small", dtype="bf16", max_shard_bytes=10_000)
+        with torch.no_grad():
+            ends[kind] = engine.full_state_dict(), answer(engine)
+    return ends
+
+
+@pytest.fixture(scope="module")
+def trained(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    ends, _ = ranks(2, train_and_save, str(folder), list(KINDS), timeout=200)
+    return {kind: (folder / kind, *end) for kind, end in ends.items()}
+
+
+def load(kind: str, folder: Path, **options) -> nn.Module:
+    """What transformers loads; nothing is missing, and nothing was there that it does not know."""
+    auto_class = getattr(transformers, KINDS[kind][0])
+    model, report = auto_class.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(report.values()), report
+    return model
+
+
+def assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(
+            value, expected[name], rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_loads_what_was_trained_to_the_bit(trained, tmp_path, kind):
+    folder, state, logits = trained[kind]
+    assert main(["export", str(folder / "checkpoint"), str(tmp_path)]) == 0
+    for exported in (tmp_path, folder / "engine"):
+        model = load(kind, exported)
+        assert_equal(model.state_dict(), state)
+        assert len(list(model.parameters())) == len(list(build(kind).parameters()))  # tied as before
+        with torch.no_grad():
+            assert torch.equal(answer(model), logits)
+        assert model.config.architectures == [type(model).__name__]
+        assert model.dtype == torch.float32
+        assert (exported / "generation_config.json").exists() == model.can_generate()
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / name).read_bytes() == (folder / "engine" / name).read_bytes()
+    assert (folder / "engine" / "tokenizer.json").exists()
+    own = zeroshard.from_pretrained(getattr(transformers, KINDS[kind][0]), tmp_path)
+    assert_equal({name: values_of(value) for name, value in own.state_dict(keep_vars=True).items()}, state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_are_cut_and_values_cast_as_asked(trained, tmp_path, kind):
+    folder, state, _ = trained[kind]
+    size = ["--dtype", "bf16", "--max-shard-size", "10KB"]
+    assert main(["export", str(folder / "checkpoint"), str(tmp_path), *size, "--no-verify"]) == 0
+    for exported in (tmp_path, folder / "small"):
+        model = load(kind, exported)
+        assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
+        assert model.dtype == torch.bfloat16
+        assert_equal(model.state_dict(), {name: value.to(model.dtype) for name, value in state.items()})
+        index = json.loads((exported / "model.safetensors.index.json").read_text())
+        files = sorted(exported.glob("*.safetensors"))
+        assert {file.name for file in files} == set(index["weight_map"].values())
+        assert files[-1].name == f"model-{len(files):05}-of-{len(files):05}.safetensors"
+        tensors = [load_file(file) for file in files]
+        sizes = [[tensor.nbytes for tensor in held.values()] for held in tensors]
+        assert all(sum(held) <= 10_000 or len(held) == 1 for held in sizes)
+        assert sum(map(sum, sizes)) == index["metadata"]["total_size"]
+        with safe_open(files[0], "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+
+
+def test_a_new_export_leaves_nothing_of_the_one_before(trained, tmp_path):
+    checkpoint = str(trained["Llama"][0] / "checkpoint")
+    listings = []
+    for size in ("10KB", "5GB", "20KB"):
+        assert main(["export", checkpoint, str(tmp_path), "--max-shard-size", size]) == 0
+        assert_equal(load("Llama", tmp_path).state_dict(), trained["Llama"][1])
+        listings.append({file.name for file in tmp_path.iterdir()})
+    configs = {"config.json", "generation_config.json"}
+    assert listings[1] == configs | {"model.safetensors"}
+    assert "model.safetensors" not in listings[2]
+    shards = listings[2] - configs - {"model.safetensors.index.json"}
+    assert all(name.endswith(f"-of-{len(shards):05}.safetensors") for name in shards)
+
+
+def test_the_tokenizer_of_a_folder_goes_along(trained, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"to": 0, "the": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", bos_token="to")
+    tokenizer.save_pretrained(tmp_path / "base")
+    arguments = [str(trained["Llama"][0] / "checkpoint"), str(tmp_path / "out")]
+    assert main(["export", *arguments, "--tokenizer", str(tmp_path / "base")]) == 0
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert loaded("the bit to")["input_ids"] == [1, 2, 0]
+    assert loaded.bos_token == "to"
+
+
+# -------------------------------------------------------------------------------- other kinds of models
+
+
+class Mixed(nn.Module):
+    """Dtypes and shapes of all sorts, and a weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiny = Tiny()
+        self.again = self.tiny
+        self.frozen = nn.Linear(3, 5).bfloat16().requires_grad_(False)
+        self.norm = nn.BatchNorm1d(7)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("cache", torch.zeros(9), persistent=False)
+
+    def forward(self, x):
+        return self.tiny(self.norm(x)).square().mean() * self.scale + self.empty.sum()
+
+
+def train_mixed(folder: str, stage: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    engine, _ = start(Mixed(), stage=stage)
+    engine.backward(engine(numbers(0, 5, 7)))
+    engine.step()
+    engine.save_checkpoint(Path(folder, "checkpoint"))
+    engine.save_pretrained(Path(folder, "engine"))
+    state = engine.full_state_dict()
+    return {name: value.to(engine.state_dict()[name].dtype) for name, value in state.items()}
+
+
+@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 3), (2, 0), (2, 3)])
+def test_a_model_of_ones_own_is_exported_as_weights(ranks, tmp_path, num_ranks, stage):
+    expected, *_ = ranks(num_ranks, train_mixed, str(tmp_path), stage)
+    exported = tmp_path / "command"
+    assert main(["export", str(tmp_path / "checkpoint"), str(exported)]) == 0
+    for folder in (exported, tmp_path / "engine"):
+        assert [file.name for file in folder.iterdir()] == ["model.safetensors"]
+        model = Mixed()
+        load_model(model, folder / "model.safetensors")
+        assert_equal(model.state_dict(), expected)
+
+
+def train_adapters(folder: str) -> dict[str, torch.Tensor]:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    model = get_peft_model(build("Llama"), lora)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))
+    engine, _ = start(model, stage=3)
+    train(engine)
+    engine.save_checkpoint(Path(folder, "checkpoint"))
+    engine.save_pretrained(Path(folder, "engine"), Tokenizer())
+    return engine.full_state_dict()
+
+
+def test_of_a_model_with_adapters_peft_loads_those(ranks, tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    state, _ = ranks(2, train_adapters, str(tmp_path))
+    model = peft.PeftModel.from_pretrained(build("Llama"), tmp_path / "engine")
+    model.load_adapter(tmp_path / "engine" / "second", "second")
+    assert_equal(model.state_dict(), state)
+    size = (tmp_path / "engine" / "adapter_model.safetensors").stat().st_size
+    assert size < sum(value.nbytes for value in state.values()) / 2
+    assert (tmp_path / "engine" / "tokenizer.json").exists()
+    assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "command")]) == 2
+    assert "call engine.save_pretrained()" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------ memory and errors
+
+MEGABYTE = 1 << 20
+needs_linux = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux tells it"
+)
+
+
+def growth(function, *args) -> int:
+    """How many bytes more this process held while a function ran."""
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+    ctypes.CDLL(None).malloc_trim(0)  # what is free already would hide growth
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    function(*args)
+    return status("VmHWM") - before
+
+
+def save_large(folder: str) -> int:
+    """Save a model of 16 units of 2 MB; by how much memory grows on this rank while it is exported."""
+    model = nn.Sequential(*(nn.Linear(1024, 511) for _ in range(16)))
+    engine, _ = start(model, "SGD", stage=3, units="Linear")
+    engine.save_checkpoint(Path(folder, "checkpoint"))
+    engine.save_pretrained(Path(folder, "first"))  # what is allocated once is
+    return growth(engine.save_pretrained, Path(folder, "second"))
+
+
+def export_large(folder: str) -> int:
+    command = ["export", f"{folder}/checkpoint", f"{folder}/command"]
+    assert main([*command, "--dtype", "bf16"]) == 0
+    return growth(main, command)
+
+
+@needs_linux
+def test_an_export_holds_a_unit_or_a_tensor_at_a_time(ranks, tmp_path):
+    by_engine = ranks(2, save_large, str(tmp_path))
+    by_command = ranks(1, export_large, str(tmp_path), process_group=False)
+    assert max(by_engine + by_command) <= 2 * MEGABYTE + 4 * MEGABYTE
+    assert (tmp_path / "command" / "model.safetensors").stat().st_size > 31 * MEGABYTE
+
+
+@contextmanager
+def full(num_bytes: int) -> Iterator[None]:
+    """No file can grow beyond that."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def export_in_vain(folder: str) -> tuple[list[str], bool]:
+    """What an engine says to exports that fail, and whether it still does what plain training does."""
+    model = build("Llama")
+    engine, optimizer = start(copy.deepcopy(model), stage=3)
+    other = replicate(model)
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    engine.save_pretrained(Path(folder, "there"))
+    said = []
+    for path, tokenizer in (("there", None), ("file", None), ("new", Broken())):
+        try:
+            with full(20_000 if path == "there" and dist.get_rank() == 0 else -1):
+                engine.save_pretrained(Path(folder, path), tokenizer)
+        except RuntimeError as error:
+            said.append(str(error))
+    losses = [step(engine, optimizer, token_loss, 0), step(other, other_optimizer, token_loss, 0)]
+    return said, losses[0] == losses[1]
+
+
+class Broken:
+    def save_pretrained(self, folder: str) -> None:
+        raise KeyError("vocabulary")
+
+
+def test_an_export_that_fails_on_rank_0_fails_on_all_and_training_goes_on(ranks, tmp_path):
+    (tmp_path / "file").touch()
+    (said, is_same), other = ranks(2, export_in_vain, str(tmp_path))
+    assert other == (said, is_same)
+    assert is_same
+    there, file, new = said
+    assert "File too large" in there
+    assert "model.safetensors" in there
+    assert str(tmp_path / "file") in file
+    assert "the tokenizer could not be saved: 'vocabulary'" in new
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors")
+    }
+    assert_equal(load("Llama", tmp_path / "there").state_dict(), build("Llama").state_dict())
+
+
+def failure(capsys, *arguments: object) -> tuple[int, str]:
+    """The exit code and the one line of a command that fails."""
+    code = main(list(map(str, arguments)))
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("zeroshard: ")
+    assert err.count("\n") == 1
+    return code, err
+
+
+def test_the_command_says_what_could_not_be_written(trained, tmp_path, capsys, monkeypatch):
+    export = "export", trained["Llama"][0] / "checkpoint"
+    with full(10_000):
+        code, said = failure(capsys, *export, tmp_path / "full")
+    assert (code, not list((tmp_path / "full").iterdir())) == (1, True)
+    assert "File too large" in said
+    (tmp_path / "file").touch()
+    code, said = failure(capsys, *export, tmp_path / "file")
+    assert code == 1
+    assert str(tmp_path / "file") in said
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 5, 5))
+    code, said = failure(capsys, *export, tmp_path / "small")
+    assert code == 1
+    assert "5 bytes are free" in said
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 0, 10**9))
+    assert "is not writable" in failure(capsys, *export, tmp_path / "read-only")[1]
+
+
+@pytest.mark.parametrize("damage", ["shortened", "changed", "missing"])
+def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys, damage):
+    shutil.copytree(trained["Llama"][0] / "checkpoint", tmp_path / "checkpoint")
+    file = max(tmp_path.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    else:
+        at = len(content) // 2
+        file.write_bytes(
+            content[:at] + (bytes([content[at] ^ 1]) + content[at + 1 :]) * (damage == "changed")
+        )
+    code, said = failure(capsys, "export", tmp_path / "checkpoint", tmp_path / "out")
+    assert code == 1
+    assert str(file) in said
+    assert not (tmp_path / "out").exists()
+    if damage == "changed":
+        assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--no-verify"]) == 0

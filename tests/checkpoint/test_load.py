@@ -1,0 +1,179 @@
+"""What of a checkpoint fits which model: names that are tied, and models that are others."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.runs import Net, batch, differences, start, state, train
+
+# ------------------------------------------------------------------------------------------ going back
+
+CONFIGS = [{"stage": stage, "precision": {"param_dtype": "bf16"}} for stage in range(4)]
+SECOND_COPY = {"stage": 3, "reshard_after_forward": 2}
+
+
+def go_back(folder, configs):
+    """An engine that went on after it saved, loads that, and goes on again."""
+    found = []
+    for config in configs:
+        engine = start(config)
+        train(engine, range(2))
+        engine.save_checkpoint(folder)
+        stop, end = state(engine), state(engine, train(engine, range(2, 4)))
+        engine(batch(0)[:, :-1])  # what this gathered is there when it loads
+        engine.load_checkpoint(folder)
+        found += differences(state(engine), stop)
+        again = state(engine, train(engine, range(2, 4)))
+        found += differences(again, end) + ([] if again.losses == end.losses else [config])
+    return found
+
+
+def test_an_engine_that_has_gone_on_goes_back_to_the_bit(ranks, tmp_path):
+    assert ranks(2, go_back, tmp_path, CONFIGS) == [[], []]
+    assert ranks(4, go_back, tmp_path, [SECOND_COPY]) == [[]] * 4
+
+
+# ---------------------------------------------------------------------------------------- another model
+
+
+class Missing(Net):
+    """Lacks a parameter of the checkpoint."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        del self.unused
+
+
+class More(Net):
+    """Has one more."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.blocks[1].more = nn.Parameter(torch.ones(3))
+
+
+class MoreBuffers(Net):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.register_buffer("late", torch.ones(3))
+
+
+class OtherBuffer(Net):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.count = torch.zeros(2, dtype=torch.int64)
+
+
+class MoreExtra(Net):
+    def get_extra_state(self):
+        return {"a": 1}
+
+    def set_extra_state(self, state):
+        raise AssertionError("nothing was saved for it")
+
+
+OTHERS = {
+    "missing": (Missing, {}, "has parameter 'unused', which the model does not have"),
+    "more": (More, {}, "expected parameter 'blocks.1.more' of the model, found none"),
+    "misshapen": (
+        Net,
+        {"hidden": 14},
+        r"parameter 'mix' has shape (5, 20, 13); the model expects (5, 20, 14)",
+    ),
+    "untied here": (Net, {"tied": False}, "'tokens.weight' and 'head.weight' are two here and tied there"),
+    "another buffer": (MoreBuffers, {}, "only the model has a buffer 'late'"),
+    "misshapen buffer": (OtherBuffer, {}, "buffer 'count' has shape (); the model expects (2,)"),
+    "more extra state": (MoreExtra, {}, "only the model has extra state '_extra_state'"),
+}
+
+
+def saved(folder, kind=Net, options=None):
+    torch.manual_seed(0)
+    engine = start(3, model=kind(**options or {}))
+    train(engine, range(2))
+    engine.save_checkpoint(folder)
+
+
+def refused(folder, kind, options):
+    """What loading into another model says; the engine is as it was, and trains as one that did not try."""
+    losses = []
+    for tries in (True, False):
+        torch.manual_seed(1)
+        engine = start(3, model=kind(**options))
+        train(engine, range(2))
+        if tries:
+            before = state(engine)
+            try:
+                engine.load_checkpoint(folder)
+            except ValueError as error:
+                message = str(error)
+            assert not differences(state(engine), before)
+        losses.append(train(engine, range(2, 4)))
+    assert losses[0] == losses[1]
+    return message
+
+
+@pytest.fixture(scope="module")
+def checkpoint(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    ranks(2, saved, folder)
+    return folder
+
+
+@pytest.mark.parametrize("other", list(OTHERS))
+def test_a_checkpoint_of_another_model_is_refused_by_name_and_changes_nothing(ranks, checkpoint, other):
+    kind, options, message = OTHERS[other]
+    for said in ranks(2, refused, checkpoint, kind, options):
+        assert message in said
+        assert str(checkpoint) in said
+
+
+def test_a_checkpoint_of_untied_parameters_is_not_loaded_into_tied_ones(ranks, tmp_path):
+    ranks(2, saved, tmp_path, Net, {"tied": False})
+    for said in ranks(2, refused, tmp_path, Net, {}):
+        assert "'head.weight' and 'tokens.weight' are tied here and two there" in said
+
+
+def test_a_checkpoint_with_extra_state_is_not_loaded_into_a_model_without(ranks, tmp_path):
+    ranks(2, saved, tmp_path, MoreExtra, {})
+    for said in ranks(2, refused, tmp_path, Net, {}):
+        assert "only the checkpoint has extra state '_extra_state'" in said
+
+
+# ------------------------------------------------------------------------------------------------- names
+
+
+class HeadFirst(Net):
+    """The same model, whose tied parameter is first found under its other name."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        tokens = self.tokens
+        del self.tokens
+        self.tokens = tokens
+
+
+def head_apart(model, rates=(5e-3, 1e-2)):
+    others = [p for p in model.parameters() if p is not model.head.weight]
+    groups = [{"params": [model.head.weight], "lr": rates[0]}, {"params": others, "lr": rates[1]}]
+    return torch.optim.AdamW(groups)
+
+
+def load_by_other_name(folder):
+    engine = start(3, head_apart)
+    train(engine, range(2))
+    engine.save_checkpoint(folder)
+    torch.manual_seed(1)
+    other = start(3, functools.partial(head_apart, rates=(1.0, 1.0)), model=HeadFirst())
+    names = [e.optimizer.param_groups[0]["params"][0].fqn for e in (engine, other)]
+    assert names == ["tokens.weight", "head.weight"]
+    other.load_checkpoint(folder)
+    assert [group["lr"] for group in other.optimizer.param_groups] == [5e-3, 1e-2]
+    return train(other, range(2, 6)), train(engine, range(2, 6))
+
+
+def test_a_tied_parameter_is_found_under_any_of_its_names(ranks, tmp_path):
+    for got, want in ranks(2, load_by_other_name, tmp_path):
+        assert got == want

@@ -1,0 +1,148 @@
+"""Host memory that a rank needs beside its state to save and load, and bytes that it reads."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard.checkpoint import files, save
+from zeroshard.checkpoint.manifest import Manifest
+from zeroshard.checkpoint.reader import TensorReader, open_checkpoint
+from zeroshard.checkpoint.tensors import TensorSlice
+from zeroshard.comm.collectives import Axis
+from zeroshard.comm.counter import Counter
+from zeroshard.sharding.layout import Layout
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux tells it"
+)
+
+BOX = 16 << 20
+SLACK = 8 << 20
+"""For what is not a tensor: indexes, pickles, and what the allocator keeps."""
+
+
+class Rows(nn.Module):
+    """A parameter of several boxes and eight of less than one."""
+
+    def __init__(self, large, small):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, 512) for rows in (large, *[small] * 8))
+
+    def forward(self, x):
+        return sum(table(x).sum() for table in self.tables)
+
+
+def engine_of(large, small):
+    torch.manual_seed(0)
+    model = Rows(large, small)
+    engine = zeroshard.initialize(model, torch.optim.AdamW(model.parameters(), fused=True)).engine
+    engine.backward(engine(torch.tensor([1, 2])))
+    engine.step()
+    return engine
+
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def growth(action):
+    """Bytes by which the peak of resident memory exceeds what is held before."""
+    ctypes.CDLL(None).malloc_trim(0)  # else memory that was freed before hides what is taken
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    action()
+    return status("VmHWM") - before
+
+
+def measure(folder):
+    """Growth by what is done, and the bytes of this rank's shard."""
+    for blocking in (True, False):  # imports all that it needs
+        engine_of(16, 16).save_checkpoint(folder, "warm", blocking=blocking)
+    engine = engine_of(20_000, 1_000)
+
+    def in_background():
+        engine.save_checkpoint(folder, "background", blocking=False)
+        engine._saver.finish()
+
+    found = {
+        "save": growth(lambda: engine.save_checkpoint(folder, "blocking")),
+        "load": growth(lambda: engine.load_checkpoint(folder, "blocking")),
+        "background": growth(in_background),
+        "background again": growth(in_background),
+    }
+    report = engine.memory_report()
+    return found, report.parameters + report.optimizer
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_holds_one_box_more_and_in_the_background_its_shard_once_more(ranks, tmp_path, num_ranks):
+    for found, shard in ranks(num_ranks, measure, str(tmp_path), timeout=120):
+        assert shard >= 3 * (BOX + SLACK)
+        assert found["save"] <= BOX + SLACK
+        assert found["load"] <= BOX + SLACK
+        assert found["background"] <= shard + SLACK
+        assert found["background again"] <= SLACK
+
+
+SHAPES = [(20_000, 512), (2_000, 512), *[(512,), (1536, 512), (1536,), (512, 2048)] * 4, (512, 16, 5, 5)]
+
+
+def slices(num_ranks, rank):
+    """What a rank of so many holds of tensors of these shapes."""
+    layout = Layout(tuple(torch.Size(shape).numel() for shape in SHAPES), num_ranks)
+    for index, shape in enumerate(SHAPES):
+        span = layout.owned(index, rank)
+        if span.size:
+            values = torch.arange(span.start, span.stop, dtype=torch.int32)
+            yield TensorSlice(f"{index}", shape, span.start, values)
+
+
+def write(folder, parts):
+    manifest = Manifest(
+        written_by={},
+        model={},
+        config={},
+        global_step=0,
+        skipped_steps=0,
+        loss_scale=None,
+        seed=0,
+        data=None,
+        optimizer=None,
+        lr_scheduler=None,
+        parameters={},
+        buffers=(),
+    )
+    axis = Axis(None, device=torch.device("cpu"), counter=Counter(), timeout_s=10)
+    snapshot = save.Snapshot(
+        folder=folder, tag="t", keep_last=None, slices=parts, aliases={}, manifest=manifest, values=b""
+    )
+    save.write(snapshot, axis)
+
+
+def num_read():
+    """Bytes that this process has read from files."""
+    first = Path("/proc/self/io").read_text().splitlines()[0]
+    return int(first.removeprefix("rchar: "))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_other_numbers_of_ranks_read_at_most_half_more_than_they_need(tmp_path):
+    write(tmp_path, [part for rank in range(2) for part in slices(2, rank)])
+    stored = open_checkpoint(files.find(tmp_path))
+    for num_ranks in (1, 3, 4, 8):
+        for rank in range(num_ranks):
+            parts = list(slices(num_ranks, rank))
+            expected = [part.data.clone() for part in parts]
+            for part in parts:
+                part.data.zero_()
+            before = num_read()
+            with TensorReader(stored) as reader:
+                for part in parts:
+                    reader.read(part)
+            assert num_read() - before <= 1.5 * sum(part.data.nbytes for part in parts)
+            assert all(torch.equal(part.data, values) for part, values in zip(parts, expected, strict=True))

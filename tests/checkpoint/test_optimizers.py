@@ -1,0 +1,353 @@
+"""Optimizers, parameter groups and LR schedules: stopped and resumed is the same as never stopped."""
+
+import functools
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    SequentialLR,
+)
+
+from tests.checkpoint.runs import adamw, build, differences, start, state, train
+from tests.ranks import RankError
+
+BEFORE, AFTER = range(3), range(3, 8)
+
+
+def rates(engine):
+    """The learning rate of each parameter, wherever its group stands."""
+    return {p.fqn: group["lr"] for group in engine.optimizer.param_groups for p in group["params"]}
+
+
+def follow(engine):
+    """Learning rates and loss of each step after the stop."""
+    return [(rates(engine), *train(engine, [number])) for number in AFTER]
+
+
+def stopped_and_resumed(folder, make, configs=(3,), remake=None, scheduler=None):
+    """Where a run that was stopped at stage 3 and resumed with each config differs from one that was not."""
+    engine = start(3, make, lr_scheduler=scheduler)
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder)
+    steps, end = follow(engine), state(engine)
+    found = []
+    for config in configs:
+        engine = start(config, remake or make, seed=1, lr_scheduler=scheduler)
+        engine.load_checkpoint(folder)
+        found += [(a, b) for a, b in zip(follow(engine), steps, strict=True) if a != b]
+        got = state(engine)
+        if remake is not None:  # in other groups
+            got.values = end.values = {}
+        found += differences(got, end)
+    return found
+
+
+# --------------------------------------------------------------------------------------------- optimizers
+
+OPTIMIZERS = [
+    ("AdamW", {}),
+    ("AdamW", {"fused": True}),
+    ("AdamW", {"foreach": True}),
+    ("AdamW", {"amsgrad": True}),
+    ("SGD", {"momentum": 0.9}),
+    ("SGD", {}),
+    ("NAdam", {}),
+    ("RAdam", {}),
+    ("ASGD", {"t0": 2}),
+    ("Adagrad", {"initial_accumulator_value": 0.1}),
+    ("Adadelta", {}),
+    ("Adamax", {}),
+    ("RMSprop", {"momentum": 0.9, "centered": True}),
+    ("Rprop", {}),
+]
+
+
+def make_optimizer(model, name, options):
+    return getattr(torch.optim, name)(model.parameters(), **({"lr": 1e-2} | options))
+
+
+def every_optimizer(folder):
+    found = {}
+    for number, (name, options) in enumerate(OPTIMIZERS):
+        make = functools.partial(make_optimizer, name=name, options=options)
+        if lines := stopped_and_resumed(f"{folder}/{number}", make, configs=(3, 0)):
+            found[name, str(options)] = lines
+    return found
+
+
+def test_every_optimizer_goes_on_to_the_bit_at_its_own_and_another_stage(ranks, tmp_path):
+    assert ranks(2, every_optimizer, tmp_path) == [{}, {}]
+
+
+def change_kernel(folder):
+    """Saved by the default kernels, resumed by the fused ones: `step` is where each expects it."""
+    default = functools.partial(make_optimizer, name="AdamW", options={"foreach": False})
+    fused = functools.partial(make_optimizer, name="AdamW", options={"fused": True})
+    engine = start(3, default)
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder)
+    want = train(engine, AFTER)
+    engine = start(3, fused, seed=1)
+    engine.load_checkpoint(folder)
+    assert engine.optimizer.param_groups[0]["fused"] is True
+    return train(engine, AFTER), want
+
+
+def test_how_a_step_is_computed_is_the_resumed_runs_own_choice(ranks, tmp_path):
+    for got, want in ranks(2, change_kernel, tmp_path):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+ADAGRAD = functools.partial(make_optimizer, name="Adagrad", options={"initial_accumulator_value": 0.1})
+
+
+def without_optimizer(folder):
+    """A checkpoint of a model alone, loaded with an optimizer, and the other way round."""
+    alone = start(3, None)
+    alone.save_checkpoint(folder)
+    found = []
+    for make in (adamw, ADAGRAD):
+        want = train(start(3, make), AFTER)
+        engine = start(3, make, seed=1)
+        with pytest.warns(UserWarning, match="holds no optimizer state: the present one stays"):
+            engine.load_checkpoint(folder)
+        found += [] if train(engine, AFTER) == want else ["fresh optimizer"]
+    engine.save_checkpoint(folder)
+    alone.load_checkpoint(folder)
+    got, want = alone.full_state_dict(), engine.full_state_dict()
+    return found + [name for name, value in want.items() if not torch.equal(got[name], value)]
+
+
+def test_a_model_alone_is_saved_and_loaded(ranks, tmp_path):
+    assert ranks(2, without_optimizer, tmp_path) == [[], []]
+
+
+def over_more(folder):
+    """Saved with an optimizer over the blocks, loaded with one over everything."""
+    engine = start(3, lambda model: torch.optim.Adagrad(model.blocks.parameters(), lr=1e-2))
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder)
+    other = start(3, lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2), seed=1)
+    other.load_checkpoint(folder)
+    steps = {p.fqn: float(values["step"]) for p, values in other.optimizer.state.items()}
+    train(other, AFTER)
+    return steps
+
+
+def test_parameters_that_no_saved_optimizer_had_keep_their_present_state(ranks, tmp_path):
+    blocks = {f"blocks.{name}" for name, _ in build().blocks.named_parameters()}
+    for steps in ranks(2, over_more, tmp_path):
+        assert {name for name, count in steps.items() if count == 3} == blocks
+        assert {count for name, count in steps.items() if name not in blocks} == {0}
+
+
+def tensor_rates(folder):
+    def make(model):
+        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
+
+    found = stopped_and_resumed(folder, make, (3, 1), scheduler=SCHEDULES["cosine"])
+    engine = start(3, seed=1)
+    engine.load_checkpoint(folder)
+    return found, isinstance(engine.optimizer.param_groups[0]["lr"], float)
+
+
+def test_learning_rates_may_be_tensors(ranks, tmp_path):
+    assert ranks(2, tensor_rates, tmp_path) == [([], True)] * 2
+
+
+def load_into(folder, name, options, convert_states):
+    engine = start(3)
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder)
+    other = start(3, functools.partial(make_optimizer, name=name, options=options), seed=1)
+    before = state(other)
+    try:
+        other.load_checkpoint(folder, convert_states=convert_states)
+    except ValueError as error:
+        assert not differences(state(other), before)
+        return str(error)
+    want = state(engine)
+    return [line for line in differences(state(other), want) if not line.startswith("groups")]
+
+
+def test_states_of_another_optimizer_are_refused_unless_they_mean_the_same_and_that_is_asked_for(
+    ranks, tmp_path
+):
+    for convert in (False, True):
+        for message in ranks(2, load_into, tmp_path / "a", "SGD", {"momentum": 0.9}, convert):
+            assert "holds states of AdamW; the engine has SGD" in message
+    for message in ranks(2, load_into, tmp_path / "a", "Adam", {}, False):
+        assert "holds states of AdamW; the engine has Adam" in message
+    assert ranks(2, load_into, tmp_path / "b", "Adam", {}, True) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------- groups
+
+
+def in_groups(model, order=(0, 1, 2), others=(0.0, 0.0)):
+    """Blocks, the embedding, and all others in two groups of one learning rate and of these decays."""
+    named = dict(model.named_parameters())
+    blocks = [p for name, p in named.items() if name.startswith("blocks")]
+    rest = [p for name, p in named.items() if not name.startswith("blocks") and name != "tokens.weight"]
+    groups = [
+        {"params": blocks, "lr": 3e-3, "weight_decay": 0.3},
+        {"params": [model.tokens.weight], "lr": 5e-3, "betas": (0.5, 0.9)},
+        {"params": rest[::2], "weight_decay": others[0]},
+        {"params": rest[1::2], "weight_decay": others[1]},
+    ]
+    if len(order) < len(groups):  # the last two as one
+        groups[2:] = [{"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW([groups[index] for index in order], lr=1e-2)
+
+
+SPLIT = functools.partial(in_groups, order=(0, 1, 2, 3))
+
+
+def group_rates(folder, remake):
+    """What each group of a resumed run has, whose optimizer was made with other hyperparameters."""
+
+    def remade(model):
+        optimizer = remake(model)
+        for group in optimizer.param_groups:
+            group.update(lr=1.0, weight_decay=1.0, betas=(0.0, 0.0))
+        return optimizer
+
+    engine = start(3, remade)
+    engine.load_checkpoint(folder)
+    return [(group["lr"], group["weight_decay"], group["betas"]) for group in engine.optimizer.param_groups]
+
+
+BLOCKS, TOKENS, REST = (3e-3, 0.3, (0.9, 0.999)), (5e-3, 0.01, (0.5, 0.9)), (1e-2, 0.0, (0.9, 0.999))
+
+
+@pytest.mark.parametrize(
+    ("make", "remake", "expected"),
+    [
+        (in_groups, functools.partial(in_groups, order=(2, 0, 1)), [REST, BLOCKS, TOKENS]),
+        (in_groups, SPLIT, [BLOCKS, TOKENS, REST, REST]),
+        (SPLIT, in_groups, [BLOCKS, TOKENS, REST]),
+        (SPLIT, functools.partial(in_groups, order=(3, 1, 0, 2)), [REST, TOKENS, BLOCKS, REST]),
+    ],
+    ids=["reordered", "split", "merged", "split and reordered"],
+)
+def test_groups_that_were_reordered_split_or_merged_go_on_to_the_bit(ranks, tmp_path, make, remake, expected):
+    assert ranks(2, stopped_and_resumed, tmp_path, make, (3,), remake) == [[], []]
+    assert ranks(2, group_rates, tmp_path, remake) == [expected, expected]
+
+
+def merge_different(folder, restore):
+    engine = start(3, functools.partial(in_groups, order=(0, 1, 2, 3), others=(0.0, 0.5)))
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder)
+    merged = start(3, in_groups, seed=1)
+    before = state(merged)
+    try:
+        merged.load_checkpoint(folder, restore_hyperparameters=restore)
+    except ValueError as error:
+        assert not differences(state(merged), before)
+        train(merged, BEFORE)
+        return str(error)
+    got, want = state(merged), state(engine)
+    assert got.values["groups"] == before.values["groups"]
+    got.values, want.values = {}, {}
+    return differences(got, want)
+
+
+def test_merging_groups_of_different_hyperparameters_is_refused_unless_the_present_ones_are_kept(
+    ranks, tmp_path
+):
+    for message in ranks(2, merge_different, tmp_path, True):
+        assert "parameter group 2 holds parameters that had weight_decay=0.0 and weight_decay=0.5" in message
+        assert "restore_hyperparameters=False" in message
+    assert ranks(2, merge_different, tmp_path, False) == [[], []]
+
+
+# ---------------------------------------------------------------------------------------------- schedules
+
+
+class Half:
+    """A schedule that keeps a state of its own."""
+
+    def __init__(self, every):
+        self.every, self.calls = every, 0
+
+    def __call__(self, step):
+        self.calls += 1
+        return 0.5 ** (step // self.every)
+
+
+def per_group(optimizer):
+    """A lambda for each group, by what it holds, so that it follows the group wherever that stands."""
+    decays = {"blocks": lambda step: 1 / (step + 1), "tokens": Half(2), "rest": lambda step: 1.0}
+    kinds = [kind_of(optimizer, group) for group in optimizer.param_groups]
+    return LambdaLR(optimizer, [decays[kind] for kind in kinds])
+
+
+def kind_of(optimizer, group):
+    lr = group.get("initial_lr", group["lr"])
+    return {3e-3: "blocks", 5e-3: "tokens", 1e-2: "rest"}[lr]
+
+
+def one_cycle(optimizer):
+    peaks = {"blocks": 1e-2, "tokens": 2e-2, "rest": 3e-2}
+    kinds = [kind_of(optimizer, group) for group in optimizer.param_groups]
+    return OneCycleLR(optimizer, [peaks[kind] for kind in kinds], total_steps=12)
+
+
+def warm_up_and_cosine(optimizer):
+    parts = [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, 20)]
+    return SequentialLR(optimizer, parts, milestones=[2])
+
+
+SCHEDULES = {
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 20),
+    "one cycle": one_cycle,
+    "per group": per_group,
+    "warm-up and cosine": warm_up_and_cosine,
+}
+
+
+def with_schedule(folder, name, order):
+    schedules = []
+
+    def make_schedule(optimizer):
+        schedules.append(SCHEDULES[name](optimizer))
+        return schedules[-1]
+
+    found = stopped_and_resumed(
+        folder, in_groups, (3, 1), functools.partial(in_groups, order=order), make_schedule
+    )
+    assert all(len(set(schedule.get_last_lr())) == 3 for schedule in schedules), "groups can be told apart"
+    calls = [
+        [decay.calls for decay in getattr(schedule, "lr_lambdas", ()) if isinstance(decay, Half)]
+        for schedule in schedules
+    ]
+    return found + [calls[1:]] * any(one != calls[0] for one in calls)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)], ids=["same groups", "reordered groups"])
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_a_schedule_goes_on_where_it_was(ranks, tmp_path, name, order):
+    assert ranks(2, with_schedule, tmp_path, name, order) == [[], []]
+
+
+def other_schedule(folder, restore):
+    engine = start(3, in_groups, lr_scheduler=SCHEDULES["cosine"])
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder)
+    other = start(3, in_groups, seed=1, lr_scheduler=one_cycle)
+    rates = other.lr_scheduler.get_last_lr()
+    other.load_checkpoint(folder, restore_hyperparameters=restore)
+    assert other.lr_scheduler.get_last_lr() == rates
+    assert other.global_step == len(BEFORE)
+    train(other, AFTER)
+
+
+def test_another_schedule_is_refused_unless_it_is_to_stay(ranks, tmp_path):
+    ranks(2, other_schedule, tmp_path, False)
+    with pytest.raises(RankError, match=r"holds the state of a CosineAnnealingLR; the engine has a OneCycle"):
+        ranks(2, other_schedule, tmp_path, True)

@@ -1,0 +1,139 @@
+"""A checkpoint is one of torch.distributed.checkpoint: torch alone reads it."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+from tests.checkpoint.runs import start, state, train
+from zeroshard.checkpoint.boxes import Box, runs
+from zeroshard.checkpoint.files import find
+from zeroshard.checkpoint.reader import TensorReader, iterate_whole, open_checkpoint
+from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
+from zeroshard.sharding.layout import Layout
+
+
+def saved(folder, config):
+    engine = start(config)
+    train(engine, range(3))
+    engine.save_checkpoint(folder, "here")
+    found = state(engine)
+    names = {name: name if isinstance(name, str) else f"optimizer/{'/'.join(name)}" for name in found.tensors}
+    shapes = {p.fqn: tuple(p.full_shape) for _, p in engine.named_parameters()}
+    return {
+        names[name]: value if isinstance(name, str) else value.view(shapes[name[0]])
+        for name, value in found.tensors.items()
+        if isinstance(name, str) or name[1] != "step"
+    }
+
+
+@pytest.fixture(scope="module", params=["2 ranks", "4 ranks, hybrid"])
+def checkpoint(request, ranks, tmp_path_factory):
+    """The directory of a checkpoint, and all tensors that it must hold in their full shapes."""
+    folder = tmp_path_factory.mktemp("saved")
+    if request.param == "2 ranks":
+        want = ranks(2, saved, folder, 3)[0]
+    else:
+        want = ranks(4, saved, folder, {"stage": 3, "shard_group_size": 2})[0]
+    return find(folder, "here"), want
+
+
+def unequal(got, want):
+    assert got.keys() == want.keys()
+    return [
+        name
+        for name, value in want.items()
+        if got[name].dtype != value.dtype or not torch.equal(got[name], value)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_loads_full_tensors_under_the_plain_names_and_all_names_of_tied_ones(checkpoint):
+    directory, want = checkpoint
+    assert {"tokens.weight", "head.weight", "mix", "gain", "empty", "count"} < want.keys()
+    assert {"optimizer/mix/exp_avg", "optimizer/gain/exp_avg_sq", "optimizer/empty/exp_avg"} < want.keys()
+    got = {name: torch.full_like(value, 7) for name, value in want.items()}
+    dcp.load(got, storage_reader=FileSystemReader(directory), no_dist=True)
+    assert unequal(got, want) == []
+
+
+CONVERT = """
+import sys
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+for directory, file in zip(sys.argv[1::2], sys.argv[2::2]):
+    dcp_to_torch_save(directory, file)
+assert not any(name.startswith("zeroshard") for name in sys.modules)
+"""
+
+
+def test_torch_makes_one_file_of_it_without_zeroshard(ranks, tmp_path):
+    want = [ranks(num_ranks, saved, tmp_path / str(num_ranks), 3)[0] for num_ranks in (1, 2)]
+    paths = [
+        path
+        for num_ranks in (1, 2)
+        for path in (find(tmp_path / str(num_ranks), "here"), tmp_path / f"{num_ranks}.pt")
+    ]
+    subprocess.run([sys.executable, "-I", "-c", CONVERT, *paths], check=True)
+    for number, tensors in enumerate(want, start=1):
+        assert unequal(torch.load(tmp_path / f"{number}.pt", weights_only=True), tensors) == []
+
+
+def test_every_tensor_is_read_whole_by_zeroshard(checkpoint):
+    directory, want = checkpoint
+    stored = open_checkpoint(directory)
+    assert unequal(dict(iterate_whole(stored, iter(want))), want) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
+def test_any_layout_reads_its_slices(checkpoint, num_ranks):
+    directory, want = checkpoint
+    with TensorReader(open_checkpoint(directory)) as reader:
+        for name in ("mix", "tokens.weight", "optimizer/mix/exp_avg", "gain"):
+            value = want[name]
+            layout = Layout((value.numel(),), num_ranks)
+            for rank in range(num_ranks):
+                span = layout.owned(0, rank)
+                part = torch.full((span.size,), 7.0, dtype=torch.float64)
+                reader.read(TensorSlice(name, tuple(value.shape), span.start, part))
+                assert torch.equal(part, value.flatten()[span.slice].double())
+
+
+@pytest.mark.parametrize(
+    "shape", [(4096, 4096), (32000, 2048), (7, 3, 1031, 513), (64 << 20,)], ids=lambda shape: str(shape)
+)
+@pytest.mark.parametrize(("before", "after"), [(2, 8), (2, 3), (8, 2), (3, 4), (1, 8)])
+def test_boxes_are_small_and_what_another_layout_reads_of_them_is_what_it_needs(shape, before, after):
+    numel = math.prod(shape)
+    data = torch.empty(1, dtype=torch.float32).expand(numel)
+    old, new = Layout((numel,), before), Layout((numel,), after)
+    written = [
+        box
+        for rank in range(before)
+        for box, _ in slice_of(shape, data, old.owned(0, rank)).boxes(MAX_BOX_BYTES)
+    ]
+    assert sum(box.numel for box in written) == numel
+    assert max(box.numel for box in written) * 4 <= MAX_BOX_BYTES
+    rows = max(1, 4 * math.prod(shape[1:]))
+    assert len(written) <= 1.5 * 4 * numel / (MAX_BOX_BYTES // rows * rows) + before * 2 * len(shape)
+    for rank in range(after):
+        wanted = [box for box, _ in slice_of(shape, data, new.owned(0, rank)).boxes()]
+        num_read = sum(run.numel for box in written for part in wanted for run in runs(box, part))
+        assert num_read == new.owned(0, rank).size
+
+
+def slice_of(shape, data, span):
+    return TensorSlice("w", shape, span.start, data[span.slice])
+
+
+def test_a_tensor_of_which_a_part_is_missing_is_named(checkpoint):
+    directory, _ = checkpoint
+    stored = open_checkpoint(directory)
+    holed = stored.tensors["mix"]
+    assert isinstance(holed.boxes[0].box, Box)
+    stored.tensors["mix"] = type(holed)(holed.dtype, holed.shape, holed.boxes[1:])
+    with TensorReader(stored) as reader, pytest.raises(RuntimeError, match=r"1300 elements of 'mix'.* found"):
+        reader.read(TensorSlice("mix", (5, 20, 13), 0, torch.empty(1300)))

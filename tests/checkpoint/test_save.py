@@ -1,0 +1,214 @@
+"""Files of a save, at once and in the background; tags and what becomes of older checkpoints."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.checkpoint.runs import differences, start, state, train
+from tests.ranks import _torchrun_environment
+from zeroshard.checkpoint.files import find
+
+ROOT = Path(__file__).parents[2]
+
+
+def contents(folder, tag=None):
+    """The bytes of every file of a checkpoint."""
+    return {path.name: path.read_bytes() for path in sorted(find(folder, tag).iterdir())}
+
+
+# ------------------------------------------------------------------------------------------------- bytes
+
+
+def several_ways(folder):
+    engine = start(3)
+    train(engine, range(2))
+    engine.save_checkpoint(folder, "a", {"v": 1})
+    engine.save_checkpoint(folder, "b", {"v": 1})
+    engine.save_checkpoint(folder, "c", {"v": 1}, blocking=False)
+    engine.save_checkpoint(folder, "d", {"v": 1}, blocking=False)
+    engine.load_checkpoint(folder, "d")
+    engine.save_checkpoint(folder, "e", {"v": 1})
+
+
+def test_the_same_state_is_the_same_bytes_however_often_and_in_whatever_way_it_is_saved(ranks, tmp_path):
+    ranks(2, several_ways, tmp_path)
+    first = contents(tmp_path, "a")
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "values.pt", "zeroshard.json"} == first.keys()
+    for tag in "bcde":
+        other = contents(tmp_path, tag)
+        assert other.keys() == first.keys()
+        for name, data in first.items():
+            assert other[name] == data, (tag, name)
+
+
+# -------------------------------------------------------------------------------------------- background
+
+
+def beside_training(folder):
+    """Three saves in the background while training goes on: state at each call, and what was written."""
+    engine, found = start(3), []
+    for number in range(3):
+        train(engine, [number])
+        engine.save_checkpoint(folder, f"at-{number}", {"n": number}, blocking=False)
+        found.append(state(engine))
+        train(engine, range(3, 3 + number))
+    for number, want in enumerate(found):
+        other = start(number, seed=1)
+        if number == 2:
+            assert other.load_checkpoint(folder) == {"n": 2}
+        else:
+            assert other.load_checkpoint(folder, f"at-{number}") == {"n": number}
+        found[number] = differences(state(other), want)
+    return found
+
+
+def load_at_once(folder):
+    """The engine that saves loads right after it."""
+    engine = start(3)
+    train(engine, range(2))
+    engine.save_checkpoint(folder, blocking=False)
+    want, end = state(engine), train(engine, range(2, 5))
+    engine.save_checkpoint(folder, "later", blocking=False)
+    engine.load_checkpoint(folder, "step-2")
+    assert not differences(state(engine), want)
+    assert train(engine, range(2, 5)) == end
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_save_in_the_background_holds_the_values_of_the_call(ranks, tmp_path):
+    assert ranks(2, beside_training, tmp_path) == [[[], [], []]] * 2
+
+
+def test_loading_waits_for_a_save_in_the_background(ranks, tmp_path):
+    names = ["later", "later.0", "latest", "step-2", "step-2.0"]
+    assert ranks(2, load_at_once, tmp_path) == [names, names]
+
+
+SCRIPT = """
+import json, os, sys
+from tests.checkpoint.runs import start, train
+processes = []
+for environment in json.loads(sys.argv[2]):
+    processes.append(os.fork())  # importing torch takes seconds: once for all ranks
+    if not processes[-1]:
+        os.environ.update(environment)
+        engine = start(3)
+        train(engine, range(2))
+        engine.save_checkpoint(sys.argv[1], "now")
+        engine.save_checkpoint(sys.argv[1], "later", blocking=False)
+        break  # a rank ends here, as a script does
+else:
+    sys.exit(any(os.waitpid(process, 0)[1] for process in processes))
+"""
+
+
+def test_a_process_that_ends_after_a_save_in_the_background_leaves_a_checkpoint(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environments = json.dumps([_torchrun_environment(rank, 2, store.port) for rank in range(2)])
+    subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), environments], cwd=ROOT, check=True, timeout=120
+    )
+    assert contents(tmp_path) == contents(tmp_path, "later") == contents(tmp_path, "now")
+
+
+def without_group(folder):
+    engine = start(3, model=nn.Linear(700, 3))
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError) as caught:
+        engine.save_checkpoint(folder)
+    return str(caught.value)
+
+
+def test_ranks_whose_process_group_was_destroyed_leave_no_checkpoint_of_one_of_them(ranks, tmp_path):
+    for said in ranks(2, without_group, tmp_path):
+        assert "expected the parts of 2 ranks, came 1: the process group was destroyed" in said
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
+
+
+# -------------------------------------------------------------------------------------------------- tags
+
+
+def tags(folder):
+    engine, found = start(3, model=nn.Linear(3, 2)), {}
+
+    def names():
+        return sorted(path.name for path in folder.iterdir())
+
+    engine.save_checkpoint(folder)
+    engine.save_checkpoint(folder, "best-0.5=x", {"n": 1})
+    engine.save_checkpoint(folder, "best-0.5=x", {"n": 2})
+    found["names"] = names()
+    engine.save_checkpoint(folder, "last", {"n": 3})
+    ways = [
+        (folder, None),
+        (str(folder), "best-0.5=x"),
+        (folder / "best-0.5=x", None),
+        (folder / "best-0.5=x.1", None),
+        (folder, "step-0"),
+    ]
+    found["loaded"] = [engine.load_checkpoint(*way) for way in ways]
+    found["refused"] = []
+    before = names()
+    for tag in ("", "a/b", "../a", ".hidden", "latest", "v.1", "a b", 7, "x" * 300, "a\n"):
+        with pytest.raises(ValueError, match=r"tag: expected letters, digits .*; came ") as caught:
+            engine.save_checkpoint(folder, tag)
+        assert repr(tag) in str(caught.value)
+    assert names() == before
+    for path, tag, message in [
+        (folder, "none", "expected a checkpoint with tag 'none'; there are: step-0, best-0.5=x, last"),
+        (folder / "nowhere", None, "nowhere': expected a folder with checkpoints, found none"),
+        (folder, "../x", "expected a checkpoint with tag '../x'"),
+        (folder, "latest", "expected a checkpoint with tag 'latest'"),
+        (folder.parent / "empty", None, "expected a checkpoint, found none"),
+    ]:
+        (folder.parent / "empty").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=r"expected a") as caught:
+            engine.load_checkpoint(path, tag)
+        found["refused"] += [] if message in str(caught.value) else [str(caught.value)]
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_checkpoints_are_found_by_tag_by_directory_and_as_the_latest(ranks, tmp_path, num_ranks):
+    for found in ranks(num_ranks, tags, tmp_path / "in" / "folders"):
+        assert found["names"] == ["best-0.5=x", "best-0.5=x.1", "latest", "step-0", "step-0.0"]
+        assert found["loaded"] == [{"n": 3}, {"n": 2}, {"n": 2}, {"n": 2}, {}]
+        assert found["refused"] == []
+
+
+def keep(folder, keep_last, blocking):
+    engine = start({"stage": 3, "checkpoint": {"keep_last": keep_last}}, model=nn.Linear(3, 2))
+    for tag in ("a", "b", "c", "a", "d"):
+        engine.save_checkpoint(folder, tag, {"tag": tag}, blocking=blocking)
+    last = engine.load_checkpoint(folder)
+    return last, sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(("keep_last", "blocking"), [(1, True), (2, True), (2, False), (None, True)])
+def test_the_newest_checkpoints_are_kept(ranks, tmp_path, keep_last, blocking):
+    kept = {1: ["d", "d.0"], 2: ["a", "a.0", "d", "d.0"]}
+    all_of_them = ["a", "a.1", "b", "b.0", "c", "c.0", "d", "d.0"]
+    for last, names in ranks(2, keep, tmp_path, keep_last, blocking):
+        assert last == {"tag": "d"}
+        assert names == sorted([*kept.get(keep_last, all_of_them), "latest"])
+
+
+# ------------------------------------------------------------------------------------- what it says of itself
+
+
+def test_the_manifest_tells_who_wrote_what(ranks, tmp_path):
+    ranks(2, several_ways, tmp_path)
+    content = json.loads(contents(tmp_path, "a")["zeroshard.json"])["content"]
+    assert content["written_by"]["num_ranks"] == 2
+    assert content["written_by"]["torch"] == torch.__version__
+    assert content["config"]["stage"] == 3
+    assert content["model"]["class"] == "Net"
+    assert (content["optimizer"], content["global_step"]) == ("AdamW", 2)
+    assert content["parameters"]["tokens.weight"]["aliases"] == ["head.weight"]
+    assert content["parameters"]["empty"]["shape"] == [0, 5]

@@ -1,0 +1,455 @@
+"""What a checkpoint holds beside parameters and states: precision, data, random numbers, client_state."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from tests.checkpoint.runs import (
+    WIDTH,
+    Net,
+    differences,
+    from_all,
+    start,
+    state,
+    token_loss,
+    train,
+)
+from tests.checkpoint.test_plain import PLAIN, check_same
+
+BEFORE, AFTER = range(3), range(3, 8)
+
+
+def message_of(kind, function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except kind as error:
+        return str(error)
+    return "nothing was raised"
+
+
+# ---------------------------------------------------------------------------------------------- precision
+
+
+def overflowing_loss(engine, number):
+    """In step 1 the last rank's gradients are not finite."""
+    bad = number == 1 and dist.get_rank() == dist.get_world_size() - 1
+    return token_loss(engine, number) * (math.inf if bad else 1e-3)  # small: no other step overflows
+
+
+def in_precision(folder, precision, loss):
+    engine = start({"stage": 3, "precision": precision})
+    train(engine, BEFORE, loss)
+    engine.save_checkpoint(folder)
+    stop = state(engine)
+    end = state(engine, train(engine, AFTER))
+    found = []
+    for stage in (3, 0):
+        engine = start({"stage": stage, "precision": precision}, seed=1)
+        engine.load_checkpoint(folder)
+        found += differences(state(engine), stop)
+        got = state(engine, train(engine, AFTER))
+        found += differences(got, end)
+        found += [] if got.losses == end.losses else [(stage, got.losses, end.losses)]
+    return found, stop.values["loss scale"], stop.values["steps"]
+
+
+def test_bfloat16_goes_on_to_the_bit(ranks, tmp_path):
+    for found, _, steps in ranks(2, in_precision, tmp_path, {"param_dtype": "bf16"}, token_loss):
+        assert (found, steps) == ([], (3, 0))
+
+
+def test_float16_goes_on_with_its_loss_scale_and_counters(ranks, tmp_path):
+    for found, scale, steps in ranks(2, in_precision, tmp_path, {"param_dtype": "fp16"}, overflowing_loss):
+        assert found == []
+        assert (scale.value, scale.num_steps) == (32768.0, 1)  # halved by step 1, followed by a good one
+        assert steps == (2, 1)
+
+
+def fixed_scale(folder):
+    """The scale that a run asks for is not replaced by the one that another run had come to."""
+    half = {"stage": 3, "precision": {"param_dtype": "fp16"}}
+    engine = start(half)
+    train(engine, BEFORE, overflowing_loss)
+    engine.save_checkpoint(folder)
+    scales = []
+    for scale in (128.0, None):
+        precision = {"param_dtype": "fp16", "loss_scale": scale} if scale else {}
+        engine = start({"stage": 3, "precision": precision}, seed=1)
+        engine.load_checkpoint(folder)
+        scales.append(engine.loss_scale)
+    engine.save_checkpoint(folder)  # without a loss scale
+    engine = start(half, seed=1)
+    engine.load_checkpoint(folder)
+    return [*scales, engine.loss_scale]
+
+
+def test_a_fixed_loss_scale_and_other_precisions_keep_their_own(ranks, tmp_path):
+    assert ranks(2, fixed_scale, tmp_path) == [[128.0, 1.0, 65536.0]] * 2
+
+
+def as_float32(found):
+    found.tensors = {
+        name: value.float() if value.dtype == torch.float64 else value
+        for name, value in found.tensors.items()
+    }
+    return found
+
+
+def in_double(folder):
+    engine = start(3)
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder / "single")
+    want = state(engine)
+    double = {"stage": 2, "precision": {"param_dtype": "float32", "main_dtype": "float64"}}
+    engine = start(double, seed=1)
+    engine.load_checkpoint(folder / "single")
+    assert {p.dtype for name, p in engine.named_parameters() if p.requires_grad} == {torch.float64}
+    assert {value["exp_avg"].dtype for value in engine.optimizer.state.values()} == {torch.float64}
+    found = differences(as_float32(state(engine)), want)
+    engine.save_checkpoint(folder / "double")
+    back = start(3, seed=1)
+    back.load_checkpoint(folder / "double")
+    assert {value["exp_avg"].dtype for value in back.optimizer.state.values()} == {torch.float32}
+    found += differences(state(back), want)
+    train(engine, AFTER)
+    engine.save_checkpoint(folder / "double")
+    back.load_checkpoint(folder / "double")
+    return found + differences(state(back), as_float32(state(engine)))
+
+
+def test_main_parameters_and_states_are_loaded_in_the_dtype_of_the_run(ranks, tmp_path):
+    assert ranks(2, in_double, tmp_path) == [[], []]
+
+
+class HalfLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class FrozenHalf(Net):
+    def __init__(self):
+        super().__init__()
+        self.frozen = HalfLinear(WIDTH, WIDTH).bfloat16().requires_grad_(False)
+
+
+def frozen_in_half(folder, save):
+    torch.manual_seed(0 if save else 1)
+    engine = start(3, model=FrozenHalf())
+    assert engine.frozen.weight.dtype == torch.bfloat16
+    if save:
+        train(engine, BEFORE)
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    return state(engine)
+
+
+def test_frozen_parameters_keep_their_dtype_and_bits(ranks, tmp_path):
+    want, got = ranks(2, frozen_in_half, tmp_path, True)[0], ranks(3, frozen_in_half, tmp_path, False)[0]
+    assert not differences(got, want)
+
+
+# ------------------------------------------------------------------------------------------- accumulation
+
+
+def accumulating(folder):
+    def begin(seed):
+        return start({"stage": 3, "gradient_accumulation_steps": 2}, seed=seed)
+
+    engine = begin(0)
+    train(engine, [0, 1, 2])
+    said = message_of(RuntimeError, engine.save_checkpoint, folder)
+    written = folder.exists()
+    train(engine, [3])
+    engine.save_checkpoint(folder)
+    want = train(engine, range(4, 8))
+    other = begin(1)
+    train(other, [0])  # half a step, dropped by what is loaded
+    other.load_checkpoint(folder)
+    return said, written, train(other, range(4, 8)) == want, other.global_step
+
+
+def test_in_the_middle_of_a_step_nothing_is_saved_and_loading_drops_it(ranks, tmp_path):
+    for said, written, is_same, steps in ranks(2, accumulating, tmp_path / "new"):
+        assert "after 1 micro-batches of an unfinished step" in said
+        assert not written
+        assert is_same
+        assert steps == 4
+
+
+# ------------------------------------------------------------------------------------------------ buffers
+
+
+def batch_norm(folder):
+    def begin(seed):
+        torch.manual_seed(seed)
+        return start(3, model=nn.Sequential(nn.Linear(7, 30), nn.BatchNorm1d(30), nn.Linear(30, 3)))
+
+    def loss(engine, number):
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        return engine(torch.randn(5, 7, generator=generator)).square().mean()
+
+    engine = begin(0)
+    train(engine, BEFORE, loss)
+    engine.save_checkpoint(folder)
+    saved = from_all({name: value.clone() for name, value in engine.named_buffers()})
+    assert not torch.equal(saved[0]["1.running_mean"], saved[1]["1.running_mean"])
+    want = train(engine, AFTER, loss)
+    engine = begin(1)
+    engine.load_checkpoint(folder)
+    for name, value in engine.named_buffers():
+        assert torch.equal(value, saved[0][name]), name
+    assert engine.get_buffer("1.num_batches_tracked") == len(BEFORE)
+    return train(engine, AFTER, loss) == want
+
+
+def test_all_ranks_load_the_buffers_of_rank_0(ranks, tmp_path):
+    assert ranks(2, batch_norm, tmp_path) == [True, True]
+
+
+def kept_buffers(folder):
+    engine = start(3)
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder)
+    other = start(3, seed=1)
+    other.load_checkpoint(folder)
+    return other.count.item(), other.scratch.tolist(), torch.equal(other.average, engine.average)
+
+
+def test_persistent_buffers_are_loaded_and_others_left_alone(ranks, tmp_path):
+    assert ranks(2, kept_buffers, tmp_path)[0] == (3, [0.0] * 3, True)
+
+
+BUFFERS = {
+    "flags": torch.tensor([True, False, True]),
+    "angles": torch.polar(torch.ones(3, 2), torch.arange(6.0).view(3, 2)),
+    "codes": torch.arange(256).to(torch.uint8).view(16, 16).T,
+    "small": torch.arange(5.0).to(torch.float8_e4m3fn),
+    "scale": torch.tensor(1.5, dtype=torch.float16),
+    "none": torch.zeros(0, 3),
+    "long": torch.tensor(-(2**62)),
+}
+
+
+class Unusual(nn.Linear):
+    """Buffers of many dtypes, and a parameter with a slash in its name."""
+
+    def __init__(self, filled):
+        super().__init__(700, 3)
+        self.named = nn.ParameterDict({"a/b": torch.full((5, 99), float(filled))})
+        for name, value in BUFFERS.items():
+            self.register_buffer(name, value.clone() if filled else torch.zeros_like(value))
+
+
+def unusual(folder, save):
+    engine = start(3, model=Unusual(save))
+    if save:
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    for name, want in BUFFERS.items():
+        got = engine.get_buffer(name)
+        assert (got.dtype, got.shape) == (want.dtype, want.shape), name
+        assert got.tolist() == want.tolist(), name
+    return engine.full_state_dict().get("named.a/b")
+
+
+def test_buffers_may_have_any_dtype_and_names_a_slash(ranks, tmp_path):
+    for num_ranks, save in ((2, True), (3, False)):
+        assert torch.equal(ranks(num_ranks, unusual, tmp_path, save)[0], torch.ones(5, 99))
+
+
+class Extra(nn.Linear):
+    """Keeps what is neither parameter nor buffer."""
+
+    def __init__(self, extra):
+        super().__init__(7, 3)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, extra):
+        self.extra = extra
+
+
+def extra_state(folder):
+    def begin(seen, scale):
+        return start(3, model=nn.Sequential(Extra(seen), nn.Sequential(Extra(scale))))
+
+    engine = begin({"seen": [1, 2]}, torch.tensor([0.5, 2.0]))
+    engine.save_checkpoint(folder)
+    engine = begin({"seen": []}, torch.tensor(0.0))
+    engine.load_checkpoint(folder)
+    assert engine.module[0].extra == {"seen": [1, 2]}
+    assert engine.module[1][0].extra.tolist() == [0.5, 2.0]
+    engine.module[1][0].extra = local_object()
+    return message_of(ValueError, engine.save_checkpoint, folder, "other")
+
+
+def local_object():
+    class Local:
+        pass
+
+    return Local()
+
+
+def test_extra_state_of_modules_is_given_back_to_them(ranks, tmp_path):
+    for said in ranks(2, extra_state, tmp_path):
+        assert "extra state of modules['1.0._extra_state']: " in said
+
+
+# --------------------------------------------------------------------------------------- data and numbers
+
+
+def take(folder, num_batches, micro_batch_size, save):
+    """The samples that this rank gets after it was resumed, where there is a checkpoint."""
+    made = zeroshard.initialize(
+        nn.Linear(3, 2),
+        config={"stage": 3, "micro_batch_size": micro_batch_size},
+        training_data=list(range(24)),
+    )
+    if not save:
+        made.engine.load_checkpoint(folder)
+    samples = []
+    for number, batch in enumerate(made.dataloader, start=1):
+        samples += batch.tolist()
+        if save and number == num_batches:
+            made.engine.save_checkpoint(folder)
+            break
+    return samples, made.dataloader.state_dict()["epoch"]
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), [(1, 4), (3, 2), (4, 1)])
+def test_every_sample_is_seen_once_by_the_stopped_and_the_resumed_run(
+    ranks, tmp_path, num_ranks, micro_batch_size
+):
+    first = ranks(2, take, tmp_path, 2, 3, True)
+    rest = ranks(num_ranks, take, tmp_path, None, micro_batch_size, False)
+    assert sorted(sample for samples, _ in first + rest for sample in samples) == list(range(24))
+    assert {epoch for _, epoch in first + rest} == {0}
+
+
+def draw():
+    return torch.rand(3).tolist(), random.random(), np.random.rand()
+
+
+def numbers_after_saving(folder):
+    rank = dist.get_rank()
+    torch.manual_seed(100 + rank)
+    random.seed(200 + rank)
+    np.random.seed(300 + rank)
+    engine = start(3, model=nn.Linear(3, 2))
+    draw()
+    engine.save_checkpoint(folder)
+    return draw()
+
+
+def numbers_after_loading(folder):
+    engine = start(3, model=nn.Linear(3, 2))
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        engine.load_checkpoint(folder)
+        found.append(draw())
+    assert found[0] == found[1]
+    return found[0]
+
+
+def test_each_rank_goes_on_with_its_random_numbers_and_new_ranks_derive_theirs(ranks, tmp_path):
+    want = ranks(2, numbers_after_saving, tmp_path)
+    assert ranks(1, numbers_after_loading, tmp_path) == want[:1]
+    got = ranks(4, numbers_after_loading, tmp_path)
+    assert got[:2] == want
+    assert len({str(drawn) for drawn in got}) == 4
+    assert ranks(3, numbers_after_loading, tmp_path) == got[:3]
+
+
+# ----------------------------------------------------------------------------------- the user's own values
+
+
+def client_state(folder, value):
+    engine = start(3, model=nn.Linear(3, 2))
+    engine.save_checkpoint(folder, client_state=value)
+    return start(3, model=nn.Linear(3, 2)).load_checkpoint(folder)
+
+
+def test_client_state_comes_back_on_all_ranks(ranks, tmp_path):
+    for got in ranks(2, client_state, tmp_path, PLAIN):
+        check_same(got, PLAIN)
+    assert ranks(2, client_state, tmp_path, None) == [{}, {}]
+
+
+def bad_client_state(folder, who):
+    """What is said where the ranks `who` give what can't be loaded; and whether training goes on."""
+    engine = start(3)
+    bad = {"a": {"b": [1, {"c": local_object()}]}} if dist.get_rank() in who else {"a": 1}
+    said = message_of(ValueError, engine.save_checkpoint, folder, client_state=bad)
+    written = folder.exists()
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder, client_state={"a": 1})
+    return said, written, start(3, seed=1).load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
+def test_a_value_that_needs_code_on_any_rank_is_refused_by_its_key_on_all(ranks, tmp_path, who):
+    for said, written, loaded in ranks(2, bad_client_state, tmp_path / "new", who):
+        assert "client_state['a']['b'][1]['c']: expected tensors" in said
+        assert f"Local (rank {who[0]})" in said
+        assert not written
+        assert loaded == {"a": 1}
+
+
+def other_kinds(folder):
+    engine = start(3, model=nn.Linear(3, 2))
+    kinds = [message_of(ValueError, engine.save_checkpoint, folder, client_state=it) for it in ([1], 7)]
+    lists = message_of(ValueError, engine.save_checkpoint, folder, client_state={"f": [lambda: 0]})
+    return *kinds, lists, folder.exists()
+
+
+def test_client_state_is_a_dict(ranks, tmp_path):
+    for of_list, of_number, of_lambda, written in ranks(2, other_kinds, tmp_path / "new"):
+        assert "client_state: expected a dict, came list" in of_list
+        assert "client_state: expected a dict, came int" in of_number
+        assert "client_state['f'][0]: " in of_lambda
+        assert not written
+
+
+def different_places(folder):
+    engine, rank = start(3, model=nn.Linear(3, 2)), dist.get_rank()
+    said = [
+        message_of(ValueError, engine.save_checkpoint, folder / str(rank)),
+        message_of(ValueError, engine.save_checkpoint, folder, f"tag-{rank}"),
+        message_of(ValueError, engine.save_checkpoint, folder, "b/d" if rank else "good"),
+    ]
+    return said, list(folder.rglob("*"))
+
+
+def test_ranks_that_save_to_different_places_are_told_of_both_and_nothing_is_written(ranks, tmp_path):
+    for said, written in ranks(2, different_places, tmp_path):
+        assert f"rank 0 saves to '{tmp_path}/0' with tag 'step-0', rank 1 to '{tmp_path}/1'" in said[0]
+        assert "tag 'tag-0', rank 1 to" in said[1]
+        assert "came 'b/d' (rank 1)" in said[2]
+        assert written == []
+
+
+def different_checkpoints(folder):
+    engine, rank = start(3, model=nn.Linear(3, 2)), dist.get_rank()
+    engine.save_checkpoint(folder, "one")
+    engine.save_checkpoint(folder, "two")
+    return [
+        message_of(ValueError, engine.load_checkpoint, folder, ("one", "two")[rank]),
+        message_of(ValueError, engine.load_checkpoint, folder, ("one", "none")[rank]),
+    ]
+
+
+def test_ranks_that_load_different_checkpoints_are_told_so(ranks, tmp_path):
+    for different, missing in ranks(2, different_checkpoints, tmp_path):
+        assert "the ranks see different checkpoints: one.0, two.0" in different
+        assert "expected a checkpoint with tag 'none'; there are: one, two (rank 1)" in missing

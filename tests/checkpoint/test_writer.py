@@ -1,0 +1,33 @@
+"""Tensors become files that zeroshard and torch.distributed.checkpoint read."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.checkpoint.test_memory import write
+from zeroshard.checkpoint import files
+from zeroshard.checkpoint.reader import iterate_whole, open_checkpoint
+from zeroshard.checkpoint.tensors import TensorSlice
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex64, torch.int8, torch.int64]
+
+
+def raw(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
+def test_views_single_values_and_empty_tensors_come_back_to_the_bit(tmp_path, dtype):
+    memory = (8 * torch.randn(60)).to(dtype)
+    tensors = {"view": memory[7:42].view(7, 5), "value": memory[3], "empty": memory[:0].view(0, 3)}
+    write(tmp_path, [TensorSlice(n, tuple(t.shape), 0, t.reshape(-1)) for n, t in tensors.items()])
+    directory = files.find(tmp_path)
+    ours = dict(iterate_whole(open_checkpoint(directory), iter(tensors)))
+    theirs = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(theirs, checkpoint_id=directory)
+    for name, tensor in tensors.items():
+        for found in (ours[name], theirs[name]):
+            assert (found.dtype, found.shape) == (dtype, tensor.shape)
+            assert torch.equal(raw(found), raw(tensor))
+    assert (directory / "__0_0.distcp").stat().st_size < 3 * 2048 + memory.nbytes
