@@ -2,10 +2,10 @@
 # used, and only packages that it lacks are installed; otherwise .venv is made.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune test fuzz lint bench test-gpu bench-gpu clean missing
+.PHONY: help setup finetune test fuzz kill-trials lint bench test-gpu bench-gpu clean missing
 
 NPROC ?= 2# ranks of `make finetune`
-ARGS ?=# further arguments of finetune, test, fuzz, bench
+ARGS ?=# further arguments of finetune, test, fuzz, kill-trials, bench
 
 PIP_INSTALL = -m pip install --no-input --disable-pip-version-check --quiet
 READY := .venv/.ready
@@ -37,7 +37,7 @@ endef
 export MISSING
 
 help:  ## Show the targets
-	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "  make %-12s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(if $(HAS_TORCH),missing,$(READY))  ## Install what the other targets need
 
@@ -68,6 +68,9 @@ test: setup  ## Run the tests (ARGS="-k layout")
 
 fuzz: setup  ## Train random models in random ways, against plain PyTorch (ARGS="--cases 300")
 	"$(PYTHON)" -m tests.fuzz $(ARGS)
+
+kill-trials: setup  ## Kill ranks while they save, 50 times (ARGS="--trials 50")
+	"$(PYTHON)" -m tests.checkpoint.kill $(ARGS)
 
 lint: setup  ## Check style, format and types
 	"$(PYTHON)" -m ruff check .

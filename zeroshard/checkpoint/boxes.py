@@ -11,7 +11,7 @@ A rank owns a flat range of a parameter's elements. As boxes of the full shape i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import add
@@ -86,6 +86,20 @@ def split(box: Box, max_numel: int) -> Iterator[Box]:
         offsets[dim] += start
         sizes[dim] = min(num_rows, sizes[dim] - start)
         yield from split(Box(tuple(offsets), tuple(sizes)), max_numel)
+
+
+def tiles(boxes: Sequence[Box], shape: Shape) -> bool:
+    """Whether boxes that lie inside a tensor hold each of its elements once."""
+    filled = [box for box in boxes if box.numel]
+    if sum(box.numel for box in filled) != math.prod(shape):
+        return False
+    open_boxes: list[Box] = []  # those that reach into the row at which the next one begins
+    for box in sorted(filled, key=lambda box: box.offsets):
+        open_boxes = [other for other in open_boxes if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        if any(box.intersect(other) for other in open_boxes):
+            return False
+        open_boxes += [box] if shape else []
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +66,12 @@ def open_place(folder: Path, tag: str, num_bytes: int) -> Place:
     """
     folder.mkdir(parents=True, exist_ok=True)
     current = _read_pointer(folder, tag)
+    is_named = current is not None and (folder / current / MANIFEST).is_file()
     known = dict(_generations(folder, tag))
     for path in known:
-        if path.name != current:
-            shutil.rmtree(path, ignore_errors=True)
+        # Where `<tag>` is damaged, a complete directory may be all that there is.
+        if path.name != current and (is_named or _is_hidden(path)):
+            _drop(path)
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise RuntimeError(
@@ -92,7 +95,7 @@ def commit(place: Place, keep_last: int | None) -> None:
     _replace(place.folder / LATEST, place.tag)
     for path, _ in _generations(place.folder, place.tag):
         if path != place.final:
-            shutil.rmtree(path, ignore_errors=True)
+            _drop(path)
     if keep_last is not None:
         for tag in _tags_by_age(place.folder)[:-keep_last]:
             if tag != place.tag:
@@ -100,8 +103,10 @@ def commit(place: Place, keep_last: int | None) -> None:
 
 
 def discard(place: Place) -> None:
-    """Remove what was written of a checkpoint that will not be complete."""
-    shutil.rmtree(place.temporary, ignore_errors=True)
+    """Remove what was written of a checkpoint that could not appear."""
+    _drop(place.temporary)
+    if _read_pointer(place.folder, place.tag) != place.final.name:
+        _drop(place.final)
 
 
 def find(path: Path, tag: str | None = None) -> Path:
@@ -123,11 +128,15 @@ def find(path: Path, tag: str | None = None) -> Path:
     if tag is None:
         if not (path / LATEST).is_file():
             raise ValueError(f"'{path}': expected a checkpoint, found none (there is no file '{LATEST}')")
-        tag = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        tag, pointer = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip(), path / LATEST
+    else:
+        pointer = path / tag
     name = _read_pointer(path, tag)
+    if name is None and tag != LATEST and _TAG.fullmatch(tag) and (path / tag).is_file():
+        raise ValueError(f"'{path / tag}': damaged; expected the name of a directory, '{tag}.<number>'")
     if name is None:
         tags = ", ".join(_tags_by_age(path)) or "none"
-        raise ValueError(f"'{path}': expected a checkpoint with tag '{tag}'; there are: {tags}")
+        raise ValueError(f"'{pointer}': expected a checkpoint with tag '{tag}'; there are: {tags}")
     if not (path / name / MANIFEST).is_file():
         raise ValueError(f"'{path / name}': expected a checkpoint, found no {MANIFEST} in it")
     return path / name
@@ -140,23 +149,40 @@ def sync(path: Path) -> None:
     """Let a file or directory outlive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write a file that outlives a power failure."""
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors of what is done with an open file tell its name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
-    write_synced(temporary, f"{text}\n".encode())
-    os.replace(temporary, path)
+    try:
+        write_synced(temporary, f"{text}\n".encode())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 
@@ -172,12 +198,22 @@ def _read_pointer(folder: Path, tag: str) -> str | None:
 def _generations(folder: Path, tag: str) -> Iterator[tuple[Path, int]]:
     """Directories of a tag, complete or not, with their numbers."""
     for path in sorted(folder.iterdir()):
-        name = path.name
-        if name.startswith(".") and name.endswith(".tmp"):
-            name = name[1:-4]
+        name = path.name[1:-4] if _is_hidden(path) else path.name
         match = _GENERATION.fullmatch(name)
         if match is not None and match["tag"] == tag and path.is_dir():
             yield path, int(match["number"])
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".") and path.name.endswith(".tmp")
+
+
+def _drop(path: Path) -> None:
+    """Remove a directory as far as possible: first its name, so that no half is taken for a checkpoint."""
+    hidden = path if _is_hidden(path) else path.with_name(f".{path.name}.tmp")
+    with suppress(OSError):
+        os.rename(path, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _tags_by_age(folder: Path) -> list[str]:
@@ -187,8 +223,8 @@ def _tags_by_age(folder: Path) -> list[str]:
 
 
 def _remove(folder: Path, tag: str) -> None:
-    """Remove a checkpoint: first its name, so that no half of it is ever taken for one."""
+    """Remove all of a tag: first its name."""
     (folder / tag).unlink(missing_ok=True)
     sync(folder)
     for path, _ in _generations(folder, tag):
-        shutil.rmtree(path, ignore_errors=True)
+        _drop(path)

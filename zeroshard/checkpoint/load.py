@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from zeroshard.checkpoint.optimizers import (
     reorder_schedule,
     restore_groups,
 )
-from zeroshard.checkpoint.reader import Stored, StoredTensor, TensorReader, open_checkpoint
+from zeroshard.checkpoint.reader import INDEX, Stored, StoredTensor, TensorReader, open_checkpoint
 from zeroshard.checkpoint.save import VALUES
 from zeroshard.checkpoint.tensors import TensorSlice, held_slices, read_model
 from zeroshard.optim.scaling import LossScale
@@ -114,8 +114,7 @@ def load(
 
 def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_states: bool) -> _Plan:
     stored = open_checkpoint(directory)
-    check_sums(directory, stored.manifest, [VALUES])
-    values = plain.read(directory / VALUES)
+    values = _read_values(stored)
     model = read_model(parts.runtime)
     names = _match_parameters(stored, parts.runtime, model.aliases)
     _check_buffers(stored, model.buffers)
@@ -133,6 +132,33 @@ def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_state
             trained = [p for group in parts.optimizer.param_groups for p in group["params"]]
             states = {p: by_name.get(names[p.fqn], {}) for p in trained}
     return _Plan(stored=stored, values=values, names=names, matches=matches, states=states)
+
+
+def _read_values(stored: Stored) -> Mapping[str, Any]:
+    """What is neither a tensor nor in the manifest; its parts are of the kinds that are taken for granted."""
+    file = stored.directory / VALUES
+    if VALUES not in stored.manifest.files:
+        raise RuntimeError(f"{file}: missing in the list of files")
+    check_sums(stored.directory, stored.manifest, [VALUES])
+    values = plain.read(file)
+    try:
+        is_sound = all(isinstance(values[key], kinds) for key, kinds in _VALUES.items())
+        is_sound &= all(isinstance(name, str) for group in values["groups"] for name in group["names"])
+        is_sound &= all(isinstance(scalars, dict) for scalars in values["scalars"].values())
+        for states in values["rng"]:
+            rng.check(states)
+    except Exception as error:  # whatever other things end in
+        raise RuntimeError(f"{file}: damaged ({type(error).__name__}: {error})") from None
+    if not is_sound:
+        raise RuntimeError(f"{file}: damaged (it holds other things than a checkpoint has)")
+    return cast(Mapping[str, Any], values)
+
+
+_VALUES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("groups", "rng"), (list,)),
+    **dict.fromkeys(("scalars", "other", "extra", "client_state"), (dict,)),
+    "lr_scheduler": (dict, type(None)),
+}
 
 
 def _match_parameters(
@@ -153,7 +179,8 @@ def _match_parameters(
         if (other := owners.setdefault(homes[0], parameter.fqn)) != parameter.fqn:
             raise ValueError(f"'{directory}': '{other}' and '{parameter.fqn}' are two here and tied there")
         shape, expected = records[homes[0]].shape, tuple(parameter.full_shape)
-        if shape != expected or stored.tensors[homes[0]].shape != expected:
+        _check_shape(stored, homes[0], shape)
+        if shape != expected:
             raise ValueError(
                 f"'{directory}': parameter '{parameter.fqn}' has shape {shape}; the model expects {expected}"
             )
@@ -166,6 +193,16 @@ def _match_parameters(
     return names
 
 
+def _check_shape(stored: Stored, name: str, shape: tuple[int, ...]) -> None:
+    """Whether index and manifest say the same of a parameter."""
+    tensor = stored.tensors.get(name)
+    if tensor is None or tensor.shape != shape:
+        found = "none" if tensor is None else f"shape {tensor.shape}"
+        raise RuntimeError(
+            f"{stored.directory / INDEX}: expected parameter '{name}' of shape {shape}, found {found}"
+        )
+
+
 def _check_names(directory: Path, kind: str, saved: Collection[str], present: Collection[str]) -> None:
     for name in sorted(set(saved) ^ set(present)):
         where = "the model" if name in present else "the checkpoint"
@@ -175,6 +212,8 @@ def _check_names(directory: Path, kind: str, saved: Collection[str], present: Co
 def _check_buffers(stored: Stored, buffers: Mapping[str, Tensor]) -> None:
     _check_names(stored.directory, "a buffer", stored.manifest.buffers, buffers)
     for name, buffer in buffers.items():
+        if name not in stored.tensors:
+            raise RuntimeError(f"{stored.directory / INDEX}: expected buffer '{name}', found none")
         if (shape := stored.tensors[name].shape) != tuple(buffer.shape):
             raise ValueError(
                 f"'{stored.directory}': buffer '{name}' has shape {shape}; the model expects "
@@ -202,7 +241,9 @@ def _states_by_parameter(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
         fqn, _, key = rest.rpartition("/")
         if prefix == "optimizer" and fqn in stored.manifest.parameters:
             if tensor.shape != stored.manifest.parameters[fqn].shape:
-                raise RuntimeError(f"{stored.directory}: state '{key}' of '{fqn}' has shape {tensor.shape}")
+                raise RuntimeError(
+                    f"{stored.directory / INDEX}: state '{key}' of '{fqn}' has shape {tensor.shape}"
+                )
             states.setdefault(fqn, {})[key] = tensor
     return states
 

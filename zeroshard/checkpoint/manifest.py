@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,7 @@ def read_manifest(directory: Path) -> Manifest:
                 f"{file}: expected checkpoint format {FORMAT}, came {content['format']}, written by "
                 f"zeroshard {content['written_by'].get('zeroshard')}"
             )
-        for key in ("written_by", "model", "config", "files", "parameters"):
-            if not isinstance(content[key], dict):
-                raise TypeError(f"'{key}' is a {type(content[key]).__name__}")
-        if outside := [name for name in content["files"] if name != Path(name).name or name == ".."]:
-            raise ValueError(f"it lists {outside[0]!r}, which is not in its directory")
+        _check_kinds(content)
         content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
         content["parameters"] = {
             name: ParameterRecord(tuple(record["shape"]), record["dtype"], tuple(record["aliases"]))
@@ -94,8 +91,44 @@ def read_manifest(directory: Path) -> Manifest:
         }
         content["buffers"] = tuple(content["buffers"])
         return Manifest(**{option.name: content[option.name] for option in fields(Manifest)})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RuntimeError(f"{file}: damaged ({error})") from None
+
+
+_KINDS: dict[type, tuple[str, ...]] = {
+    int: ("global_step", "skipped_steps", "seed"),
+    dict: ("written_by", "model", "config", "parameters", "files"),
+    list: ("buffers",),
+}
+_KINDS_OR_NONE: dict[type, tuple[str, ...]] = {
+    dict: ("loss_scale", "data"),
+    str: ("optimizer", "lr_scheduler"),
+}
+
+
+def _check_kinds(content: Mapping[str, Any]) -> None:
+    """Whether everything is of the kind that readers take for granted, and every file is inside.
+
+    Raises:
+        ValueError: naming the first thing that is not.
+    """
+    for kinds, others in ((_KINDS, ()), (_KINDS_OR_NONE, (type(None),))):
+        for kind, names in kinds.items():
+            for name in names:
+                _expect(isinstance(content[name], (kind, *others)), name)
+    _expect(all(isinstance(name, str) for name in content["buffers"]), "buffers")
+    for name, record in content["files"].items():
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ValueError(f"it lists {name!r}, which is not in its directory")
+        _expect(isinstance(record["num_bytes"], int) and isinstance(record["crc32"], int), name)
+    for name, record in content["parameters"].items():
+        _expect(all(isinstance(size, int) and size >= 0 for size in record["shape"]), name)
+        _expect(all(isinstance(other, str) for other in (record["dtype"], *record["aliases"])), name)
+
+
+def _expect(is_so: bool, name: str) -> None:
+    if not is_so:
+        raise ValueError(f"{name} is not as expected")
 
 
 def _crc_of(content: Any) -> int:

@@ -7,17 +7,17 @@ import math
 import pickle
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
-from zeroshard.checkpoint.boxes import Box, runs, whole
+from zeroshard.checkpoint.boxes import Box, runs, tiles, whole
 from zeroshard.checkpoint.manifest import Manifest, check_sizes, check_sums, read_manifest
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
 
@@ -32,10 +32,24 @@ _CLASSES = {
     )
 }
 """All that the index of a checkpoint of tensors consists of, beside dtypes and layouts."""
+_STATEFUL = frozenset(_CLASSES.values())
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Admits data classes of torch.distributed.checkpoint only."""
+class _IndexUnpickler(pickle._Unpickler):
+    """Admits data classes of torch.distributed.checkpoint only.
+
+    The one in Python: in the one in C, a number in the file decides how much memory is taken.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        """Set the attributes of an object, but not those of a class or function."""
+        if type(self.stack[-2]) not in _STATEFUL:  # type: ignore[attr-defined]
+            raise pickle.UnpicklingError("it changes what is not its own")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
@@ -98,28 +112,25 @@ def open_checkpoint(directory: Path) -> Stored:
 
 def _read_index(file: Path, manifest: Manifest) -> dict[str, StoredTensor]:
     try:
-        with file.open("rb") as stream:
-            index = _IndexUnpickler(stream).load()
+        index = _IndexUnpickler(io.BytesIO(file.read_bytes())).load()
         if not isinstance(index, metadata.Metadata):
             raise pickle.UnpicklingError(f"it holds a {type(index).__name__}")
         return {
             name: _stored_tensor(name, entry, index.storage_data, manifest)
             for name, entry in index.state_dict_metadata.items()
         }
-    except (pickle.UnpicklingError, *_MALFORMED) as error:
-        raise RuntimeError(f"{file}: not the index of a checkpoint of zeroshard: {error}") from None
+    except Exception as error:  # whatever a crafted index ends in
+        reason = f"{type(error).__name__}: {error}"
+        raise RuntimeError(f"{file}: not the index of a checkpoint of zeroshard ({reason})") from None
 
 
-_MALFORMED = (AttributeError, EOFError, ImportError, IndexError, KeyError, TypeError, ValueError)
-"""What a crafted index ends in."""
-
-
-def _stored_tensor(name: str, entry: Any, places: Any, manifest: Manifest) -> StoredTensor:
-    if not isinstance(entry, metadata.TensorStorageMetadata):
-        raise ValueError(f"'{name}' is a {type(entry).__name__}, not a tensor")
-    shape, dtype = _integers(entry.size), entry.properties.dtype
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"'{name}' has dtype {dtype!r}")
+def _stored_tensor(name: Any, entry: Any, places: Any, manifest: Manifest) -> StoredTensor:
+    if not isinstance(name, str) or not isinstance(entry, metadata.TensorStorageMetadata):
+        raise ValueError(f"expected tensors by name, came a {type(entry).__name__}")
+    shape = _integers(entry.size)
+    dtype: Any = entry.properties.dtype
+    if not isinstance(dtype, torch.dtype) or not _has_plain_elements(dtype):
+        raise ValueError(f"'{name}' is not of a dtype whose elements are plain numbers")
     boxes = []
     for chunk in entry.chunks:
         box = Box(_integers(chunk.offsets), _integers(chunk.sizes))
@@ -127,18 +138,34 @@ def _stored_tensor(name: str, entry: Any, places: Any, manifest: Manifest) -> St
             raise ValueError(f"'{name}' has a part {box} outside of its shape {shape}")
         place = places[metadata.MetadataIndex(name, torch.Size(box.offsets))]
         offset, num_bytes = _integers((place.offset, place.length))
-        if place.relative_path not in manifest.files or getattr(place, "transform_descriptors", None):
-            raise ValueError(f"'{name}' is said to be in {place.relative_path!r}")
-        if offset + num_bytes > manifest.files[place.relative_path].num_bytes:
-            raise ValueError(f"'{name}' ends behind the end of {place.relative_path!r}")
-        boxes.append(StoredBox(box, place.relative_path, offset, num_bytes))
+        file: Any = place.relative_path
+        if not isinstance(file, str) or file not in manifest.files:
+            raise ValueError(f"'{name}' is said to be in another file than those of the checkpoint")
+        if getattr(place, "transform_descriptors", None):
+            raise ValueError(f"'{name}' is said to be transformed")
+        if offset + num_bytes > manifest.files[file].num_bytes:
+            raise ValueError(f"'{name}' ends behind the end of {file!r}")
+        boxes.append(StoredBox(box, file, offset, num_bytes))
+    if not tiles([stored.box for stored in boxes], shape):
+        raise ValueError(f"the parts of '{name}' do not make up its shape {shape}")
     return StoredTensor(dtype, shape, tuple(boxes))
 
 
 def _integers(values: Any) -> tuple[int, ...]:
     if not all(isinstance(value, int) and value >= 0 for value in values):
-        raise ValueError(f"expected integers >= 0, came {values!r}")
+        raise ValueError("expected integers >= 0 for sizes and places")
     return tuple(values)
+
+
+def _has_plain_elements(dtype: torch.dtype) -> bool:
+    """Neither quantized nor bits, whose elements don't say what they mean."""
+    return dtype.is_floating_point or dtype.is_complex or dtype in _INTEGERS
+
+
+_INTEGERS = (
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+)
 
 
 class TensorReader:
@@ -209,8 +236,18 @@ def _data_offset(file: BinaryIO, source: StoredBox, dtype: torch.dtype) -> int:
             start = records[0].header_offset
         section.seek(start + 26)
         name_size, extra_size = struct.unpack("<HH", section.read(4))
-        return int(start + 30 + name_size + extra_size)
-    except (zipfile.BadZipFile, struct.error, OSError) as error:
+        begin = int(start + 30 + name_size + extra_size)
+        if begin + expected > source.num_bytes:
+            raise zipfile.BadZipFile(f"{expected} bytes from {begin} on are not all there")
+        return begin
+    except (
+        zipfile.BadZipFile,
+        struct.error,
+        OSError,
+        ValueError,
+        OverflowError,
+        NotImplementedError,
+    ) as error:
         raise RuntimeError(
             f"{file.name}: no tensor of torch.save at byte {source.offset} ({error})"
         ) from None

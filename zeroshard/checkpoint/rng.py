@@ -31,6 +31,14 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
         numpy.random.set_state(tuple(states["numpy"]))
 
 
+def check(states: dict[str, Any]) -> None:
+    """Whether they are states of generators; no generator changes. Raises whatever these raise."""
+    random.Random().setstate(states["python"])
+    torch.Generator().set_state(states["torch"])
+    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.RandomState().set_state(tuple(states["numpy"]))
+
+
 def derive(seed: int, rank: int, step: int) -> None:
     """Seed the generators of a rank for which no state was saved: the same for the same arguments."""
     digest = blake2b(f"{seed} {rank} {step}".encode(), digest_size=8).digest()

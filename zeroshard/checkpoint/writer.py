@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from zeroshard.checkpoint.files import naming
 from zeroshard.checkpoint.manifest import FileRecord
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
 from zeroshard.comm.collectives import Axis
@@ -169,7 +170,7 @@ class _CheckedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        with _CheckedFile(path, mode) as file, _Buffered(file) as buffered:
+        with naming(path), _CheckedFile(path, mode) as file, _Buffered(file) as buffered:
             yield buffered
         self.records[os.path.basename(path)] = FileRecord(file.num_bytes, file.crc32)
 

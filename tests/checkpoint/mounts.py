@@ -1,0 +1,147 @@
+"""Save on small, on read-only, and on different file systems: a script for where mounting is allowed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.checkpoint.forked import Group
+from tests.checkpoint.test_faults import Run, message_of, wait_for_background
+
+
+def mount(folder: Path, num_bytes: int) -> None:
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "none", folder], check=True)
+
+
+def remount(folder: Path, option: str) -> None:
+    """Collective."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        subprocess.run(["mount", "-o", f"remount,{option}", folder], check=True)
+    dist.barrier()
+
+
+def fill(folder: Path) -> None:
+    """Let another process take all space that is left; collective."""
+    if dist.get_rank() == 0:
+        with (folder / "filler").open("wb", buffering=0) as file:
+            try:
+                while file.write(bytes(1 << 12)):
+                    pass
+            except OSError:
+                pass
+    dist.barrier()
+
+
+def save_in_little_space(folder: Path) -> None:
+    """There is room for two checkpoints of about 3 MB; then for one; then for a part of one."""
+    run = Run()
+    run.train()
+    run.engine.save_checkpoint(folder, "old")
+    run.train()
+    text = message_of(
+        lambda: run.engine.save_checkpoint(folder, "a") or run.engine.save_checkpoint(folder, "b")
+    )
+    assert "bytes are free" in text, text
+    assert str(folder) in text, text
+    run.check()
+    assert sorted(os.listdir(folder)) == ["a", "a.0", "latest", "old", "old.0"]
+    run.train()
+
+
+def save_while_it_fills_up(folder: Path) -> None:
+    """The space is taken after it was looked at."""
+    run = Run()
+    run.train()
+    run.engine.save_checkpoint(folder, "old")
+    run.train()
+    fill(folder)
+    os.statvfs = lambda _: os.statvfs_result(
+        (4096, 4096, *[1 << 30] * 3, 0, 0, 0, 0, 255)
+    )  # as if it was not
+    for blocking in (True, False):
+        if blocking:
+            text = message_of(lambda: run.engine.save_checkpoint(folder, "new"))
+        else:
+            run.engine.save_checkpoint(folder, "new", blocking=False)
+            wait_for_background()
+            text = message_of(run.engine.step)
+        assert "No space left on device" in text, text
+        assert f"{folder}/.new" in text, text
+        run.check()
+        dist.barrier()
+        assert sorted(os.listdir(folder)) == ["filler", "latest", "old", "old.0"]
+    dist.barrier()
+    (folder / "filler").unlink(missing_ok=True)
+    dist.barrier()
+    run.engine.save_checkpoint(folder, "new")
+    run.train()
+    run.engine.load_checkpoint(folder, "old")
+    assert run.engine.global_step == 1
+
+
+def save_read_only(folder: Path) -> None:
+    run = Run()
+    run.train()
+    run.engine.save_checkpoint(folder, "old")
+    run.train()
+    remount(folder, "ro")
+    text = message_of(lambda: run.engine.save_checkpoint(folder, "new"))
+    assert "Read-only file system" in text, text
+    assert str(folder) in text, text
+    run.check()
+    run.train()
+    run.engine.load_checkpoint(folder)
+    assert run.engine.global_step == 1
+    remount(folder, "rw")
+    run.engine.save_checkpoint(folder, "new")
+
+
+def save_where_ranks_share_nothing(folder: Path) -> None:
+    if os.environ["RANK"] == "1":
+        os.unshare(os.CLONE_NEWNS) if hasattr(os, "unshare") else _unshare_mounts()
+        mount(folder, 8 << 20)
+    run = Run()
+    run.train()
+    text = message_of(lambda: run.engine.save_checkpoint(folder, "new"))
+    assert str(folder) in text, text
+    assert "share" in text, text
+    assert os.listdir(folder) == []
+    run.train()
+    text = message_of(lambda: run.engine.load_checkpoint(folder))
+    assert str(folder) in text, text
+    run.train()
+
+
+def _unshare_mounts() -> None:
+    import ctypes
+
+    clone_newns = 0x20000
+    assert ctypes.CDLL(None, use_errno=True).unshare(clone_newns) == 0, os.strerror(ctypes.get_errno())
+
+
+TRIALS = (save_in_little_space, save_while_it_fills_up, save_read_only, save_where_ranks_share_nothing)
+
+
+def main(folder: Path) -> int:
+    failed = []
+    for trial in TRIALS:
+        place, disk = folder / trial.__name__, folder / f"{trial.__name__}-disk"
+        place.mkdir()
+        mount(disk, 9 << 20)
+        group = Group(2, place, trial, disk)
+        failed += [rank for rank in group.ranks if not rank.wait(100) or rank.code]
+        group.stop()
+        subprocess.run(["umount", disk], check=True)
+    for rank in failed:
+        print(f"{rank.output}: {rank.code}\n{rank.printed}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

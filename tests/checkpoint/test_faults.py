@@ -1,0 +1,306 @@
+"""Disks that fail and files that are damaged: one error, and an engine that goes on as before."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+import zeroshard
+from tests.distributed.training import build, start, token_loss
+from zeroshard.checkpoint.files import LATEST, MANIFEST
+from zeroshard.checkpoint.reader import INDEX
+from zeroshard.checkpoint.save import VALUES
+from zeroshard.checkpoint.writer import _CheckedFile
+
+
+class Run:
+    """An engine, and what a run has that was never disturbed."""
+
+    def __init__(self, **config: Any) -> None:
+        self.engine, self.optimizer = start(build("tied GPT"), stage=3, **config)
+        self._twin, self._twins_optimizer = start(build("tied GPT"), stage=3)
+        self._step = 0
+
+    def train(self) -> None:
+        """One step, which must be that of the undisturbed run."""
+        for engine in (self.engine, self._twin):
+            engine.zero_grad()
+            engine.backward(token_loss(engine, self._step))
+            engine.step()
+        self._step += 1
+        self.check()
+
+    def check(self) -> None:
+        """Raise if anything differs from the undisturbed run."""
+        got, want = bits(self.engine, self.optimizer), bits(self._twin, self._twins_optimizer)
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            assert torch.equal(got[name], value), name
+
+
+def bits(engine: zeroshard.Engine, optimizer: Optimizer) -> dict[str, Tensor]:
+    """All of this rank's slices, states and counters."""
+    found = {"step": torch.tensor(engine.global_step)}
+    for name, parameter in engine.named_parameters():
+        found[name] = parameter.detach()
+        found |= {f"{name}/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    return found
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    """What it raises, which must be the same on all ranks, and of the kinds that users are told of."""
+    try:
+        call()
+        text = "nothing was raised"
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    assert len(set(texts)) == 1, texts
+    return text
+
+
+def wait_for_background() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "zeroshard-checkpoint":
+            thread.join()
+
+
+# ------------------------------------------------------------------------------------ a disk that fails
+
+
+@contextlib.contextmanager
+def full_after(num_bytes: int) -> Iterator[None]:
+    """Tensor files take so many bytes: then what is written goes to a device that is full."""
+    write = _CheckedFile.write
+
+    def redirected(self: _CheckedFile, data: Any) -> int:
+        if self.num_bytes >= num_bytes:
+            device = os.open("/dev/full", os.O_WRONLY)
+            os.dup2(device, io.FileIO.fileno(self))
+            os.close(device)
+        return write(self, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_CheckedFile, "write", redirected)
+        yield
+
+
+@contextlib.contextmanager
+def failing_sync(name: str) -> Iterator[None]:
+    """The disk fails when a file of that name is to be synced."""
+    fsync = os.fsync
+
+    def failing(descriptor: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).name == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        yield
+
+
+FAULTS: dict[str, tuple[int, Callable[[], contextlib.AbstractContextManager[None]], str]] = {
+    "full at once": (1, lambda: full_after(0), "__1_0.distcp"),
+    "full in the middle": (1, lambda: full_after(40_000), "__1_0.distcp"),
+    "full on the first rank": (0, lambda: full_after(40_000), "__0_0.distcp"),
+    "tensors": (1, lambda: failing_sync("__1_0.distcp"), "__1_0.distcp"),
+    "index": (0, lambda: failing_sync(".metadata.tmp"), ".metadata.tmp"),
+    "values": (0, lambda: failing_sync(VALUES), VALUES),
+    "manifest": (0, lambda: failing_sync(MANIFEST), MANIFEST),
+    "directory": (0, lambda: failing_sync(".new.0.tmp"), ".new.0.tmp"),
+    "name": (0, lambda: failing_sync(".new.tmp"), ".new.tmp"),
+}
+"""By name: the rank that it befalls, the fault, and the file that the error must name."""
+
+NEXT_CALLS = ("forward", "step", "save_checkpoint", "load_checkpoint")
+"""Where a failure in the background is told."""
+
+
+def fail_to_save(folder: str, faults: list[str], next_call: str | None) -> None:
+    run = Run()
+    run.train()
+    run.engine.save_checkpoint(folder, "old", {"number": 1})
+    run.train()
+    for name in faults:
+        rank, fault, file = FAULTS[name]
+        with fault() if dist.get_rank() == rank else contextlib.nullcontext():
+            text = fail_once(run, folder, next_call)
+        assert f"{folder}/" in text, text
+        assert file in text, text
+        assert re.search(rf"rank {rank}\b", text), text
+        run.check()
+        assert sorted(os.listdir(folder)) == [LATEST, "old", "old.0"]
+    run.train()
+    run.engine.save_checkpoint(folder, "new", blocking=next_call is None)
+    other, optimizer = start(build("tied GPT"), stage=3)
+    assert other.load_checkpoint(folder, "old") == {"number": 1}
+    assert other.global_step == 1
+    run.train()
+    wait_for_background()
+    other.load_checkpoint(folder)
+    other.backward(token_loss(other, 3))
+    other.step()
+    run.engine.zero_grad()
+    got, want = bits(other, optimizer), bits(run.engine, run.optimizer)
+    assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+def fail_once(run: Run, folder: str, next_call: str | None) -> str:
+    """The error of a save: of the call, or in the background of the next one."""
+    engine = run.engine
+    if next_call is None:
+        return message_of(lambda: engine.save_checkpoint(folder, "new"))
+    loss = token_loss(engine, 9)
+    engine.save_checkpoint(folder, "new", blocking=False)
+    wait_for_background()
+    calls: dict[str, Callable[[], Any]] = {
+        "forward": lambda: token_loss(engine, 9),
+        "step": lambda: engine.step(),
+        "save_checkpoint": lambda: engine.save_checkpoint(folder, "other"),
+        "load_checkpoint": lambda: engine.load_checkpoint(folder),
+    }
+    if next_call == "step":
+        engine.backward(loss)
+    text = message_of(calls[next_call])
+    engine.zero_grad()
+    return text
+
+
+def test_a_disk_that_fails_while_saving_is_one_error_and_harms_nothing(ranks, tmp_path):
+    ranks(2, fail_to_save, str(tmp_path), list(FAULTS), None, timeout=120)
+
+
+@pytest.mark.parametrize("next_call", NEXT_CALLS)
+def test_a_disk_that_fails_in_the_background_is_told_by_the_next_call(ranks, tmp_path, next_call):
+    faults = ["full in the middle", "manifest"]
+    ranks(2, fail_to_save, str(tmp_path), faults, next_call, timeout=120)
+
+
+def save_where_one_cannot(folder: str) -> None:
+    run, file = Run(), Path(folder) / "file"
+    file.touch()
+    run.train()
+    for place in (file, file / "below"):
+        assert f"{file}" in message_of(lambda place=place: run.engine.save_checkpoint(place))
+        run.engine.save_checkpoint(place, blocking=False)
+        assert f"{file}" in message_of(lambda: [token_loss(run.engine, 9) for _ in iter(int, 1)])
+    (Path(folder) / "taken").mkdir(exist_ok=True)
+    assert "taken" in message_of(lambda: run.engine.save_checkpoint(folder, "taken"))
+    assert sorted(os.listdir(folder)) == ["file", "taken"]
+    run.train()
+
+
+def test_a_folder_that_cannot_be_one_is_one_error(ranks, tmp_path):
+    ranks(2, save_where_one_cannot, str(tmp_path))
+
+
+# -------------------------------------------------------------------------------------- damaged files
+
+Damage = Callable[[Path], None]
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def flip(seed: int) -> Damage:
+    """Another value for one byte."""
+
+    def damage(path: Path) -> None:
+        pick, data = random.Random(f"{seed} {path.name}"), bytearray(path.read_bytes())
+        data[pick.randrange(len(data))] ^= pick.randrange(1, 256)
+        path.write_bytes(data)
+
+    return damage
+
+
+TENSORS = ("__0_0.distcp", "__1_0.distcp")
+FILES = (INDEX, *TENSORS, VALUES, MANIFEST)
+
+
+def load_damaged(folder: str, verify: bool) -> list[str]:
+    """Damage one file after the other, and see that nothing comes of it but an error; what did not."""
+    run, good = Run(checkpoint={"verify": verify}), Path(folder) / "good"
+    run.train()
+    run.engine.save_checkpoint(good, "tag")
+    run.train()
+    found = []
+    damages: list[tuple[Damage, str]] = [
+        (damage, f"tag.0/{name}") for damage in (truncate, empty, Path.unlink) for name in FILES
+    ]
+    checked = FILES if verify else set(FILES) - set(TENSORS)
+    damages += [(flip(seed), f"tag.0/{name}") for seed in range(8) for name in sorted(checked)]
+    damages += [(damage, LATEST) for damage in (empty, Path.unlink, truncate_name)]
+    damages += [(damage, "tag") for damage in (empty, Path.unlink, truncate_name)]
+    for damage, name in damages:
+        bad = damaged(good, damage, name)
+        text = message_of(lambda bad=bad: run.engine.load_checkpoint(bad))
+        expected = {
+            (Path.unlink, f"tag.0/{MANIFEST}"): f"bad/tag.0': expected a checkpoint, found no {MANIFEST}",
+            (Path.unlink, LATEST): "bad': expected a checkpoint, found none (there is no file 'latest')",
+            (Path.unlink, "tag"): "bad/latest': expected a checkpoint with tag 'tag'",
+        }.get((damage, name), f"bad/{name}")
+        found += [] if expected in text else [f"{damage} {name}: {text}"]
+        run.check()
+    run.train()
+    run.engine.load_checkpoint(good)
+    assert run.engine.global_step == 1
+    return found
+
+
+def truncate_name(path: Path) -> None:
+    path.write_text(path.read_text()[:2])
+
+
+def damaged(good: Path, damage: Damage, name: str) -> Path:
+    """A copy of a folder with one damaged file; collective."""
+    bad = good.parent / "bad"
+    if dist.get_rank() == 0:
+        shutil.rmtree(bad, ignore_errors=True)
+        shutil.copytree(good, bad)
+        damage(bad / name)
+    dist.barrier()
+    return bad
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_damaged_checkpoint_is_one_error_that_names_the_file(ranks, tmp_path, verify):
+    assert ranks(2, load_damaged, str(tmp_path), verify, timeout=120) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------ mounts
+
+
+def test_file_systems_that_are_full_or_read_only_or_not_shared(tmp_path):
+    """In a mount namespace of its own, which needs no privileges on most systems."""
+    apart = ["unshare", "--user", "--map-root-user", "--mount"]
+    if not shutil.which("unshare") or subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    command = [*apart, sys.executable, "-m", "tests.checkpoint.mounts", str(tmp_path)]
+    ended = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
