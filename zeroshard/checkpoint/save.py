@@ -17,7 +17,7 @@ from zeroshard.checkpoint.agreed import on_all, on_first
 from zeroshard.checkpoint.files import MANIFEST, Place, write_synced
 from zeroshard.checkpoint.manifest import FileRecord, Manifest
 from zeroshard.checkpoint.tensors import TensorSlice
-from zeroshard.checkpoint.writer import write_tensors
+from zeroshard.checkpoint.writer import Written, write_index, write_part
 from zeroshard.comm.collectives import Axis
 
 VALUES = "values.pt"
@@ -61,9 +61,12 @@ def write(snapshot: Snapshot, axis: Axis) -> None:
     )
     try:
         on_all(axis, "start of a checkpoint", lambda: _check_shared(place))
-        own = write_tensors(place.temporary, snapshot.slices, snapshot.aliases, axis)
-        records = on_all(axis, "checksums of a checkpoint", lambda: own)
-        on_first(axis, "end of a checkpoint", lambda: _finish(snapshot, place, records))
+        written = on_all(
+            axis,
+            "writing of a checkpoint",
+            lambda: write_part(place.temporary, snapshot.slices, axis.rank),
+        )
+        on_first(axis, "end of a checkpoint", lambda: _finish(snapshot, place, written))
     except RuntimeError:
         if axis.rank == 0:
             files.discard(place)
@@ -78,13 +81,15 @@ def _check_shared(place: Place) -> None:
         )
 
 
-def _finish(snapshot: Snapshot, place: Place, records: Sequence[Mapping[str, FileRecord]]) -> None:
+def _finish(snapshot: Snapshot, place: Place, written: Sequence[Written]) -> None:
     """Rank 0 writes the small files and lets the checkpoint appear."""
-    values = snapshot.values
-    write_synced(place.temporary / VALUES, values)
-    all_records = {name: record for one in records for name, record in one.items()}
-    all_records[VALUES] = FileRecord(len(values), zlib.crc32(values))
-    manifest = replace(snapshot.manifest, files=dict(sorted(all_records.items())))
+    boxes = [box for part in written for box in part.boxes]
+    records = write_index(place.temporary, boxes, snapshot.aliases)
+    for part in written:
+        records |= part.files
+    write_synced(place.temporary / VALUES, snapshot.values)
+    records[VALUES] = FileRecord(len(snapshot.values), zlib.crc32(snapshot.values))
+    manifest = replace(snapshot.manifest, files=dict(sorted(records.items())))
     write_synced(place.temporary / MANIFEST, manifest.to_bytes())
     files.commit(place, snapshot.keep_last)
 

@@ -5,153 +5,105 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import (
-    DEFAULT_SUFFIX,
-    FileSystem,
-    FileSystemWriter,
-    _StorageInfo,
-)
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
+from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.files import naming
 from zeroshard.checkpoint.manifest import FileRecord
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
-from zeroshard.comm.collectives import Axis
 
 
-def write_tensors(
-    directory: Path, slices: Sequence[TensorSlice], aliases: Mapping[str, Sequence[str]], axis: Axis
-) -> dict[str, FileRecord]:
-    """Write this rank's slices, fsynced, and on rank 0 the index of all of them; collective.
+class WrittenBox(NamedTuple):
+    """A part of a tensor in a file."""
 
-    Args:
-        directory: there on every rank.
-        aliases: more names under which a tensor can be read.
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    file: str
+    offset: int
+    num_bytes: int
 
-    Returns:
-        The files that this rank wrote.
+
+class Written(NamedTuple):
+    """What one rank has written."""
+
+    boxes: list[WrittenBox]
+    files: dict[str, FileRecord]
+
+
+def write_part(directory: Path, slices: Sequence[TensorSlice], rank: int) -> Written:
+    """Write this rank's slices into a file of its own, fsynced.
 
     Raises:
-        RuntimeError: a rank could not write, naming it and why, on every rank; or a rank is lost.
+        OSError: with the name of the file.
     """
-    writer = _Writer(directory, aliases)
-    try:
-        dcp.save({}, storage_writer=writer, planner=_Planner(slices, axis.size), process_group=axis.group)
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        raise RuntimeError(f"rank {rank} could not write the checkpoint: {cause}") from error
-    except RuntimeError as error:
-        raise axis.lost("writing of a checkpoint", error) from error
-    return writer.checked.records
-
-
-class _Planner(SavePlanner):
-    """Every box of a slice is one entry under the tensor's own name, in its full shape."""
-
-    def __init__(self, slices: Sequence[TensorSlice], num_ranks: int) -> None:
-        self._slices, self._num_ranks = slices, num_ranks
-        self._values: dict[MetadataIndex, Tensor] = {}
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        pass
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for part in self._slices:
+    files, boxes = _CheckedFiles(), []
+    name = f"__{rank}_0{DEFAULT_SUFFIX}"
+    with files.create_stream(directory / name, "wb") as file:
+        for part in slices:
             for box, values in part.boxes(MAX_BOX_BYTES):
-                index = MetadataIndex(part.name, torch.Size(box.offsets))
-                self._values[index] = values
-                data = TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
-                    properties=TensorProperties(dtype=values.dtype),
-                    size=torch.Size(part.shape),
-                )
-                items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
-        return SavePlan(items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        if len(all_plans) != self._num_ranks:  # then every rank takes itself for the only one
-            raise RuntimeError(
-                f"expected the parts of {self._num_ranks} ranks, came {len(all_plans)}: the process group "
-                "was destroyed before the checkpoint was written"
-            )
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._values[write_item.index]
-
-
-class _Writer(FileSystemWriter):
-    """Files with checksums; tied tensors are indexed under each of their names."""
-
-    def __init__(self, directory: Path, aliases: Mapping[str, Sequence[str]]) -> None:
-        super().__init__(directory, sync_files=True)
-        self.fs = self.checked = _CheckedFiles()
-        self._aliases = aliases
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """One file, box after box. Torch's own way copies each box and keeps the last one of every tensor."""
-        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-        results = []
-        with self.fs.create_stream(Path(self.path) / name, "wb") as file:
-            for item in plan.items:
                 start = file.tell()
-                values = cast(Tensor, planner.resolve_data(item))
                 torch.save(_over_own_memory(values), cast(BinaryIO, file))
-                size = file.tell() - start
-                results.append(WriteResult(item.index, size, _StorageInfo(name, start, size)))
-            os.fsync(file.fileno())
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+                place = (name, start, file.tell() - start)
+                boxes.append(WrittenBox(part.name, values.dtype, part.shape, box, *place))
+        os.fsync(file.fileno())
+    return Written(boxes, files.records)
+
+
+def write_index(
+    directory: Path, boxes: Iterable[WrittenBox], aliases: Mapping[str, Sequence[str]]
+) -> dict[str, FileRecord]:
+    """Write the index of what all ranks have written, fsynced.
+
+    Args:
+        aliases: more names under which a tensor can be read.
+
+    Raises:
+        OSError: with the name of the file.
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: list[WriteResult] = []
+    for written in boxes:
+        box = ChunkStorageMetadata(torch.Size(written.box.offsets), torch.Size(written.box.sizes))
+        for name in (written.name, *aliases.get(written.name, ())):
+            properties = TensorProperties(dtype=written.dtype)
+            tensor = TensorStorageMetadata(properties, torch.Size(written.shape), [])
+            tensors.setdefault(name, tensor).chunks.append(box)
+            place = _StorageInfo(written.file, written.offset, written.num_bytes)
+            places.append(WriteResult(MetadataIndex(name, box.offsets), written.num_bytes, place))
+    writer = _IndexWriter(directory)
+    writer.finish(Metadata(cast(dict[str, Any], tensors)), [places])
+    return writer.files.records
+
+
+class _IndexWriter(FileSystemWriter):
+    """Torch's own index."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, sync_files=True)
+        self.fs = self.files = _CheckedFiles()
 
     def storage_meta(self) -> StorageMeta:
         """Without the path, under which the checkpoint will not stay."""
         return StorageMeta()
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index."""
-        for name, others in self._aliases.items():
-            for other in others:
-                metadata.state_dict_metadata[other] = metadata.state_dict_metadata[name]
-        more = [
-            replace(result, index=replace(result.index, fqn=other))
-            for result in chain.from_iterable(results)
-            for other in self._aliases.get(result.index.fqn, ())
-        ]
-        super().finish(metadata, [*results, more])
 
 
 def _over_own_memory(values: Tensor) -> Tensor:

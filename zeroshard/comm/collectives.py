@@ -129,11 +129,6 @@ class Axis:
         return self._timeout.total_seconds()
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        """For the torch libraries that take one."""
-        return self._group
-
-    @property
     def global_ranks(self) -> list[int]:
         """The ranks of this axis as the default group numbers them."""
         return [0] if self._group is None else dist.get_process_group_ranks(self._group)
@@ -279,14 +274,13 @@ class Axis:
                 else:
                     work.wait()
         except RuntimeError as error:
-            raise self.lost(label, error) from error
+            raise self._lost(label, error) from error
         finally:
             self.here.wait = None
         if not self._exchanges and not wait.is_over:
             self.here.issued = wait
 
-    def lost(self, label: str, error: RuntimeError) -> RuntimeError:
-        """What an exchange that failed is raised as."""
+    def _lost(self, label: str, error: RuntimeError) -> RuntimeError:
         reason = str(error).strip().splitlines()[0]
         text = (
             f"{self._who} gave up in the {label} after at most "
@@ -317,7 +311,7 @@ class Axis:
                 works.append(self._receive(received[back], back, tag))
                 works.append(self._send(sent[peer], peer, tag))
         except RuntimeError as error:
-            raise self.lost(label, error) from error
+            raise self._lost(label, error) from error
         return works
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:
