@@ -11,6 +11,7 @@ from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import Axes
 from zeroshard.config import Config
 from zeroshard.sharding.parameter import Phase, ShardedParameter
+from zeroshard.sharding.placement import DtypePolicy
 from zeroshard.sharding.shard import shard_over
 from zeroshard.sharding.units import LARGE, find_units
 
@@ -413,7 +414,7 @@ def test_trained_and_frozen_parameters_and_different_dtypes_never_share_a_buffer
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2))
     model[2].weight.requires_grad_(False)
     (root,) = find_units(model, None)
-    groups = root.groups()
+    groups = root.groups(DtypePolicy(param_dtype=None, reduce_dtype=None, main_dtype=None))
     assert [[original.fqn for original in group] for group in groups] == [
         ["0.weight", "0.bias", "2.bias"],
         ["1.weight", "1.bias"],
