@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"config", "deepspeed", "tables"},
     {"comm"},
-    {"sharding", "data"},
+    {"sharding", "data", "batch"},
     {"memory", "offload", "optim", "parallel", "checkpoint", "safetensors"},
     {"engine"},
     {"initialize", "pretrained"},

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from zeroshard.batch import split_batch
 from zeroshard.checkpoint.adapters import export_adapters, has_adapters
 from zeroshard.checkpoint.capture import Parts, Progress, capture
 from zeroshard.checkpoint.export import export_engine
@@ -176,7 +177,7 @@ class Engine(nn.Module):
             )
         num_steps = self.config.gradient_accumulation_steps
         total = torch.zeros((), device=self._runtime.context.device)
-        pieces = zip(_split(inputs, num_steps), _split(targets, num_steps), strict=True)
+        pieces = zip(split_batch(inputs, num_steps), split_batch(targets, num_steps), strict=True)
         for piece, target in pieces:
             loss = self._loss(piece, target)
             self.backward(loss)
@@ -484,36 +485,6 @@ class Engine(nn.Module):
             "a sharded model cannot be moved or cast: set Config(precision=...) for dtypes; initialize "
             "has moved the model to this rank's device"
         )
-
-
-def _split(value: Any, num_pieces: int) -> list[Any]:
-    """Cut every tensor along dim 0; a scalar goes to every piece.
-
-    Raises:
-        ValueError: a batch that does not divide, or of a type that may hide tensors.
-    """
-    if isinstance(value, Mapping):
-        columns = {key: _split(item, num_pieces) for key, item in value.items()}
-        return [{key: column[i] for key, column in columns.items()} for i in range(num_pieces)]
-    if isinstance(value, list | tuple):
-        items = [_split(item, num_pieces) for item in value]
-        build = getattr(type(value), "_make", type(value))  # a named tuple's constructor is another
-        return [build(item[i] for item in items) for i in range(num_pieces)]
-    if value is None or isinstance(value, bool | int | float | str) or num_pieces == 1:
-        return [value] * num_pieces
-    if not isinstance(value, Tensor):
-        raise ValueError(
-            "expected a batch of tensors, or tuples, lists or mappings of them, to cut into micro-batches, "
-            f"got {type(value).__name__}"
-        )
-    if not value.dim():
-        return [value] * num_pieces
-    if value.shape[0] % num_pieces:
-        raise ValueError(
-            f"expected a batch whose dim 0 is a multiple of gradient_accumulation_steps={num_pieces}, "
-            f"got shape {tuple(value.shape)}"
-        )
-    return list(value.chunk(num_pieces))
 
 
 def _check_loss(loss: object) -> None:
