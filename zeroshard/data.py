@@ -140,7 +140,7 @@ class EpochLoader(DataLoader[Any]):
         Raises:
             ValueError: the state is not as `state_dict` makes it.
         """
-        place, num_saved = _parse(state)
+        place, num_saved = parse_place(state)
         num_samples = len(self.dataset)  # type: ignore[arg-type]
         following = replace(place, epoch=place.epoch + 1, position=0)
         if num_saved != num_samples:
@@ -178,7 +178,7 @@ class _Batches(Iterator[Any]):
         return batch
 
 
-def _parse(state: Mapping[str, int]) -> tuple[Place, int]:
+def parse_place(state: Mapping[str, int]) -> tuple[Place, int]:
     """The place in a state and the length of the dataset it is about, checked."""
     if not isinstance(state, Mapping):
         raise ValueError(f"expected a state of the data as a dict of {', '.join(STATE_KEYS)}, got {state!r}")

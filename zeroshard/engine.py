@@ -61,7 +61,7 @@ class Engine(nn.Module):
         self.loss_fn = loss_fn
         self._parts, self._runtime, self._axes, self._saver = parts, parts.runtime, axes, saver
         self.global_step = 0
-        """Optimizer steps taken by `step()`."""
+        """Steps that the optimizer has taken."""
         self.skipped_steps = 0
         """Steps that were not taken because gradients were not finite."""
         self._guard = StepGuard(parts.runtime, parts.config)
@@ -81,8 +81,8 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward."""
-        if self.training and torch.is_grad_enabled():
-            self._saver.check(self._axes.dp)
+        if self._runtime.context.placements.frees_parameters or self._axes.dp.size == 1:
+            self._saver.check(self._axes.dp)  # elsewhere the ranks may call forward unevenly
         try:
             return self.module(*args, **kwargs)
         except BaseException:
@@ -141,7 +141,6 @@ class Engine(nn.Module):
                 self._is_ready = False
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
-            self.global_step += 1
         else:
             self.skipped_steps += 1
         self._guard.loss_scale = self._guard.loss_scale.after(overflow=not is_taken)
@@ -239,6 +238,7 @@ class Engine(nn.Module):
         def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if (self := engine()) is None or self._is_ready:
                 return
+            self._saver.check(self._axes.dp)
             if self._guard.may_skip:
                 raise RuntimeError(
                     "with float16 or nonfinite='skip' a step may have to be left out, with that of the LR "
@@ -251,8 +251,13 @@ class Engine(nn.Module):
                 )
             self._guard.make_ready()
 
+        def after(*_: Any) -> None:
+            if (self := engine()) is not None:
+                self.global_step += 1
+
         self._runtime.attach(optimizer)
         optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
 
     # -- parameters -----------------------------------------------------------------------------------
 
@@ -296,7 +301,8 @@ class Engine(nn.Module):
             tag: its name; None: "step-<global_step>". An older checkpoint of that name is replaced.
             client_state: values of the user's, rank 0's: tensors, numbers, strings, lists and dicts of them.
             blocking: return when it is there. Otherwise when it is copied: a thread writes it beside further
-                training, and a failure is raised, on all ranks, by a later forward, step, save or load.
+                training, and a failure is raised, on all ranks, by a later step, save or load, or where
+                parameters are sharded by a forward.
 
         Raises:
             ValueError: a bad tag; a value that can't be saved, by its key; different places on the ranks.
@@ -337,14 +343,15 @@ class Engine(nn.Module):
             RuntimeError: a file is missing or damaged; nothing has changed unless the message says so.
         """
         self._saver.finish()
-        loaded = load(
-            self._parts,
-            Path(dir),
-            tag,
-            self._progress,
-            restore_hyperparameters=restore_hyperparameters,
-            convert_states=convert_states,
-        )
+        with torch.inference_mode(False):  # what is made here is trained on
+            loaded = load(
+                self._parts,
+                Path(dir),
+                tag,
+                self._progress,
+                restore_hyperparameters=restore_hyperparameters,
+                convert_states=convert_states,
+            )
         self.zero_grad()
         progress = loaded.progress
         self.global_step, self.skipped_steps = progress.global_step, progress.skipped_steps

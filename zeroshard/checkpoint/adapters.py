@@ -26,6 +26,7 @@ def export_adapters(runtime: Runtime, folder: Path, how: Format) -> None:
         RuntimeError: rank 0 could not write, on all ranks.
     """
     runtime.settle()
+    runtime.require_slices("save_pretrained()")
     axis = runtime.context.axes.dp
     module: Any = runtime.root.module
     wanted = on_first(axis, "start of an export", lambda: _select(module))

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.agreed import on_all
@@ -19,10 +21,11 @@ from zeroshard.checkpoint.manifest import Manifest, ParameterRecord
 from zeroshard.checkpoint.optimizers import OptimizerState, read_optimizer
 from zeroshard.checkpoint.plain import check_plain, to_bytes
 from zeroshard.checkpoint.save import Snapshot
-from zeroshard.checkpoint.tensors import dtype_name, read_model, written_slices
+from zeroshard.checkpoint.tensors import ModelState, dtype_name, read_model, written_slices
 from zeroshard.config import Config
 from zeroshard.data import EpochLoader
 from zeroshard.optim.scaling import LossScale
+from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 
 
@@ -56,13 +59,20 @@ def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_sta
     """
     runtime, optimizer, axis = parts.runtime, parts.optimizer, parts.runtime.context.axes.dp
     runtime.settle()
+    runtime.require_slices("save_checkpoint()")
+    if any(gradients.has_deferred for unit in runtime.units for gradients in unit.gradients):
+        raise RuntimeError(
+            "save_checkpoint() after a backward under no_sync(), whose gradients are not saved: take the "
+            "step first, or drop them with zero_grad()"
+        )
     state = OptimizerState([], {}, {}, {})
+    model = ModelState({}, {}, {})
     schedule = None
-    model = read_model(runtime)
 
     def prepare() -> tuple[str, dict[str, Any]]:
-        nonlocal state, schedule
+        nonlocal state, schedule, model
         check_tag(tag)
+        model = read_model(runtime)
         if optimizer is not None:
             state = read_optimizer(optimizer)
             check_plain(state.groups, "parameter groups")
@@ -72,6 +82,7 @@ def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_sta
             schedule = parts.lr_scheduler.state_dict()
             check_plain(schedule, "LR scheduler state")
         check_plain(model.extra, "extra state of modules")
+        _check_whole(client_state)
         check_plain(client_state, "client_state")
         if client_state is not None and not isinstance(client_state, Mapping):
             raise ValueError(f"client_state: expected a dict, came {type(client_state).__name__}")
@@ -88,17 +99,34 @@ def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_sta
         "lr_scheduler": schedule,
         "rng": [states for _, states in answers],
         "extra": model.extra,
-        "client_state": dict(client_state or {}),
+        # Copies: torch.save writes all of the memory that a view is part of.
+        "client_state": tree_map_only(Tensor, lambda value: value.detach().clone(), dict(client_state or {})),
     }
-    return Snapshot(
-        folder=folder,
-        tag=tag,
-        keep_last=parts.config.checkpoint.keep_last,
-        slices=written_slices(runtime, state.tensors, model.buffers),
-        aliases=model.aliases,
-        manifest=_describe(parts, progress, model.aliases, tuple(model.buffers)),
-        values=to_bytes(values) if axis.rank == 0 else b"",
-    )
+    snapshots: list[Snapshot] = []
+
+    def build() -> None:
+        snapshot = Snapshot(
+            folder=folder,
+            tag=tag,
+            keep_last=parts.config.checkpoint.keep_last,
+            slices=written_slices(runtime, state.tensors, model.buffers),
+            aliases=model.aliases,
+            manifest=_describe(parts, progress, model.aliases, tuple(model.buffers)),
+            values=to_bytes(values) if axis.rank == 0 else b"",
+        )
+        snapshots.append(snapshot)
+
+    on_all(axis, "agreement on a checkpoint", build)
+    return snapshots[0]
+
+
+def _check_whole(client_state: Any) -> None:
+    for value in tree_leaves(client_state):
+        if isinstance(value, ShardedParameter):
+            raise ValueError(
+                f"client_state holds {value.describe()}, of which a rank has a slice; parameters are saved "
+                "anyway"
+            )
 
 
 def _describe(

@@ -114,7 +114,7 @@ def _read(
     stored: Stored, tensors: Mapping[str, TensorInfo], sources: Mapping[str, str]
 ) -> Iterator[TensorSlice]:
     """Pieces of tensors, in memory that the next one is read into."""
-    memory = torch.empty(MAX_BOX_BYTES, dtype=torch.uint8)
+    memory = torch.empty(MAX_BOX_BYTES, dtype=torch.uint8, device="cpu")
     with TensorReader(stored) as reader:
         for name, tensor in tensors.items():
             source, step = sources.get(name, name), MAX_BOX_BYTES // tensor.dtype.itemsize
@@ -135,6 +135,7 @@ def export_engine(runtime: Runtime, folder: Path, how: Format) -> None:
         ValueError, RuntimeError: rank 0 could not write, on all ranks.
     """
     runtime.settle()
+    runtime.require_slices("save_pretrained()")
     axis = runtime.context.axes.dp
     weights, names = _plan(runtime, how.dtype)
     on_first(axis, "start of an export", lambda: check_folder(folder, weights.tensors))

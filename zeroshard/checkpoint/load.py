@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +28,7 @@ from zeroshard.checkpoint.optimizers import (
 from zeroshard.checkpoint.reader import INDEX, Stored, StoredTensor, TensorReader, open_checkpoint
 from zeroshard.checkpoint.save import VALUES
 from zeroshard.checkpoint.tensors import TensorSlice, held_slices, read_model
+from zeroshard.data import parse_place
 from zeroshard.optim.scaling import LossScale
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
@@ -55,6 +56,10 @@ class _Plan:
     matches: list[int | None]
     """The stored parameter group of each group."""
     states: dict[ShardedParameter, dict[str, StoredTensor]]
+    schedule: dict[str, Any] | None
+    """The state of the LR scheduler."""
+    loss_scale: LossScale | None
+    """Of float16, where it is dynamic there."""
 
 
 def load(
@@ -75,6 +80,7 @@ def load(
     runtime = parts.runtime
     axis = runtime.context.axes.dp
     runtime.settle()
+    runtime.require_slices("load_checkpoint()")
     plan: _Plan | None = None
 
     def prepare() -> str:
@@ -90,23 +96,29 @@ def load(
     if parts.config.checkpoint.verify:
         share = sorted(stored.manifest.files)[axis.rank :: axis.size]
         on_all(axis, "verifying a checkpoint", lambda: check_sums(stored.directory, stored.manifest, share))
-    targets = _targets(parts.optimizer, plan)
+    found_plan, targets = plan, _targets(parts.optimizer, plan)
+
+    def restore() -> None:
+        _read_tensors(runtime, found_plan, targets)
+        _restore_optimizer(parts.optimizer, found_plan, targets)
+        if found_plan.matches:
+            assert parts.optimizer is not None, "its groups were matched"
+            restore_groups(parts.optimizer, found_plan.values["groups"], found_plan.matches)
+        if found_plan.schedule is not None:
+            parts.lr_scheduler.load_state_dict(found_plan.schedule)
+        if parts.loader is not None and stored.manifest.data is not None:
+            parts.loader.load_state_dict(stored.manifest.data)
+        _restore_rng(runtime, found_plan)
+
     try:
-        on_all(axis, "loading a checkpoint", lambda: _read_tensors(runtime, plan, targets))
-    except RuntimeError as error:
+        on_all(axis, "loading a checkpoint", restore)
+    except (RuntimeError, ValueError) as error:
         raise RuntimeError(
             f"{error}. Parameters and states are loaded in part: load another checkpoint"
         ) from error
     finally:
         _mark_changed(runtime)
-    _restore_optimizer(parts.optimizer, plan, targets)
-    if restore_hyperparameters and parts.optimizer is not None and stored.manifest.optimizer is not None:
-        restore_groups(parts.optimizer, plan.values["groups"], plan.matches)
-        _restore_schedule(parts.lr_scheduler, plan)
-    if parts.loader is not None and stored.manifest.data is not None:
-        parts.loader.load_state_dict(stored.manifest.data)
-    _restore_rng(runtime, plan)
-    return Loaded(_restore_progress(runtime, stored, progress), plan.values["client_state"])
+    return Loaded(_restore_progress(plan, progress), plan.values["client_state"])
 
 
 # -------------------------------------------------------------------------------------------- checking
@@ -121,6 +133,7 @@ def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_state
     _check_names(directory, "extra state", values["extra"], model.extra)
     matches: list[int | None] = []
     states: dict[ShardedParameter, dict[str, StoredTensor]] = {}
+    schedule = None
     if parts.optimizer is not None:
         if stored.manifest.optimizer is None:
             warnings.warn(f"'{directory}' holds no optimizer state: the present one stays", stacklevel=6)
@@ -128,10 +141,47 @@ def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_state
             _check_optimizer(stored, parts, convert_states, hyperparameters)
             if hyperparameters:
                 matches = match_groups(parts.optimizer, values["groups"], names)
+                schedule = _match_schedule(stored, parts.lr_scheduler, values["lr_scheduler"], matches)
             by_name = _states_by_parameter(stored)
             trained = [p for group in parts.optimizer.param_groups for p in group["params"]]
             states = {p: by_name.get(names[p.fqn], {}) for p in trained}
-    return _Plan(stored=stored, values=values, names=names, matches=matches, states=states)
+    try:
+        if stored.manifest.data is not None:
+            parse_place(stored.manifest.data)
+    except ValueError as error:
+        raise RuntimeError(f"{directory}: damaged ({error})") from None
+    return _Plan(
+        stored=stored,
+        values=values,
+        names=names,
+        matches=matches,
+        states=states,
+        schedule=schedule,
+        loss_scale=_read_loss_scale(stored),
+    )
+
+
+def _read_loss_scale(stored: Stored) -> LossScale | None:
+    saved = stored.manifest.loss_scale
+    if saved is None:
+        return None
+    match saved:
+        case {"value": float(value), "is_dynamic": bool(is_dynamic), "num_steps": int(num_steps), **rest}:
+            if 0 < value < math.inf and num_steps >= 0 and not rest:
+                return LossScale(value=value, num_steps=num_steps, is_dynamic=True) if is_dynamic else None
+    raise RuntimeError(f"{stored.directory}: damaged (a loss scale of {saved!r})")
+
+
+def _match_schedule(
+    stored: Stored, scheduler: Any, saved: dict[str, Any] | None, matches: Sequence[int | None]
+) -> dict[str, Any] | None:
+    """The state that is to be loaded into the LR scheduler."""
+    if scheduler is None:
+        return None
+    if saved is None:
+        warnings.warn(f"'{stored.directory}' holds no LR schedule: it starts anew", stacklevel=7)
+        return None
+    return reorder_schedule(saved, scheduler.state_dict(), matches)
 
 
 def _read_values(stored: Stored) -> Mapping[str, Any]:
@@ -304,26 +354,13 @@ def _restore_optimizer(optimizer: Optimizer | None, plan: _Plan, targets: Target
                 optimizer.state[parameter] = state
 
 
-def _restore_schedule(scheduler: Any, plan: _Plan) -> None:
-    if scheduler is None:
-        return
-    if plan.values["lr_scheduler"] is None:
-        warnings.warn(f"'{plan.stored.directory}' holds no LR schedule: it starts anew", stacklevel=5)
-        return
-    present = scheduler.state_dict()
-    scheduler.load_state_dict(reorder_schedule(plan.values["lr_scheduler"], present, plan.matches))
-
-
-def _restore_progress(runtime: Runtime, stored: Stored, present: Progress) -> Progress:
-    manifest, scale = stored.manifest, present.loss_scale
-    if runtime.reducer.is_half and scale.is_dynamic and manifest.loss_scale is not None:
-        saved = LossScale(**manifest.loss_scale)
-        scale = saved if saved.is_dynamic and math.isfinite(saved.value) else scale
+def _restore_progress(plan: _Plan, present: Progress) -> Progress:
+    manifest, scale = plan.stored.manifest, present.loss_scale
     return replace(
         present,
         global_step=manifest.global_step,
         skipped_steps=manifest.skipped_steps,
-        loss_scale=scale,
+        loss_scale=plan.loss_scale if scale.is_dynamic and plan.loss_scale is not None else scale,
     )
 
 

@@ -9,11 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.sharding.parameter import ShardedParameter
 
-_HOW = frozenset(("params", "param_names", "fused", "foreach", "capturable", "differentiable"))
-"""Keys of a parameter group that say how a step is computed, not what."""
+_HOW = frozenset(
+    (
+        *("params", "param_names", "fused", "foreach", "capturable", "differentiable"),
+        "decoupled_weight_decay",  # by which torch tells AdamW from Adam
+    )
+)
+"""Keys of a parameter group that say how a step is computed, not with which numbers."""
 
 _PER_GROUP = frozenset(
     ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
@@ -45,13 +51,21 @@ def read_optimizer(optimizer: Optimizer) -> OptimizerState:
     for group in optimizer.param_groups:
         hyperparameters = {key: value for key, value in group.items() if key not in _HOW}
         state.groups.append({"names": [p.fqn for p in group["params"]], **hyperparameters})
-    for parameter, values in optimizer.state.items():
+    saved: Mapping[Any, Any] = optimizer.state
+    for parameter, values in saved.items():
         if not isinstance(parameter, ShardedParameter):
-            state.other[str(parameter)] = values
+            _check_key(optimizer, parameter)
+            state.other[parameter] = values
             continue
         scalars = state.scalars.setdefault(parameter.fqn, {})
         tensors = state.tensors.setdefault(parameter, {})
         for key, value in values.items():
+            _check_key(optimizer, key)
+            if not isinstance(value, Tensor) and any(isinstance(v, Tensor) for v in tree_leaves(value)):
+                raise ValueError(
+                    f"{type(optimizer).__name__}: state '{key}' of '{parameter.fqn}' is a "
+                    f"{type(value).__name__} of tensors; expected tensors, or values without any"
+                )
             if isinstance(value, Tensor) and value.dim():
                 if value.shape != parameter.shape:
                     raise ValueError(
@@ -63,6 +77,11 @@ def read_optimizer(optimizer: Optimizer) -> OptimizerState:
             else:
                 scalars[key] = value.detach().cpu() if isinstance(value, Tensor) else value
     return state
+
+
+def _check_key(optimizer: Optimizer, key: object) -> None:
+    if not isinstance(key, str) or "/" in key:
+        raise ValueError(f"{type(optimizer).__name__}: expected states with names without '/', came {key!r}")
 
 
 def match_groups(
@@ -120,8 +139,12 @@ def reorder_schedule(
             kept: list[Any] = present if isinstance(present, list) else value
             state[key] = [kept[at] if home is None else value[home] for at, home in enumerate(matches)]
         elif key == "_schedulers" and isinstance(present, list | tuple):
-            pairs = zip(value, present, strict=False)
-            state[key] = [reorder_schedule(one, other, matches) for one, other in pairs]
+            if len(value) != len(present):
+                raise ValueError(
+                    f"the checkpoint has an LR schedule of {len(value)} parts, the engine one of "
+                    f"{len(present)}: expected the same, or restore_hyperparameters=False to keep the present"
+                )
+            state[key] = [reorder_schedule(*pair, matches) for pair in zip(value, present, strict=True)]
     return state
 
 

@@ -208,7 +208,7 @@ class TensorReader:
         for at in range(0, target.numel(), step):
             piece = target[at : at + step]
             direct = piece.dtype == dtype and piece.device.type == "cpu"
-            raw = piece if direct else torch.empty(piece.numel(), dtype=dtype)
+            raw = piece if direct else torch.empty(piece.numel(), dtype=dtype, device="cpu")
             file.seek(begin + at * dtype.itemsize)
             if file.readinto(raw.view(torch.uint8).numpy().data) != raw.nbytes:  # type: ignore[attr-defined]
                 raise RuntimeError(f"{self._stored.directory / source.file}: ends too early")
@@ -289,6 +289,6 @@ def iterate_whole(stored: Stored, names: Iterator[str]) -> Iterator[tuple[str, T
     with TensorReader(stored) as reader:
         for name in names:
             tensor = stored.tensors[name]
-            values = torch.empty(math.prod(tensor.shape), dtype=tensor.dtype)
+            values = torch.empty(math.prod(tensor.shape), dtype=tensor.dtype, device="cpu")
             reader.read(TensorSlice(name, tensor.shape, 0, values))
             yield name, values.view(tensor.shape)

@@ -98,7 +98,7 @@ class HostCopies:
     """Host memory for the slices of one snapshot, used again for the next."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def copy(self, slices: Sequence[TensorSlice]) -> list[TensorSlice]:
         """The slices with their present values, which later steps do not change."""
@@ -107,8 +107,8 @@ class HostCopies:
             starts.append(total)
             total += -(-part.data.nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._memory.numel() < total:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # before the larger one is taken
-            self._memory = torch.empty(total, dtype=torch.uint8)
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # before the larger one is taken
+            self._memory = torch.empty(total, dtype=torch.uint8, device="cpu")
         return [
             replace(part, data=_copied(part.data, self._memory[start : start + part.data.nbytes]))
             for part, start in zip(slices, starts, strict=True)
@@ -140,8 +140,17 @@ class Saver:
         write(snapshot, self._axis)
 
     def start(self, snapshot: Snapshot) -> None:
-        """Copy what is to be written and write it in a thread."""
-        snapshot = replace(snapshot, slices=self._copies.copy(snapshot.slices))
+        """Copy what is to be written and write it in a thread.
+
+        Raises:
+            RuntimeError: there is no memory for the copy, on some rank; on all of them.
+        """
+
+        def copy() -> None:
+            nonlocal snapshot
+            snapshot = replace(snapshot, slices=self._copies.copy(snapshot.slices))
+
+        on_all(self._axis, "copy of what is to be saved", copy)
         # Not a daemon: the interpreter waits for it, so that the last checkpoint of a run is written.
         self._thread = threading.Thread(target=self._run, args=(snapshot,), name="zeroshard-checkpoint")
         self._thread.start()

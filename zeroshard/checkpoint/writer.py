@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from zeroshard.checkpoint.boxes import Box
+from zeroshard.checkpoint.boxes import Box, tiles
 from zeroshard.checkpoint.files import naming
 from zeroshard.checkpoint.manifest import FileRecord
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
@@ -89,6 +89,9 @@ def write_index(
             tensors.setdefault(name, tensor).chunks.append(box)
             place = _StorageInfo(written.file, written.offset, written.num_bytes)
             places.append(WriteResult(MetadataIndex(name, box.offsets), written.num_bytes, place))
+    for name, tensor in tensors.items():
+        parts = [Box(tuple(part.offsets), tuple(part.sizes)) for part in tensor.chunks]
+        assert tiles(parts, tuple(tensor.size)), f"the ranks wrote each element of '{name}' once"
     writer = _IndexWriter(directory)
     writer.finish(Metadata(cast(dict[str, Any], tensors)), [places])
     return writer.files.records
@@ -111,7 +114,7 @@ def _over_own_memory(values: Tensor) -> Tensor:
     values = values.cpu().contiguous()
     start = values.storage_offset() * values.element_size()
     memory = values.untyped_storage()[start : start + values.nbytes]
-    return torch.empty(0, dtype=values.dtype).set_(memory, 0, values.shape, values.stride())
+    return torch.empty(0, dtype=values.dtype, device="cpu").set_(memory, 0, values.shape, values.stride())
 
 
 class _CheckedFiles(FileSystem):

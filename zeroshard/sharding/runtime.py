@@ -173,6 +173,18 @@ class Runtime:
             self._idle, self._called, self._staying = [], [], set()
             self.put_away()
 
+    def require_slices(self, what: str) -> None:
+        """Refuse what works on sharded parameters while others stand in for them.
+
+        Raises:
+            RuntimeError: inside unsharded().
+        """
+        if any(unit.is_shown for unit in self.units):
+            raise RuntimeError(
+                f"{what} inside engine.unsharded() would take the full parameters for the model's own: call "
+                "it after the block; inside, the model's own methods see full parameters"
+            )
+
     def settle(self) -> None:
         """Wait for every exchange under way, and clean up after an exception.
 
