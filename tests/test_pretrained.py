@@ -15,6 +15,7 @@ import torch.distributed as dist
 import zeroshard
 from tests.distributed.models import VOCABULARY
 from tests.distributed.training import plain, replicate, start, step, token_loss
+from zeroshard.safetensors import find_tensors
 from zeroshard.sharding.deferred import is_stored, values_of
 
 transformers = pytest.importorskip("transformers")
@@ -94,8 +95,8 @@ def test_missing_weights_are_reported_and_initialized_and_unexpected_ones_report
     assert state["lm_head.weight"].std().item() == pytest.approx(0.02, rel=0.1)
 
 
-def refusal(path, cls=AutoModelForCausalLM, **options) -> str:
-    with pytest.raises(ValueError, match="expect") as caught:
+def refusal(path, cls=AutoModelForCausalLM, word="expect", **options) -> str:
+    with pytest.raises(ValueError, match=word) as caught:
         zeroshard.from_pretrained(cls, path, **options)
     return str(caught.value)
 
@@ -115,6 +116,83 @@ def test_what_is_no_safetensors_checkpoint_of_the_model_is_refused(tmp_path):
     assert "damaged or shortened" in refusal(tmp_path)
     file.write_bytes(b"\xff" * 20)
     assert "expected a safetensors file" in refusal(tmp_path)
+
+
+def write_tensors(file: Path, header: object) -> None:
+    """A safetensors file of 64 bytes of tensors."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+
+
+SOUND = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+HEADERS = {
+    "list": [],
+    "null": None,
+    "deep": b"[" * 100_000,
+    "long number": b'{"a": ' + b"1" * 5000 + b"}",
+    "not UTF-8": b'{"\xff": 1}',
+    "entry": {"a": 1},
+    **{
+        json.dumps(change): {"a": SOUND | change}
+        for change in (
+            {"shape": [-1, -2]},
+            {"shape": [2.0]},
+            {"shape": [True, 2]},
+            {"shape": ["x"]},
+            {"shape": 2},
+            {"shape": [1 << 62, 4]},
+            {"data_offsets": [-8, 0]},
+            {"data_offsets": [0, 8.0]},
+            {"data_offsets": [False, 8]},
+            {"data_offsets": [8, 0]},
+            {"data_offsets": [60, 68]},
+            {"data_offsets": [1 << 70, (1 << 70) + 8]},
+            {"shape": [True], "data_offsets": [False, 4]},
+            {"shape": [0], "data_offsets": [-8, -8]},
+            {"dtype": 3},
+            {"dtype": "X"},
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_a_crafted_header_is_one_error_that_names_the_file(tmp_path, header):
+    write_tensors(tmp_path / "model.safetensors", {"a": SOUND})
+    assert find_tensors(tmp_path)["a"].shape == (2,)
+    write_tensors(tmp_path / "model.safetensors", header)
+    assert f"{tmp_path / 'model.safetensors'}: " in refusal(tmp_path)
+
+
+def test_a_crafted_index_is_one_error_that_names_it_and_reaches_no_other_folder(tmp_path):
+    folder, index = tmp_path / "folder", tmp_path / "folder" / "model.safetensors.index.json"
+    folder.mkdir()
+    for file in (tmp_path / "outside", folder / "inside"):
+        write_tensors(file, {"a": SOUND})
+    index.write_text(json.dumps({"weight_map": {"a": "inside"}}))
+    assert find_tensors(folder)["a"].file == folder / "inside"
+    outside = (
+        "../outside",
+        str(tmp_path / "outside"),
+        "./inside",
+        "",
+        ".",
+        "..",
+        "a\0b",
+        "\ud800",
+        1,
+        None,
+        ["x"],
+    )
+    contents = [{"weight_map": {"a": name}} for name in outside]
+    for content in (*contents, {}, [], None, {"weight_map": [1]}, {"weight_map": None}):
+        index.write_text(json.dumps(content))
+        assert f"{index}: " in refusal(folder)
+    for text in (b"{", b"\xff", b"[" * 100_000, b""):
+        index.write_bytes(text)
+        assert f"{index}: " in refusal(folder)
+    index.write_text(json.dumps({"weight_map": {"a": "missing"}}))
+    assert f"{folder / 'missing'}: " in refusal(folder, word="expect|can't be read")
 
 
 def train(folder: str, stage: int) -> tuple[list[float], list[float], bool]:

@@ -97,12 +97,31 @@ def find_tensors(folder: str | os.PathLike[str]) -> dict[str, FileTensor]:
         pickled = [file.name for file in path.glob("*.bin")]
         hint = f"; {pickled[0]} is a pickle, which could run code: convert it" if pickled else ""
         raise ValueError(f"'{folder}': expected {SINGLE} or {INDEX}, found neither{hint}")
-    places: dict[str, str] = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    places = _read_index(path / INDEX)
     files = {name: _read_header(path / name) for name in sorted(set(places.values()))}
     for name, file in places.items():
         if name not in files[file]:
             raise ValueError(f"{path / file}: expected tensor '{name}', as {INDEX} says, found none")
     return {name: files[file][name] for name, file in places.items()}
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    """The name of the file that each tensor is in: a file beside the index."""
+    try:
+        index = _parse(file.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{file}: can't be read: {error.strerror}") from None
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict):
+        raise ValueError(f"{file}: expected JSON with a 'weight_map' of names of tensors and files, got none")
+    for name, place in places.items():
+        if not isinstance(place, str) or not _is_file_name(place):
+            raise ValueError(f"{file}: tensor '{name}': expected the name of a file beside it, got {place!r}")
+    return places
+
+
+def _is_file_name(name: str) -> bool:
+    return name.isprintable() and os.path.basename(name) == name and name not in ("", ".", "..")
 
 
 def _read_header(file: Path) -> dict[str, FileTensor]:
@@ -111,13 +130,21 @@ def _read_header(file: Path) -> dict[str, FileTensor]:
             header_size = int.from_bytes(opened.read(8), "little")
             if header_size > file.stat().st_size:
                 raise ValueError(f"{file}: expected a safetensors file, got a header of {header_size} bytes")
-            header = json.loads(opened.read(header_size))
+            header = _parse(opened.read(header_size))
     except OSError as error:
         raise ValueError(f"{file}: can't be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(f"{file}: expected a safetensors file, got a header that is not JSON") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{file}: expected a safetensors file, got a header that is no JSON object")
     header.pop("__metadata__", None)
     return {name: _tensor(file, 8 + header_size, name, entry) for name, entry in header.items()}
+
+
+def _parse(text: bytes) -> Any:
+    """JSON, or None where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number too long; or too deep
+        return None
 
 
 def _tensor(file: Path, data_start: int, name: str, entry: Any) -> FileTensor:
@@ -128,8 +155,10 @@ def _tensor(file: Path, data_start: int, name: str, entry: Any) -> FileTensor:
                 known = ", ".join(_DTYPES)
                 raise ValueError(f"{file}: tensor '{name}' has dtype {kind}; expected one of {known}")
             dtype = _DTYPES[kind]
-            num_bytes = math.prod(shape) * dtype.itemsize
-            if stop - start == num_bytes and data_start + stop <= file.stat().st_size:
+            is_inside = start >= 0 and data_start + stop <= file.stat().st_size
+            # bool is a kind of int
+            are_sizes = all(type(size) is int and size >= 0 for size in (*shape, start, stop))
+            if are_sizes and is_inside and stop - start == math.prod(shape) * dtype.itemsize:
                 return FileTensor(
                     file=file,
                     offset=data_start + start,

@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import random
+import re
+import resource
 import shutil
 import struct
 import zipfile
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
 from tests.checkpoint.test_faults import Run, damaged, message_of
+from zeroshard.checkpoint import plain
 from zeroshard.checkpoint.boxes import Box, tiles
 from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.reader import INDEX
@@ -138,10 +141,14 @@ def point_outside(path: str) -> Callable[[Path], None]:
     return craft
 
 
+HUGE = (1 << 45).to_bytes(8, "little")
+"""More bytes than there are."""
+
+
 def pollute(directory: Path) -> None:
     """BUILD with a class in the place of an object: sets attributes of the class for the whole process."""
-    target = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
-    write_index(directory, b"\x80\x02" + target + b"N}X\x03\x00\x00\x00fqnK\x01s\x86b.")
+    target = pickle.dumps(dcp.MetadataIndex, protocol=4).removesuffix(b".")[11:]  # without its frame
+    write_index(directory, b"\x80\x04" + target + b"N}X\x03\x00\x00\x00fqnK\x01s\x86b.")
 
 
 def repeat_a_part(index: dcp.Metadata) -> None:
@@ -191,7 +198,19 @@ INDICES: dict[str, Callable[[Path], None]] = {
     "prefix": lambda directory: write_index(directory, filesystem._StoragePrefix("x")),
     "nothing": lambda directory: write_index(directory, b""),
     "attributes of a class": pollute,
-    "memory": lambda directory: write_index(directory, b"\x80\x02]r\xff\xff\xff\xff."),
+    **{
+        f"memory {opcode!r}": lambda directory, opcode=opcode, size=size: write_index(
+            directory, b"\x80\x05]" + opcode + size + b"."
+        )
+        for opcode, size in (
+            (pickle.LONG_BINPUT, b"\xff\xff\xff\xff"),
+            (pickle.LONG4, b"\xff\xff\xff\x7f"),
+            *(
+                (code, HUGE)
+                for code in (pickle.BYTEARRAY8, pickle.BINBYTES8, pickle.BINUNICODE8, pickle.FRAME)
+            ),
+        )
+    },
     **{
         f"call {number}": lambda directory, number=number: write_index(directory, calls(directory)[number])
         for number in range(10)
@@ -231,6 +250,35 @@ def edit_values(change: Edit) -> Callable[[Path], None]:
     return replace_values(make)
 
 
+def rewrite(change: Callable[[str, bytes], tuple[bytes, int]]) -> Callable[[Path], None]:
+    """Another archive: of each record, by its name and bytes, the new bytes and how they are stored."""
+
+    def craft(directory: Path) -> None:
+        made = io.BytesIO()
+        with zipfile.ZipFile(directory / VALUES) as source, zipfile.ZipFile(made, "w") as target:
+            for record in source.infolist():
+                data, method = change(record.filename, source.read(record))
+                target.writestr(record.filename, data, method)
+        (directory / VALUES).write_bytes(made.getvalue())
+        refit(directory)
+
+    return craft
+
+
+def with_pickle(code: bytes) -> Callable[[Path], None]:
+    """Another pickle in the archive."""
+    return rewrite(lambda name, data: (code if name.endswith("/data.pkl") else data, zipfile.ZIP_STORED))
+
+
+def longer_than_the_file(directory: Path) -> None:
+    """The directory of the archive says of a record that it goes on and on."""
+    data = bytearray((directory / VALUES).read_bytes())
+    at = data.index(b"PK\x01\x02")
+    data[at + 20 : at + 28] = struct.pack("<II", 1 << 31, 1 << 31)
+    (directory / VALUES).write_bytes(data)
+    refit(directory)
+
+
 CONTENTS: dict[str, Callable[[Path], None]] = {
     "list": replace_values(lambda _: [1]),
     "empty": replace_values(lambda _: {}),
@@ -238,6 +286,15 @@ CONTENTS: dict[str, Callable[[Path], None]] = {
     "groups": edit_values(lambda values: values.update(groups=[{"lr": 1}])),
     "scalars": edit_values(lambda values: values.update(scalars={"blocks.0": 1})),
     "generators": edit_values(lambda values: values.update(rng=[{"python": (3, (1, 2), None)}] * 2)),
+    "compressed": rewrite(lambda name, data: (data, zipfile.ZIP_DEFLATED)),
+    "longer than the file": longer_than_the_file,
+    **{
+        f"memory {kind}": with_pickle(b"\x80\x02c" + kind + b"\n\x8a\x06" + HUGE[:6] + b"\x85R.")
+        for kind in (
+            *(b"builtins\nbytearray", b"__builtin__\nbytearray", b"torch\nTensor", b"torch\nFloatTensor"),
+            b"torch.sparse\nFloatTensor",
+        )
+    },
     "no client state": edit_values(lambda values: values.pop("client_state")),
     **{
         f"call {number}": lambda directory, number=number: edit_values(
@@ -368,6 +425,21 @@ def load_crafted(folder: str, file: str) -> list[str]:
 @pytest.mark.parametrize("file", KINDS)
 def test_crafted_file_runs_no_code_and_is_one_error_that_names_it(ranks, tmp_path, file):
     assert ranks(2, load_crafted, str(tmp_path), file, timeout=120) == [[], []]
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_values_take_no_more_memory_than_their_file(tmp_path, method):
+    """bytearray(n), and zeros that are deflated: both small in the file."""
+    data = b"\x80\x02cbuiltins\nbytearray\nJ" + (1 << 30).to_bytes(4, "little") + b"\x85R."
+    if method == zipfile.ZIP_DEFLATED:
+        data = bytes(1 << 28)
+    with zipfile.ZipFile(tmp_path / "values", "w", method) as archive:
+        archive.writestr("archive/data.pkl", data)
+    del data
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(RuntimeError, match=re.escape(str(tmp_path / "values"))):
+        plain.read(tmp_path / "values")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 16  # KiB
 
 
 def test_boxes_tile_a_tensor_when_they_hold_each_element_once():

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from zeroshard.checkpoint.files import LATEST, MANIFEST, check_tag, commit, discard, find, open_place
+from zeroshard.checkpoint.reader import INDEX
+from zeroshard.checkpoint.save import VALUES
 
 CALLS = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
 """System calls of a save. A crash before one of them is a crash after the one before it."""
@@ -229,6 +231,7 @@ def test_a_checkpoint_is_found_by_folder_by_tag_and_by_its_own_directory(tmp_pat
         (tmp_path, None, "second"),
         (tmp_path, "a", "first"),
         (tmp_path / "a", None, "first"),
+        (tmp_path / "latest", None, "second"),
         (tmp_path / "a.0", None, "first"),
     ):
         assert read(find(path, tag)) == content
@@ -247,6 +250,8 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path):
     for text in ("b", "../a", "/etc/passwd", "", "a.0", "\x00", "\xff"):
         (tmp_path / LATEST).write_text(text)
         assert f"'{tmp_path / LATEST}'" in refused(tmp_path)
+    for tag in (3, b"a", ["a"], 0, True):
+        assert repr(tag) in refused(tmp_path, tag)
     (tmp_path / "b").write_text("a.0")
     assert f"'{tmp_path / 'b'}'" in refused(tmp_path, "b")
     (tmp_path / "a").write_text("a.1")
@@ -257,7 +262,11 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tag", ["", ".a", "a/b", "../a", "latest", "a.0", "step-1.12", "a b", "a\n", "ä", "a" * 201, None, 3]
+    "tag",
+    [
+        *("", ".a", "a/b", "../a", "latest", "a.0", "step-1.12", "a b", "a\n", "ä", "a" * 201, None, 3),
+        *(MANIFEST, VALUES, INDEX),
+    ],
 )
 def test_tags_that_could_be_mistaken_are_refused(tag):
     with pytest.raises(ValueError, match="tag: expected"):

@@ -18,7 +18,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-LATEST = "latest"
+LATEST, MANIFEST = "latest", "zeroshard.json"
+_TAKEN = (LATEST, MANIFEST, "values.pt")
+"""No tag: with a file of one of these names, a folder would be taken for a checkpoint, or one be spoilt."""
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,199}")
 _GENERATION = re.compile(r"(?P<tag>.+)\.(?P<number>\d+)")
 
@@ -29,10 +31,10 @@ def check_tag(tag: object) -> str:
     Raises:
         ValueError: it is none.
     """
-    if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST or _GENERATION.fullmatch(tag):
+    if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag in _TAKEN or _GENERATION.fullmatch(tag):
         raise ValueError(
-            f"tag: expected letters, digits and '_.=-', not 'latest', and no number after the last dot; "
-            f"came {tag!r}"
+            f"tag: expected letters, digits and '_.=-', not {', '.join(map(repr, _TAKEN))}, and no number "
+            f"after the last dot; came {tag!r}"
         )
     return tag
 
@@ -113,15 +115,17 @@ def find(path: Path, tag: str | None = None) -> Path:
     """The directory of a checkpoint.
 
     Args:
-        path: a folder of checkpoints, one `<tag>` in it, or the directory itself.
+        path: a folder of checkpoints, one `<tag>` or `latest` in it, or the directory itself.
         tag: which one of the folder; None: the latest.
 
     Raises:
         ValueError: there is none.
     """
-    if path.is_file() and tag is None:
-        path, tag = path.parent, path.name
-    if tag is None and (path / MANIFEST).is_file():
+    if tag is not None and not isinstance(tag, str):
+        raise ValueError(f"tag: expected a string or None, came {tag!r}")
+    if is_pointer := tag is None and path.is_file():
+        path, tag = path.parent, None if path.name == LATEST else path.name
+    if tag is None and not is_pointer and (path / MANIFEST).is_file():
         return path
     if not path.is_dir():
         raise ValueError(f"'{path}': expected a folder with checkpoints, found none")
@@ -140,9 +144,6 @@ def find(path: Path, tag: str | None = None) -> Path:
     if not (path / name / MANIFEST).is_file():
         raise ValueError(f"'{path / name}': expected a checkpoint, found no {MANIFEST} in it")
     return path / name
-
-
-MANIFEST = "zeroshard.json"
 
 
 def sync(path: Path) -> None:

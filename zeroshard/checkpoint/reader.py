@@ -34,6 +34,25 @@ _CLASSES = {
 """All that the index of a checkpoint of tensors consists of, beside dtypes and layouts."""
 _STATEFUL = frozenset(_CLASSES.values())
 
+_OPCODES = b"".join(
+    (
+        *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK),
+        *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+        *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+        *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE),
+        *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+        *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS),
+        *(pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+        *(pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
+        *(pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
+    )
+)
+"""What pickle writes an index with. Others may take memory by a number in the file, as BYTEARRAY8 does."""
+
+
+def _refuse(_: Any) -> None:
+    raise pickle.UnpicklingError("it holds what no index has")
+
 
 class _IndexUnpickler(pickle._Unpickler):
     """Admits data classes of torch.distributed.checkpoint only.
@@ -41,7 +60,9 @@ class _IndexUnpickler(pickle._Unpickler):
     The one in Python: in the one in C, a number in the file decides how much memory is taken.
     """
 
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code: load if code in _OPCODES else _refuse for code, load in pickle._Unpickler.dispatch.items()
+    }
 
     def load_build(self) -> None:
         """Set the attributes of an object, but not those of a class or function."""
