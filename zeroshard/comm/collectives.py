@@ -213,7 +213,7 @@ class Axis:
         """
         if self.size == 1 or not flags:
             return lambda: list(flags)
-        bitmap = torch.tensor(flags, dtype=torch.uint8)
+        bitmap = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         self.counter.add("control", bitmap.numel())
         work = dist.all_reduce(bitmap, dist.ReduceOp.MAX, group=self._control, async_op=True)
 
@@ -241,9 +241,9 @@ class Axis:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         self.counter.add("control", own.numel())
-        sizes = self._gather_small(torch.tensor([own.numel()]), label)
+        sizes = self._gather_small(torch.tensor([own.numel()], device="cpu"), label)
         longest = int(torch.stack(sizes).max())
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: own.numel()] = own
         everyone = self._gather_small(padded, label)
         return [
