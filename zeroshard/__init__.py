@@ -1,5 +1,6 @@
 """zeroshard: a ZeRO/FSDP memory-sharding training engine for PyTorch."""
 
+from zeroshard import optim
 from zeroshard.comm.counter import CommReport
 from zeroshard.config import Checkpoint, Config, Mesh, Offload, Pipeline, Precision
 from zeroshard.engine import Engine
@@ -26,5 +27,6 @@ __all__ = [
     "estimate",
     "from_pretrained",
     "initialize",
+    "optim",
     "shard",
 ]

@@ -68,7 +68,11 @@ def test_an_optimizer_is_torchs_with_the_defaults_of_deepspeed(section, expected
 @pytest.mark.parametrize(
     ("section", "text"),
     [
-        ({"type": "Lamb"}, "'Lamb' has no equivalent: it needs whole tensors"),
+        (
+            {"type": "Lamb"},
+            "'Lamb' has no equivalent: its trust ratios are clamped; use zeroshard.optim.LAMB",
+        ),
+        ({"type": "Muon"}, "'Muon' has no equivalent: it needs whole tensors"),
         ({"type": "OneBitAdam"}, "'OneBitAdam' has no equivalent"),
         ({"type": "Lion"}, "'Lion' has no equivalent: it is not in torch"),
         ({"type": "AdamWW"}, "'AdamWW' is neither DeepSpeed's nor torch's; did you mean 'AdamW'?"),

@@ -17,9 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from zeroshard.deepspeed.keys import auto, is_number
 
 _WHOLE_TENSOR = "it needs whole tensors and a rank holds slices; use AdamW"
+_OTHER_LAMB = "its trust ratios are clamped; use zeroshard.optim.LAMB, which has the paper's form"
 _NOT_IN_TORCH = "it is not in torch; use AdamW, or give initialize an element-wise optimizer of your own"
 _REFUSED = {
-    **dict.fromkeys(("lamb", "onebitlamb", "muon"), _WHOLE_TENSOR),
+    **dict.fromkeys(("lamb", "onebitlamb"), _OTHER_LAMB),
+    "muon": _WHOLE_TENSOR,
     **dict.fromkeys(("lion", "muadam", "muadamw", "musgd", "onebitadam", "zerooneadam"), _NOT_IN_TORCH),
     "onecycle": "use torch.optim.lr_scheduler.OneCycleLR or CyclicLR",
     "lrrangetest": "use torch.optim.lr_scheduler.LambdaLR",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from zeroshard.sharding.norms import sum_of_squares
 from zeroshard.sharding.runtime import Runtime
 
 _EPSILON = 1e-6
@@ -40,17 +41,15 @@ def global_norm(runtime: Runtime) -> Tensor:
     float64; so the norm does not depend on the stage.
     """
     axis = runtime.context.axis
-    squares = [torch.linalg.vector_norm(own, dtype=torch.float64).square() for own in own_gradients(runtime)]
     total = torch.zeros((), dtype=torch.float64, device=runtime.context.device)
-    if squares:
-        total += torch.stack(squares).sum()
+    if own := list(own_gradients(runtime)):
+        total += sum_of_squares(own).sum()
     return axis.sum(total, "sum of the squared gradient norms").sqrt().float()
 
 
 def own_gradients(runtime: Runtime) -> Iterator[Tensor]:
     """The parts of the gradients that the layout gives to this rank: over all ranks, each element once."""
-    rank = runtime.context.axis.rank
     for buffer in runtime.buffers:
         for index, parameter in enumerate(buffer.sharded):
             if (grad := parameter.grad) is not None:
-                yield grad if buffer.is_partial else grad[buffer.layout.owned(index, rank).slice]
+                yield grad[buffer.counted(index)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.optim.layerwise import LAMB, LARS, LayerWise
 from zeroshard.sharding.parameter import ShardedParameter
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -29,8 +30,8 @@ _WHOLE_TENSOR = {
     "soap": "matrix preconditioners",
     "galore": "projections of whole matrices",
     "adahessian": "more than the gradient",
-    "lars": "norms of whole tensors",
-    "lamb": "norms of whole tensors",
+    "lars": "norms of whole tensors: zeroshard.optim.LARS gets them",
+    "lamb": "norms of whole tensors: zeroshard.optim.LAMB gets them",
     "prodigy": "sums over all parameters",
     "dadapt": "sums over all parameters",
 }
@@ -76,6 +77,10 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
 
 def _check_kind(optimizer: Optimizer) -> None:
     kind = type(optimizer)
+    if isinstance(optimizer, LayerWise):
+        if kind not in (LARS, LAMB):
+            _warn_unknown(optimizer)
+        return
     for base in kind.__mro__:
         for part, needs in _WHOLE_TENSOR.items():
             if part in base.__name__.lower():

@@ -181,6 +181,10 @@ class FlatBuffer:
         """The part of `main`, and of the reduced gradient, that a sharded parameter is a view of."""
         return self.layout.parameter(index).intersect(self.main_span).shifted(-self.main_span.start)
 
+    def counted(self, index: int) -> slice:
+        """The part of a sharded parameter that is this rank's: over its shard group, each element once."""
+        return slice(None) if self.is_partial else self.layout.owned(index, self._context.axis.rank).slice
+
     def describe(self) -> str:
         return describe_unit(self.unit_name)
 

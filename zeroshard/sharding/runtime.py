@@ -30,6 +30,7 @@ from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.nested import cast_floats, find_tensors, view_tensors
+from zeroshard.sharding.norms import NormsOverRanks, UsesNorms
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
@@ -143,6 +144,8 @@ class Runtime:
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
+        if isinstance(optimizer, UsesNorms):
+            optimizer.norms_of = NormsOverRanks(self.buffers, self.context.axis)
         optimizer.zero_grad = zero_all  # type: ignore[method-assign]
 
     def before_step(self) -> None:

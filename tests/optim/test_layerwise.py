@@ -1,0 +1,457 @@
+"""LARS and LAMB against the formulas of their papers, written here in float64 for one process.
+
+The models are linear in their parameters, so their gradients are known: exactly, but for the rounding of
+sums over three ranks.
+"""
+
+import copy
+import warnings
+import zlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from zeroshard.optim import LAMB, LARS
+from zeroshard.optim.schedule import GradualWarmup
+from zeroshard.optim.takeover import check_optimizer
+
+NUM_STEPS = 5
+KINDS = {"LARS": LARS, "LAMB": LAMB}
+
+# ----------------------------------------------------------------------------------------- the formulas
+
+
+def lars(w, g, state, *, lr, momentum, weight_decay, trust_coefficient, trust_ratio=True):
+    """You, Gitman, Ginsburg 2017, algorithm 1."""
+    local = 1.0
+    if trust_ratio and w.norm() > 0 and g.norm() > 0:
+        local = trust_coefficient * w.norm() / (g.norm() + weight_decay * w.norm())
+    state["v"] = momentum * state.get("v", 0) + lr * local * (g + weight_decay * w)
+    return w - state["v"]
+
+
+def lamb(w, g, state, *, lr, betas, eps, weight_decay, trust_ratio=True):
+    """You et al. 2020, algorithm 2."""
+    beta1, beta2 = betas
+    t = state["t"] = state.get("t", 0) + 1
+    state["m"] = beta1 * state.get("m", 0) + (1 - beta1) * g
+    state["v"] = beta2 * state.get("v", 0) + (1 - beta2) * g**2
+    r = (state["m"] / (1 - beta1**t)) / ((state["v"] / (1 - beta2**t)).sqrt() + eps)
+    u = r + weight_decay * w
+    ratio = w.norm() / u.norm() if trust_ratio and w.norm() > 0 and u.norm() > 0 else 1.0
+    return w - lr * ratio * u
+
+
+FORMULAS = {"LARS": lars, "LAMB": lamb}
+HYPERPARAMETERS = {
+    "LARS": {"lr": 0.7, "momentum": 0.9, "weight_decay": 0.03, "trust_coefficient": 0.1},
+    "LAMB": {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
+}
+OTHER = {
+    "LARS": {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.0, "trust_coefficient": 0.3},
+    "LAMB": {"lr": 0.05, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.0},
+}
+
+
+def options_of(kind, name):
+    """Three groups: matrices; biases, without decay and trust ratio; the last layer, with its own values."""
+    if name.endswith("bias"):
+        return HYPERPARAMETERS[kind] | {"weight_decay": 0.0, "trust_ratio": False}
+    return OTHER[kind] if name.startswith("layers.2") else HYPERPARAMETERS[kind]
+
+
+def grouped(kind, model, **more):
+    groups = {}
+    for name, parameter in model.named_parameters():
+        options = options_of(kind, name)
+        groups.setdefault(str(options), options | {"params": []})["params"].append(parameter)
+    return KINDS[kind](list(groups.values()), **({"lr": 1.0} | more))
+
+
+def by_formula(kind, model, steps=range(NUM_STEPS), *, factor=lambda step: 1.0, rate=lambda step: 1.0):
+    """The parameters after these steps, float64; `factor` is of the gradients, `rate` of learning rates."""
+    values = {name: p.detach().double() for name, p in model.named_parameters()}
+    states = {name: {} for name in values}
+    for at, step in enumerate(steps):
+        for name, value in values.items():
+            if is_used(name, step):
+                options = dict(options_of(kind, name))
+                options["lr"] *= rate(at)
+                g = gradient(name, step, value.shape).double() * factor(step)
+                values[name] = FORMULAS[kind](value, g, states[name], **options)
+    return values
+
+
+# ------------------------------------------------------------------------------------------- the models
+
+
+def gradient(name, step, shape):
+    """Multiples of 1/64, which float16 holds."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    values = torch.randint(-99, 99, shape, generator=generator) / 64
+    return values * (0 if name.endswith("without_gradient") else 1)
+
+
+def is_used(name, step):
+    """What has a gradient: one parameter never, one in every other step."""
+    return not name.endswith(("unused", "frozen")) and not (name.endswith("sometimes") and step % 2)
+
+
+class Layer(nn.Module):
+    """A unit whose output has known gradients."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        self.weight = nn.Parameter(torch.randn(33, 40) / 8)
+        self.bias = nn.Parameter(torch.zeros(40))
+        self.gain = nn.Parameter(torch.ones(()))
+        self.sometimes = nn.Parameter(torch.randn(300))
+
+    def forward(self, step):
+        named = ((f"{self.name}{key}", p) for key, p in self._parameters.items())
+        used = [(name, p) for name, p in named if is_used(name, step)]
+        return sum((p * gradient(name, step, p.shape).to(p.dtype)).float().sum() for name, p in used)
+
+
+class Net(Layer):
+    """Parameters of every kind; at four ranks, most of them are in one rank's hands or two."""
+
+    def __init__(self):
+        super().__init__("")
+        self.layers = nn.ModuleList(Layer(f"layers.{at}.") for at in range(3))
+        self.zero = nn.Parameter(torch.zeros(5, 60))
+        self.without_gradient = nn.Parameter(torch.randn(7, 50))
+        self.unused = nn.Parameter(torch.randn(20))
+        self.frozen = nn.Parameter(torch.randn(300), requires_grad=False)
+        self.empty = nn.Parameter(torch.ones(0, 4))
+
+    def forward(self, step):
+        return super().forward(step) + sum(layer(step) for layer in self.layers)
+
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+
+
+def start(kind, model, more=None, **config):
+    engine, optimizer, _, _ = zeroshard.initialize(model, grouped(kind, model), config, **(more or {}))
+    return engine, optimizer
+
+
+def farthest(engine, want):
+    """By name, what is more than 1e-6 away, relative to the norm; on rank 0."""
+    got = engine.full_state_dict()
+    found = {name: distance(got[name], value) for name, value in want.items() if got}
+    return {name: value for name, value in found.items() if not value <= 1e-6}
+
+
+def distance(got, want):
+    assert got.shape == want.shape
+    return ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
+
+
+# ---------------------------------------------------------------------------------------- one process
+
+
+def train_plainly(model, optimizer, steps=range(NUM_STEPS)):
+    for step in steps:
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_parameters_follow_the_formula_of_the_paper(kind):
+    model = build()
+    want = by_formula(kind, model)
+    train_plainly(model, grouped(kind, model))
+    for name, p in model.named_parameters():
+        assert distance(p.detach(), want[name]) <= 1e-6, name
+    assert torch.equal(model.unused, build().unused)
+    assert want["zero"].norm() > 0
+
+
+def test_without_a_trust_ratio_lars_is_sgd_and_lamb_is_adam():
+    for ours, theirs in (
+        (
+            lambda p: LARS(p, 0.1, 0.9, 0.01, trust_ratio=False),
+            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01),
+        ),
+        (
+            lambda p: LAMB(p, 0.01, (0.9, 0.99), 1e-6, 0.0, trust_ratio=False),
+            lambda p: torch.optim.Adam(p, 0.01, (0.9, 0.99), 1e-6),
+        ),
+    ):
+        one, other = build(), build()
+        train_plainly(one, ours(one.parameters()))
+        train_plainly(other, theirs(other.parameters()))
+        for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+            assert distance(p.detach(), q.detach().double()) <= 1e-6, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_zeros_without_gradient_and_decay_stay_exact(kind):
+    weight = nn.Parameter(torch.tensor([[0.0, 2.0, 0.0]]))
+    optimizer = KINDS[kind]([weight], lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        weight.grad = torch.tensor([[0.0, 1.0, -0.0]])
+        optimizer.step()
+    assert weight[0, 0] == 0
+    assert weight[0, 2] == 0
+    assert 0 < weight[0, 1] < 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_dict_goes_on_as_if_there_had_been_no_stop(kind):
+    whole, stopped = build(), build()
+    train_plainly(whole, grouped(kind, whole), range(6))
+    first = grouped(kind, stopped)
+    train_plainly(stopped, first, range(3))
+    second = grouped(kind, stopped)
+    second.load_state_dict(first.state_dict())
+    train_plainly(stopped, second, range(3, 6))
+    for p, q in zip(stopped.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_closure_is_run_with_gradients_and_its_loss_returned(kind):
+    model = build()
+    optimizer = grouped(kind, model)
+
+    def closure():
+        loss = model(0)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == build()(0)
+    assert optimizer.step() is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sparse_gradients_are_refused(kind):
+    table = nn.Embedding(4, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="expected a dense gradient"):
+        KINDS[kind](table.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        ("LARS", {"lr": -1.0}, "lr: expected a finite number >= 0, got -1.0"),
+        ("LARS", {"lr": float("nan")}, "lr: expected a finite number >= 0, got nan"),
+        ("LARS", {"momentum": 1.0}, r"momentum: expected a number in \[0, 1\), got 1.0"),
+        ("LARS", {"weight_decay": "0"}, "weight_decay: expected a finite number >= 0, got '0'"),
+        ("LARS", {"trust_coefficient": -0.1}, "trust_coefficient: expected a finite number >= 0"),
+        ("LARS", {"trust_ratio": 1}, "trust_ratio: expected True or False, got 1"),
+        ("LAMB", {"lr": float("inf")}, "lr: expected a finite number >= 0, got inf"),
+        ("LAMB", {"betas": (0.9, 1.0)}, r"betas\[1\]: expected a number in \[0, 1\), got 1.0"),
+        ("LAMB", {"betas": 0.9}, "betas: expected two numbers, got 0.9"),
+        ("LAMB", {"eps": -1e-8}, "eps: expected a finite number >= 0"),
+        ("LAMB", {"weight_decay": True}, "weight_decay: expected a finite number >= 0, got True"),
+        ("LAMB", {"trust_ratio": None}, "trust_ratio: expected True or False, got None"),
+    ],
+)
+def test_a_hyperparameter_out_of_its_range_is_refused_also_in_a_group(kind, options, text):
+    make, parameters = KINDS[kind], [nn.Parameter(torch.ones(2))]
+    with pytest.raises(ValueError, match=text):
+        make(parameters, **({"lr": 0.1} | options))
+    with pytest.raises(ValueError, match=text):
+        make([{"params": parameters} | options], lr=0.1)
+
+
+def test_only_our_own_are_taken_over_and_a_class_derived_from_them_with_a_warning():
+    parameter = nn.Parameter(torch.ones(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for kind in (LARS, LAMB):
+            check_optimizer(kind([parameter], lr=0.1), {parameter: "weight"})
+    with pytest.warns(UserWarning, match="MyLAMB is not known"):
+        check_optimizer(type("MyLAMB", (LAMB,), {})([parameter]), {parameter: "weight"})
+    theirs = type("LAMB", (torch.optim.SGD,), {})([parameter], lr=0.1)
+    with pytest.raises(ValueError, match=r"needs whole tensors .*zeroshard\.optim\.LAMB"):
+        check_optimizer(theirs, {parameter: "weight"})
+
+
+# --------------------------------------------------------------------------------------------- sharded
+
+
+def shard(kind, configs):
+    """Distances; differences between stages and ranks; exchanges a step; parameters owned by nobody here."""
+    found, bits, num_unowned = [], {}, 0
+    model = build()
+    want = by_formula(kind, model)
+    for config in configs:
+        engine, optimizer = start(kind, copy.deepcopy(model), **config)
+        shared, norms = optimizer.norms_of, []
+        optimizer.norms_of = lambda *given, shared=shared, norms=norms: (
+            norms.append(shared(*given)) or norms[-1]
+        )
+        for step in range(NUM_STEPS):
+            engine(step).backward()
+            engine.reset_comm_report()
+            optimizer.step()
+            calls = engine.comm_report().calls.get("control", 0)
+            found += [] if calls == (dist.get_world_size() > 1) else [(config, "exchanges", calls)]
+            optimizer.zero_grad()
+        num_unowned = sum(not p.numel() for p in engine.parameters())
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, norms)
+        found += [(config, "norms") for other in everyone if not all(map(torch.equal, other, norms))]
+        found += [(config, *item) for item in farthest(engine, want).items()]
+        got = engine.full_state_dict()
+        parameters = dict(engine.named_parameters())
+        whole = shared(list(parameters.values()), list(parameters.values())).tolist()
+        for (name, value), norm in zip(got.items(), whole, strict=bool(got)):
+            if norm != pytest.approx(value.double().norm().item(), rel=1e-12):
+                found.append((config, "norm", name))
+        first = bits.setdefault(config.get("shard_group_size"), got)
+        found += [(config, "bits", name) for name in got if not torch.equal(got[name], first[name])]
+        if config["stage"] == 0:
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, list(engine.parameters()))
+            found += [
+                (config, "replicas") for other in everyone if not all(map(torch.equal, other, everyone[0]))
+            ]
+    return found, num_unowned
+
+
+STAGES = [{"stage": stage} for stage in range(4)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_all_stages_follow_the_formula_with_one_exchange_a_step_and_the_same_bits(ranks, num_ranks, kind):
+    hybrid = [{"stage": 3, "shard_group_size": 2}] if num_ranks == 4 else []
+    answers = ranks(num_ranks, shard, kind, STAGES + hybrid)
+    assert [found for found, _ in answers] == [[]] * num_ranks
+    if num_ranks > 1:
+        assert max(num_unowned for _, num_unowned in answers) > 1
+
+
+def without_gradients(kind):
+    engine, optimizer = start(kind, build(), stage=3)
+    engine.reset_comm_report()
+    optimizer.step()
+    return engine.comm_report().calls.get("control", 0), len(optimizer.state)
+
+
+def test_a_step_without_any_gradient_exchanges_and_changes_nothing(ranks):
+    assert ranks(2, without_gradients, "LAMB") == [(0, 0)] * 2
+
+
+def attach_by_hand(kind):
+    """Distances for the composable layer, and what an optimizer says that nobody attached."""
+    model = build()
+    want = by_formula(kind, model)
+    runtime = zeroshard.shard(model, {"stage": 3})
+    unattached = grouped(kind, model)
+    optimizer = grouped(kind, model)
+    runtime.attach(optimizer)
+    model(0).backward()
+    try:
+        unattached.step()
+        refusal = "none"
+    except RuntimeError as error:
+        refusal = str(error)
+    model.zero_grad()
+    train_plainly(model, optimizer)
+    found = []
+    for p in runtime.parameters:
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, p.detach())
+        if not distance(torch.cat(parts), want[p.fqn].flatten()) <= 1e-6:
+            found.append(p.fqn)
+    return found, refusal
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_works_with_the_composable_layer_and_slices_are_never_taken_for_the_whole(ranks, kind):
+    for found, refusal in ranks(2, attach_by_hand, kind):
+        assert found == []
+        assert "this rank holds a slice of '" in refusal
+        assert "runtime.attach()" in refusal
+
+
+# ----------------------------------------------------------------------------- clipping, float16, resuming
+
+MAX_NORM = 3.0
+
+
+def clip_factor(step):
+    """torch.nn.utils.clip_grad_norm_'s."""
+    names = [(name, p.shape) for name, p in build().named_parameters() if is_used(name, step)]
+    norm = torch.cat([gradient(name, step, shape).flatten() for name, shape in names]).double().norm()
+    assert norm > MAX_NORM
+    return (MAX_NORM / (norm + 1e-6)).item()
+
+
+def in_half(stage):
+    """Distances, and which steps were taken: the first scale is too large for these gradients."""
+    engine, _ = start(
+        "LAMB", build(), stage=stage, clip_grad_norm=MAX_NORM, precision={"param_dtype": "float16"}
+    )
+    taken = []
+    for step in range(NUM_STEPS + 2):
+        engine.backward(engine(step))
+        if engine.step():
+            taken.append(step)
+    want = by_formula("LAMB", build(), taken, factor=clip_factor)
+    del want["frozen"]  # held in float16
+    return farthest(engine, want), taken
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_lamb_follows_the_formula_with_clipping_and_a_loss_scale_that_skips_steps(ranks, stage):
+    for found, taken in ranks(2, in_half, stage):
+        assert found == {}
+        assert 3 <= len(taken) < NUM_STEPS + 2
+
+
+def save_halfway(kind, directory):
+    engine = begin(kind, 3)
+    go_on(engine, range(3))
+    engine.save_checkpoint(directory)
+
+
+def resume(kind, directory, stage):
+    engine = begin(kind, stage)
+    engine.load_checkpoint(directory)
+    go_on(engine, range(3, 6))
+    return engine.full_state_dict()
+
+
+def run_through(kind):
+    engine = begin(kind, 3)
+    go_on(engine, range(6))
+    return engine.full_state_dict()
+
+
+def begin(kind, stage):
+    return start(kind, build(), {"lr_scheduler": lambda optimizer: GradualWarmup(optimizer, 4)}, stage=stage)[
+        0
+    ]
+
+
+def go_on(engine, steps):
+    for step in steps:
+        engine.backward(engine(step))
+        engine.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_was_saved_goes_on_at_other_numbers_of_ranks(ranks, tmp_path, kind):
+    want = ranks(2, run_through, kind)[0]
+    by_hand = by_formula(kind, build(), range(6), rate=lambda step: min(1.0, (step + 1) / 5))
+    ranks(2, save_halfway, kind, tmp_path)
+    for num_ranks, stage in ((1, 3), (3, 3), (3, 1), (2, 0)):
+        got = ranks(num_ranks, resume, kind, tmp_path, stage)[0]
+        for name, value in want.items():
+            assert distance(got[name], value.double()) <= 1e-6, (num_ranks, name)
+            assert distance(got[name], by_hand[name]) <= 1e-6, (num_ranks, name)

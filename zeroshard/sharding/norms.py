@@ -1,0 +1,84 @@
+"""2-norms of whole parameters, of which a rank may hold slices.
+
+Squares are added up in float64, so that what is made of a norm does not depend on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.collectives import Axis
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.parameter import ShardedParameter
+
+Norms = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""(parameters, tensors) -> [n] float64: of each tensor, which has an element for each of its parameter's."""
+
+_CHUNK_CPU, _CHUNK = 1 << 16, 1 << 24
+"""Elements that are converted to float64 at a time. A CPU takes ten times as long for a whole tensor, whose
+copy is new memory and leaves the cache; on a GPU this bounds the memory."""
+
+
+@runtime_checkable
+class UsesNorms(Protocol):
+    """An optimizer whose update of an element needs norms of whole parameters."""
+
+    norms_of: Norms
+    """As they can be had: `whole_norms` until ranks share the parameters."""
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """[n], float64: of each tensor."""
+    return torch.stack([_sum_of_squares(tensor) for tensor in tensors])
+
+
+@torch.no_grad()
+def whole_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """`Norms` where this process holds all of every parameter.
+
+    Raises:
+        RuntimeError: it holds a slice.
+    """
+    for parameter in parameters:
+        if isinstance(parameter, ShardedParameter) and parameter.is_partial:
+            raise RuntimeError(
+                f"norms of whole parameters: this rank holds a slice of '{parameter.fqn}'. Hand the "
+                "optimizer to zeroshard.initialize, or to runtime.attach(), which tells it of the others"
+            )
+    return sum_of_squares(tensors).sqrt()
+
+
+class NormsOverRanks:
+    """`Norms` of sharded parameters, the same bits on all ranks; one exchange a call, on all ranks alike.
+
+    Each rank adds up the squares of the elements that the layout gives it, at every stage alike.
+    """
+
+    def __init__(self, buffers: Iterable[FlatBuffer], axis: Axis) -> None:
+        self._axis = axis
+        self._own = {p: buffer.counted(at) for buffer in buffers for at, p in enumerate(buffer.sharded)}
+
+    @torch.no_grad()
+    def __call__(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        own = [tensor[self._slice(p)] for p, tensor in zip(parameters, tensors, strict=True)]
+        return self._axis.sum(sum_of_squares(own), "sum of the squared norms of parameters").sqrt()
+
+    def _slice(self, parameter: Tensor) -> slice:
+        own = self._own.get(parameter) if isinstance(parameter, ShardedParameter) else None
+        if own is None:
+            raise RuntimeError(
+                "norms of whole parameters: expected parameters of one sharded module, got one of shape "
+                f"{list(parameter.shape)} that is not of the module that the optimizer was attached to last"
+            )
+        return own
+
+
+def _sum_of_squares(tensor: Tensor) -> Tensor:
+    """0-dim, float64."""
+    chunks = tensor.reshape(-1).split(_CHUNK_CPU if tensor.is_cpu else _CHUNK)
+    norms = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]
+    return torch.stack(norms).square().sum()
