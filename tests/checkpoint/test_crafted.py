@@ -430,12 +430,20 @@ def test_crafted_file_runs_no_code_and_is_one_error_that_names_it(ranks, tmp_pat
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_values_take_no_more_memory_than_their_file(tmp_path, method):
     """bytearray(n), and zeros that are deflated: both small in the file."""
-    data = b"\x80\x02cbuiltins\nbytearray\nJ" + (1 << 30).to_bytes(4, "little") + b"\x85R."
-    if method == zipfile.ZIP_DEFLATED:
-        data = bytes(1 << 28)
-    with zipfile.ZipFile(tmp_path / "values", "w", method) as archive:
-        archive.writestr("archive/data.pkl", data)
-    del data
+    code = b"\x80\x02cbuiltins\nbytearray\nJ" + (1 << 30).to_bytes(4, "little") + b"\x85R."
+    with (
+        zipfile.ZipFile(io.BytesIO(plain.to_bytes({}))) as source,
+        zipfile.ZipFile(tmp_path / "values", "w", method) as target,
+    ):
+        for record in source.infolist():
+            with target.open(record.filename, "w") as stream:
+                if not record.filename.endswith("/data.pkl"):
+                    stream.write(source.read(record))
+                elif method == zipfile.ZIP_STORED:
+                    stream.write(code)
+                else:
+                    for _ in range(512):
+                        stream.write(bytes(1 << 20))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(RuntimeError, match=re.escape(str(tmp_path / "values"))):
         plain.read(tmp_path / "values")
