@@ -99,8 +99,7 @@ def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_sta
         "lr_scheduler": schedule,
         "rng": [states for _, states in answers],
         "extra": model.extra,
-        # Copies: torch.save writes all of the memory that a view is part of.
-        "client_state": tree_map_only(Tensor, lambda value: value.detach().clone(), dict(client_state or {})),
+        "client_state": _copy_tensors(dict(client_state or {})),
     }
     snapshots: list[Snapshot] = []
 
@@ -118,6 +117,16 @@ def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_sta
 
     on_all(axis, "agreement on a checkpoint", build)
     return snapshots[0]
+
+
+def _copy_tensors(client_state: dict[str, Any]) -> Any:
+    """Tensors with memory of their own: torch.save writes all of that which a view is part of."""
+    return tree_map_only(
+        Tensor,
+        lambda value: value.detach().clone(),
+        client_state,
+        is_leaf=lambda value: isinstance(value, torch.Size),  # to torch's trees a plain tuple
+    )
 
 
 def _check_whole(client_state: Any) -> None:
