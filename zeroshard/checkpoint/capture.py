@@ -120,13 +120,14 @@ def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_sta
 
 
 def _copy_tensors(client_state: dict[str, Any]) -> Any:
-    """Tensors with memory of their own: torch.save writes all of that which a view is part of."""
-    return tree_map_only(
-        Tensor,
-        lambda value: value.detach().clone(),
-        client_state,
-        is_leaf=lambda value: isinstance(value, torch.Size),  # to torch's trees a plain tuple
-    )
+    """Views as tensors with memory of their own: torch.save writes all of that which a view is part of."""
+
+    def copy(value: Tensor) -> Tensor:
+        is_view = type(value) is Tensor and value.layout is torch.strided
+        return value.clone() if is_view and value.untyped_storage().nbytes() > value.nbytes else value
+
+    # To torch's trees a Size is a plain tuple.
+    return tree_map_only(Tensor, copy, client_state, is_leaf=lambda value: isinstance(value, torch.Size))
 
 
 def _check_whole(client_state: Any) -> None:
