@@ -96,9 +96,10 @@ def load(
     if parts.config.checkpoint.verify:
         share = sorted(stored.manifest.files)[axis.rank :: axis.size]
         on_all(axis, "verifying a checkpoint", lambda: check_sums(stored.directory, stored.manifest, share))
-    found_plan, targets = plan, _targets(parts.optimizer, plan)
+    found_plan = plan
 
     def restore() -> None:
+        targets = _targets(parts.optimizer, found_plan)
         _read_tensors(runtime, found_plan, targets)
         _restore_optimizer(parts.optimizer, found_plan, targets)
         if found_plan.matches:
