@@ -27,7 +27,7 @@ import re, tomllib
 from importlib.metadata import PackageNotFoundError, version
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-for requirement in [*project["dependencies"], *extras["hf"], *extras["plot"], *extras["dev"]]:
+for requirement in [*project["dependencies"], *extras["hf"], *extras["plot"], *extras["eightbit"], *extras["dev"]]:
     name = re.match(r"[\w.-]+", requirement)[0]
     try:
         name == project["name"] or version(name)

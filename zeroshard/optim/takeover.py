@@ -10,6 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.optim.eightbit.optimizers import (
+    Adam8bit,
+    AdamW8bit,
+    AdEMAMix8bit,
+    BlockwiseOptimizer,
+    Lion8bit,
+    SGD8bit,
+)
 from zeroshard.optim.layerwise import LAMB, LARS, LayerWise
 from zeroshard.sharding.parameter import ShardedParameter
 
@@ -19,6 +27,8 @@ _ELEMENT_WISE = frozenset(
     ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
 """torch's optimizers whose update of an element needs that element's gradient and state alone."""
+
+_OWN = frozenset((LAMB, LARS, Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit))
 
 _WHOLE_TENSOR = {
     "adafactor": "row and column statistics of a matrix",
@@ -77,8 +87,8 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
 
 def _check_kind(optimizer: Optimizer) -> None:
     kind = type(optimizer)
-    if isinstance(optimizer, LayerWise):
-        if kind not in (LARS, LAMB):
+    if isinstance(optimizer, LayerWise | BlockwiseOptimizer):
+        if kind not in _OWN:
             _warn_unknown(optimizer)
         return
     for base in kind.__mro__:

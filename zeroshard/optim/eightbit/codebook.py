@@ -1,0 +1,102 @@
+"""The 256 values of dynamic tree quantization, and the nearest of them without a search.
+
+A value in [-1, 1] is looked up by the upper bits of its float: sign, exponent and top of the mantissa. In
+each such bin lies at most one midpoint between two neighbouring values. So a bin needs one number, to which
+the lower bits of the float are added: where they pass the midpoint, a carry makes the code one larger.
+
+    float            s eeeeeeee mmmmmm mmmmmmmmmmmmmmmmm
+                     '---- bin ------' '---- lower ----'
+    table[bin]       [  code  ] [ 2^17 - 1 - lower bits of the midpoint ]
+    code             (table[bin] + lower) >> 17
+
+Of negative values the lower bits are taken inverted, since their codes fall as the magnitude grows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_NUM_DECADES = 7
+_SIGN = 1 << 31
+_ONE = 0x3F800000
+"""The bits of 1.0, the largest magnitude."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Codebook:
+    """Sorted values, and the table that finds the nearest one; ties go to the lower code."""
+
+    values: Tensor
+    """[256], float32, ascending, within [-1, 1]."""
+    table: Tensor
+    """[2^(32 - num_lower)], int32: what the lower bits of a float are added to, by its upper bits."""
+    num_lower: int
+    """Bits of a float below those of its bin."""
+
+    @property
+    def zero(self) -> int:
+        """The code of 0."""
+        return int((self.values == 0).nonzero())
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """The codes of values, int32.
+
+        Args:
+            x: float32, within [-1, 1].
+        """
+        bits = x.view(torch.int32)
+        bins = bits.bitwise_right_shift(self.num_lower).bitwise_and_(self.table.numel() - 1)
+        lower = bits.bitwise_right_shift(31).bitwise_xor_(bits).bitwise_and_((1 << self.num_lower) - 1)
+        return lower.add_(self.table.index_select(0, bins)).bitwise_right_shift_(self.num_lower)
+
+
+@cache
+def codebook(is_signed: bool, device: torch.device) -> Codebook:
+    """For states of either sign, such as momentum, or for such as are not negative."""
+    if device.type != "cpu":
+        book = codebook(is_signed, torch.device("cpu"))
+        return replace(book, values=book.values.to(device), table=book.table.to(device))
+    values = dynamic_values(is_signed)
+    num_lower = 17 if is_signed else 16
+    return Codebook(values, _build_table(values, num_lower), num_lower)
+
+
+def dynamic_values(is_signed: bool) -> Tensor:
+    """[256], ascending: each of seven decades holds the middles of twice as many parts as the one below it.
+
+    Source: Dettmers 2016, "8-Bit Approximations for Parallelism in Deep Learning", section 2.2; rounded as
+    bitsandbytes' `create_dynamic_map` rounds, so that codes mean the same there.
+    """
+    parts = [torch.tensor([0.0, 1.0])]
+    for decade in range(_NUM_DECADES):
+        edges = torch.linspace(0.1, 1, 2 ** (decade if is_signed else decade + 1) + 1, dtype=torch.float32)
+        magnitudes = 10.0 ** (decade - _NUM_DECADES + 1) * ((edges[:-1] + edges[1:]) / 2)
+        parts += [magnitudes, -magnitudes] if is_signed else [magnitudes]
+    return torch.cat(parts).sort().values
+
+
+def _build_table(values: Tensor, num_lower: int) -> Tensor:
+    """int32, one entry for each bin."""
+    assert values.unique().numel() == values.numel() == 256, "codes of one byte"
+    exact = (values[1:].double() + values[:-1].double()) / 2
+    midpoints = exact.float()
+    # Rounded down: a float is above the exact midpoint if and only if it is above this.
+    midpoints = torch.where(midpoints.double() > exact, midpoints.nextafter(torch.tensor(-2.0)), midpoints)
+    mask = (1 << num_lower) - 1
+    starts = torch.arange(1 << (32 - num_lower)) << num_lower
+    codes = [torch.searchsorted(midpoints, _floats(bits)) for bits in (starts, starts + mask)]
+    assert ((codes[0] - codes[1]).abs() <= 1).all(), "a bin holds at most one midpoint"
+    code = torch.minimum(*codes)
+    at_midpoint = midpoints[code.clamp(max=254)].view(torch.int32) & mask
+    room = torch.where(starts < _SIGN, mask - at_midpoint, at_midpoint)
+    return ((code << num_lower) + torch.where(codes[0] != codes[1], room, 0)).int()
+
+
+def _floats(bits: Tensor) -> Tensor:
+    """Of bits in int64; what is beyond [-1, 1], and NaN, as its end."""
+    magnitudes = (bits & (_SIGN - 1)).clamp(max=_ONE).int().view(torch.float32)
+    return torch.where(bits < _SIGN, magnitudes, -magnitudes)

@@ -1,0 +1,91 @@
+"""bitsandbytes' operators on a GPU: a step of theirs on the whole parameter, to the bit.
+
+AdEMAMix is the exception: its operator wants both averages in one tensor, and lets their scales overlap where
+the size is no multiple of 256. So the last block goes by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import bitsandbytes.functional as F
+import torch
+from torch import Tensor
+
+from zeroshard.optim.eightbit.blocks import Exact, Quantized, State
+from zeroshard.optim.eightbit.rules import Numbers, Rule
+from zeroshard.sharding.layout import BLOCK
+
+
+def step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers: Numbers) -> None:
+    """`take_step` on a GPU."""
+    if not p.numel():
+        return
+    if len(states) < 3:
+        _call(rule, p, g, states[0], states[1] if len(states) > 1 else None, numbers)
+        return
+    whole = p.numel() // BLOCK
+    for first, last in ((0, whole), (whole, whole + 1)):
+        part = slice(first * BLOCK, last * BLOCK)
+        if p[part].numel():
+            fast, slow, squares = (state.part(first, last) for state in states)
+            both = _stack(fast, slow)
+            _call(rule, p[part], g[part], both, squares, numbers)
+            _unstack(both, fast, slow)
+
+
+def _call(rule: Rule, p: Tensor, g: Tensor, one: State, two: State | None, numbers: Numbers) -> None:
+    beta1, beta2, beta3 = (*numbers.betas, 0.0, 0.0)[:3]
+    if isinstance(one, Quantized):
+        assert two is None or isinstance(two, Quantized), "quantized alike"
+        F.optimizer_update_8bit_blockwise(
+            rule.name,
+            g,
+            p,
+            one.codes,
+            two and two.codes,
+            beta1,
+            beta2,
+            beta3,
+            numbers.alpha,
+            numbers.eps,
+            numbers.step,
+            numbers.lr,
+            one.book.values,
+            two and two.book.values,
+            one.absmax,
+            two and two.absmax,
+            numbers.weight_decay,
+        )
+        return
+    F.optimizer_update_32bit(
+        rule.name,
+        g,
+        p,
+        one.load(),
+        beta1,
+        numbers.eps,
+        numbers.step,
+        numbers.lr,
+        two.load() if two is not None else None,
+        beta2,
+        beta3,
+        numbers.alpha,
+        numbers.weight_decay,
+    )
+
+
+def _stack(fast: State, slow: State) -> State:
+    if isinstance(fast, Quantized) and isinstance(slow, Quantized):
+        codes, absmax = torch.stack([fast.codes, slow.codes]), torch.stack([fast.absmax, slow.absmax])
+        return Quantized(codes, absmax, fast.book)
+    return Exact(torch.stack([fast.load(), slow.load()]))
+
+
+def _unstack(both: State, fast: State, slow: State) -> None:
+    for at, one in enumerate((fast, slow)):
+        if isinstance(both, Quantized) and isinstance(one, Quantized):
+            one.codes.copy_(both.codes[at])
+            one.absmax.copy_(both.absmax[at])
+        else:
+            one.load().copy_(both.load()[at])

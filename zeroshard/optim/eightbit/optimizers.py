@@ -1,0 +1,281 @@
+"""Optimizers whose states take one byte an element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroshard.optim.eightbit import rules, states
+from zeroshard.optim.eightbit.rules import Numbers, Rule
+from zeroshard.optim.eightbit.states import MIN_8BIT_SIZE
+from zeroshard.optim.eightbit.step import take_step
+
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+
+class BlockwiseOptimizer(Optimizer):
+    """Steps with states in blocks of 256: uint8 codes under their usual names, scales under `<name>_absmax`.
+
+    Over slices that start on a block, as a sharded model has them, codes and scales are those of the whole
+    parameter, at any number of ranks. Parameters of less than `min_8bit_size` elements, counted over all
+    ranks, have float32 states. Updates are computed in float32.
+
+    Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization".
+    """
+
+    rule: ClassVar[Rule]
+    num_betas: ClassVar[int] = 2
+
+    def __init__(self, params: Params, defaults: dict[str, Any], min_8bit_size: int) -> None:
+        self._overrides: dict[Tensor, Mapping[str, Any]] = {}
+        super().__init__(params, {"min_8bit_size": min_8bit_size, **defaults})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with hyperparameters of their own.
+
+        Raises:
+            ValueError: a hyperparameter is out of its range.
+        """
+        _check({**self.defaults, **param_group}, self.num_betas)
+        super().add_param_group(param_group)
+
+    def override(self, parameter: Tensor, hyperparameters: Mapping[str, Any]) -> None:
+        """Let a parameter differ from its group, also by `min_8bit_size`.
+
+        Raises:
+            ValueError: a hyperparameter is unknown or out of its range.
+        """
+        for key in hyperparameters:
+            if key not in self.defaults:
+                raise ValueError(
+                    f"{type(self).__name__}: expected one of {', '.join(self.defaults)}, came {key!r}"
+                )
+        _check({**self.defaults, **hyperparameters}, self.num_betas)
+        self._overrides[parameter] = {**self._overrides.get(parameter, {}), **hyperparameters}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` gave; codes and scales keep their dtypes."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor):  # torch's own gives states the dtype of their parameter
+                    self.state[parameter][key] = value.to(parameter.device, copy=True)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_overrides", {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient; what `closure` returns, called first with gradients on.
+
+        Raises:
+            RuntimeError: a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch._C.DisableTorchFunctionSubclass():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._step(parameter, {**group, **self._overrides.get(parameter, {})})
+        return loss
+
+    def _step(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        gradient = parameter.grad
+        assert gradient is not None, "it is stepped because of it"
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(f"expected a dense gradient, got one of layout {gradient.layout}")
+        state = self.state[parameter]
+        if not state:
+            state.update(states.begin(self.rule, parameter, group["min_8bit_size"]))
+        state["step"] += 1
+        values = states.flat(parameter)
+        take_step(
+            self.rule,
+            values,
+            states.flat(gradient),
+            states.read(self.rule, state),
+            self._numbers(group, state["step"]),
+        )
+        if values.data_ptr() != parameter.data_ptr():
+            parameter.copy_(values.view(parameter.shape))
+
+    def _numbers(self, group: Mapping[str, Any], step: int) -> Numbers:
+        return Numbers(
+            lr=float(group["lr"]),
+            weight_decay=float(group["weight_decay"]),
+            betas=tuple(group.get("betas", (group.get("momentum", 0.0),))),
+            eps=group.get("eps", 0.0),
+            alpha=group.get("alpha", 0.0),
+            step=step,
+        )
+
+
+class AdamW8bit(BlockwiseOptimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2).
+
+    Args:
+        params: parameters or parameter groups, float32.
+        lr: learning rate, >= 0.
+        betas: decay of the averages of gradients and of their squares, in [0, 1).
+        eps: added to the denominator, >= 0.
+        weight_decay: parameters shrink by lr * weight_decay a step, >= 0.
+        min_8bit_size: elements of a whole parameter from which its states are quantized.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    rule = rules.ADAM
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        min_8bit_size: int = MIN_8BIT_SIZE,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, min_8bit_size)
+
+
+class Adam8bit(AdamW8bit):
+    """Adam; weight decay is decoupled, as in bitsandbytes, and 0 unless asked for.
+
+    Arguments as `AdamW8bit`.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        min_8bit_size: int = MIN_8BIT_SIZE,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, min_8bit_size=min_8bit_size)
+
+
+class Lion8bit(BlockwiseOptimizer):
+    """Lion (Chen et al. 2023, program 1). Arguments as `AdamW8bit`."""
+
+    rule = rules.LION
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        min_8bit_size: int = MIN_8BIT_SIZE,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, min_8bit_size)
+
+
+class SGD8bit(BlockwiseOptimizer):
+    """SGD with momentum, which must be above 0; weight decay is added to the gradient.
+
+    Other arguments as `AdamW8bit`.
+    """
+
+    rule = rules.MOMENTUM
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        min_8bit_size: int = MIN_8BIT_SIZE,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, min_8bit_size
+        )
+
+
+class AdEMAMix8bit(BlockwiseOptimizer):
+    """AdEMAMix (Pagliardini et al. 2024, algorithm 1): Adam with a second, slow average of gradients.
+
+    Args:
+        betas: decay of the fast average, of the squares, and of the slow average.
+        alpha: weight of the slow average.
+        t_alpha, t_beta3: steps over which alpha and the slow average's decay grow to their values; None: at
+            once.
+
+    Other arguments as `AdamW8bit`.
+    """
+
+    rule = rules.ADEMAMIX
+    num_betas = 3
+
+    def __init__(  # noqa: PLR0913 (the hyperparameters of the paper)
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        alpha: float = 5.0,
+        t_alpha: int | None = None,
+        t_beta3: int | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        min_8bit_size: int = MIN_8BIT_SIZE,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3}
+        super().__init__(params, {**defaults, "eps": eps, "weight_decay": weight_decay}, min_8bit_size)
+
+    def _numbers(self, group: Mapping[str, Any], step: int) -> Numbers:
+        numbers, (beta1, beta2, beta3) = super()._numbers(group, step), group["betas"]
+        alpha, t_alpha, t_beta3 = group["alpha"], group["t_alpha"], group["t_beta3"]
+        if t_alpha is not None:
+            alpha = min(step * alpha / t_alpha, alpha)
+        if t_beta3 is not None and step < t_beta3:
+            done, log1, log3 = step / t_beta3, math.log(beta1), math.log(beta3)
+            beta3 = min(math.exp(log1 * log3 / ((1 - done) * log3 + done * log1)), beta3)
+        return replace(numbers, alpha=alpha, betas=(beta1, beta2, beta3))
+
+
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (lambda x: x >= 0, "a number >= 0"),
+    "eps": (lambda x: x >= 0, "a number >= 0"),
+    "weight_decay": (lambda x: x >= 0, "a number >= 0"),
+    "alpha": (lambda x: x >= 0, "a number >= 0"),
+    "momentum": (lambda x: 0 < x < 1, "a number above 0 and below 1"),
+    "min_8bit_size": (lambda x: isinstance(x, int) and x >= 0, "an integer >= 0"),
+    "t_alpha": (lambda x: x is None or x > 0, "a number above 0 or None"),
+    "t_beta3": (lambda x: x is None or x > 0, "a number above 0 or None"),
+}
+
+
+def _check(group: Mapping[str, Any], num_betas: int) -> None:
+    for key, (is_in_range, expected) in _RANGES.items():
+        if key in group and not _holds(is_in_range, group[key]):
+            raise ValueError(f"{key}: expected {expected}, came {group[key]!r}")
+    betas = group.get("betas", (0,) * num_betas)
+    if not _holds(lambda betas: len(betas) == num_betas and all(0 <= beta < 1 for beta in betas), betas):
+        raise ValueError(f"betas: expected {num_betas} numbers from 0 to below 1, came {betas!r}")
+
+
+def _holds(condition: Callable[[Any], bool], value: Any) -> bool:
+    try:
+        return bool(condition(value))
+    except TypeError:  # no number
+        return False

@@ -1,0 +1,54 @@
+"""The states of a parameter in an optimizer: codes under their usual names, scales under `<name>_absmax`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.optim.eightbit.blocks import Exact, Quantized, State
+from zeroshard.optim.eightbit.codebook import codebook
+from zeroshard.optim.eightbit.rules import Rule
+from zeroshard.sharding.parameter import ShardedParameter
+
+MIN_8BIT_SIZE = 4096
+"""Elements of a whole parameter from which its states are quantized, as in bitsandbytes."""
+ABSMAX = "_absmax"
+"""What follows the name of a state in that of its scales."""
+
+
+def begin(rule: Rule, parameter: Tensor, min_8bit_size: int) -> dict[str, Any]:
+    """Zeros, quantized if the whole parameter is large enough; and a count of steps."""
+    state: dict[str, Any] = {"step": 0}
+    is_quantized = whole_size(parameter) >= min_8bit_size
+    for name, is_signed in zip(rule.states, rule.is_signed, strict=True):
+        if is_quantized:
+            zeros = Quantized.zeros(parameter.numel(), codebook(is_signed, parameter.device))
+            state[name], state[name + ABSMAX] = zeros.codes.view(parameter.shape), zeros.absmax
+        else:
+            state[name] = torch.zeros(parameter.shape, device=parameter.device)
+    return state
+
+
+def read(rule: Rule, state: dict[str, Any]) -> list[State]:
+    """The states of a parameter that has begun."""
+    states: list[State] = []
+    for name, is_signed in zip(rule.states, rule.is_signed, strict=True):
+        values = state[name].view(-1)
+        absmax = state.get(name + ABSMAX)
+        if absmax is None:
+            states.append(Exact(values))
+        else:
+            states.append(Quantized(values, absmax, codebook(is_signed, values.device)))
+    return states
+
+
+def whole_size(parameter: Tensor) -> int:
+    """Elements of a parameter over all ranks."""
+    return parameter.full_shape.numel() if isinstance(parameter, ShardedParameter) else parameter.numel()
+
+
+def flat(tensor: Tensor | nn.Parameter) -> Tensor:
+    """[n], float32, contiguous, no part of a graph; the same memory where it is so already."""
+    return tensor.detach().reshape(-1).float()

@@ -1,0 +1,71 @@
+"""One step of a slice, by what its device has for it.
+
+On a GPU these are bitsandbytes' operators, on the CPU one pass over memory compiled by numba. Without these,
+torch operations do it a chunk at a time: slower, and on the CPU with the same bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from zeroshard.optim.eightbit.blocks import Quantized, State, num_blocks
+from zeroshard.optim.eightbit.rules import Numbers, Rule
+from zeroshard.sharding.layout import BLOCK
+
+_CHUNK = 1 << 10
+"""Blocks that are worked on together on the CPU; more let their scratch memory out of the caches."""
+_CHUNK_GPU = 1 << 14
+
+
+def take_step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers: Numbers) -> None:
+    """Change a parameter and its states.
+
+    Args:
+        rule: what is done.
+        p: [n], float32, contiguous, on any device; from the start of a block.
+        g: [n], float32, contiguous; changed where the rule is LAMB's.
+        states: of [n].
+        numbers: of this step.
+    """
+    quantized = [state for state in states if isinstance(state, Quantized)]
+    if p.is_cuda and rule.has_operator and _has("bitsandbytes"):
+        from zeroshard.optim.eightbit import operators
+
+        operators.step(rule, p, g, states, numbers)
+    elif p.is_cpu and quantized and _has("numba"):
+        from zeroshard.optim.eightbit import kernels
+
+        kernels.step(rule, p, g, quantized, rule.scalars(numbers))
+    else:
+        step_in_chunks(rule, p, g, states, numbers)
+
+
+def step_in_chunks(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers: Numbers) -> None:
+    """`take_step` in torch operations, on any device."""
+    scalars = rule.scalars(numbers)
+    total, size = num_blocks(p.numel()), _CHUNK if p.is_cpu else _CHUNK_GPU
+    for first in range(0, total, size):
+        part = slice(first * BLOCK, (first + size) * BLOCK)
+        parts = [state.part(first, first + size) for state in states]
+        values = [state.load() for state in parts]
+        rule.update(p[part], g[part], values, scalars)
+        for state, value in zip(parts, values, strict=True):
+            state.store(value)
+
+
+@cache
+def _has(library: str) -> bool:
+    """Whether what makes steps fast is there; warns once if not."""
+    if find_spec(library) is not None:
+        return True
+    warnings.warn(
+        f"8-bit optimizer states without {library}: steps are the same, but take several times as long. "
+        f"pip install {library}",
+        stacklevel=2,
+    )
+    return False
