@@ -10,14 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.optim.eightbit.optimizers import (
-    Adam8bit,
-    AdamW8bit,
-    AdEMAMix8bit,
-    BlockwiseOptimizer,
-    Lion8bit,
-    SGD8bit,
-)
+from zeroshard.optim.eightbit.base import BlockwiseOptimizer
+from zeroshard.optim.eightbit.layerwise import LAMB8bit, LARS8bit
+from zeroshard.optim.eightbit.optimizers import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit
 from zeroshard.optim.layerwise import LAMB, LARS, LayerWise
 from zeroshard.sharding.parameter import ShardedParameter
 
@@ -28,7 +23,7 @@ _ELEMENT_WISE = frozenset(
 )
 """torch's optimizers whose update of an element needs that element's gradient and state alone."""
 
-_OWN = frozenset((LAMB, LARS, Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit))
+_OWN = frozenset((LAMB, LAMB8bit, LARS, LARS8bit, Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit))
 
 _WHOLE_TENSOR = {
     "adafactor": "row and column statistics of a matrix",

@@ -127,3 +127,26 @@ class Reference:
         self.keep("exp_avg", m)
         self.keep("exp_avg_slow", slow)
         self.keep("exp_avg_sq", v, UNSIGNED)
+
+    def trust(self, other: torch.Tensor, factor: float = 1.0, decay: float = 0.0) -> float:
+        """factor * |p| / (|other| + decay * |p|), in float64; 1 where a norm is 0."""
+        one, two = self.p.double().norm().item(), other.double().norm().item()
+        return factor * one / (two + decay * one) if one and two else 1.0
+
+    def lamb8bit(self, g, lr, betas, eps, weight_decay, trust_ratio=True):
+        """You et al. 2020, algorithm 2; the ratio is that of the update before its moments are quantized."""
+        beta1, beta2 = betas
+        m = self.read("exp_avg") * beta1 + g * (1 - beta1)
+        v = self.read("exp_avg_sq", UNSIGNED) * beta2 + (g * g) * (1 - beta2)
+        denominator = root(v) * (1 / math.sqrt(1 - beta2**self.step_count)) + eps
+        update = (m * (1 / (1 - beta1**self.step_count))) / denominator + self.p * weight_decay
+        self.p = self.p - update * (lr * (self.trust(update) if trust_ratio else 1.0))
+        self.keep("exp_avg", m)
+        self.keep("exp_avg_sq", v, UNSIGNED)
+
+    def lars8bit(self, g, lr, momentum, weight_decay, trust_coefficient, trust_ratio=True):
+        """You, Gitman, Ginsburg 2017, algorithm 1."""
+        ratio = self.trust(g, trust_coefficient, weight_decay) if trust_ratio else 1.0
+        m = self.read("momentum_buffer") * momentum + (self.p * weight_decay + g) * (lr * ratio)
+        self.p = self.p - m
+        self.keep("momentum_buffer", m)

@@ -9,31 +9,22 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zeroshard.optim.eightbit import rules, states
-from zeroshard.optim.eightbit.rules import Numbers, Rule
+from zeroshard.optim.eightbit.base import BlockwiseOptimizer, Ranges, check_ranges
+from zeroshard.optim.eightbit.rules import Numbers
 from zeroshard.optim.eightbit.states import MIN_8BIT_SIZE
 from zeroshard.optim.eightbit.step import take_step
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
-class BlockwiseOptimizer(Optimizer):
-    """Steps with states in blocks of 256: uint8 codes under their usual names, scales under `<name>_absmax`.
+class ElementWise(BlockwiseOptimizer):
+    """Takes each parameter through its rule by itself."""
 
-    Over slices that start on a block, as a sharded model has them, codes and scales are those of the whole
-    parameter, at any number of ranks. Parameters of less than `min_8bit_size` elements, counted over all
-    ranks, have float32 states. Updates are computed in float32.
-
-    Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization".
-    """
-
-    rule: ClassVar[Rule]
     num_betas: ClassVar[int] = 2
 
     def __init__(self, params: Params, defaults: dict[str, Any], min_8bit_size: int) -> None:
-        self._overrides: dict[Tensor, Mapping[str, Any]] = {}
         super().__init__(params, {"min_8bit_size": min_8bit_size, **defaults})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -42,36 +33,8 @@ class BlockwiseOptimizer(Optimizer):
         Raises:
             ValueError: a hyperparameter is out of its range.
         """
-        _check({**self.defaults, **param_group}, self.num_betas)
+        self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
-
-    def override(self, parameter: Tensor, hyperparameters: Mapping[str, Any]) -> None:
-        """Let a parameter differ from its group, also by `min_8bit_size`.
-
-        Raises:
-            ValueError: a hyperparameter is unknown or out of its range.
-        """
-        for key in hyperparameters:
-            if key not in self.defaults:
-                raise ValueError(
-                    f"{type(self).__name__}: expected one of {', '.join(self.defaults)}, came {key!r}"
-                )
-        _check({**self.defaults, **hyperparameters}, self.num_betas)
-        self._overrides[parameter] = {**self._overrides.get(parameter, {}), **hyperparameters}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` gave; codes and scales keep their dtypes."""
-        super().load_state_dict(state_dict)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            for key, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, Tensor):  # torch's own gives states the dtype of their parameter
-                    self.state[parameter][key] = value.to(parameter.device, copy=True)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.__dict__.setdefault("_overrides", {})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -88,7 +51,7 @@ class BlockwiseOptimizer(Optimizer):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._step(parameter, {**group, **self._overrides.get(parameter, {})})
+                        self._step(parameter, self.settings(parameter, group))
         return loss
 
     def _step(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
@@ -111,6 +74,10 @@ class BlockwiseOptimizer(Optimizer):
         if values.data_ptr() != parameter.data_ptr():
             parameter.copy_(values.view(parameter.shape))
 
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        check_ranges(group, {**_RANGES, "betas": _betas_range(self.num_betas)})
+
     def _numbers(self, group: Mapping[str, Any], step: int) -> Numbers:
         return Numbers(
             lr=float(group["lr"]),
@@ -122,7 +89,7 @@ class BlockwiseOptimizer(Optimizer):
         )
 
 
-class AdamW8bit(BlockwiseOptimizer):
+class AdamW8bit(ElementWise):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2).
 
     Args:
@@ -172,7 +139,7 @@ class Adam8bit(AdamW8bit):
         super().__init__(params, lr, betas, eps, weight_decay, min_8bit_size=min_8bit_size)
 
 
-class Lion8bit(BlockwiseOptimizer):
+class Lion8bit(ElementWise):
     """Lion (Chen et al. 2023, program 1). Arguments as `AdamW8bit`."""
 
     rule = rules.LION
@@ -189,7 +156,7 @@ class Lion8bit(BlockwiseOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, min_8bit_size)
 
 
-class SGD8bit(BlockwiseOptimizer):
+class SGD8bit(ElementWise):
     """SGD with momentum, which must be above 0; weight decay is added to the gradient.
 
     Other arguments as `AdamW8bit`.
@@ -211,7 +178,7 @@ class SGD8bit(BlockwiseOptimizer):
         )
 
 
-class AdEMAMix8bit(BlockwiseOptimizer):
+class AdEMAMix8bit(ElementWise):
     """AdEMAMix (Pagliardini et al. 2024, algorithm 1): Adam with a second, slow average of gradients.
 
     Args:
@@ -253,29 +220,15 @@ class AdEMAMix8bit(BlockwiseOptimizer):
         return replace(numbers, alpha=alpha, betas=(beta1, beta2, beta3))
 
 
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "lr": (lambda x: x >= 0, "a number >= 0"),
-    "eps": (lambda x: x >= 0, "a number >= 0"),
-    "weight_decay": (lambda x: x >= 0, "a number >= 0"),
-    "alpha": (lambda x: x >= 0, "a number >= 0"),
+_RANGES: Ranges = {
+    **dict.fromkeys(("lr", "eps", "weight_decay", "alpha"), (lambda x: x >= 0, "a number >= 0")),
+    **dict.fromkeys(("t_alpha", "t_beta3"), (lambda x: x is None or x > 0, "a number above 0 or None")),
     "momentum": (lambda x: 0 < x < 1, "a number above 0 and below 1"),
-    "min_8bit_size": (lambda x: isinstance(x, int) and x >= 0, "an integer >= 0"),
-    "t_alpha": (lambda x: x is None or x > 0, "a number above 0 or None"),
-    "t_beta3": (lambda x: x is None or x > 0, "a number above 0 or None"),
 }
 
 
-def _check(group: Mapping[str, Any], num_betas: int) -> None:
-    for key, (is_in_range, expected) in _RANGES.items():
-        if key in group and not _holds(is_in_range, group[key]):
-            raise ValueError(f"{key}: expected {expected}, came {group[key]!r}")
-    betas = group.get("betas", (0,) * num_betas)
-    if not _holds(lambda betas: len(betas) == num_betas and all(0 <= beta < 1 for beta in betas), betas):
-        raise ValueError(f"betas: expected {num_betas} numbers from 0 to below 1, came {betas!r}")
-
-
-def _holds(condition: Callable[[Any], bool], value: Any) -> bool:
-    try:
-        return bool(condition(value))
-    except TypeError:  # no number
-        return False
+def _betas_range(num: int) -> tuple[Callable[[Any], bool], str]:
+    return (
+        lambda betas: len(betas) == num and all(0 <= beta < 1 for beta in betas),
+        f"{num} numbers from 0 to below 1",
+    )
