@@ -192,6 +192,15 @@ def test_a_copy_goes_on_by_itself(kernel):
     assert not torch.equal(twin, before)
 
 
+def test_autograd_sees_that_a_step_changed_the_parameter(kernel):
+    parameter = nn.Parameter(torch.randn(5120))
+    parameter.grad = torch.randn(5120)
+    loss = (parameter**2).sum()
+    AdamW8bit([parameter]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_parameter_without_a_gradient_is_left_alone(kernel):
     parameters = [nn.Parameter(torch.ones(5000)) for _ in range(2)]
     optimizer = AdamW8bit(parameters, weight_decay=0.5)

@@ -136,6 +136,7 @@ def step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[Quantized], scalars:
     if p.numel() % BLOCK:
         rest = slice(whole * BLOCK, None)
         _step_cut_block(update, p[rest], g[rest], numbers, [state.part(whole, whole + 1) for state in states])
+    p[:0].zero_()  # numpy's writes are no change to autograd, and replicated parameters follow changes
 
 
 def _step_cut_block(update: Any, p: Tensor, g: Tensor, numbers: Any, states: Sequence[Quantized]) -> None:
