@@ -77,16 +77,18 @@ lint: setup  ## Check style, format and types
 	"$(PYTHON)" -m ruff format --check .
 	"$(PYTHON)" -m mypy --strict zeroshard
 
-bench: setup  ## Measure step time, memory and checkpoints on CPU ranks
+bench: setup  ## Measure step time, memory, checkpoints and optimizers on the CPU
 	"$(PYTHON)" benchmarks/step_time.py $(ARGS)
 	"$(PYTHON)" benchmarks/memory.py $(ARGS)
 	"$(PYTHON)" benchmarks/checkpoint.py
+	"$(PYTHON)" benchmarks/optimizers.py
 
 test-gpu: setup  ## Run the tests that need a GPU
 	"$(PYTHON)" -m pytest -m gpu $(ARGS)
 
-bench-gpu: setup  ## Measure step time on GPUs
+bench-gpu: setup  ## Measure step time and optimizers on GPUs
 	"$(PYTHON)" benchmarks/step_time.py --device cuda $(ARGS)
+	"$(PYTHON)" benchmarks/optimizers.py --device cuda --seeds ""
 
 clean:  ## Remove caches and build output (not .venv)
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache loss.png

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 RESULTS = Path(__file__).parent / "results"
+COMPARED = ("torch", "zeroshard", "deepspeed", "bitsandbytes", "torchao", "numba")
 
 
 def console(quiet: bool = False) -> Console:
@@ -58,7 +59,7 @@ def _version(package: str) -> str | None:
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the libraries compared; None where one isn't installed."""
-    packages = {name: _version(name) for name in ("torch", "zeroshard", "deepspeed")}
+    packages = {name: _version(name) for name in COMPARED}
     if packages["zeroshard"] is None:  # run from a checkout
         project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
         packages["zeroshard"] = project["project"]["version"]

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from text import ByteTokenizer, Tokenizer, read_text, split_blocks
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 HEAD_DIM = 32  # of the small Llama
 PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 40, 200, 0.7
+OPTIMIZERS = {"adamw": partial(torch.optim.AdamW, fused=True), "adamw8bit": zeroshard.optim.AdamW8bit}
 COLUMNS = (BarColumn(10), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
 
 
@@ -78,6 +80,9 @@ def parse_args() -> argparse.Namespace:
     engine.add_argument("--batch-size", type=at_least(1), metavar="N", help="blocks per rank (4)")
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=at_least(2), default=500, metavar="N", help="(%(default)s)")
+    training.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="with states in 32 or 8 bits (%(default)s)"
+    )
     training.add_argument("--lr", type=float, default=3e-3, help="highest learning rate (%(default)s)")
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--data", metavar="FILE", help='text, or .jsonl with a "text" in each line')
@@ -284,7 +289,7 @@ def main() -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"finetune.py: {error}")
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = OPTIMIZERS[args.optimizer](model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.1)
     engine, _, dataloader, _ = zeroshard.initialize(
         model,
         optimizer,

@@ -117,6 +117,7 @@ def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
         (("estimate", "7e9"), "--world-size"),
         (("estimate", "7e9", "--world-size", "0"), "world_size"),
         (("estimate", "7e9", "--world-size", "2", "--stage", "9"), "stage"),
+        (("estimate", "7e9", "--world-size", "2", "--optimizer-bits", "4"), "optimizer_bits"),
     ):
         code, said = failure(capsys, *arguments)
         assert code == 2, arguments
@@ -165,6 +166,8 @@ def test_estimate_prints_what_the_function_computes(tmp_path, capsys):
     assert main(["estimate", "1e9", "--world-size", "8", "--stage", "1"]) == 0
     assert capsys.readouterr().out == str(zeroshard.estimate(1e9, 8, {"stage": 1})) + "\n"
     (tmp_path / "config.toml").write_text("stage = 2\n")
+    assert main(["estimate", "1e9", "--world-size", "8", "--optimizer-bits", "8"]) == 0
+    assert capsys.readouterr().out == str(zeroshard.estimate(1e9, 8, optimizer_bits=8)) + "\n"
     assert main(["estimate", "1e9", "--world-size", "8", "--config", str(tmp_path / "config.toml")]) == 0
     assert capsys.readouterr().out == str(zeroshard.estimate(1e9, 8, {"stage": 2})) + "\n"
 

@@ -11,6 +11,7 @@ import zeroshard
 from tests.distributed.models import GPT, Llama, Tiny
 from tests.distributed.training import STAGES, numbers, square_loss, start, token_loss
 from zeroshard.comm.counter import KINDS
+from zeroshard.optim import AdamW8bit
 
 PRECISIONS = {"fp32": {}, "bf16": {"precision": {"param_dtype": "bf16"}}}
 
@@ -87,6 +88,37 @@ def test_an_estimate_is_what_is_measured_but_for_padding_and_step_numbers(ranks,
             assert 0 <= foretold.gradients - report.gradients <= 4 * padding, case
             assert 0 <= foretold.optimizer - (report.optimizer - 4 * num_trained) <= 8 * padding, case
             assert (foretold.host, foretold.pinned, foretold.nvme) == (0, 0, 0)
+
+
+def measured_in_8_bits(configs):
+    """Bytes of optimizer states after a step."""
+    found = []
+    for name, config in configs:
+        make, loss = MODELS[name]
+        model = make()
+        engine, optimizer = start(model, AdamW8bit(model.parameters()), **config)
+        engine.backward(loss(engine, 0))
+        optimizer.step()
+        found.append(engine.memory_report().optimizer)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_8_bit_states_are_foretold_to_the_byte_for_the_rank_that_holds_most(ranks, num_ranks):
+    configs = [(name, {"stage": stage}) for name, stage in product(MODELS, STAGES)]
+    if num_ranks == 4:
+        configs += [(name, {"stage": 3, "shard_group_size": 2}) for name in MODELS]
+    answers = ranks(num_ranks, measured_in_8_bits, configs)
+    for (name, config), *of_ranks in zip(configs, *answers, strict=True):
+        foretold = zeroshard.estimate(MODELS[name][0](), num_ranks, config, optimizer_bits=8)
+        assert foretold.optimizer == max(of_ranks), (name, config)
+
+
+def test_8_bit_states_of_a_number_of_parameters_take_two_bytes_and_two_scales_a_block():
+    assert zeroshard.estimate(1 << 30, 8, optimizer_bits=8).optimizer == (1 << 27) * (2 + 8 / 256)
+    assert zeroshard.estimate(5000, 1, optimizer_bits=8).optimizer == 2 * 5000 + 2 * 4 * 20
+    assert zeroshard.estimate(4095, 1, optimizer_bits=8).optimizer == 8 * 4095
+    assert zeroshard.estimate(5000, 2, optimizer_bits=8).parameters == zeroshard.estimate(5000, 2).parameters
 
 
 def test_an_estimate_follows_accumulation_prefetch_resharding_and_units(ranks):
@@ -181,6 +213,11 @@ def test_an_estimate_prints_every_kind_in_units_that_people_use():
 @pytest.mark.parametrize("what", [0, -5, 1.5, float("nan"), float("inf"), True, None, "7b", {}, [3]])
 def test_what_is_neither_a_model_nor_a_number_of_parameters_is_refused(what):
     assert refusal(what, 2) == f"expected a model or a number of parameters, got {what!r}"
+
+
+def test_bits_that_no_optimizer_has_are_refused():
+    with pytest.raises(ValueError, match="optimizer_bits: expected 8 or 32, got 4"):
+        zeroshard.estimate(1000, 2, optimizer_bits=4)
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 1.5, True, "2", None])

@@ -17,10 +17,12 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 TINY = ["--hidden", "32", "--layers", "2", "--seq-len", "64"]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
 
 
 def test_two_ranks_learn_and_show_the_memory_they_held(tmp_path: Path) -> None:
@@ -43,6 +45,30 @@ def test_two_ranks_learn_and_show_the_memory_they_held(tmp_path: Path) -> None:
 
 def table_rows(output: str) -> list[tuple[str, ...]]:
     return re.findall(r"│ (\w[\w, ]*\w) +│ +([\d.]+) │ +([\d.]+) │", output)
+
+
+def loss_after(optimizer: str, *arguments: str, timeout: float) -> float:
+    done = run(*TORCHRUN, SCRIPT, "--optimizer", optimizer, *arguments, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    (loss,) = re.findall(r"evaluation loss after: ([\d.]+) nats per byte", done.stdout)
+    return float(loss)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "timeout"),
+    [
+        (["--hidden", "64", "--layers", "2", "--seq-len", "64", "--steps", "60"], 120),
+        pytest.param([], 600, marks=pytest.mark.slow),
+    ],
+    ids=["short", "whole"],
+)
+def test_with_states_of_8_bits_it_learns_as_much_within_a_hundredth(
+    tmp_path: Path, arguments: list[str], timeout: float
+) -> None:
+    pytest.importorskip("transformers")
+    arguments = [*arguments, "--plot", str(tmp_path / "loss.png")]
+    exact = loss_after("adamw", *arguments, timeout=timeout)
+    assert loss_after("adamw8bit", *arguments, timeout=timeout) <= 1.01 * exact
 
 
 def test_a_missing_data_file_is_named() -> None:

@@ -51,7 +51,9 @@ def inspect(options: Namespace) -> None:
 def estimate(options: Namespace) -> None:
     """`zeroshard estimate`."""
     config = {"stage": options.stage} if options.config is None else Config.from_file(options.config)
-    print(memory.estimate(options.num_params, options.world_size, config))
+    print(
+        memory.estimate(options.num_params, options.world_size, config, optimizer_bits=options.optimizer_bits)
+    )
 
 
 def _load_tokenizer(folder: Path) -> Any:

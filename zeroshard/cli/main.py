@@ -77,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     estimate.add_argument("num_params", metavar="NUM_PARAMS", type=float, help="such as 7e9")
     estimate.add_argument("--world-size", type=int, required=True, help="number of ranks")
+    estimate.add_argument(
+        "--optimizer-bits", type=int, default=32, help="of optimizer states: 8 or 32 (default: 32)"
+    )
     config = estimate.add_mutually_exclusive_group()
     config.add_argument("--stage", type=int, default=3, help="0 to 3 (default: 3)")
     config.add_argument("--config", metavar="FILE", type=Path, help="of zeroshard, .json or .toml")

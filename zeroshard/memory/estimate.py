@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +11,8 @@ from torch import nn
 
 from zeroshard.config import Config, require_supported
 from zeroshard.memory.report import MemoryReport
+from zeroshard.optim.eightbit.blocks import num_blocks
+from zeroshard.optim.eightbit.states import MIN_8BIT_SIZE
 from zeroshard.sharding.buffer import Original
 from zeroshard.sharding.layout import Layout
 from zeroshard.sharding.placement import STAGES, BufferPlan, Placements, plan_buffer
@@ -34,12 +36,32 @@ class Estimate(MemoryReport):
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """A flat buffer to be: `size` elements with padding, `held` of them in the main parameters."""
+    """A flat buffer to be."""
 
     plan: BufferPlan
-    size: int
-    held: int
+    layout: Layout
     trainable: bool
+
+    @property
+    def size(self) -> int:
+        """Elements with padding."""
+        return self.layout.total
+
+    @property
+    def held(self) -> int:
+        """Those of a rank's main parameters."""
+        return self.layout.shard_size if self.plan.is_partial else self.size
+
+    def steppers(self, index: int) -> range:
+        """The ranks that step a part of a parameter."""
+        if not self.plan.is_partial:
+            return range(self.layout.num_ranks)
+        span, size = self.layout.parameter(index), max(1, self.layout.shard_size)
+        return range(span.start // size, -(-span.stop // size))
+
+    def slice_size(self, index: int, rank: int) -> int:
+        """Elements of a parameter that a rank steps."""
+        return self.layout.owned(index, rank).size if self.plan.is_partial else self.layout.sizes[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +76,11 @@ class _Unit:
 
 
 def estimate(
-    model_or_num_params: nn.Module | float, world_size: int, config: Config | Mapping[str, Any] | None = None
+    model_or_num_params: nn.Module | float,
+    world_size: int,
+    config: Config | Mapping[str, Any] | None = None,
+    *,
+    optimizer_bits: int = 32,
 ) -> Estimate:
     """Bytes per rank for training with an optimizer of Adam's kind (two states).
 
@@ -63,14 +89,19 @@ def estimate(
             taken as one unit that is freed after forward.
         world_size: number of ranks.
         config: stage, precision, units, accumulation, prefetch.
+        optimizer_bits: 32 for states in the main dtype, as torch's AdamW has them; 8 for `AdamW8bit`. Counted
+            without padding, on the rank that holds most.
 
     Raises:
-        ValueError: fewer than 1 rank, or no multiple of the shard group; a parameter that cannot be sharded.
+        ValueError: fewer than 1 rank, or no multiple of the shard group; other bits than 8 and 32; a
+            parameter that cannot be sharded.
     """
     config = Config.parse(config)
     require_supported(config)
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size: expected an integer >= 1, got {world_size!r}")
+    if optimizer_bits not in (8, 32):
+        raise ValueError(f"optimizer_bits: expected 8 or 32, got {optimizer_bits!r}")
     if isinstance(model_or_num_params, float) and model_or_num_params.is_integer():
         model_or_num_params = int(model_or_num_params)
     is_number = isinstance(model_or_num_params, int) and not isinstance(model_or_num_params, bool)
@@ -87,7 +118,7 @@ def estimate(
     return Estimate(
         parameters=sum(_parameter_bytes(buffer) for buffer in buffers),
         gradients=sum(_gradient_bytes(b, placements, config) for b in buffers if b.trainable),
-        optimizer=sum(ADAM_STATES * b.held * b.plan.main_dtype.itemsize for b in buffers if b.trainable),
+        optimizer=_optimizer_bytes((b for b in buffers if b.trainable), group_size, optimizer_bits),
         unsharded=0,
         peak_unsharded=peak,
         wire_bytes_per_step=_wire_bytes(units, placements, world_size, config),
@@ -116,8 +147,7 @@ def _group(originals: Sequence[Original], world_size: int, config: Config) -> _B
     plan = plan_buffer(STAGES[config.stage], dtypes, first.dtype, first.requires_grad, num_ranks)
     sizes = tuple(original.parameter.numel() for original in originals)
     layout = Layout(sizes, num_ranks, world_size // num_ranks)
-    held = layout.shard_size if plan.is_partial else layout.total
-    return _Buffer(plan, layout.total, held, first.requires_grad)
+    return _Buffer(plan, layout, first.requires_grad)
 
 
 def _parameter_bytes(buffer: _Buffer) -> int:
@@ -128,6 +158,22 @@ def _parameter_bytes(buffer: _Buffer) -> int:
 def _gradient_bytes(buffer: _Buffer, placements: Placements, config: Config) -> int:
     accumulates = placements.accumulates_locally and config.gradient_accumulation_steps > 1
     return (buffer.size if accumulates else buffer.held) * buffer.plan.main_dtype.itemsize
+
+
+def _optimizer_bytes(buffers: Iterable[_Buffer], num_ranks: int, bits: int) -> int:
+    """Of the rank that holds most."""
+    totals = [0] * num_ranks
+    for buffer in buffers:
+        for index, whole in enumerate(buffer.layout.sizes):
+            for rank in buffer.steppers(index):
+                num = buffer.slice_size(index, rank)
+                if bits == 32:
+                    totals[rank] += num * buffer.plan.main_dtype.itemsize
+                elif whole < MIN_8BIT_SIZE:
+                    totals[rank] += num * torch.float32.itemsize
+                else:
+                    totals[rank] += num + num_blocks(num) * torch.float32.itemsize
+    return ADAM_STATES * max(totals)
 
 
 def _peak_unsharded(units: list[_Unit], config: Config) -> int:

@@ -1,0 +1,273 @@
+"""Optimizers with 8-bit states: time of a step, bytes of state, and the losses of the main job.
+
+    python benchmarks/optimizers.py
+    python benchmarks/optimizers.py --elements 1000000 --rounds 3 --seeds "" --name quick_look
+
+Each steps a parameter of its own with the same gradient, and they take turns, in an order that is shuffled
+every round. What is compared are ratios to torch's fused float32 AdamW in the same round. Before that, a
+check that the first steps of all went the same way, as far as 8 bits tell.
+
+Then the states of the GPT that the other benchmarks train are counted, and `examples/finetune.py` is run with
+each optimizer that it knows and each seed, on 2 ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import losses
+import record
+import zeroshard
+from medians import median_of, median_ratio
+from model import Shape, build_model, build_tokens, next_token_loss
+from zeroshard.optim.eightbit import optimizers as own
+from zeroshard.optim.eightbit.step import step_in_chunks
+
+FUSED = "torch AdamW, fused, 32-bit"
+HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+FARTHEST = 0.2
+"""Of an 8-bit optimizer's first steps from the 32-bit ones, relative to their length."""
+
+Build = Callable[[nn.Parameter], Optimizer]
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--elements", type=int, default=32 * 2**20, help="of the parameter")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=20, help="timed turns of each optimizer")
+    parser.add_argument("--warmup", type=int, default=2, help="rounds before the timed ones")
+    parser.add_argument("--seeds", default="0,1,2", help="of the main job, comma-separated; empty: none")
+    parser.add_argument("--steps", type=int, default=500, help="of the main job")
+    parser.add_argument("--name", help="of the JSON and PNG files in benchmarks/results")
+    args = parser.parse_args()
+    if args.warmup < 1:
+        parser.error(f"Expected --warmup of at least 1 (steps are compared there), got {args.warmup}")
+    return args
+
+
+# ------------------------------------------------------------------------------------- who is compared
+
+
+def bitsandbytes_8bit(parameter: nn.Parameter) -> Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: Optimizer = AdamW8bit([parameter], **HYPERPARAMETERS)
+    return optimizer
+
+
+def torchao_8bit(parameter: nn.Parameter) -> Optimizer:
+    """It compiles its step, for which it needs a compiler at run time."""
+    from torchao.optim import AdamW8bit
+
+    optimizer: Optimizer = AdamW8bit([parameter], **HYPERPARAMETERS)
+    return optimizer
+
+
+def zeroshard_8bit(parameter: nn.Parameter) -> Optimizer:
+    return zeroshard.optim.AdamW8bit([parameter], **HYPERPARAMETERS)
+
+
+COMPARED: dict[str, Build] = {
+    FUSED: lambda parameter: torch.optim.AdamW([parameter], **HYPERPARAMETERS, fused=True),
+    "zeroshard AdamW8bit": zeroshard_8bit,
+    "zeroshard AdamW8bit, torch operations": zeroshard_8bit,
+    "bitsandbytes AdamW8bit": bitsandbytes_8bit,
+    "torchao AdamW8bit": torchao_8bit,
+}
+
+
+def kernel_of(name: str) -> AbstractContextManager[Any]:
+    """Within it, steps are taken by what the name says."""
+    if name.endswith("torch operations"):  # in a process of its own without numba, turns could not alternate
+        return mock.patch.object(own, "take_step", step_in_chunks)
+    return nullcontext()
+
+
+@dataclass
+class Contender:
+    """An optimizer with its parameter, and what is measured of it."""
+
+    name: str
+    parameter: nn.Parameter
+    optimizer: Optimizer
+    seconds: list[float] = field(default_factory=list)
+
+    def step(self) -> float:
+        """Take a step; its seconds, those of the device included."""
+        synchronize(self.parameter.device)
+        start = time.perf_counter()
+        with kernel_of(self.name):
+            self.optimizer.step()
+        synchronize(self.parameter.device)
+        return time.perf_counter() - start
+
+    def state_bytes(self) -> int:
+        """Of all tensors of state, each storage once."""
+        values = self.optimizer.state[self.parameter].values()
+        plain = [part for value in values if isinstance(value, Tensor) for part in plain_tensors(value)]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain}.values())
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor, or those that a subclass is made of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from plain_tensors(getattr(tensor, name))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's own work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -------------------------------------------------------------------------------------------- measured
+
+
+def start(args: argparse.Namespace, console: Console) -> tuple[list[Contender], dict[str, str]]:
+    """Build all and let them take their first steps.
+
+    Returns:
+        Those that could, and why others could not.
+    """
+    generator = torch.Generator().manual_seed(0)
+    initial = torch.randn(args.elements, generator=generator).mul_(0.02).to(args.device)
+    gradient = torch.randn(args.elements, generator=generator).mul_(1e-3).to(args.device)
+    ready: list[Contender] = []
+    skipped: dict[str, str] = {}
+    for name, build in COMPARED.items():
+        parameter = nn.Parameter(initial.clone())
+        parameter.grad = gradient
+        try:
+            contender = Contender(name, parameter, build(parameter))
+            for _ in range(args.warmup):
+                contender.step()
+        except Exception as error:  # whatever a library raises where it cannot run
+            skipped[name] = f"{type(error).__name__}: {error}"
+            console.print(f"without {name}: {skipped[name]}", markup=False)
+            continue
+        ready.append(contender)
+        check_first_steps(contender, ready[0], initial)
+    return ready, skipped
+
+
+def check_first_steps(contender: Contender, fused: Contender, initial: Tensor) -> None:
+    """Nobody is timed on wrong work.
+
+    Raises:
+        RuntimeError: the first steps lead elsewhere than those of the 32-bit optimizer.
+    """
+    with torch.no_grad():
+        want = fused.parameter - initial
+        distance = ((contender.parameter - initial - want).norm() / want.norm()).item()
+    if not distance <= FARTHEST:
+        raise RuntimeError(
+            f"Expected the first steps of {contender.name} within {FARTHEST} of those of {fused.name}, "
+            f"got {distance:.3f}"
+        )
+
+
+def run_rounds(contenders: list[Contender], num_rounds: int) -> None:
+    """Let each have its turn in each round."""
+    shuffle = random.Random(0).shuffle
+    for _ in range(num_rounds):
+        order = list(contenders)
+        shuffle(order)
+        for contender in order:
+            contender.seconds.append(contender.step())
+
+
+def at_rest() -> dict[str, float]:
+    """Bytes of 8-bit states of the 33.7 M parameter GPT after a step, on one rank."""
+    shape = Shape()
+    model = build_model(shape, torch.device("cpu"))
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    engine, *_ = zeroshard.initialize(model, zeroshard.optim.AdamW8bit(model.parameters()))
+    tokens = build_tokens(shape, 1, 0, next(engine.parameters()).device)
+    engine.backward(next_token_loss(engine(tokens[:, :-1]), tokens))
+    engine.step()
+    num_bytes = engine.memory_report().optimizer
+    return {"parameters": num_params, "bytes": num_bytes, "bytes_per_parameter": num_bytes / num_params}
+
+
+def rows_of(contenders: list[Contender]) -> list[dict[str, Any]]:
+    """Seconds, their ratio to the fused optimizer's, and bytes of state."""
+    fused = contenders[0].seconds
+    return [
+        {
+            "optimizer": contender.name,
+            "state_bytes_per_parameter": contender.state_bytes() / contender.parameter.numel(),
+            "median_s": median_of(contender.seconds)._asdict(),
+            "ratio_to_fused": median_ratio(contender.seconds, fused)._asdict(),
+            "seconds": [round(value, 6) for value in contender.seconds],
+        }
+        for contender in contenders
+    ]
+
+
+def show(rows: list[dict[str, Any]], title: str, console: Console) -> None:
+    """Print a line for each optimizer."""
+    table = Table(title=title, caption="ratios: medians of pairs, 95% interval")
+    table.add_column("optimizer")
+    for column in ("seconds per step", "ratio to fused", "bytes of state per parameter"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        cells = [interval(row["median_s"]), interval(row["ratio_to_fused"])]
+        table.add_row(row["optimizer"], *cells, f"{row['state_bytes_per_parameter']:.4f}")
+    console.print(table)
+
+
+def interval(median: Mapping[str, float]) -> str:
+    """A median with its bounds."""
+    return f"{median['value']:.3f} [{median['low']:.3f}, {median['high']:.3f}]"
+
+
+def main() -> int:
+    """Time the steps, run the main job, write and draw."""
+    args = parse()
+    torch.set_num_threads(args.threads)
+    console = record.console()
+    contenders, skipped = start(args, console)
+    run_rounds(contenders, args.rounds)
+    rows = rows_of(contenders)
+    show(rows, f"{args.elements:,} elements on {args.device}, {args.rounds} rounds", console)
+    contenders.clear()  # so that the main job has the memory
+    gpt = at_rest()
+    console.print(
+        f"GPT of {gpt['parameters']:,} parameters: {gpt['bytes_per_parameter']:.4f} bytes of state each"
+    )
+    runs = losses.run_all([int(seed) for seed in args.seeds.split(",") if seed], args.steps, console)
+    path = record.write(
+        args.name or f"optimizers_{args.device}",
+        {"steps": rows, "gpt_at_rest": gpt, "main_job": losses.rows_of(runs)},
+        settings=vars(args),
+        skipped=skipped,
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+    )
+    if runs:
+        losses.draw(runs, path.with_suffix(".png"))
+    console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

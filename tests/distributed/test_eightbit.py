@@ -1,0 +1,416 @@
+"""8-bit optimizers over slices: codes, scales and parameters of the single-process reference, to the bit.
+
+The model is linear in its parameters, so their gradients are known. Each rank has other ones, of few bits, so
+that their average is exact at 1 to 4 ranks, also times 1/3 in float32.
+"""
+
+import zlib
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+import zeroshard
+from benchmarks.model import GPT, Shape, build_model, build_tokens, next_token_loss
+from tests.optim.eightbit.reference import Blocks, Exact, Reference
+from zeroshard.optim import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit
+
+NUM_STEPS = 4
+KINDS = {kind.__name__: kind for kind in (AdamW8bit, Adam8bit, Lion8bit, SGD8bit, AdEMAMix8bit)}
+OPTIONS = {
+    "AdamW8bit": {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
+    "Adam8bit": {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.05},
+    "Lion8bit": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.3},
+    "SGD8bit": {"lr": 0.1, "momentum": 0.7, "weight_decay": 0.01},
+    "AdEMAMix8bit": {"lr": 1e-2, "betas": (0.8, 0.95, 0.99), "alpha": 3.0, "t_alpha": 3, "t_beta3": 3},
+}
+OTHERS = {
+    "vector": {"weight_decay": 0.0},
+    "fragment": {"min_8bit_size": 0, "lr": 0.05},
+    "stub": {"min_8bit_size": 0},
+    "spared": {"min_8bit_size": 10_000},
+}
+"""What groups have of their own, by the last part of their parameters' names."""
+STAGES = [{"stage": stage} for stage in range(4)]
+
+
+def options_of(kind, name):
+    return OPTIONS[kind] | OTHERS.get(name.rpartition(".")[2], {})
+
+
+def grouped(kind, model):
+    groups = {}
+    for name, parameter in model.named_parameters():
+        options = options_of(kind, name)
+        groups.setdefault(str(options), options | {"params": []})["params"].append(parameter)
+    return KINDS[kind](list(groups.values()), lr=1.0)
+
+
+# ------------------------------------------------------------------------------ the model, its gradients
+
+
+def seeded(*what):
+    return torch.Generator().manual_seed(zlib.crc32(repr(what).encode()))
+
+
+def gradient(name, step, shape):
+    """[*shape]: integers to 10, over powers of two to 2^12; a fifth are zeros, a block of them in a row."""
+    generator = seeded(name, step)
+    g = torch.randint(-10, 11, shape, generator=generator) * scale(name, shape)
+    g *= torch.rand(shape, generator=generator) > 0.2
+    g.view(-1)[256:512] = 0
+    return g * (0 if name == "zeros" else 1)
+
+
+def scale(name, shape):
+    return 2.0 ** -torch.randint(0, 13, shape, generator=seeded(name))
+
+
+def share(name, step, shape, rank, num_ranks):
+    """A rank's gradient: the mean over the ranks is `gradient`."""
+    others = [
+        torch.randint(-10, 11, shape, generator=seeded(name, step, other)) * scale(name, shape)
+        for other in range(1, num_ranks)
+    ]
+    mine = others[rank - 1] if rank else gradient(name, step, shape) - sum(others)
+    return num_ranks * mine
+
+
+def trained(model):
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def is_used(name, step):
+    """What has a gradient: some never, one in every other step."""
+    return name not in ("unused", "frozen") and not (name == "sometimes" and step % 2)
+
+
+class Layer(nn.Module):
+    """A unit whose output has known gradients."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        self.matrix = nn.Parameter(torch.randn(60, 85))  # 19.9 blocks
+        self.vector = nn.Parameter(torch.ones(40))
+
+    def forward(self, step):
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        total = 0.0
+        for key, p in self._parameters.items():
+            if is_used(self.name + key, step):
+                g = share(self.name + key, step, p.shape, rank, num_ranks)
+                total = total + (p * g.to(p.dtype)).float().sum()
+        return total
+
+
+class Net(Layer):
+    """Parameters on both sides of the threshold; at four ranks, most are in the hands of one or two."""
+
+    def __init__(self):
+        super().__init__("")
+        self.layers = nn.ModuleList(Layer(f"layers.{at}.") for at in range(2))
+        self.tied = nn.Module()
+        self.tied.matrix = self.matrix
+        self.whole = nn.Parameter(torch.randn(16, 320))  # 20 blocks
+        self.above = nn.Parameter(torch.randn(5000))  # 8-bit, though less than 4096 on each of 2 ranks
+        self.threshold = nn.Parameter(torch.randn(64, 64))
+        self.below = nn.Parameter(torch.randn(4000))
+        self.fragment = nn.Parameter(torch.randn(9, 11))
+        self.stub = nn.Parameter(torch.randn(300))
+        self.spared = nn.Parameter(torch.randn(4500))
+        self.sometimes = nn.Parameter(torch.randn(4100))
+        self.zeros = nn.Parameter(torch.zeros(4097))
+        self.unused = nn.Parameter(torch.randn(4200))
+        self.frozen = nn.Parameter(torch.randn(300), requires_grad=False)
+        self.scalar = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.ones(0, 4))
+
+    def forward(self, step):
+        return super().forward(step) + sum(layer(step) for layer in self.layers)
+
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+
+
+# ------------------------------------------------------------------------------------------ the reference
+
+
+def by_reference(kind, gradients, *, rate=lambda step: 1.0):
+    """Parameters and states by name, flat.
+
+    Args:
+        gradients: a mapping from names to gradients for each step.
+        rate: factor of the learning rates of a step.
+    """
+    found = {}
+    for name, p in trained(build()):
+        options = dict(options_of(kind, name))
+        is_quantized = p.numel() >= options.pop("min_8bit_size", 4096)
+        reference = (Reference if is_quantized else Exact)(kind, p.detach().flatten())
+        for step, given in enumerate(gradients):
+            if name in given:
+                reference.step(given[name], **options | {"lr": options["lr"] * rate(step)})
+        found[name] = tensors(reference)
+    return found
+
+
+def tensors(reference):
+    """As an optimizer holds them."""
+    found = {"parameter": reference.p}
+    if reference.step_count:
+        found["step"] = reference.step_count
+    for name, state in reference.states.items():
+        if isinstance(state, Blocks):
+            found[name], found[f"{name}_absmax"] = state.codes, state.absmax
+        else:
+            found[name] = state
+    return found
+
+
+def gradients(step):
+    return {name: gradient(name, step, p.shape) for name, p in trained(build()) if is_used(name, step)}
+
+
+@cache
+def plain_run(kind):
+    return by_reference(kind, [gradients(step) for step in range(NUM_STEPS)])
+
+
+# ------------------------------------------------------------------------------------------------ sharded
+
+
+def held(engine, optimizer):
+    """This rank's slices of trained parameters and their states, by name."""
+    return {
+        name: {key: copied(value) for key, value in [("parameter", p), *optimizer.state.get(p, {}).items()]}
+        for name, p in trained(engine)
+    }
+
+
+def copied(value):
+    if not isinstance(value, torch.Tensor):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.detach().clone().as_subclass(torch.Tensor)
+
+
+def differences(answers, want, config):
+    """What is not the bits that are wanted, once the ranks' slices are put together."""
+    num_parts = 1 if config["stage"] == 0 else config.get("shard_group_size", len(answers))
+    found = []
+    for first in range(0, len(answers), num_parts):
+        for name, wanted in want.items():
+            slices = [answer[name] for answer in answers[first : first + num_parts]]
+            if any(one.keys() != wanted.keys() for one in slices):
+                found.append((name, [sorted(one) for one in slices]))
+                continue
+            for key, value in wanted.items():
+                values = [one[key] for one in slices]
+                if not (values == [value] * num_parts if key == "step" else is_cut(values, value)):
+                    found.append((first, name, key))
+    return found
+
+
+def is_cut(slices, whole):
+    together = torch.cat(slices)
+    return together.dtype == whole.dtype and torch.equal(together, whole)
+
+
+def start(kind, config, lr_scheduler=None):
+    model = build()
+    engine, optimizer, _, _ = zeroshard.initialize(
+        model, grouped(kind, model), config, lr_scheduler=lr_scheduler
+    )
+    return engine, optimizer
+
+
+def train(kind, configs):
+    """With the loop of plain PyTorch."""
+    answers = []
+    for config in configs:
+        engine, optimizer = start(kind, config)
+        for step in range(NUM_STEPS):
+            engine(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        answers.append(held(engine, optimizer))
+    return answers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_codes_scales_and_parameters_are_those_of_one_process_at_any_number_of_ranks_and_stage(
+    ranks, num_ranks, kind
+):
+    configs = STAGES + ([{"stage": 3, "shard_group_size": 2}] if num_ranks == 4 else [])
+    answers = ranks(num_ranks, train, kind, configs)
+    for config, *of_ranks in zip(configs, *answers, strict=True):
+        assert differences(of_ranks, plain_run(kind), config) == [], config
+    if num_ranks == 4:
+        owners = [held["layers.0.vector"]["parameter"].numel() > 0 for held in of_ranks]
+        assert sum(owners) == 2, "one of each group; the others count its steps too"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_all_this_the_model_has_some(kind):
+    """8-bit states by the number of all elements; zeros that stay; steps that differ."""
+    want = plain_run(kind)
+    is_quantized = {name: any(key.endswith("_absmax") for key in values) for name, values in want.items()}
+    assert is_quantized["above"]
+    assert not is_quantized["below"]
+    assert is_quantized["fragment"]
+    assert not is_quantized["spared"]
+    assert [want[name]["step"] for name in ("above", "sometimes", "empty")] == [4, 2, 4]
+    assert want["unused"].keys() == {"parameter"}
+    assert not any(value.any() for key, value in want["zeros"].items() if key.endswith(("eter", "absmax")))
+
+
+def left_alone(stage):
+    engine, optimizer = start("AdamW8bit", {"stage": stage})
+    for step in range(2):
+        engine(step).backward()
+        optimizer.step()
+    with_states = {p.fqn for p in optimizer.state}
+    return engine.full_state_dict(), with_states & {"frozen", "unused"}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_frozen_or_used_by_no_rank_stays_and_has_no_states(ranks, stage):
+    answers = ranks(2, left_alone, stage)
+    before = build()
+    for name in ("frozen", "unused"):
+        assert torch.equal(answers[0][0][name], getattr(before, name))
+    assert [with_states for _, with_states in answers] == [set(), set()]
+
+
+# ------------------------------------------------------------------------------------ by the engine's calls
+
+NUM_RANKS = 3
+MAX_NORM = 5.0
+
+
+def halving(optimizer):
+    return StepLR(optimizer, 1, 0.5)
+
+
+def train_by_engine(configs, num_micro_steps=NUM_STEPS, lr_scheduler=None):
+    answers = []
+    for config in configs:
+        engine, optimizer = start("AdamW8bit", config, lr_scheduler)
+        for step in range(num_micro_steps):
+            engine.backward(engine(step))
+            engine.step()
+        answers.append(held(engine, optimizer))
+    return answers
+
+
+def check(ranks, want, config, **options):
+    configs = [config | stage for stage in STAGES]
+    answers = ranks(NUM_RANKS, train_by_engine, configs, **options)
+    for used, *of_ranks in zip(configs, *answers, strict=True):
+        assert differences(of_ranks, want, used) == [], used
+
+
+def test_computing_in_bf16_changes_nothing_where_gradients_are_the_same(ranks):
+    check(ranks, plain_run("AdamW8bit"), {"precision": {"param_dtype": "bf16"}})
+
+
+def test_gradients_of_micro_batches_are_averaged_before_the_step(ranks):
+    means = []
+    for first in range(0, 2 * NUM_STEPS, 2):
+        both = [gradients(step) for step in (first, first + 1)]
+        means.append({name: sum(one[name] for one in both if name in one) / 2 for name in both[0]})
+    want = by_reference("AdamW8bit", means)
+    check(ranks, want, {"gradient_accumulation_steps": 2}, num_micro_steps=2 * NUM_STEPS)
+
+
+def test_gradients_are_clipped_before_the_step(ranks):
+    clipped = []
+    for given in map(gradients, range(NUM_STEPS)):
+        norm = torch.cat([g.flatten() for g in given.values()]).double().norm().float()
+        factor = MAX_NORM / (norm + 1e-6)  # torch.nn.utils.clip_grad_norm_'s
+        assert factor < 1
+        clipped.append({name: g * factor for name, g in given.items()})
+    check(ranks, by_reference("AdamW8bit", clipped), {"clip_grad_norm": MAX_NORM})
+
+
+def test_a_schedule_of_learning_rates_reaches_every_group(ranks):
+    given = [gradients(step) for step in range(NUM_STEPS)]
+    want = by_reference("AdamW8bit", given, rate=lambda step: 0.5**step)
+    check(ranks, want, {}, lr_scheduler=halving)
+
+
+def skip(stage):
+    """What is held before and after a step with gradients of inf and nan on one rank, and at the end."""
+    engine, optimizer = start("AdamW8bit", {"stage": stage, "nonfinite": "skip"})
+    for step in range(NUM_STEPS):
+        if step == 2:
+            before = held(engine, optimizer)
+            engine.backward(engine(step) * (torch.inf if dist.get_rank() == 1 else 1))
+            is_taken = engine.step()
+            after = held(engine, optimizer)
+        engine.backward(engine(step))
+        engine.step()
+    return is_taken, before, after, held(engine, optimizer)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_that_is_left_out_leaves_codes_and_counts_as_they_were(ranks, stage):
+    answers = ranks(NUM_RANKS, skip, stage)
+    for is_taken, before, after, _ in answers:
+        assert not is_taken
+        for name, values in before.items():
+            assert after[name].keys() == values.keys()
+            for key, value in values.items():
+                assert value == after[name][key] if key == "step" else torch.equal(value, after[name][key])
+    ends = [end for *_, end in answers]
+    assert differences(ends, plain_run("AdamW8bit"), {"stage": stage}) == []
+
+
+# ---------------------------------------------------------------------------------------- memory at rest
+
+SHORTER = Shape(depth=2, sequence=16)
+"""The model of the published numbers, but for the number of blocks and of positions."""
+
+
+def of_gpt(stages):
+    """Bytes of optimizer states after a step, as reported."""
+    device, found = torch.device("cpu"), []
+    for stage in stages:
+        model = build_model(SHORTER, device)
+        engine, *_ = zeroshard.initialize(model, AdamW8bit(model.parameters()), {"stage": stage})
+        tokens = build_tokens(SHORTER, 1, dist.get_rank(), device)
+        next_token_loss(engine(tokens[:, :-1]), tokens).backward()
+        engine.step()
+        found.append(engine.memory_report().optimizer)
+    return found
+
+
+def at_rest(sizes):
+    """Two bytes an element and two float32 for each 256 of them; two float32 an element under 4096."""
+    return sum(2 * n + 8 * -(-n // 256) if n >= 4096 else 8 * n for n in sizes)
+
+
+def test_states_at_rest_are_those_of_the_formula_and_of_the_estimate_to_the_byte(ranks):
+    with torch.device("meta"):
+        model = GPT(SHORTER)
+    want = at_rest(p.numel() for p in model.parameters())
+    answers = ranks(2, of_gpt, range(4))
+    for stage, of_ranks in enumerate(zip(*answers, strict=True)):
+        assert of_ranks == (want, want) if stage == 0 else sum(of_ranks) == want
+        foretold = zeroshard.estimate(model, 2, {"stage": stage}, optimizer_bits=8)
+        assert foretold.optimizer == max(of_ranks)
+
+
+def test_states_take_at_most_2_05_bytes_a_parameter_of_the_model_of_the_published_numbers():
+    with torch.device("meta"):
+        model = GPT(Shape())
+    sizes = [p.numel() for p in model.parameters()]
+    foretold = zeroshard.estimate(model, 1, optimizer_bits=8)
+    assert foretold.optimizer == at_rest(sizes) <= 2.05 * sum(sizes)
