@@ -471,17 +471,6 @@ def test_optimizers_of_others_that_need_whole_tensors_are_refused_by_name(name):
     assert refusal(model, derived(model.parameters())).startswith("Mine needs whole tensors (")
 
 
-def test_bitsandbytes_optimizers_are_refused_because_of_their_precision():
-    model = Tiny()
-    kind = own_optimizer("Adam8bit", module="bitsandbytes.optim.adam")
-    derived = own_optimizer("MyAdam", base=kind)
-    for name, optimizer in (("Adam8bit", kind(model.parameters())), ("MyAdam", derived)):
-        assert refusal(model, optimizer) == (
-            f"{name} is a bitsandbytes optimizer: the precision of its states would depend on the slice that "
-            "a rank holds, so it is not supported yet; use torch.optim.AdamW"
-        )
-
-
 @pytest.mark.parametrize("optimizer", ["AdamW", 3, lambda parameters: None, lambda parameters: "AdamW"])
 def test_what_is_no_optimizer_is_refused(optimizer):
     message = refusal(Tiny(), optimizer)

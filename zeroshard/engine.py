@@ -333,7 +333,7 @@ class Engine(nn.Module):
             dir: the folder, or the directory of one checkpoint.
             tag: which one of the folder; None: the latest.
             restore_hyperparameters: False keeps the present learning rates, decays, ... and LR schedule.
-            convert_states: accept the states of an optimizer of another class where they mean the same.
+            convert_states: accept states of another optimizer of the same family, or number of bits.
 
         Returns:
             The `client_state` that was saved; {} where none was given.

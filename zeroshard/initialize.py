@@ -19,6 +19,7 @@ from zeroshard.comm.mesh import default_device, open_aside, open_world, start_pr
 from zeroshard.config import Config, require_supported
 from zeroshard.data import EpochLoader
 from zeroshard.engine import Engine, LossFunction
+from zeroshard.optim.overrides import forget, read_overrides
 from zeroshard.optim.takeover import OptimizerFactory, check_optimizer, take_over
 from zeroshard.sharding.agreement import check_agreement
 from zeroshard.sharding.shard import open_data_parallel, shard_over
@@ -53,7 +54,9 @@ def initialize(
     Args:
         model: parameters of floating-point dtypes, any device, the meta device included.
         optimizer: over parameters of `model`, not stepped yet, element-wise; or a callable that makes one
-            from the list of the model's original parameters; None to run or evaluate only.
+            from the list of the model's original parameters; None to run or evaluate only. What was
+            registered with bitsandbytes' GlobalOptimManager is read here, for its optimizers and for ours
+            with 8-bit states.
         config: a Config, a dict, or a path to a .json or .toml file.
         training_data: becomes a DataLoader with a distributed sampler and `config.micro_batch_size`.
         collate_fn: for that DataLoader.
@@ -77,19 +80,21 @@ def initialize(
         raise ValueError(f"loss_fn: expected a callable (output, targets) -> loss, got {loss_fn!r}")
     find_units(model, config.units)  # refuses what cannot be sharded, before anything is started
     optimizer = _build_optimizer(optimizer, model)
+    overrides = read_overrides(optimizer, {parameter: name for name, parameter in model.named_parameters()})
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
     device = default_device()
     started = start_process_group(device, config.watchdog_s)
     world = open_world(device, Counter(), config.watchdog_s)
     close_at_exit(world, owns_process_group=started)
     watch(world)
-    check_agreement(world, model, config, optimizer)
+    check_agreement(world, model, config, optimizer, overrides)
     axes = open_data_parallel(config, world)
     aside = open_aside(world)
     close_at_exit(axes, *axes.members, aside)
     runtime, replacements = shard_over(model, config, axes, device)
     if optimizer is not None:
-        take_over(optimizer, replacements)
+        take_over(optimizer, replacements, overrides)
+    forget(optimizer, replacements)
     dataloader = None
     if training_data is not None:
         dataloader = EpochLoader.over(

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tests.fuzz.blocks import Checkpointed, Gate
 from tests.fuzz.models import Net, compute_in, random_model, unconditional
+from zeroshard.optim import AdamW8bit
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "AdamW": lambda groups: AdamW(groups, lr=1e-2),
@@ -22,6 +23,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "Adam": lambda groups: Adam(groups, lr=1e-2, amsgrad=True, foreach=False),
     "SGD": lambda groups: SGD(groups, lr=0.05, momentum=0.9, nesterov=True),
     "RMSprop": lambda groups: RMSprop(groups, lr=1e-3, momentum=0.5),
+    "AdamW8bit": lambda groups: AdamW8bit(groups, lr=1e-2, min_8bit_size=300),
 }
 
 FAILURES = ("forward", "backward")

@@ -16,25 +16,19 @@ from torch.optim import Optimizer
 from zeroshard.checkpoint import plain, rng
 from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts, Progress
+from zeroshard.checkpoint.conversion import convert_group, family_of
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.manifest import check_sums
-from zeroshard.checkpoint.optimizers import (
-    make_target,
-    match_groups,
-    place_scalar,
-    reorder_schedule,
-    restore_groups,
-)
-from zeroshard.checkpoint.reader import INDEX, Stored, StoredTensor, TensorReader, open_checkpoint
+from zeroshard.checkpoint.optimizers import match_groups, place_scalar, reorder_schedule, restore_groups
+from zeroshard.checkpoint.reader import INDEX, Stored, TensorReader, open_checkpoint
 from zeroshard.checkpoint.save import VALUES
+from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, match_states, read_converted
 from zeroshard.checkpoint.tensors import TensorSlice, held_slices, read_model
 from zeroshard.data import parse_place
 from zeroshard.optim.scaling import LossScale
+from zeroshard.optim.statenames import from_common
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
-
-_SAME_STATE = (frozenset(("Adam", "AdamW")),)
-"""Optimizers whose states mean the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +47,9 @@ class _Plan:
     values: Mapping[str, Any]
     names: Mapping[str, str]
     """The stored name of each parameter."""
-    matches: list[int | None]
-    """The stored parameter group of each group."""
-    states: dict[ShardedParameter, dict[str, StoredTensor]]
+    groups: list[dict[str, Any] | None]
+    """The hyperparameters of each parameter group; None: they stay."""
+    states: SavedStates
     schedule: dict[str, Any] | None
     """The state of the LR scheduler."""
     loss_scale: LossScale | None
@@ -99,12 +93,12 @@ def load(
     found_plan = plan
 
     def restore() -> None:
-        targets = _targets(parts.optimizer, found_plan)
+        targets = {} if parts.optimizer is None else make_targets(parts.optimizer, found_plan.states)
         _read_tensors(runtime, found_plan, targets)
         _restore_optimizer(parts.optimizer, found_plan, targets)
-        if found_plan.matches:
+        if found_plan.groups:
             assert parts.optimizer is not None, "its groups were matched"
-            restore_groups(parts.optimizer, found_plan.values["groups"], found_plan.matches)
+            restore_groups(parts.optimizer, found_plan.groups)
         if found_plan.schedule is not None:
             parts.lr_scheduler.load_state_dict(found_plan.schedule)
         if parts.loader is not None and stored.manifest.data is not None:
@@ -132,8 +126,8 @@ def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_state
     names = _match_parameters(stored, parts.runtime, model.aliases)
     _check_buffers(stored, model.buffers)
     _check_names(directory, "extra state", values["extra"], model.extra)
-    matches: list[int | None] = []
-    states: dict[ShardedParameter, dict[str, StoredTensor]] = {}
+    groups: list[dict[str, Any] | None] = []
+    states: SavedStates = {}
     schedule = None
     if parts.optimizer is not None:
         if stored.manifest.optimizer is None:
@@ -142,10 +136,9 @@ def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_state
             _check_optimizer(stored, parts, convert_states, hyperparameters)
             if hyperparameters:
                 matches = match_groups(parts.optimizer, values["groups"], names)
+                groups = _convert_groups(parts.optimizer, values["groups"], matches)
                 schedule = _match_schedule(stored, parts.lr_scheduler, values["lr_scheduler"], matches)
-            by_name = _states_by_parameter(stored)
-            trained = [p for group in parts.optimizer.param_groups for p in group["params"]]
-            states = {p: by_name.get(names[p.fqn], {}) for p in trained}
+            states = match_states(parts.optimizer, stored, values["scalars"], names, convert_states)
     try:
         if stored.manifest.data is not None:
             parse_place(stored.manifest.data)
@@ -155,11 +148,20 @@ def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_state
         stored=stored,
         values=values,
         names=names,
-        matches=matches,
+        groups=groups,
         states=states,
         schedule=schedule,
         loss_scale=_read_loss_scale(stored),
     )
+
+
+def _convert_groups(
+    optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], matches: Sequence[int | None]
+) -> list[dict[str, Any] | None]:
+    return [
+        None if source is None else convert_group(optimizer, saved[source], group)
+        for group, source in zip(optimizer.param_groups, matches, strict=True)
+    ]
 
 
 def _read_loss_scale(stored: Stored) -> LossScale | None:
@@ -274,9 +276,10 @@ def _check_buffers(stored: Stored, buffers: Mapping[str, Tensor]) -> None:
 
 def _check_optimizer(stored: Stored, parts: Parts, convert_states: bool, hyperparameters: bool) -> None:
     saved, present = stored.manifest.optimizer, type(parts.optimizer).__name__
-    converts = convert_states and any({saved, present} <= family for family in _SAME_STATE)
-    if saved != present and not converts:
-        raise ValueError(f"'{stored.directory}': holds states of {saved}; the engine has {present}")
+    can_convert = family_of(saved) is not None and family_of(saved) is family_of(present)
+    if saved != present and not (can_convert and convert_states):
+        remedy = ": expected the same optimizer, or convert_states=True" if can_convert else ""
+        raise ValueError(f"'{stored.directory}': holds states of {saved}; the engine has {present}{remedy}")
     schedule, present = stored.manifest.lr_scheduler, type(parts.lr_scheduler).__name__
     if hyperparameters and parts.lr_scheduler is not None and schedule not in (None, present):
         raise ValueError(
@@ -285,43 +288,18 @@ def _check_optimizer(stored: Stored, parts: Parts, convert_states: bool, hyperpa
         )
 
 
-def _states_by_parameter(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
-    states: dict[str, dict[str, StoredTensor]] = {}
-    for name, tensor in stored.tensors.items():
-        prefix, _, rest = name.partition("/")
-        fqn, _, key = rest.rpartition("/")
-        if prefix == "optimizer" and fqn in stored.manifest.parameters:
-            if tensor.shape != stored.manifest.parameters[fqn].shape:
-                raise RuntimeError(
-                    f"{stored.directory / INDEX}: state '{key}' of '{fqn}' has shape {tensor.shape}"
-                )
-            states.setdefault(fqn, {})[key] = tensor
-    return states
-
-
 # ------------------------------------------------------------------------------------------- restoring
-
-Targets = dict[ShardedParameter, dict[str, Tensor]]
-"""Where states are read into."""
-
-
-def _targets(optimizer: Optimizer | None, plan: _Plan) -> Targets:
-    targets: Targets = {}
-    for parameter, saved in plan.states.items():
-        assert optimizer is not None, "it has the parameter"
-        present = optimizer.state.get(parameter, {})
-        main = plan.stored.tensors[plan.names[parameter.fqn]].dtype
-        targets[parameter] = {
-            key: make_target(present.get(key), tensor.dtype, main, parameter) for key, tensor in saved.items()
-        }
-    return targets
 
 
 @torch.no_grad()
 def _read_tensors(runtime: Runtime, plan: _Plan, targets: Targets) -> None:
+    converted = {plan.names[p.fqn]: p for p, saved in plan.states.items() if saved.converted is not None}
+    as_they_are = {p: targets[p] for p in targets.keys() - set(converted.values())}
     with TensorReader(plan.stored) as reader:
-        for part in held_slices(runtime, targets, plan.names):
+        for part in held_slices(runtime, as_they_are, plan.names):
             reader.read(part)
+            if (parameter := converted.get(part.name)) is not None:
+                read_converted(reader, part, plan.states[parameter], targets[parameter])
         for name, buffer in read_model(runtime).buffers.items():
             values = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
             reader.read(TensorSlice(name, tuple(buffer.shape), 0, values))
@@ -349,10 +327,10 @@ def _restore_optimizer(optimizer: Optimizer | None, plan: _Plan, targets: Target
     optimizer.state.update(plan.values["other"])
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            scalars = plan.values["scalars"].get(plan.names[parameter.fqn], {})
+            scalars = plan.states[parameter].scalars
             placed = {key: place_scalar(key, value, parameter, group) for key, value in scalars.items()}
-            if state := placed | targets.get(parameter, {}):
-                optimizer.state[parameter] = state
+            if state := placed | targets[parameter]:
+                optimizer.state[parameter] = from_common(optimizer, state)
 
 
 def _restore_progress(plan: _Plan, present: Progress) -> Progress:

@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from zeroshard.checkpoint.blockwise import shape_of
+from zeroshard.optim.statenames import to_common
 from zeroshard.sharding.parameter import ShardedParameter
 
 _HOW = frozenset(
     (
         *("params", "param_names", "fused", "foreach", "capturable", "differentiable"),
         "decoupled_weight_decay",  # by which torch tells AdamW from Adam
+        "min_8bit_size",
     )
 )
 """Keys of a parameter group that say how a step is computed, not with which numbers."""
@@ -36,7 +38,7 @@ class OptimizerState:
     scalars: dict[str, dict[str, Any]]
     """By parameter: what is one value for all of its elements, such as "step"."""
     tensors: dict[ShardedParameter, dict[str, Tensor]]
-    """By parameter: what has a value for each element of the slice."""
+    """By parameter and common name: what has a value for each element of the slice, or each block of it."""
     other: dict[str, Any]
     """What belongs to no parameter."""
 
@@ -59,6 +61,8 @@ def read_optimizer(optimizer: Optimizer) -> OptimizerState:
             continue
         scalars = state.scalars.setdefault(parameter.fqn, {})
         tensors = state.tensors.setdefault(parameter, {})
+        values = to_common(optimizer, values)
+        dtypes = {key: value.dtype for key, value in values.items() if isinstance(value, Tensor)}
         for key, value in values.items():
             _check_key(optimizer, key)
             if not isinstance(value, Tensor) and any(isinstance(v, Tensor) for v in tree_leaves(value)):
@@ -67,7 +71,7 @@ def read_optimizer(optimizer: Optimizer) -> OptimizerState:
                     f"{type(value).__name__} of tensors; expected tensors, or values without any"
                 )
             if isinstance(value, Tensor) and value.dim():
-                if value.shape != parameter.shape:
+                if value.shape != shape_of(key, dtypes, parameter.shape):
                     raise ValueError(
                         f"{type(optimizer).__name__}: state '{key}' of '{parameter.fqn}' has shape "
                         f"{tuple(value.shape)}; expected one value, or one for each of the "
@@ -113,14 +117,10 @@ def match_groups(
     return matches
 
 
-def restore_groups(
-    optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], matches: Sequence[int | None]
-) -> None:
-    """Give parameter groups the hyperparameters that were saved."""
-    for group, source in zip(optimizer.param_groups, matches, strict=True):
-        for key, value in saved[source].items() if source is not None else ():
-            if key == "names":
-                continue
+def restore_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any] | None]) -> None:
+    """Give parameter groups the hyperparameters that were saved, where there are any."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in (saved or {}).items():
             current = group.get(key)
             if isinstance(current, Tensor):
                 current.fill_(float(value))
@@ -154,21 +154,6 @@ def place_scalar(key: str, value: Any, parameter: ShardedParameter, group: Mappi
         return value
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return value.to(parameter.device) if on_device else value.clone()
-
-
-def make_target(current: Any, saved: torch.dtype, main: torch.dtype | None, p: ShardedParameter) -> Tensor:
-    """[n]: where a saved state is read into; the present state's own memory where there is one.
-
-    Args:
-        current: the present state.
-        saved: the dtype of the state in the checkpoint.
-        main: that of the parameter there.
-        p: the parameter.
-    """
-    if isinstance(current, Tensor) and current.shape == p.shape:
-        return current
-    dtype = p.dtype if saved == main else saved
-    return torch.empty(p.numel(), dtype=dtype, device=p.device)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.checkpoint.blockwise import blocks_of, is_scales, shape_of
 from zeroshard.checkpoint.boxes import Box, boxes_of, split, whole
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.layout import Span
+from zeroshard.sharding.layout import BLOCK, Span
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 
@@ -46,7 +47,7 @@ class TensorSlice:
 
 
 States = Mapping[ShardedParameter, Mapping[str, Tensor]]
-"""Element-wise optimizer states, by parameter and key: each of the shape of the sharded parameter."""
+"""Optimizer states, by parameter and key: of the shape of the sharded parameter, or scales of its blocks."""
 
 
 def state_name(fqn: str, key: str) -> str:
@@ -137,11 +138,17 @@ def _slices(
         return
     shape = tuple(buffer.shapes[index])
     start = part.start - place.start if part.size else 0
-    inside = part.shifted(-held.start).slice
+    inside = part.shifted(-held.start)
     main = buffer.main.detach()[buffer.sharded_span(index).slice]
-    yield TensorSlice(name, shape, start, main[inside])
+    yield TensorSlice(name, shape, start, main[inside.slice])
+    dtypes = {key: value.dtype for key, value in states.items()}
     for key, value in states.items():
-        yield TensorSlice(state_name(name, key), shape, start, value.detach()[inside])
+        if is_scales(key, dtypes):
+            first, held_part = start // BLOCK, blocks_of(inside)
+        else:
+            first, held_part = start, inside
+        whole_shape = shape_of(key, dtypes, shape)
+        yield TensorSlice(state_name(name, key), whole_shape, first, value.detach()[held_part.slice])
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
+
+from zeroshard.optim import bitsandbytes
+from zeroshard.optim.eightbit.base import BlockwiseOptimizer
+from zeroshard.optim.eightbit.states import whole_size
+from zeroshard.sharding.parameter import ShardedParameter
 
 
 def to_common(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -13,9 +19,28 @@ def to_common(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
 
     Of quantized ones: uint8 codes under the name, scales under `<name>_absmax`.
     """
-    return dict(state)
+    is_theirs = bitsandbytes.is_bitsandbytes(optimizer)
+    return bitsandbytes.unpack(optimizer, state) if is_theirs else dict(state)
 
 
 def from_common(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """Back under the names of the optimizer."""
-    return dict(state)
+    is_theirs = bitsandbytes.is_bitsandbytes(optimizer)
+    return bitsandbytes.pack(optimizer, state) if is_theirs else dict(state)
+
+
+def num_bits(optimizer: Optimizer, parameter: ShardedParameter) -> int:
+    """8 if the states of a parameter are to be codes of a byte, else 32."""
+    if bitsandbytes.is_bitsandbytes(optimizer):
+        return bitsandbytes.num_bits(optimizer, parameter)
+    if not isinstance(optimizer, BlockwiseOptimizer):
+        return 32
+    settings = optimizer.settings(parameter, _group_of(optimizer, parameter))
+    return 8 if whole_size(parameter) >= settings["min_8bit_size"] else 32
+
+
+def _group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    for group in optimizer.param_groups:
+        if any(held is parameter for held in group["params"]):
+            return group
+    raise AssertionError("a parameter of the optimizer")

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.optim import bitsandbytes
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.layerwise import LAMB8bit, LARS8bit
 from zeroshard.optim.eightbit.optimizers import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit
 from zeroshard.optim.layerwise import LAMB, LARS, LayerWise
+from zeroshard.optim.overrides import Overrides
 from zeroshard.sharding.parameter import ShardedParameter
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -35,8 +37,8 @@ _WHOLE_TENSOR = {
     "soap": "matrix preconditioners",
     "galore": "projections of whole matrices",
     "adahessian": "more than the gradient",
-    "lars": "norms of whole tensors: zeroshard.optim.LARS gets them",
-    "lamb": "norms of whole tensors: zeroshard.optim.LAMB gets them",
+    "lars": "norms of whole tensors: zeroshard.optim.LARS and LARS8bit get them",
+    "lamb": "norms of whole tensors: zeroshard.optim.LAMB and LAMB8bit get them",
     "prodigy": "sums over all parameters",
     "dadapt": "sums over all parameters",
 }
@@ -93,12 +95,10 @@ def _check_kind(optimizer: Optimizer) -> None:
                     f"{_name(optimizer)} needs whole tensors ({needs}), and a rank holds slices of them; "
                     "use an element-wise optimizer such as AdamW, SGD or RMSprop"
                 )
-        if base.__module__.split(".")[0] == "bitsandbytes":
-            raise ValueError(
-                f"{_name(optimizer)} is a bitsandbytes optimizer: the precision of its states would depend "
-                "on the slice that a rank holds, so it is not supported yet; use torch.optim.AdamW"
-            )
-        if base.__module__.startswith("torch.optim.") and base.__name__ in _ELEMENT_WISE:
+        is_theirs = base.__module__.startswith("bitsandbytes.") and bitsandbytes.is_bitsandbytes(optimizer)
+        if is_theirs:
+            bitsandbytes.check(optimizer)
+        if is_theirs or (base.__module__.startswith("torch.optim.") and base.__name__ in _ELEMENT_WISE):
             if kind is not base:
                 _warn_unknown(optimizer)
             return
@@ -113,8 +113,16 @@ def _warn_unknown(optimizer: Optimizer) -> None:
     )
 
 
-def take_over(optimizer: Optimizer, replacements: Mapping[Any, ShardedParameter]) -> None:
-    """Re-point parameter groups to the sharded parameters; every hyperparameter stays."""
+def take_over(
+    optimizer: Optimizer, replacements: Mapping[Any, ShardedParameter], overrides: Overrides
+) -> None:
+    """Re-point parameter groups to the sharded parameters; every hyperparameter stays.
+
+    Args:
+        optimizer: over original parameters.
+        replacements: of the original parameters.
+        overrides: as they were read.
+    """
     for group in optimizer.param_groups:
         group["params"] = [replacements[parameter] for parameter in group["params"]]
     fresh = dict(optimizer.state)
@@ -124,6 +132,12 @@ def take_over(optimizer: Optimizer, replacements: Mapping[Any, ShardedParameter]
         optimizer.state[sharded] = {
             key: value if key == "step" else _slice_state(value, sharded) for key, value in state.items()
         }
+    own: Overrides = {replacements[p]: settings for p, settings in overrides.items() if p in replacements}
+    if isinstance(optimizer, BlockwiseOptimizer):
+        optimizer.overrides.clear()
+        optimizer.overrides.update(own)
+    elif bitsandbytes.is_bitsandbytes(optimizer):
+        bitsandbytes.adopt(optimizer, own)
 
 
 def _slice_state(value: Any, sharded: ShardedParameter) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm.collectives import Axis
@@ -18,8 +19,21 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Of an object that its repr() tells; other on every rank."""
 
 
-def check_agreement(axis: Axis, model: nn.Module, config: Config, optimizer: Optimizer | None) -> None:
+def check_agreement(
+    axis: Axis,
+    model: nn.Module,
+    config: Config,
+    optimizer: Optimizer | None,
+    overrides: Mapping[Tensor, Mapping[str, Any]],
+) -> None:
     """Compare config, parameters and optimizer over the ranks.
+
+    Args:
+        axis: of all ranks.
+        model: with its original parameters.
+        config: as it was given.
+        optimizer: over these parameters.
+        overrides: hyperparameters of single parameters.
 
     Raises:
         RuntimeError: on every rank, with the first difference and the ranks that have it.
@@ -29,6 +43,7 @@ def check_agreement(axis: Axis, model: nn.Module, config: Config, optimizer: Opt
         [*_model_facts(model)],
         [*_unit_facts(model, config)],
         [*_optimizer_facts(optimizer, model)],
+        [*_override_facts(overrides, model)],
     ]
     everyone = axis.all_gather_object(sections, "agreement on model and config")
     for section in zip(*everyone, strict=True):
@@ -81,6 +96,12 @@ def _optimizer_facts(optimizer: Optimizer | None, model: nn.Module) -> Iterator[
             value = _ADDRESS.sub("", repr(group[key]))
             yield f"optimizer {name} group {number} {key}={value}"
         yield f"optimizer {name} group {number} over {[names[p] for p in group['params']]}"
+
+
+def _override_facts(overrides: Mapping[Tensor, Mapping[str, Any]], model: nn.Module) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        own = [f"{key}={value!r}" for key, value in sorted(overrides.get(parameter, {}).items())]
+        yield f"optimizer override of '{name}': {', '.join(own) or 'none'}"
 
 
 def _numbers(ranks: list[int]) -> str:

@@ -29,6 +29,11 @@ class BlockwiseOptimizer(Optimizer):
         Raises:
             ValueError: a hyperparameter is unknown, out of its range, or the same for all of a group.
         """
+        self.check_override(hyperparameters)
+        self.overrides[parameter] = {**self.overrides.get(parameter, {}), **hyperparameters}
+
+    def check_override(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Raise the errors of `override`."""
         for key in hyperparameters:
             if key not in self._overridable:
                 raise ValueError(
@@ -36,11 +41,15 @@ class BlockwiseOptimizer(Optimizer):
                     f"{', '.join(self._overridable)}; came {key!r}"
                 )
         self._check({**self.defaults, **hyperparameters})
-        self._overrides[parameter] = {**self._overrides.get(parameter, {}), **hyperparameters}
+
+    @property
+    def overrides(self) -> dict[Tensor, dict[str, Any]]:
+        """By parameter; made when first asked for: a copy or a pickle of an optimizer has no such thing."""
+        return self.__dict__.setdefault("_overrides", {})  # type: ignore[no-any-return]
 
     def settings(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """The hyperparameters of a parameter: those of its group, and its own."""
-        return {**group, **self._overrides.get(parameter, {})}
+        return {**group, **self.overrides.get(parameter, {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` gave; codes and scales keep their dtypes."""
@@ -55,11 +64,6 @@ class BlockwiseOptimizer(Optimizer):
     @property
     def _overridable(self) -> tuple[str, ...]:
         return tuple(self.defaults)
-
-    @property
-    def _overrides(self) -> dict[Tensor, dict[str, Any]]:
-        """By parameter; made when first asked for: a copy or a pickle of an optimizer has no such thing."""
-        return self.__dict__.setdefault("_own_settings", {})  # type: ignore[no-any-return]
 
     def _check(self, group: dict[str, Any]) -> None:
         check_ranges(group, _RANGES)

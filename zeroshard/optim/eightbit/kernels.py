@@ -81,6 +81,26 @@ def _lars(p: Any, g: Any, states: Any, c: Any) -> None:
         p[i] = p[i] - m[i]
 
 
+@_compiled
+def _rmsprop(p: Any, g: Any, states: Any, c: Any) -> None:
+    s = states[0]
+    for i in range(BLOCK):
+        decayed = p[i] * c[2] + g[i]
+        s[i] = s[i] * c[0] + (decayed * decayed) * c[1]
+    for i in range(BLOCK):
+        p[i] = p[i] - ((p[i] * c[2] + g[i]) / (np.sqrt(s[i]) + c[3])) * c[4]
+
+
+@_compiled
+def _adagrad(p: Any, g: Any, states: Any, c: Any) -> None:
+    s = states[0]
+    for i in range(BLOCK):
+        decayed = p[i] * c[0] + g[i]
+        s[i] = s[i] + decayed * decayed
+    for i in range(BLOCK):
+        p[i] = p[i] - ((p[i] * c[0] + g[i]) / (np.sqrt(s[i]) + c[1])) * c[2]
+
+
 _UPDATES = {
     "adam": _adam,
     "lion": _lion,
@@ -88,6 +108,8 @@ _UPDATES = {
     "ademamix": _ademamix,
     "lamb": _lamb,
     "lars": _lars,
+    "rmsprop": _rmsprop,
+    "adagrad": _adagrad,
 }
 
 

@@ -22,7 +22,7 @@ def step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers: Num
     if not p.numel():
         return
     if len(states) < 3:
-        _call(rule, p, g, states[0], states[1] if len(states) > 1 else None, numbers)
+        call(rule, p, g, states[0], states[1] if len(states) > 1 else None, numbers)
         return
     whole = p.numel() // BLOCK
     for first, last in ((0, whole), (whole, whole + 1)):
@@ -30,11 +30,21 @@ def step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers: Num
         if p[part].numel():
             fast, slow, squares = (state.part(first, last) for state in states)
             both = _stack(fast, slow)
-            _call(rule, p[part], g[part], both, squares, numbers)
+            call(rule, p[part], g[part], both, squares, numbers)
             _unstack(both, fast, slow)
 
 
-def _call(rule: Rule, p: Tensor, g: Tensor, one: State, two: State | None, numbers: Numbers) -> None:
+def call(rule: Rule, p: Tensor, g: Tensor, one: State, two: State | None, numbers: Numbers) -> None:
+    """A step by one operator; also on the CPU, if the states are exact.
+
+    Args:
+        rule: what is done.
+        p: contiguous.
+        g: the same.
+        one: the first state, or of AdEMAMix two in one tensor of [2, n].
+        two: the last one, if there is another.
+        numbers: of this step.
+    """
     beta1, beta2, beta3 = (*numbers.betas, 0.0, 0.0)[:3]
     if isinstance(one, Quantized):
         assert two is None or isinstance(two, Quantized), "quantized alike"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -69,7 +67,7 @@ class ElementWise(BlockwiseOptimizer):
             values,
             states.flat(gradient),
             states.read(self.rule, state),
-            self._numbers(group, state["step"]),
+            Numbers.of(group, state["step"]),
         )
         if values.data_ptr() != parameter.data_ptr():
             parameter.copy_(values.view(parameter.shape))
@@ -77,16 +75,6 @@ class ElementWise(BlockwiseOptimizer):
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
         check_ranges(group, {**_RANGES, "betas": _betas_range(self.num_betas)})
-
-    def _numbers(self, group: Mapping[str, Any], step: int) -> Numbers:
-        return Numbers(
-            lr=float(group["lr"]),
-            weight_decay=float(group["weight_decay"]),
-            betas=tuple(group.get("betas", (group.get("momentum", 0.0),))),
-            eps=group.get("eps", 0.0),
-            alpha=group.get("alpha", 0.0),
-            step=step,
-        )
 
 
 class AdamW8bit(ElementWise):
@@ -208,16 +196,6 @@ class AdEMAMix8bit(ElementWise):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3}
         super().__init__(params, {**defaults, "eps": eps, "weight_decay": weight_decay}, min_8bit_size)
-
-    def _numbers(self, group: Mapping[str, Any], step: int) -> Numbers:
-        numbers, (beta1, beta2, beta3) = super()._numbers(group, step), group["betas"]
-        alpha, t_alpha, t_beta3 = group["alpha"], group["t_alpha"], group["t_beta3"]
-        if t_alpha is not None:
-            alpha = min(step * alpha / t_alpha, alpha)
-        if t_beta3 is not None and step < t_beta3:
-            done, log1, log3 = step / t_beta3, math.log(beta1), math.log(beta3)
-            beta3 = min(math.exp(log1 * log3 / ((1 - done) * log3 + done * log1)), beta3)
-        return replace(numbers, alpha=alpha, betas=(beta1, beta2, beta3))
 
 
 _RANGES: Ranges = {

@@ -6,8 +6,10 @@ kernels.py has the same rules for compiled code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +28,27 @@ class Numbers:
     """Of the slow average of AdEMAMix."""
     step: int = 1
     """1 in the first step of a parameter."""
+
+    @staticmethod
+    def of(settings: Mapping[str, Any], step: int) -> Numbers:
+        """From hyperparameters by their usual names; what has a schedule as it is in this step."""
+        betas = tuple(settings.get("betas", (settings.get("momentum", 0.0),)))
+        alpha = settings.get("alpha", 0.0)
+        if t_alpha := settings.get("t_alpha"):
+            alpha = min(step * alpha / t_alpha, alpha)
+        if (t_beta3 := settings.get("t_beta3")) and step < t_beta3:
+            beta1, beta2, beta3 = betas
+            done, log1, log3 = step / t_beta3, math.log(beta1), math.log(beta3)
+            beta3 = min(math.exp(log1 * log3 / ((1 - done) * log3 + done * log1)), beta3)
+            betas = (beta1, beta2, beta3)
+        return Numbers(
+            lr=float(settings["lr"]),
+            weight_decay=float(settings["weight_decay"]),
+            betas=betas,
+            eps=settings.get("eps", 0.0),
+            alpha=alpha,
+            step=step,
+        )
 
     @property
     def decay(self) -> float:
@@ -156,6 +179,32 @@ def _lars(p: Tensor, g: Tensor, states: Sequence[Tensor], scalars: Scalars) -> N
     p.sub_(m)
 
 
+def _rmsprop_scalars(n: Numbers) -> Scalars:
+    return n.betas[0], 1 - n.betas[0], n.weight_decay, n.eps, n.lr
+
+
+def _rmsprop(p: Tensor, g: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
+    """Tieleman and Hinton 2012, lecture 6.5; weight decay is added to the gradient."""
+    beta, rest, weight_decay, eps, lr = scalars
+    (s,) = states
+    decayed = (p * weight_decay).add_(g)
+    s.mul_(beta).add_((decayed * decayed).mul_(rest))
+    p.sub_((decayed / _root(s).add_(eps)).mul_(lr))
+
+
+def _adagrad_scalars(n: Numbers) -> Scalars:
+    return n.weight_decay, n.eps, n.lr
+
+
+def _adagrad(p: Tensor, g: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
+    """Duchi et al. 2011, "Adaptive Subgradient Methods", figure 1; weight decay is added to the gradient."""
+    weight_decay, eps, lr = scalars
+    (s,) = states
+    decayed = (p * weight_decay).add_(g)
+    s.add_(decayed * decayed)
+    p.sub_((decayed / _root(s).add_(eps)).mul_(lr))
+
+
 _MOMENTS = ("exp_avg", "exp_avg_sq"), (True, False)
 ADAM = Rule("adam", *_MOMENTS, _adam_scalars, _adam)
 LAMB = Rule("lamb", *_MOMENTS, _lamb_scalars, _lamb)
@@ -169,3 +218,6 @@ ADEMAMIX = Rule(
     _ademamix_scalars,
     _ademamix,
 )
+RMSPROP = Rule("rmsprop", ("square_avg",), (True,), _rmsprop_scalars, _rmsprop)
+ADAGRAD = Rule("adagrad", ("sum",), (True,), _adagrad_scalars, _adagrad)
+"""Signed, though squares are not: bitsandbytes has the signed map for all single states."""

@@ -1,0 +1,363 @@
+"""bitsandbytes' optimizers over ranks: 8-bit states as the reference has them on whole parameters, and 32-bit
+ones as the same class has them in one process, all to the bit.
+
+The model is linear in its parameters, with gradients whose mean over 1 to 4 ranks is exact.
+"""
+
+import functools
+import zlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+import zeroshard
+from tests.optim.eightbit.reference import Reference
+from zeroshard.optim import AdamW8bit
+from zeroshard.optim.eightbit import step as steps
+from zeroshard.optim.statenames import num_bits, to_common
+
+bnb = pytest.importorskip("bitsandbytes").optim
+pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+
+NUM_STEPS = 3
+OPTIONS = {
+    "Adam": {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6},
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
+    "Lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.3},
+    "SGD": {"lr": 0.1, "momentum": 0.7, "weight_decay": 0.01},
+    "RMSprop": {"lr": 1e-2, "alpha": 0.9, "weight_decay": 0.1},
+    "Adagrad": {"lr": 1e-2, "weight_decay": 0.1},
+    "AdEMAMix": {"lr": 1e-2, "betas": (0.8, 0.95, 0.99), "alpha": 3.0, "t_alpha": 2, "t_beta3": 4},
+}
+PAGED = [f"Paged{name}" for name in ("Adam", "AdamW", "Lion", "AdEMAMix")]
+KINDS = [*OPTIONS, *PAGED]
+
+
+def options_of(kind):
+    return OPTIONS[kind.removeprefix("Paged")]
+
+
+class Layer(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        self.weight = nn.Parameter(torch.randn(50, 100))
+        self.odd = nn.Parameter(torch.randn(4099))
+        self.bias = nn.Parameter(torch.randn(300))
+        self.gain = nn.Parameter(torch.randn(()))
+
+    def forward(self, step):
+        named = ((f"{self.name}{key}", p) for key, p in self._parameters.items())
+        return sum((p * gradient(name, step, p.shape)).sum() for name, p in named)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(f"layers.{at}.") for at in range(2))
+
+    def forward(self, step):
+        return sum(layer(step) for layer in self.layers)
+
+
+def gradient(name, step, shape):
+    """Three times numbers of few bits: a third of it, rounded, times three is exact. A block is zeros."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    g = torch.randint(-120, 120, shape, generator=generator) / 64 * 3
+    g.view(-1)[256:300] = 0
+    return g
+
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+
+
+def test_the_mean_of_the_gradients_is_exact():
+    g = gradient("layers.0.weight", 0, (50, 100))
+    for num_ranks in (1, 2, 3, 4):
+        assert torch.equal(sum([g * (1 / num_ranks)] * num_ranks), g)
+
+
+@functools.cache
+def by_reference(kind):
+    """The 8-bit parameters after all steps, with their states; others as the class itself has them."""
+    want = {name: (p, {}) for name, p in by_class(f"{kind}8bit").items()}
+    for name, p in build().named_parameters():
+        if p.numel() >= 4096:
+            reference = Reference(f"{kind}8bit", p.detach().flatten())
+            for step in range(NUM_STEPS):
+                reference.step(gradient(name, step, p.shape), **options_of(kind))
+            states = {key: blocks.codes for key, blocks in reference.states.items()}
+            states |= {f"{key}_absmax": blocks.absmax for key, blocks in reference.states.items()}
+            want[name] = (reference.p, states)
+    return want
+
+
+@functools.cache
+def by_class(name):
+    """The parameters after all steps of bitsandbytes alone."""
+    model = build()
+    # Their 32-bit AdEMAMix has no room for its second average; the plain one has 32 bits too.
+    name = name.removesuffix("32bit") if "AdEMAMix" in name else name
+    optimizer = getattr(bnb, name)(
+        model.parameters(), **options_of(name.removesuffix("8bit").removesuffix("32bit"))
+    )
+    for step in range(NUM_STEPS):
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().flatten() for name, p in model.named_parameters()}
+
+
+def train(make, stage, *, use_numba=False, **more):
+    """All steps; by default without numba, whose kernels give the same bits but take seconds to compile."""
+    bnb.GlobalOptimManager.get_instance().initialize()
+    model = build()
+    engine, optimizer, *_ = zeroshard.initialize(model, make(model), {"stage": stage}, **more)
+    with mock.patch.object(steps, "_has", return_value=use_numba):
+        for step in range(NUM_STEPS):
+            engine.backward(engine(step))
+            engine.step()
+    return engine, optimizer
+
+
+def gather(engine, optimizer):
+    """By parameter: its values, flat, and its states, whole; and what ranks have of them that they should."""
+    found = {}
+    for name, p in engine.named_parameters():
+        state = to_common(optimizer, optimizer.state[p])
+        assert state.pop("step") == NUM_STEPS, "it counts where a rank owns nothing, too"
+        is_8bit = num_bits(optimizer, p) == 8
+        assert is_8bit == any(value.dtype == torch.uint8 for value in state.values())
+        size = p.full_shape.numel()
+        num_blocks = -(-size // 256)
+        states = {
+            key: join(value, num_blocks if key.endswith("_absmax") else size) for key, value in state.items()
+        }
+        found[name] = (join(p.detach(), size), states if is_8bit else {})
+    return found
+
+
+def join(part, whole_size):
+    """The whole from the slices of all ranks; replicas must be equal."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part.flatten())
+    first, *others = torch.cat(parts).split(whole_size)
+    assert all(torch.equal(first, other) for other in others)
+    return first
+
+
+def every_kind(names, stage, use_numba=False):
+    found = {}
+    for name in names:
+        kind = getattr(bnb, name)
+        given = []
+
+        def make(model, name=name, kind=kind, given=given):
+            options = options_of(name.removesuffix("8bit").removesuffix("32bit"))
+            given.append(kind(model.parameters(), **options))
+            return given[0]
+
+        engine, optimizer = train(make, stage, use_numba=use_numba)
+        assert optimizer is given[0]
+        assert type(optimizer) is kind
+        found[name] = gather(engine, optimizer)
+    return found
+
+
+def check(found, want):
+    assert found.keys() == want.keys()
+    for name, (parameter, states) in want.items():
+        assert torch.equal(found[name][0], parameter), name
+        assert found[name][1].keys() == states.keys(), name
+        for key, value in states.items():
+            assert torch.equal(found[name][1][key], value), (name, key)
+
+
+AT = [(4, 3, KINDS), (1, 0, KINDS[::2]), (2, 1, KINDS[1::2]), (3, 2, ["AdamW", "SGD", "AdEMAMix"])]
+
+
+@pytest.mark.parametrize(("num_ranks", "stage", "kinds"), AT)
+def test_8_bit_states_are_the_same_bits_at_every_number_of_ranks_and_stage(ranks, num_ranks, stage, kinds):
+    found = ranks(num_ranks, every_kind, [f"{kind}8bit" for kind in kinds], stage)[0]
+    for kind in kinds:
+        check(found[f"{kind}8bit"], by_reference(kind.removeprefix("Paged")))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_compiled_steps_are_the_same_bits_too(ranks, stage):
+    pytest.importorskip("numba")
+    found = ranks(2, every_kind, ["AdamW8bit"], stage, use_numba=True)[0]
+    check(found["AdamW8bit"], by_reference("AdamW"))
+
+
+@pytest.mark.parametrize(("num_ranks", "stage", "kinds"), AT)
+def test_32_bit_steps_are_those_of_the_class_in_one_process(ranks, num_ranks, stage, kinds):
+    names = [*kinds, *(f"{kind}32bit" for kind in kinds if num_ranks == 2)]
+    found = ranks(num_ranks, every_kind, names, stage)[0]
+    for name in names:
+        check(found[name], {key: (p, {}) for key, p in by_class(name).items()})
+
+
+def learn(model, optimizer):
+    """Losses of a model that is not linear, on the same batch on all ranks: its gradients' mean is exact."""
+    x, losses = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)), []
+    for _ in range(4):
+        loss = model(x).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def learn_sharded(name, stage):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(100, 60), nn.Tanh(), nn.Linear(60, 80))
+    engine, optimizer, *_ = zeroshard.initialize(model, getattr(bnb, name), {"stage": stage})
+    with mock.patch.object(steps, "_has", return_value=False):
+        return learn(engine, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_forward_sees_the_parameters_of_the_step_before(ranks, stage):
+    for name, kind in (("AdamW", bnb.AdamW), ("AdamW8bit", AdamW8bit)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(100, 60), nn.Tanh(), nn.Linear(60, 80))
+        optimizer = kind(model.parameters())
+        want = learn(model, optimizer)
+        assert ranks(2, learn_sharded, name, stage) == [want, want]
+
+
+# ------------------------------------------------------------------------------------ groups and schedules
+
+
+def in_groups(stage):
+
+    def make(model):
+        of_first = list(model.layers[0].parameters())
+        of_second = list(model.layers[1].parameters())
+        groups = [
+            {"params": of_first, "lr": 0.1, "label": "first"},
+            {"params": of_second, "weight_decay": 0.5},
+        ]
+        return bnb.AdamW8bit(groups, lr=1e-2, betas=(0.8, 0.9))
+
+    engine, optimizer = train(make, stage, lr_scheduler=lambda optimizer: StepLR(optimizer, 1, 0.5))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return gather(engine, optimizer), rates, optimizer.param_groups[0]["label"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_groups_keep_their_hyperparameters_and_schedulers_go_on_working(ranks, stage):
+    found, rates, label = ranks(2, in_groups, stage)[0]
+    assert rates == [0.1 * 0.5**NUM_STEPS, 1e-2 * 0.5**NUM_STEPS]
+    assert label == "first"
+    for name, p in build().named_parameters():
+        lr, weight_decay = (0.1, 1e-2) if name.startswith("layers.0") else (1e-2, 0.5)
+        if p.numel() >= 4096:
+            reference = Reference("AdamW8bit", p.detach().flatten())
+            for step in range(NUM_STEPS):
+                g = gradient(name, step, p.shape)
+                reference.step(g, lr=lr * 0.5**step, weight_decay=weight_decay, betas=(0.8, 0.9))
+            assert torch.equal(found[name][0], reference.p), name
+
+
+# ------------------------------------------------------------------------------------------- overrides
+
+
+def with_overrides(own, stage):
+    """`layers.0.weight` by parameter, `layers.1.weight` by module; the manager must be left without them."""
+    manager = bnb.GlobalOptimManager.get_instance()
+
+    def make(model):
+        manager.register_parameters(model.parameters())
+        manager.override_config(model.layers[0].weight, key_value_dict={"optim_bits": 32})
+        manager.register_module_override(model.layers[1], "weight", {"lr": 0.5, "betas": (0.5, 0.75)})
+        manager.override_config(model.layers[1].bias, key_value_dict={"min_8bit_size": 300})
+        kind = AdamW8bit if own else bnb.AdamW8bit
+        return kind(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+    engine, optimizer = train(make, stage)
+    assert (manager.pid2config, manager.index2config, manager.module_weight_config_triple) == ({}, {}, [])
+    bits = {name: num_bits(optimizer, p) for name, p in engine.named_parameters()}
+    return gather(engine, optimizer), bits
+
+
+@pytest.mark.parametrize(("num_ranks", "stage"), [(4, 3), (2, 0)])
+@pytest.mark.parametrize("own", [True, False])
+def test_overrides_by_parameter_and_module_are_honoured(ranks, own, num_ranks, stage):
+    found, bits = ranks(num_ranks, with_overrides, own, stage)[0]
+    assert [name for name, num in bits.items() if num == 8] == [
+        "layers.0.odd",
+        "layers.1.weight",
+        "layers.1.odd",
+        "layers.1.bias",
+    ]
+    for name in ("layers.0.odd", "layers.1.weight", "layers.1.bias"):
+        p = build().get_parameter(name)
+        options = {"lr": 0.5, "betas": (0.5, 0.75)} if name == "layers.1.weight" else {"lr": 1e-2}
+        reference = Reference("AdamW8bit", p.detach().flatten())
+        for step in range(NUM_STEPS):
+            reference.step(gradient(name, step, p.shape), **options, weight_decay=0.1)
+        assert torch.equal(found[name][0], reference.p), name
+        assert torch.equal(found[name][1]["exp_avg_sq"], reference.states["exp_avg_sq"].codes), name
+    if not own:
+        model = build()
+        optimizer = bnb.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        for step in range(NUM_STEPS):
+            model(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(found["layers.0.weight"][0], model.layers[0].weight.detach().flatten())
+
+
+def disagree(key, own):
+    model = build()
+    manager = bnb.GlobalOptimManager.get_instance()
+    manager.initialize()
+    if dist.get_rank() == 1:
+        manager.override_config(model.layers[0].odd, key, 32 if key == "optim_bits" else 0.5)
+    kind = AdamW8bit if own else bnb.AdamW8bit
+    try:
+        zeroshard.initialize(model, kind(model.parameters()))
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("key", ["optim_bits", "lr"])
+def test_ranks_with_other_overrides_are_an_error_that_names_the_difference(ranks, key, own):
+    one = "none" if own else "min_8bit_size=4096, optim_bits=8"
+    other = {
+        ("optim_bits", False): "min_8bit_size=4096, optim_bits=32",
+        ("optim_bits", True): "min_8bit_size=9223372036854775807",
+        ("lr", False): "lr=0.5, min_8bit_size=4096, optim_bits=8",
+        ("lr", True): "lr=0.5",
+    }[key, own]
+    for message in ranks(2, disagree, key, own):
+        assert message == (
+            "the ranks were given different models, configs or optimizers: "
+            f"rank(s) 0 have optimizer override of 'layers.0.odd': {one}; "
+            f"rank(s) 1 have optimizer override of 'layers.0.odd': {other}"
+        )
+
+
+def measure():
+    """The bytes of the states of a rank, and those of its slices by the formula."""
+    engine, _ = train(lambda model: bnb.AdamW8bit(model.parameters()), 3)
+    expected = 0
+    for p in engine.parameters():
+        is_large = p.full_shape.numel() >= 4096
+        expected += 2 * (p.numel() + 4 * -(-p.numel() // 256)) if is_large else 8 * p.numel()
+    return engine.memory_report().optimizer, expected
+
+
+def test_a_state_takes_a_byte_an_element_and_a_scale_for_each_block(ranks):
+    for measured, expected in ranks(3, measure):
+        assert measured == expected

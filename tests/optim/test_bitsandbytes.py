@@ -1,0 +1,406 @@
+"""bitsandbytes' optimizers in one process: their 8-bit steps against the reference, overrides, refusals."""
+
+import subprocess
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optim.eightbit.reference import Reference
+from tests.optim.eightbit.test_optimizers import gradients
+from zeroshard.optim import AdamW8bit, LAMB8bit, bitsandbytes
+from zeroshard.optim.bitsandbytes import adopt
+from zeroshard.optim.eightbit import step as steps
+from zeroshard.optim.overrides import forget, read_overrides
+from zeroshard.optim.statenames import from_common, num_bits, to_common
+from zeroshard.optim.takeover import check_optimizer
+
+bnb = pytest.importorskip("bitsandbytes").optim
+pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+
+OPTIONS = {
+    "Adam8bit": {"lr": 1e-2, "betas": (0.9, 0.999)},
+    "AdamW8bit": {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
+    "Lion8bit": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.3},
+    "SGD8bit": {"lr": 0.1, "momentum": 0.7, "weight_decay": 0.01},
+    "RMSprop8bit": {"lr": 1e-2, "alpha": 0.9, "weight_decay": 0.1},
+    "Adagrad8bit": {"lr": 1e-2, "weight_decay": 0.1},
+    "AdEMAMix8bit": {"lr": 1e-2, "betas": (0.8, 0.95, 0.99), "alpha": 3.0, "t_alpha": 3, "t_beta3": 3},
+}
+
+PAGED = ["PagedAdam8bit", "PagedAdamW8bit", "PagedLion8bit", "PagedAdEMAMix8bit"]
+
+
+@pytest.fixture(autouse=True)
+def manager():
+    """That of all optimizers, empty."""
+    manager = bnb.GlobalOptimManager.get_instance()
+    manager.initialize()
+    yield manager
+    manager.initialize()
+
+
+@pytest.fixture(params=["numba", "torch"])
+def kernel(request, monkeypatch):
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    else:
+        monkeypatch.setattr(steps, "_has", lambda library: False)
+
+
+def adopted(name, parameter, **options):
+    optimizer = getattr(bnb, name)([parameter], **options)
+    adopt(optimizer, read_overrides(optimizer, {parameter: "p"}))
+    return optimizer
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_8_bit_steps_are_those_of_the_reference_to_the_bit(name, kernel):
+    torch.manual_seed(1)
+    parameter = nn.Parameter(torch.randn(5003))
+    reference = Reference(name, parameter.detach().clone())
+    optimizer = adopted(name, parameter, **OPTIONS[name])
+    for g in gradients((5003,), 4):
+        parameter.grad = g.clone()
+        optimizer.step()
+        reference.step(g, **OPTIONS[name])
+        state = to_common(optimizer, optimizer.state[parameter])
+        for key, blocks in reference.states.items():
+            assert torch.equal(state[key], blocks.codes), key
+            assert torch.equal(state[f"{key}_absmax"], blocks.absmax), key
+        assert torch.equal(parameter.detach(), reference.p)
+        assert torch.equal(parameter.grad, g), "a gradient is not changed"
+    assert state["step"] == 4
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("size", [100_096, 5003, 300])
+@pytest.mark.parametrize("name", [*OPTIONS, *PAGED])
+def test_steps_by_operators_are_those_of_the_class_itself(name, size, device, monkeypatch):
+    """As on a GPU; on the CPU, this shows that every number arrives where it belongs."""
+    if "AdEMAMix" in name and size == 5003 and device == "cuda":
+        pytest.skip("bitsandbytes lets scales overlap there")
+    monkeypatch.setattr(bitsandbytes, "_is_ours", lambda optimizer, p: False)
+    torch.manual_seed(0)
+    ours = nn.Parameter(torch.randn(size, device=device))
+    theirs = nn.Parameter(ours.detach().clone())
+    options = OPTIONS[name.removeprefix("Paged")]
+    # On the CPU their paged AdEMAMix asks for memory of a GPU; the plain one steps alike.
+    plain = name.removeprefix("Paged") if device == "cpu" else name
+    optimizer, other = adopted(name, ours, **options), getattr(bnb, plain)([theirs], **options)
+    for g in gradients((size,), 4):
+        ours.grad, theirs.grad = g.to(device), g.to(device)
+        optimizer.step()
+        other.step()
+    assert torch.equal(ours, theirs)
+    state, want = to_common(optimizer, optimizer.state[ours]), to_common(other, other.state[theirs])
+    assert state.keys() == want.keys()
+    assert all(torch.equal(state[key], want[key]) for key in want.keys() - {"step"})
+
+
+@pytest.mark.parametrize("name", ["RMSprop8bit", "Adagrad8bit"])
+def test_parameters_whose_gradients_are_zero_stay(name, kernel):
+    parameter = nn.Parameter(torch.randn(5003))
+    optimizer, before = adopted(name, parameter), parameter.detach().clone()
+    used = torch.arange(5003) % 3 > 0
+    for _ in range(3):
+        parameter.grad = torch.randn(5003) * used
+        optimizer.step()
+    assert torch.equal(parameter.detach()[~used], before[~used])
+    assert (parameter.detach()[used] != before[used]).all()
+
+
+COMMON_NAMES = {
+    "AdamW": ["exp_avg", "exp_avg_sq"],
+    "Lion": ["exp_avg"],
+    "SGD": ["momentum_buffer"],
+    "RMSprop": ["square_avg"],
+    "Adagrad": ["sum"],
+    "AdEMAMix": ["exp_avg", "exp_avg_slow", "exp_avg_sq"],
+}
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("name", COMMON_NAMES)
+def test_states_have_the_names_that_torch_gives_them_and_get_theirs_back(name, bits):
+    parameter = nn.Parameter(torch.randn(5000))
+    optimizer = adopted(
+        f"{name}{bits}bit", parameter, **({"momentum": 0.9, "lr": 0.1} if name == "SGD" else {})
+    )
+    parameter.grad = torch.randn(5000)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    common = to_common(optimizer, state)
+    scales = [f"{key}_absmax" for key in COMMON_NAMES[name]] if bits == 8 else []
+    assert sorted(common) == sorted(["step", *COMMON_NAMES[name], *scales])
+    for key in COMMON_NAMES[name]:
+        assert common[key].shape == (5000,)
+        assert common[key].dtype == (torch.uint8 if bits == 8 else torch.float32)
+    assert all(common[key].shape == (20,) for key in scales)
+    back = from_common(optimizer, common)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[key], state[key]) for key in state.keys() - {"step"})
+    assert num_bits(optimizer, parameter) == bits
+
+
+def test_maps_of_codes_are_left_out_of_what_bitsandbytes_itself_has_made():
+    parameter = nn.Parameter(torch.randn(5000))
+    optimizer = bnb.AdamW8bit([parameter])
+    parameter.grad = torch.randn(5000)
+    optimizer.step()
+    assert "qmap1" in optimizer.state[parameter]
+    common = to_common(optimizer, optimizer.state[parameter])
+    assert sorted(common) == ["exp_avg", "exp_avg_absmax", "exp_avg_sq", "exp_avg_sq_absmax", "step"]
+
+
+def test_states_of_other_optimizers_keep_their_names():
+    parameter = nn.Parameter(torch.randn(5000))
+    for optimizer, bits in ((torch.optim.AdamW([parameter]), 32), (AdamW8bit([parameter]), 8)):
+        parameter.grad = torch.randn(5000)
+        optimizer.step()
+        state = optimizer.state[parameter]
+        assert to_common(optimizer, state) == from_common(optimizer, state) == dict(state)
+        assert num_bits(optimizer, parameter) == bits
+
+
+def test_how_many_bits_is_told_by_group_and_override():
+    parameters = [nn.Parameter(torch.randn(size)) for size in (5000, 5000, 100)]
+    optimizer = AdamW8bit(
+        [{"params": [p], "min_8bit_size": size} for p, size in zip(parameters, (1, 9999, 101), strict=True)]
+    )
+    assert [num_bits(optimizer, p) for p in parameters] == [8, 32, 32]
+    optimizer.override(parameters[2], {"min_8bit_size": 100})
+    assert [num_bits(optimizer, p) for p in parameters] == [8, 32, 8]
+
+
+# ------------------------------------------------------------------------------------------ overrides
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(100, 50)
+        self.two = nn.Linear(100, 50)
+
+
+def read(optimizer, model):
+    names = {p: name for name, p in model.named_parameters()}
+    return {names[p]: settings for p, settings in read_overrides(optimizer, names).items()}
+
+
+def settings_of(model, **own):
+    """With which an optimizer with 8 bits goes on."""
+    plain = {"optim_bits": 8, "min_8bit_size": 4096}
+    return {name: plain | own.get(name.replace(".", "_"), {}) for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("order", ["registered first", "registered last", "not registered"])
+def test_overrides_by_parameter_are_read_in_whatever_order_they_were_registered(manager, order):
+    model = Net()
+    if order == "registered first":
+        manager.register_parameters(model.parameters())
+    manager.override_config([model.one.weight, model.two.bias], key_value_dict={"optim_bits": 32, "lr": 0.5})
+    if order == "registered last":
+        manager.register_parameters(model.parameters())
+    own = {"optim_bits": 32, "lr": 0.5}
+    want = settings_of(model, one_weight=own, two_bias=own)
+    assert read(bnb.AdamW8bit(model.parameters()), model) == want
+    by_size = [[p for p in model.parameters() if p.ndim == at] for at in (1, 2)]
+    grouped = bnb.AdamW8bit([{"params": group} for group in by_size])
+    assert read(grouped, model) == want, "other places are not other parameters"
+
+
+def test_overrides_by_module_come_before_those_by_parameter(manager):
+    model = Net()
+    manager.override_config(model.one.weight, "lr", 0.5)
+    manager.register_module_override(model.one, "weight", {"optim_bits": 32})
+    manager.register_module_override(model.two, "bias", {"min_8bit_size": 50})
+    optimizer = bnb.Adam(model.parameters(), optim_bits=8)
+    want = settings_of(model, one_weight={"optim_bits": 32}, two_bias={"min_8bit_size": 50})
+    assert read(optimizer, model) == want
+
+
+def test_an_override_by_place_is_of_the_parameter_that_took_the_place_of_another(manager):
+    model = Net()
+    manager.override_config(model.one.weight, "optim_bits", 32)
+    manager.register_parameters(model.parameters())
+    kept = model.one.weight  # its id stays its own
+    model.one.weight = nn.Parameter(kept.detach().clone())
+    optimizer = bnb.AdamW8bit(model.parameters())
+    assert read(optimizer, model) == settings_of(model, one_weight={"optim_bits": 32})
+
+
+def test_overrides_decide_on_bits_with_the_size(manager):
+    model = Net()
+    manager.override_config(model.one.weight, "optim_bits", 8)
+    manager.override_config(model.two.bias, key_value_dict={"optim_bits": 8, "min_8bit_size": 50})
+    for kind, want in ((bnb.AdamW, [8, 32, 32, 8]), (bnb.AdamW8bit, [8, 32, 8, 8])):
+        optimizer = kind(model.parameters())
+        adopt(optimizer, read_overrides(optimizer, {p: name for name, p in model.named_parameters()}))
+        assert [num_bits(optimizer, p) for p in model.parameters()] == want
+
+
+def test_overrides_are_put_in_the_terms_of_our_own_optimizers(manager):
+    model = Net()
+    manager.override_config(model.one.weight, key_value_dict={"optim_bits": 32, "betas": (0.5, 0.9)})
+    manager.register_module_override(model.two, "weight", {"optim_bits": 8})
+    manager.override_config(model.two.bias, "min_8bit_size", 1)
+    optimizer = AdamW8bit([{"params": list(model.parameters()), "min_8bit_size": 9999}], min_8bit_size=4000)
+    optimizer.override(model.two.bias, {"lr": 0.25})
+    found = read(optimizer, model)
+    assert found.pop("one.weight")["betas"] == (0.5, 0.9)
+    assert found == {"two.weight": {"min_8bit_size": 4000}, "two.bias": {"lr": 0.25, "min_8bit_size": 1}}
+    names = {p: name for name, p in model.named_parameters()}
+    for parameter, settings in read_overrides(optimizer, names).items():
+        optimizer.override(parameter, settings)
+    assert [num_bits(optimizer, p) for p in model.parameters()] == [32, 32, 8, 8]
+
+
+def test_overrides_of_layer_wise_optimizers_tell_bits_alone(manager):
+    model = Net()
+    manager.override_config(model.one.weight, "optim_bits", 32)
+    assert list(read(LAMB8bit(model.parameters()), model)) == ["one.weight"]
+    manager.override_config(model.one.weight, "lr", 0.1)
+    with pytest.raises(
+        ValueError, match="LAMB8bit: of a single parameter, one can override min_8bit_size; came"
+    ):
+        read(LAMB8bit(model.parameters()), model)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"optim_bit": 32}, "override of 'one.weight': AdamW8bit has .*optim_bits.*; came 'optim_bit'"),
+        ({"optim_bits": 16}, "override of 'one.weight': optim_bits: expected 8 or 32, came 16"),
+        ({"max_unorm": 0.5}, "override of 'one.weight': expected max_unorm=0, came 0.5: it needs norms"),
+        ({"skip_zeros": True}, "override of 'one.weight': expected skip_zeros=False, came True"),
+    ],
+)
+def test_an_override_that_is_unknown_or_needs_whole_tensors_is_an_error(manager, config, message):
+    model = Net()
+    manager.override_config(model.one.weight, key_value_dict=config)
+    with pytest.raises(ValueError, match=message):
+        read(bnb.AdamW8bit(model.parameters()), model)
+
+
+@pytest.mark.parametrize("key", ["optim_bit", "max_unorm", "alpha"])
+def test_an_override_that_our_own_optimizer_does_not_have_is_an_error(manager, key):
+    model = Net()
+    manager.override_config(model.one.weight, key, 1)
+    with pytest.raises(
+        ValueError, match=f"AdamW8bit: of a single parameter, one can override .*; came '{key}'"
+    ):
+        read(AdamW8bit(model.parameters()), model)
+
+
+def test_the_manager_forgets_parameters_that_are_gone_and_no_others(manager):
+    model, other = Net(), Net()
+    for each in (model, other):
+        manager.override_config(each.one.weight, "optim_bits", 32)
+        manager.register_module_override(each.two, "weight", {"optim_bits": 32})
+    manager.register_parameters(list(model.parameters())[::-1])
+    optimizer = bnb.AdamW8bit(model.parameters())
+    replacements = {p: nn.Parameter(p.detach().flatten()) for p in model.parameters()}
+    for module in (model.one, model.two):
+        for name, p in list(module.named_parameters()):
+            setattr(module, name, replacements[p])
+    forget(optimizer, replacements)
+    assert manager.pid2config == {id(other.one.weight): {"optim_bits": 32}}
+    assert manager.index2config == {}
+    assert [module for module, *_ in manager.module_weight_config_triple] == [other.two]
+
+
+def test_an_optimizer_that_was_taken_over_does_not_ask_the_manager_of_all(manager):
+    parameter = nn.Parameter(torch.randn(5000))
+    optimizer = adopted("AdamW8bit", parameter)
+    manager.override_config(parameter, "lr", 1e6)
+    manager.index2config[0, 0] = {"lr": 1e6}
+    parameter.grad = torch.ones(5000)
+    before = parameter.detach().clone()
+    optimizer.step()
+    assert (parameter.detach() - before).abs().max() < 0.1
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+
+def check(optimizer):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    check_optimizer(optimizer, dict.fromkeys(parameters, "p"))
+
+
+@pytest.mark.parametrize(
+    "name", ["LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit", "PytorchLARS"]
+)
+def test_optimizers_with_a_trust_ratio_are_refused_and_ours_named(name):
+    options = {"lr": 0.1, "momentum": 0.9} if "LARS" in name else {}
+    kind = "LAMB" if "LAMB" in name else "LARS"
+    with pytest.raises(
+        ValueError, match=rf"{name} needs whole .*zeroshard\.optim\.{kind} and {kind}8bit get them"
+    ):
+        check(getattr(bnb, name)([nn.Parameter(torch.randn(5000))], **options))
+
+
+ARGS = {"optim_bits": 8, "min_8bit_size": 4096, "max_unorm": 0.0, "skip_zeros": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_unorm": 0.1}, "AdamW: expected max_unorm=0, came 0.1: it needs norms of whole tensors"),
+        ({"skip_zeros": True}, "AdamW: expected skip_zeros=False, came True: not all devices have it"),
+        ({"optim_bits": 4}, "AdamW: optim_bits: expected 8 or 32, came 4"),
+    ],
+)
+def test_options_that_need_whole_tensors_are_refused(options, message):
+    check(bnb.AdamW([nn.Parameter(torch.randn(5000))], args=SimpleNamespace(**ARGS)))
+    with pytest.raises(ValueError, match=message):
+        check(bnb.AdamW([nn.Parameter(torch.randn(5000))], args=SimpleNamespace(**(ARGS | options))))
+
+
+class Renamed(bnb.AdamW8bit):
+    pass
+
+
+class Other(bnb.AdamW8bit):
+    def update_step(self, group, p, gindex, pindex):
+        p.grad.zero_()
+
+
+def test_a_class_derived_from_theirs_gets_one_warning():
+    parameter = nn.Parameter(torch.randn(5000))
+    with pytest.warns(UserWarning, match="Renamed is not known to zeroshard") as caught:
+        check(Renamed([parameter]))
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(bnb.AdamW8bit([parameter]))
+
+
+def test_a_derived_class_with_an_update_of_its_own_is_refused():
+    with pytest.raises(ValueError, match=r"Other has its own update_step\(\): expected that of bitsandbytes"):
+        check(Other([nn.Parameter(torch.randn(5000))]))
+
+
+def test_an_update_that_is_not_known_is_refused():
+    optimizer = bnb.AdamW8bit([nn.Parameter(torch.randn(5000))])
+    optimizer.optimizer_name = "adan"
+    with pytest.raises(ValueError, match=r"AdamW8bit: expected an optimizer of bitsandbytes .* came 'adan'"):
+        check(optimizer)
+
+
+def test_bitsandbytes_is_neither_imported_nor_needed_for_other_optimizers():
+    code = (
+        "import sys; sys.modules['bitsandbytes'] = None\n"
+        "import torch, zeroshard\n"
+        "from torch import nn\n"
+        "for kind in (torch.optim.AdamW, zeroshard.optim.AdamW8bit):\n"
+        "    engine, *_ = zeroshard.initialize(nn.Linear(100, 50), kind)\n"
+        "    engine.backward(engine(torch.ones(2, 100)).sum()); engine.step()\n"
+        "print(sorted(name for name in sys.modules if name.startswith('bitsandbytes')))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "['bitsandbytes']", "None, as it was set"
