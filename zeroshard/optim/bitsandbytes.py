@@ -131,23 +131,16 @@ def unpack(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pack(optimizer: Any, common: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `unpack`; what is to be paged is copied."""
+    """The inverse of `unpack`; what is to be paged, so that the driver may move it to the host, is copied."""
     state = dict(common)
     for slot, names in _slots(optimizer).items():
         for key, ending in ((f"state{slot}", ""), (f"absmax{slot}", ABSMAX)):
             if names[0] + ending in state:
                 rows = [state.pop(name + ending) for name in names]
                 values = torch.stack(rows) if len(rows) > 1 else rows[0]
-                state[key] = values if ending else _paged(optimizer, values)
+                is_paged = optimizer.is_paged and values.is_cuda and not ending
+                state[key] = _zeros(optimizer, values, values.dtype).copy_(values) if is_paged else values
     return state
-
-
-def _paged(optimizer: Any, values: Tensor) -> Tensor:
-    """Values in memory that the driver may move to the host, if that is what the optimizer is for."""
-    if not optimizer.is_paged or values.is_cpu:
-        return values
-    buffer: Tensor = optimizer.get_state_buffer(values, values.dtype)
-    return buffer.copy_(values)
 
 
 def _slots(optimizer: Any) -> dict[str, tuple[str, ...]]:
@@ -162,15 +155,20 @@ def _init_state(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pindex
     is_quantized, state = num_bits(self, p) == 8, self.state[p]
     state["step"] = 0
     for slot, names in _slots(self).items():
-        like = p.detach().expand(len(names), -1) if len(names) > 1 else p.detach()
+        like = p.detach() if len(names) == 1 else p.detach().expand(len(names), -1)
+        state[f"state{slot}"] = _zeros(self, like, torch.uint8 if is_quantized else torch.float32)
         if is_quantized:
-            # What is stepped in parts can't be paged: a part of a paged tensor is not known as one.
-            make = torch.zeros_like if _is_cut(self, p) else self.get_state_buffer
-            state[f"state{slot}"] = make(like, dtype=torch.uint8)
             shape = *like.shape[:-1], num_blocks(p.numel())
             state[f"absmax{slot}"] = torch.zeros(shape, device=p.device)
-        else:
-            state[f"state{slot}"] = self.get_state_buffer(like)
+
+
+def _zeros(optimizer: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the shape of a tensor, paged where the optimizer is for that."""
+    if dtype == torch.uint8 and _is_cut(optimizer, like.shape[-1]):
+        # It is stepped in parts, and a part of a paged tensor is not known as one.
+        return torch.zeros(like.shape, dtype=dtype, device=like.device)
+    zeros: Tensor = optimizer.get_state_buffer(like, dtype)
+    return zeros
 
 
 def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
@@ -183,7 +181,7 @@ def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pinde
     with torch._C.DisableTorchFunctionSubclass():
         gradient = p.grad
         assert gradient is not None, "it is stepped because of it"
-        if num_bits(self, p) == 8 and _is_ours(self, p):
+        if "absmax1" in state and _is_ours(self, p):
             values = states.flat(p)
             take_step(rule, values, states.flat(gradient), states.read(rule, unpack(self, state)), numbers)
             if values.data_ptr() != p.data_ptr():
@@ -197,12 +195,12 @@ def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pinde
 
 def _is_ours(optimizer: Any, p: Tensor) -> bool:
     """Whether an 8-bit step is not one of bitsandbytes' operators."""
-    return p.is_cpu or _is_cut(optimizer, p)
+    return p.is_cpu or _is_cut(optimizer, p.numel())
 
 
-def _is_cut(optimizer: Any, p: Tensor) -> bool:
+def _is_cut(optimizer: Any, size: int) -> bool:
     """Whether the last block goes by itself: AdEMAMix's operator would let its scales overlap with others."""
-    return optimizer.optimizer_name == "ademamix" and p.numel() % BLOCK != 0
+    return optimizer.optimizer_name == "ademamix" and size % BLOCK != 0
 
 
 def _stored(state: Mapping[str, Any], slot: int) -> State:

@@ -48,17 +48,17 @@ def forget(optimizer: Optimizer | None, replacements: Mapping[Any, ShardedParame
     if (manager := _manager()) is None:
         return
     gone = [manager.pid2config.pop(id(parameter), None) for parameter in replacements]
+    of_gone, sharded = set(map(id, gone)), set(map(id, replacements.values()))
     places = {place for place, _ in _held(optimizer)}
     manager.index2config = {
         place: config
         for place, config in manager.index2config.items()
-        if place not in places and not _is_in(config, gone)
+        if place not in places and id(config) not in of_gone
     }
-    sharded = list(replacements.values())
     manager.module_weight_config_triple = [
         (module, name, config)
         for module, name, config in manager.module_weight_config_triple
-        if not _is_in(getattr(module, name, None), sharded)
+        if id(getattr(module, name, None)) not in sharded
     ]
 
 
@@ -101,7 +101,7 @@ def _registered(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]
     if (manager := _manager()) is None:
         return
     held = list(_held(optimizer))
-    meant = [manager.pid2config.get(id(parameter)) for _, parameter in held]
+    meant = {id(manager.pid2config.get(id(parameter))) for _, parameter in held}
     of_modules = {
         id(getattr(module, name, None)): config
         for module, name, config in manager.module_weight_config_triple
@@ -109,7 +109,7 @@ def _registered(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]
     for place, parameter in held:
         by_place = manager.index2config.get(place, {})
         config = {
-            **({} if _is_in(by_place, meant) else by_place),
+            **({} if id(by_place) in meant else by_place),
             **manager.pid2config.get(id(parameter), {}),
         }
         if config := dict(of_modules.get(id(parameter), config)):
@@ -121,11 +121,6 @@ def _held(optimizer: Optimizer | None) -> Iterator[tuple[tuple[int, int], Tensor
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         for at, parameter in enumerate(group["params"]):
             yield (number, at), parameter
-
-
-def _is_in(one: Any, others: list[Any]) -> bool:
-    """Whether it is one of them, not only equal."""
-    return any(one is other for other in others)
 
 
 def _manager() -> Any:
