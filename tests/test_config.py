@@ -515,7 +515,7 @@ def test_what_this_version_has_is_supported(stage):
         require_supported(Config(stage=stage, precision=Precision(param_dtype="fp16", loss_scale=scale)))
     for nonfinite in ("report", "skip", "error"):
         require_supported(Config(stage=stage, nonfinite=nonfinite))
-    for dtype in (None, "fp32", "fp64"):
+    for dtype in (None, "bf16", "fp32", "fp64"):
         require_supported(Config(stage=stage, precision=Precision(main_dtype=dtype)))
     for reshard in (True, False):
         require_supported(Config(stage=stage, reshard_after_forward=reshard, num_prefetch=0))
@@ -534,7 +534,7 @@ def test_what_this_version_has_is_supported(stage):
         ({"mesh": {"tp": 2}}, "mesh.tp=2"),
         ({"pipeline": {"schedule": "gpipe"}}, "pipeline.schedule='gpipe'"),
         ({"pipeline": {"num_microbatches": 4}}, "pipeline.num_microbatches=4"),
-        ({"precision": {"main_dtype": "bf16"}}, "precision.main_dtype=bfloat16"),
+        ({"precision": {"main_dtype": "fp16"}}, "precision.main_dtype=float16"),
     ],
 )
 def test_what_this_version_does_not_have_is_refused_by_name(options, listed):

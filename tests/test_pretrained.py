@@ -259,3 +259,21 @@ def test_a_rank_holds_no_more_than_its_shard_and_a_tensor_while_it_reads(tmp_pat
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     growth, shard, largest = json.loads(done.stdout.splitlines()[-1])
     assert growth <= 1.5 * shard + largest
+
+
+def first_losses(folder: str) -> list[float]:
+    """By stage: main parameters in bfloat16 of a float32 file, computed with in float32."""
+    losses = []
+    for stage in (0, 1, 3):
+        config = {"stage": stage, "precision": {"main_dtype": "bf16"}}
+        model = zeroshard.from_pretrained(LlamaForCausalLM, folder, config)
+        engine, _ = start(model, "SGD", **config)
+        losses.append(token_loss(engine, 0).item())
+    rounded = LlamaForCausalLM.from_pretrained(folder).bfloat16().float()
+    return [*losses, token_loss(rounded, 0).item()]
+
+
+def test_all_stages_begin_with_what_narrower_main_parameters_hold(ranks, tmp_path):
+    save(tmp_path, llama())
+    for losses in ranks(2, first_losses, str(tmp_path)):
+        assert losses == [losses[-1]] * 4

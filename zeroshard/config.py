@@ -255,7 +255,8 @@ class Precision(_Checked):
     param_dtype: Annotated[torch.dtype | None, _DTYPE] = None
     # In which gradients are summed over ranks. None: param_dtype, but at least float32.
     reduce_dtype: Annotated[torch.dtype | None, _DTYPE] = None
-    # Of main parameters, their gradients and optimizer states. None: the model's, but at least float32.
+    # Of main parameters and their gradients. None: the model's, but at least float32. Optimizer states and
+    # updates have at least float32; into bfloat16, updates are rounded stochastically.
     main_dtype: Annotated[torch.dtype | None, _DTYPE] = None
     # To which the model's float outputs are cast. None: they are left as they are.
     output_dtype: Annotated[torch.dtype | None, _DTYPE] = None
@@ -433,7 +434,7 @@ def _read(file: Path) -> Any:
 _NOT_YET: tuple[_Checked, ...] = (Offload(), Mesh(), Pipeline())
 # Keys that have only some of their values so far; of the sections above, only the defaults.
 _AVAILABLE: dict[str, tuple[object, ...]] = {
-    "precision.main_dtype": (None, torch.float32, torch.float64),
+    "precision.main_dtype": (None, torch.float32, torch.float64, torch.bfloat16),
 } | {key: (value,) for section in _NOT_YET for key, value in _flat(section).items()}
 
 

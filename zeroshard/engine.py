@@ -108,8 +108,8 @@ class Engine(nn.Module):
         if num_steps > 1:
             loss = loss / num_steps
         placements = self._runtime.context.placements
-        defer = placements.accumulates_locally and not self._is_at_boundary
-        with reducer.deferring(defer), reducer.scaled(self.loss_scale):
+        more, send = not self._is_at_boundary, not placements.accumulates_locally
+        with reducer.deferring(more, send=send), reducer.scaled(self.loss_scale):
             loss.backward()
 
     def step(self) -> bool:
@@ -356,6 +356,8 @@ class Engine(nn.Module):
         progress = loaded.progress
         self.global_step, self.skipped_steps = progress.global_step, progress.skipped_steps
         self._guard.loss_scale = progress.loss_scale
+        if self._runtime.rounding is not None and progress.rounding is not None:
+            self._runtime.rounding.resume(progress.rounding)
         return loaded.client_state
 
     def save_pretrained(
@@ -390,6 +392,7 @@ class Engine(nn.Module):
             global_step=self.global_step,
             skipped_steps=self.skipped_steps,
             loss_scale=self._guard.loss_scale,
+            rounding=self._runtime.rounding,
         )
 
     # -- other methods --------------------------------------------------------------------------------

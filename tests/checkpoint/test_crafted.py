@@ -324,9 +324,9 @@ MANIFESTS: dict[str, Callable[[Path], None]] = {
     },
     **{
         f"{key} {value!r}": edit_manifest(lambda content, key=key, value=value: content.update({key: value}))
-        for key in ("files", "parameters", "global_step", "buffers", "loss_scale", "data", "seed")
+        for key in ("files", "parameters", "global_step", "buffers", "loss_scale", "rounding", "data", "seed")
         for value in (-0.5, "x", [[1]], {"x": 1})
-        if (key, value) not in (("loss_scale", {"x": 1}), ("data", {"x": 1}))
+        if value != {"x": 1} or key not in ("loss_scale", "rounding", "data")
     },
     "newer": edit_manifest(lambda content: content.update(format=99)),
     "shape": edit_manifest(lambda content: some_parameter(content).update(shape=["1"])),

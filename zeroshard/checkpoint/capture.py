@@ -26,6 +26,7 @@ from zeroshard.config import Config
 from zeroshard.data import EpochLoader
 from zeroshard.optim.scaling import LossScale
 from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.rounding import Rounding
 from zeroshard.sharding.runtime import Runtime
 
 
@@ -48,6 +49,8 @@ class Progress:
     global_step: int
     skipped_steps: int
     loss_scale: LossScale
+    rounding: Rounding | None
+    """Of updates into bfloat16."""
 
 
 def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_state: Any) -> Snapshot:
@@ -155,6 +158,7 @@ def _describe(
         global_step=progress.global_step,
         skipped_steps=progress.skipped_steps,
         loss_scale=asdict(progress.loss_scale) if is_half else None,
+        rounding=None if progress.rounding is None else asdict(progress.rounding),
         seed=torch.initial_seed(),
         data=None if parts.loader is None else parts.loader.state_dict(),
         optimizer=None if optimizer is None else type(optimizer).__name__,

@@ -28,6 +28,7 @@ from zeroshard.data import parse_place
 from zeroshard.optim.scaling import LossScale
 from zeroshard.optim.statenames import from_common
 from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.rounding import Rounding
 from zeroshard.sharding.runtime import Runtime
 
 
@@ -54,6 +55,8 @@ class _Plan:
     """The state of the LR scheduler."""
     loss_scale: LossScale | None
     """Of float16, where it is dynamic there."""
+    rounding: Rounding | None
+    """Of updates into bfloat16."""
 
 
 def load(
@@ -152,6 +155,7 @@ def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_state
         states=states,
         schedule=schedule,
         loss_scale=_read_loss_scale(stored),
+        rounding=_read_rounding(stored),
     )
 
 
@@ -173,6 +177,16 @@ def _read_loss_scale(stored: Stored) -> LossScale | None:
             if 0 < value < math.inf and num_steps >= 0 and not rest:
                 return LossScale(value=value, num_steps=num_steps, is_dynamic=True) if is_dynamic else None
     raise RuntimeError(f"{stored.directory}: damaged (a loss scale of {saved!r})")
+
+
+def _read_rounding(stored: Stored) -> Rounding | None:
+    saved = stored.manifest.rounding
+    if saved is None:
+        return None
+    match saved:
+        case {"seed": int(seed), "step": int(step), **rest} if not rest:
+            return Rounding(seed, step)
+    raise RuntimeError(f"{stored.directory}: damaged (stochastic rounding of {saved!r})")
 
 
 def _match_schedule(
@@ -340,6 +354,7 @@ def _restore_progress(plan: _Plan, present: Progress) -> Progress:
         global_step=manifest.global_step,
         skipped_steps=manifest.skipped_steps,
         loss_scale=plan.loss_scale if scale.is_dynamic and plan.loss_scale is not None else scale,
+        rounding=plan.rounding or present.rounding,
     )
 
 

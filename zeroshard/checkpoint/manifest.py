@@ -49,6 +49,8 @@ class Manifest:
     skipped_steps: int
     loss_scale: dict[str, Any] | None
     """Of float16."""
+    rounding: dict[str, Any] | None
+    """Of updates into bfloat16."""
     seed: int
     """From which ranks without saved generators derive theirs."""
     data: dict[str, Any] | None
@@ -83,6 +85,7 @@ def read_manifest(directory: Path) -> Manifest:
                 f"{file}: expected checkpoint format {FORMAT}, came {content['format']}, written by "
                 f"zeroshard {content['written_by'].get('zeroshard')}"
             )
+        content.setdefault("rounding", None)  # of checkpoints that were written before there was any
         _check_kinds(content)
         content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
         content["parameters"] = {
@@ -101,7 +104,7 @@ _KINDS: dict[type, tuple[str, ...]] = {
     list: ("buffers",),
 }
 _KINDS_OR_NONE: dict[type, tuple[str, ...]] = {
-    dict: ("loss_scale", "data"),
+    dict: ("loss_scale", "rounding", "data"),
     str: ("optimizer", "lr_scheduler"),
 }
 

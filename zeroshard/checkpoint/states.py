@@ -164,7 +164,7 @@ def _kept_dtypes(
     there = _dtypes_of(tensors)
     changes = {key for key in there if not is_codes(key, there) and not is_scales(key, there)}
     if not _keeps_float32(optimizer):
-        changes = {key for key in changes if there[key] == main_dtype}
+        changes = {key for key in changes if there[key] == _wide(main_dtype)}
     return there | dict.fromkeys(changes, _plain_dtype(optimizer, parameter))
 
 
@@ -178,7 +178,12 @@ def _new_dtypes(optimizer: Optimizer, parameter: ShardedParameter, family: Famil
 
 def _plain_dtype(optimizer: Optimizer, parameter: ShardedParameter) -> torch.dtype:
     """Of states that are not quantized, as the optimizer makes them."""
-    return torch.float32 if _keeps_float32(optimizer) else parameter.dtype
+    return torch.float32 if _keeps_float32(optimizer) else _wide(parameter.dtype)
+
+
+def _wide(main_dtype: torch.dtype) -> torch.dtype:
+    """In which an optimizer steps, and has its states."""
+    return torch.promote_types(main_dtype, torch.float32)
 
 
 def _keeps_float32(optimizer: Optimizer) -> bool:

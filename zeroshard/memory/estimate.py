@@ -156,8 +156,9 @@ def _parameter_bytes(buffer: _Buffer) -> int:
 
 
 def _gradient_bytes(buffer: _Buffer, placements: Placements, config: Config) -> int:
-    accumulates = placements.accumulates_locally and config.gradient_accumulation_steps > 1
-    return (buffer.size if accumulates else buffer.held) * buffer.plan.main_dtype.itemsize
+    if config.gradient_accumulation_steps == 1:
+        return buffer.held * buffer.plan.main_dtype.itemsize
+    return (buffer.size if placements.accumulates_locally else buffer.held) * buffer.plan.wide_dtype.itemsize
 
 
 def _optimizer_bytes(buffers: Iterable[_Buffer], num_ranks: int, bits: int) -> int:
@@ -168,7 +169,7 @@ def _optimizer_bytes(buffers: Iterable[_Buffer], num_ranks: int, bits: int) -> i
             for rank in buffer.steppers(index):
                 num = buffer.slice_size(index, rank)
                 if bits == 32:
-                    totals[rank] += num * buffer.plan.main_dtype.itemsize
+                    totals[rank] += num * buffer.plan.wide_dtype.itemsize
                 elif whole < MIN_8BIT_SIZE:
                     totals[rank] += num * torch.float32.itemsize
                 else:
@@ -197,10 +198,10 @@ def _wire_bytes(units: list[_Unit], placements: Placements, world_size: int, con
             reductions = (1 if placements.accumulates_locally else steps) if buffer.trainable else 0
             total += reductions * _to_others(size * plan.reduce_dtype.itemsize, num_ranks)
             if num_groups > 1:
-                shard_bytes = size // num_ranks * plan.main_dtype.itemsize
+                shard_bytes = size // num_ranks * plan.wide_dtype.itemsize
                 total += 2 * reductions * _to_others(shard_bytes, num_groups)
             if placements.gathers_gradients:
-                total += reductions * _to_others(size * plan.main_dtype.itemsize, num_ranks)
+                total += reductions * _to_others(size * plan.wide_dtype.itemsize, num_ranks)
             elif placements.frees_parameters:
                 num_bytes = size * plan.compute_dtype.itemsize
                 total += steps * _to_others(num_bytes, num_ranks)

@@ -27,7 +27,7 @@ def clip_grad_norm_(runtime: Runtime, max_norm: float) -> Tensor:
 
 def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
     """Scale all gradients, whose norm is known, by min(1, max_norm / (norm + 1e-6))."""
-    factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+    factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0).view(1)  # 0-dim, it would become a bfloat16
     grads = [p.grad for buffer in runtime.buffers for p in buffer.sharded if p.grad is not None]
     for grad in grads:
         grad.mul_(factor)

@@ -144,7 +144,8 @@ def _slice_state(value: Any, sharded: ShardedParameter) -> Any:
     """A state that has not begun is the same for all elements of a parameter."""
     if not isinstance(value, Tensor) or value.shape != sharded.full_shape:
         return value
-    return value.reshape(-1)[: sharded.numel()].to(device=sharded.device, dtype=sharded.dtype, copy=True)
+    dtype = torch.promote_types(sharded.dtype, torch.float32)
+    return value.reshape(-1)[: sharded.numel()].to(device=sharded.device, dtype=dtype, copy=True)
 
 
 def _is_lost(value: Any) -> bool:

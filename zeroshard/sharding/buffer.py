@@ -141,6 +141,8 @@ class FlatBuffer:
             place = whole.intersect(kept)
             if place.size:
                 data = read_part(original.parameter, place.shifted(-whole.start))
+                if self.plan.main_dtype.itemsize < self.plan.compute_dtype.itemsize:
+                    data = data.to(self.plan.main_dtype)  # as they will be gathered
                 if self.is_resident:
                     full[place.slice].copy_(data)
                 if not self.plan.is_alias:
@@ -180,6 +182,11 @@ class FlatBuffer:
     def sharded_span(self, index: int) -> Span:
         """The part of `main`, and of the reduced gradient, that a sharded parameter is a view of."""
         return self.layout.parameter(index).intersect(self.main_span).shifted(-self.main_span.start)
+
+    def start(self, index: int) -> int:
+        """The place of the first element of a sharded parameter in the whole one."""
+        whole = self.layout.parameter(index)
+        return whole.intersect(self.main_span).start - whole.start
 
     def counted(self, index: int) -> slice:
         """The part of a sharded parameter that is this rank's: over its shard group, each element once."""

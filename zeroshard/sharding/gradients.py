@@ -4,8 +4,9 @@
 
 `flat` holds each gradient times 1/N in the reduce dtype and lives from the first gradient of a backward
 to the end of the reduction. Under deferral (no_sync; accumulation where gradients are replicated) it
-holds plain sums in the main dtype and lives on to the next backward; then it is scaled and reduced once.
-Up to `reduced` gradients are those of the scaled loss; a p.grad never has the loss scale in it.
+holds plain sums, at least in float32, and lives on to the next backward; then it is scaled and reduced once.
+Where p.grad is narrower than that, and a later backward of the same step is known to come, `reduced` lives on
+too. A p.grad never has the loss scale in it; `flat` has.
 """
 
 from __future__ import annotations
@@ -53,23 +54,34 @@ class Gradients:
         """Parameters that got a gradient since the last delivery, on this rank."""
         self.unscale = 1.0
         """One over the loss scale."""
+        self._is_narrow = buffer.plan.main_dtype != buffer.plan.wide_dtype
         self._held: dict[int, Tensor] = {}
         self._sums: list[Tensor | None] = []
 
-    has_deferred = False
-    """Whether there are sums that no other rank has seen yet."""
+    is_kept = False
+    """Whether this backward's sums wait for those of a later one, in more bits than a p.grad has."""
     has_more = False
     """Whether a gradient has arrived since the last reduction."""
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether there are sums for a later backward, in no p.grad yet."""
+        return bool(self._held)
 
     @property
     def local_bytes(self) -> int:
         """Bytes of gradients that are not in any p.grad."""
         return sum(gradient.nbytes for gradient in self._held.values())
 
-    def begin(self) -> None:
-        """A backward begins. Gradients that exist already are added to as the new ones arrive."""
+    def begin(self, more: bool) -> None:
+        """A backward begins. Gradients that exist already are added to as the new ones arrive.
+
+        Args:
+            more: whether a later backward is to add to this one's.
+        """
+        self.is_kept = more and self._is_narrow
         with torch._C.DisableTorchFunctionSubclass():
-            self._sums = [parameter.grad for parameter in self.buffer.sharded]
+            self._sums = [None if self.is_kept else p.grad for p in self.buffer.sharded]
 
     def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
         """Take over the gradient of one parameter, in the compute dtype and full shape.
@@ -84,9 +96,9 @@ class Gradients:
         """
         self.used[index] = True
         total, held = self._sums[index], self._held.get(index)
-        before, factor = (held, 1.0) if total is None else (total, self.unscale)
+        before, factor = (held, 1.0) if total is None or held is not None else (total, self.unscale)
         if before is None:
-            self._held[index] = gradient
+            self._held[index] = gradient.to(self.buffer.plan.wide_dtype) if self.is_kept else gradient
         else:
             before.add_(self._flatten(index, gradient).view_as(before), alpha=factor)
 
@@ -103,13 +115,20 @@ class Gradients:
         """End a backward whose sums stay here until a later one reduces them."""
 
     def deliver(self, used: Sequence[bool]) -> None:
-        """Set or add to the gradients of the sharded parameters that any rank used."""
+        """Set or add to the gradients of the sharded parameters that any rank used, unless they are kept."""
+        if self.is_kept:
+            return
         self.used = [False] * len(self.used)
+        plan = self.buffer.plan
         with torch._C.DisableTorchFunctionSubclass():
             for index, gradient in self._held.items():
-                flat = self._flatten(index, gradient)
-                flat = flat.to(self.buffer.plan.main_dtype)
-                self.buffer.sharded[index].grad = flat if self.unscale == 1.0 else flat.mul_(self.unscale)
+                parameter, flat = self.buffer.sharded[index], self._flatten(index, gradient)
+                if self.unscale != 1.0:
+                    flat = flat.to(plan.wide_dtype).mul_(self.unscale)
+                if parameter.grad is None:
+                    parameter.grad = flat.to(plan.main_dtype)
+                else:
+                    parameter.grad.add_(flat)
         self._held, self._sums = {}, []
 
     def drop(self) -> None:
@@ -144,8 +163,8 @@ class ReducedGradients(Gradients):
         self._reduced: Tensor | None = None
 
     @property
-    def has_deferred(self) -> bool:  # type: ignore[override]
-        return self._is_deferred
+    def has_deferred(self) -> bool:
+        return self._is_deferred or self._reduced is not None
 
     @property
     def has_more(self) -> bool:  # type: ignore[override]
@@ -155,8 +174,8 @@ class ReducedGradients(Gradients):
     def local_bytes(self) -> int:
         return sum(t.nbytes for t in (self._flat, self._reduced) if t is not None)
 
-    def begin(self) -> None:
-        pass
+    def begin(self, more: bool) -> None:
+        self.is_kept = more and self._is_narrow
 
     def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
         gradient = self._flatten(index, gradient)
@@ -168,7 +187,7 @@ class ReducedGradients(Gradients):
         self._move(GradientState.PACKING)
         if self._flat is None:
             self._is_deferred = defer
-            dtype = self.buffer.plan.main_dtype if defer else self._reduce_dtype
+            dtype = self.buffer.plan.wide_dtype if defer else self._reduce_dtype
             self._flat = self._pool.take(dtype, self.buffer.layout.total)
         target = self._flat[self._slices[index]]
         scale = 1.0 if self._is_deferred else self._scale
@@ -193,11 +212,11 @@ class ReducedGradients(Gradients):
     def _reduce(self, flat: Tensor) -> Iterator[None]:
         """Sum `flat` over all ranks. A `yield` leaves an exchange under way; the next step waits for it."""
         buffer, axes = self.buffer, self._context.axes
-        in_place = buffer.main_span.size == buffer.layout.total and flat.dtype == buffer.plan.main_dtype
+        in_place = buffer.main_span.size == buffer.layout.total and flat.dtype == buffer.plan.wide_dtype
         if in_place:
             result = flat
         else:
-            result = torch.empty(buffer.main_span.size, dtype=buffer.plan.main_dtype, device=flat.device)
+            result = torch.empty(buffer.main_span.size, dtype=buffer.plan.wide_dtype, device=flat.device)
         own = result if buffer.is_partial else result[buffer.layout.shard(axes.dp_shard.rank).slice]
         yield from self._scatter(axes.dp_shard, flat, own)
         if not in_place:
@@ -264,13 +283,13 @@ class ReducedGradients(Gradients):
         """Keep reduced gradients until it is known which of them any rank used."""
         if self.unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
             result.mul_(self.unscale)
-        if all(parameter.grad is not None for parameter in self.buffer.sharded):
+        is_first = self._reduced is None and not self.is_kept
+        if is_first and all(parameter.grad is not None for parameter in self.buffer.sharded):
             for parameter, own in zip(self.buffer.sharded, self._own_slices, strict=True):
                 parameter.grad.add_(result[own])  # type: ignore[union-attr]
-        elif self._reduced is None:
-            self._reduced = result
-        else:
-            self._reduced.add_(result)
+            return
+        total = result if self._reduced is None else self._reduced.add_(result)
+        self._reduced = total if self.is_kept else total.to(self.buffer.plan.main_dtype)
 
     def keep_deferred(self) -> None:
         self._arrived = [False] * len(self._arrived)
@@ -278,6 +297,8 @@ class ReducedGradients(Gradients):
 
     def deliver(self, used: Sequence[bool]) -> None:
         self.complete()
+        if self.is_kept:
+            return
         self._move(GradientState.EMPTY)
         reduced, self._reduced = self._reduced, None
         self.used = [False] * len(self.used)

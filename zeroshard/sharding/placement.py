@@ -65,13 +65,18 @@ class BufferPlan:
     compute_dtype: torch.dtype
     """Of the unsharded parameters."""
     main_dtype: torch.dtype
-    """Of the main parameters, the gradients that the optimizer reads, and its states."""
+    """Of the main parameters and the gradients that the optimizer reads."""
     reduce_dtype: torch.dtype
     """Of gradients on the wire."""
     is_resident: bool
     """Whether the unsharded parameters are there all the time."""
     is_partial: bool
     """Whether a rank holds only its shard of the main parameters."""
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """Of optimizer states, updates, and sums of gradients: the main dtype, but at least float32."""
+        return torch.promote_types(self.main_dtype, torch.float32)
 
     @property
     def is_alias(self) -> bool:

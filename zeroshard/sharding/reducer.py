@@ -41,6 +41,8 @@ class Reducer:
         self._in_flight: deque[Gradients] = deque()
         self.is_deferring = False
         """Whether backward adds gradients up locally and sends nothing."""
+        self._has_more = False
+        """Whether a later backward adds to what this one gives."""
         self.is_half = any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers)
         """Whether gradients pass through float16, where small ones vanish: the loss must be scaled."""
         self.lacks_scale = self.is_half
@@ -54,14 +56,19 @@ class Reducer:
         return sum(gradients.local_bytes for gradients in self._all)
 
     @contextmanager
-    def deferring(self, defer: bool) -> Iterator[None]:
-        """While on, backward adds gradients up locally and sends nothing."""
-        before = self.is_deferring
-        self.is_deferring = before or (defer and self._axis.size > 1)
+    def deferring(self, more: bool, *, send: bool = False) -> Iterator[None]:
+        """While `more`, a later backward adds to the gradients, and this one adds them up locally.
+
+        Args:
+            send: reduce them nevertheless; then they go into p.grad, unless that is narrower than float32.
+        """
+        before = self.is_deferring, self._has_more
+        self.is_deferring |= more and not send and self._axis.size > 1
+        self._has_more |= more
         try:
             yield
         finally:
-            self.is_deferring = before
+            self.is_deferring, self._has_more = before
 
     @contextmanager
     def scaled(self, loss_scale: float) -> Iterator[None]:
@@ -80,7 +87,7 @@ class Reducer:
     def begin(self) -> None:
         """A backward begins."""
         for gradients in self._all:
-            gradients.begin()
+            gradients.begin(self._has_more)
         if not self.is_deferring:
             self._open()
 
@@ -134,6 +141,8 @@ class Reducer:
                 "call zero_grad() and repeat the micro-batches since the last step"
             )
         if self._has_deferred:
+            for gradients in self._all:
+                gradients.is_kept = False
             self._open()
             self._deliver()
 
@@ -172,4 +181,4 @@ class Reducer:
             gradients.deliver([next(used) for _ in gradients.used])
         self._must_agree = next(used)
         self._pool.release()
-        self._has_deferred = False
+        self._has_deferred = any(gradients.is_kept for gradients in self._all)

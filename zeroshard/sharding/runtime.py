@@ -34,7 +34,9 @@ from zeroshard.sharding.norms import NormsOverRanks, UsesNorms
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
+from zeroshard.sharding.rounding import Rounding
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
+from zeroshard.sharding.widening import Starts, widen_steps
 
 DRAIN_S = 5.0
 """Seconds to wait for exchanges under way when nobody needs them any more."""
@@ -54,6 +56,7 @@ class Runtime:
         num_prefetch: how many units are gathered ahead.
         reshard_after_forward: whether freed parameters are gathered again for backward.
         output_dtype: floating-point outputs of the root are cast to it.
+        rounding: of updates into main parameters of bfloat16; None where they are wider.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class Runtime:
         num_prefetch: int,
         reshard_after_forward: bool,
         output_dtype: torch.dtype | None,
+        rounding: Rounding | None,
     ) -> None:
         self.root, self.units, self.context = units[0], tuple(units), context
+        self.rounding = rounding
         self._order = UnitOrder(units)
         self.reducer = Reducer(units, context.axes.dp, pool, self._order)
         self._here = context.axes.dp.here
@@ -147,6 +152,8 @@ class Runtime:
         if isinstance(optimizer, UsesNorms):
             optimizer.norms_of = NormsOverRanks(self.buffers, self.context.axis)
         optimizer.zero_grad = zero_all  # type: ignore[method-assign]
+        if self.rounding is not None:
+            widen_steps(optimizer, [_starts(unit) for unit in self.units], self.rounding)
 
     def before_step(self) -> None:
         """Make the gradients ready for an optimizer: reduce what was deferred.
@@ -502,6 +509,12 @@ def _check_sharded(optimizer: Optimizer) -> None:
                     f"group {number} of the optimizer holds a parameter of shape {list(parameter.shape)} "
                     "that was added after the model was sharded: add modules and groups before initialize"
                 )
+
+
+def _starts(unit: Unit) -> Starts:
+    """Of what is trained."""
+    trained = (buffer for buffer in unit.buffers if buffer.trainable)
+    return {p: buffer.start(index) for buffer in trained for index, p in enumerate(buffer.sharded)}
 
 
 def cast_inputs(

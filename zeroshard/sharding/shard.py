@@ -24,6 +24,7 @@ from zeroshard.sharding.gradients import Gradients, ReducedGradients
 from zeroshard.sharding.materialize import check_values, materialize_others, record_resets
 from zeroshard.sharding.parameter import Phase, ShardedParameter
 from zeroshard.sharding.placement import STAGES, DtypePolicy
+from zeroshard.sharding.rounding import Rounding
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.sharding.units import UnitSpec, find_units
@@ -112,6 +113,7 @@ def shard_over(
         num_prefetch=config.num_prefetch,
         reshard_after_forward=bool(config.reshard_after_forward),
         output_dtype=config.precision.output_dtype,
+        rounding=Rounding.agreed(axes.dp) if config.precision.main_dtype is torch.bfloat16 else None,
     )
     return runtime, replacements
 

@@ -1,0 +1,609 @@
+"""Main parameters in bfloat16 against plain PyTorch: a step in float32, rounded with integers of Python."""
+
+import copy
+import gc
+import hashlib
+import json
+import warnings
+import zlib
+from typing import ClassVar
+
+import bitsandbytes
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from zeroshard.checkpoint.files import MANIFEST
+from zeroshard.optim import LAMB, AdamW8bit
+
+SEED, NUM_STEPS = 1234, 3
+BF16_MAIN = {"main_dtype": "bf16", "param_dtype": "bf16"}
+
+
+# ------------------------------------------------------------------------------------------- the reference
+
+
+def random_bits(seed, step, name, num):
+    """16 for each element, from SplitMix64 in numpy's 64-bit integers, which wrap."""
+    digest = hashlib.blake2b(f"{seed}:{step}:{name}".encode(), digest_size=8).digest()
+    count = np.arange(1, -(-num // 4) + 1, dtype=np.uint64)
+    z = np.uint64(int.from_bytes(digest, "little")) + count * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    shifts = np.array([0, 16, 32, 48], dtype=np.uint64)
+    return (z[:, None] >> shifts & np.uint64(0xFFFF)).reshape(-1)[:num].astype(np.uint32)
+
+
+def round_by_hand(values, seed, step, name):
+    """float32 that are bfloat16: those that stochastic rounding gives."""
+    words = values.detach().numpy().reshape(-1).view(np.uint32)
+    words = words + random_bits(seed, step, name, words.size) & np.uint32(0xFFFF0000)
+    return torch.from_numpy(words.view(np.float32)).view(values.shape)
+
+
+def by_hand(kind, model, steps=range(NUM_STEPS), grads=None, skipped=()):
+    """The parameters after plain steps in float32 with their values rounded after each."""
+    grads = grads or gradient
+    main = {name: p.detach().bfloat16().float() for name, p in model.named_parameters()}
+    wide = {name: nn.Parameter(value.clone()) for name, value in main.items()}
+    optimizer = KINDS[kind](list(wide.values()))
+    count = 0
+    for step in steps:
+        if step in skipped:
+            continue
+        for name, p in wide.items():
+            p.grad = grads(name, step, p.shape) if is_used(name, step) else None
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in wide.items():
+                if p.grad is not None:
+                    p.copy_(round_by_hand(p, SEED, count, name))
+        count += 1
+    return {name: p.detach() for name, p in wide.items()}
+
+
+# ---------------------------------------------------------------------------------------------- the model
+
+KINDS = {
+    "fused AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-3, weight_decay=0.1, fused=True),
+    "for-each AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-3, weight_decay=0.1, foreach=True),
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=0.9),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-3, initial_accumulator_value=0.1),
+    "AdamW8bit": lambda ps: AdamW8bit(ps, lr=1e-3),
+    "LAMB": lambda ps: LAMB(ps, lr=1e-2),
+    "bitsandbytes": lambda ps: bitsandbytes.optim.AdamW32bit(ps, lr=1e-3),
+}
+
+
+def gradient(name, step, shape):
+    """Numbers of 7 bits, so that bfloat16 holds them."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    return torch.randint(-100, 101, shape, generator=generator) / 64
+
+
+def is_used(name, step):
+    return name != "gain" or step != 1
+
+
+class Block(nn.Module):
+    """A unit with a matrix that AdamW8bit quantizes, and a vector."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        self.weight, self.bias = nn.Parameter(torch.randn(70, 71)), nn.Parameter(torch.randn(37))
+
+    def forward(self, step, grads):
+        return sum(
+            (p * grads(f"{self.name}.{name}", step, p.shape).to(p.dtype)).sum()
+            for name, p in (("weight", self.weight), ("bias", self.bias))
+        )
+
+
+class Net(nn.Module):
+    """Linear in its parameters, so that gradients are what they are told to be."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.blocks = nn.Parameter(torch.randn(300)), nn.ModuleList()
+        self.blocks.extend(Block(f"blocks.{number}") for number in range(2))
+
+    def forward(self, step, grads=gradient):
+        total = sum(block(step, grads) for block in self.blocks)
+        if is_used("gain", step):
+            total = total + (self.gain * grads("gain", step, (300,)).to(self.gain.dtype)).sum()
+        return total
+
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+
+
+def start(kind, stage=3, *, seed=SEED, model=None, given=None, **config):
+    """The engine; the seed that counts is rank 0's."""
+    model = model or build()
+    optimizer = KINDS[kind](model.parameters())
+    torch.manual_seed(seed + (dist.get_rank() if dist.is_initialized() else 0))
+    config = {"precision": BF16_MAIN, "units": ["Block"]} | config
+    return zeroshard.initialize(model, optimizer, {"stage": stage, **config}, **(given or {})).engine
+
+
+def train(engine, steps=range(NUM_STEPS)):
+    for step in steps:
+        engine.backward(engine(step))
+        engine.step()
+
+
+def unequal(engine, want):
+    """Names of parameters that differ by a bit; on rank 0."""
+    return [name for name, value in engine.full_state_dict().items() if not torch.equal(value, want[name])]
+
+
+# ----------------------------------------------------------------------------------------------- training
+
+
+def all_stages(kinds, configs):
+    found = []
+    for kind in kinds:
+        want = by_hand(kind, build())
+        for config in configs:
+            engine = start(kind, **config)
+            train(engine)
+            found += [(kind, config, name) for name in unequal(engine, want)]
+            values = [value for state in engine.optimizer.state.values() for value in state.values()]
+            dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+            if not dtypes <= {torch.float32, torch.uint8}:
+                found.append((kind, config, dtypes))
+            if any(p.dtype is not torch.bfloat16 for p in engine.parameters()):
+                found.append((kind, config, "dtype of parameters"))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_every_optimizer_at_every_stage_has_the_bits_of_float32_steps_rounded_by_hand(ranks, num_ranks):
+    configs = [{"stage": stage} for stage in range(4)]
+    assert ranks(num_ranks, all_stages, list(KINDS), configs) == [[]] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_so_has_a_float32_model_that_computes_as_it_is_and_hybrid_sharding(ranks, num_ranks):
+    configs = [{"stage": stage, "precision": {"main_dtype": "bf16"}} for stage in (1, 3)]
+    configs += [{"stage": 3, "shard_group_size": 2}] if num_ranks == 4 else []
+    assert ranks(num_ranks, all_stages, ["fused AdamW"], configs) == [[]] * num_ranks
+
+
+def in_plain_loop():
+    """Parameters and hooks, for a loop of plain PyTorch with closures, and for the composable layer."""
+    want, found = by_hand("fused AdamW", build()), []
+    engine = start("fused AdamW")
+    calls = []
+    engine.optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    engine.optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    for step in range(NUM_STEPS):
+
+        def closure(step=step):
+            calls.append("closure")
+            loss = engine(step)
+            loss.backward()
+            return loss
+
+        assert isinstance(engine.optimizer.step(closure), torch.Tensor)
+        engine.optimizer.zero_grad()
+    found += unequal(engine, want)
+    assert calls == ["pre", "closure", "post"] * NUM_STEPS
+    assert engine.global_step == NUM_STEPS
+    model = build()
+    torch.manual_seed(SEED)
+    runtime = zeroshard.shard(model, {"units": ["Block"], "precision": BF16_MAIN})
+    optimizer = KINDS["fused AdamW"](model.parameters())
+    runtime.attach(optimizer)
+    for step in range(NUM_STEPS):
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for p in runtime.parameters:
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, p.detach())
+        if not torch.equal(torch.cat(parts).float(), want[p.fqn].flatten()):
+            found.append(p.fqn)
+    return found
+
+
+def test_a_plain_loop_with_closures_and_the_composable_layer_do_the_same_and_hooks_run_once(ranks):
+    assert ranks(2, in_plain_loop) == [[]] * 2
+
+
+def under_schedule(before):
+    """Learning rates and warnings with a schedule that is made before or after `initialize`."""
+    make = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)  # noqa: E731
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = start("SGD", given={"lr_scheduler": make} if before else None)
+        scheduler = engine.lr_scheduler or make(engine.optimizer)
+        rates = []
+        for step in range(5):
+            engine(step).backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            scheduler.step()
+            rates.append(engine.optimizer.param_groups[0]["lr"])
+    return rates, [str(warning.message) for warning in caught if "lr_scheduler" in str(warning.message)]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_learning_rate_schedule_counts_steps_and_warns_of_nothing(ranks, before):
+    rates, caught = ranks(1, under_schedule, before)[0]
+    assert rates == [1e-3, 5e-4, 5e-4, 2.5e-4, 2.5e-4]
+    assert caught == []
+
+
+class Counted(torch.optim.SGD):
+    """An optimizer that zeroshard does not know, and that counts its steps by group."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["held"] = {p.dtype for p in group["params"]}
+        return super().step(closure)
+
+
+def with_unknown():
+    model = build()
+    torch.optim.SGD(model.parameters(), lr=1.0)  # from here on torch runs hooks in SGD.step as well
+    blocks = [p for name, p in model.named_parameters() if name != "gain"]
+    optimizer = Counted([{"params": [model.gain]}, {"params": blocks}], lr=1e-3, momentum=0.9)
+    torch.manual_seed(SEED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = zeroshard.initialize(model, optimizer, {"stage": 1, "precision": BF16_MAIN}).engine
+    train(engine)
+    assert unequal(engine, by_hand("SGD", build())) == []
+    counts = [group["count"] for group in optimizer.param_groups]
+    return counts, optimizer.param_groups[1]["held"], engine.global_step
+
+
+def test_an_optimizer_that_nobody_knows_is_stepped_once_with_all_its_parameters_in_float32(ranks):
+    assert ranks(2, with_unknown) == [([3, 3], {torch.float32}, 3)] * 2
+
+
+class Watching(torch.optim.SGD):
+    """Tells which parameters each of its steps sees; taken for one of torch's own."""
+
+    seen: ClassVar = []
+    __module__ = "torch.optim.watching"
+
+    def step(self, closure=None):
+        self.seen.append([(p.fqn, p.dtype) for group in self.param_groups for p in group["params"]])
+        return super().step(closure)
+
+
+def in_units():
+    model = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = Watching(list(model.parameters())[::-1], lr=1.0)
+        engine = zeroshard.initialize(model, optimizer, {"units": ["Block"], "precision": BF16_MAIN}).engine
+    Watching.seen.clear()
+    train(engine, [0, 1])
+    return Watching.seen, engine.global_step
+
+
+def test_an_optimizer_of_torch_sees_one_unit_at_a_time_and_only_what_has_a_gradient(ranks):
+    blocks = [[(f"blocks.{n}.{name}", torch.float32) for name in ("bias", "weight")] for n in (1, 0)]
+    seen = [*blocks, [("gain", torch.float32)], *blocks]
+    assert ranks(2, in_units) == [(seen, 2)] * 2
+
+
+class Failing(torch.optim.SGD):
+    """Fails after it has changed the parameters."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        raise OSError("in the middle")
+
+
+def failing_step():
+    model = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = zeroshard.initialize(model, Failing(model.parameters(), lr=1.0), {"precision": BF16_MAIN})[0]
+    optimizer = engine.optimizer
+    before = [p.detach().clone() for p in engine.parameters()]
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    engine(0).backward()
+    grads = [p.grad.clone() for p in engine.parameters()]
+    try:
+        optimizer.step()
+        failed = False
+    except OSError:
+        failed = True
+    after = list(engine.parameters())
+    assert failed
+    assert [[*map(id, g["params"])] for g in optimizer.param_groups] == [[*map(id, g)] for g in groups]
+    return [
+        torch.equal(p, q) and p.dtype is p.grad.dtype is torch.bfloat16 and torch.equal(p.grad, grad)
+        for p, q, grad in zip(after, before, grads, strict=True)
+    ]
+
+
+def test_a_step_that_fails_leaves_parameters_gradients_and_groups_as_they_were(ranks):
+    for is_same in ranks(2, failing_step):
+        assert all(is_same)
+
+
+# ------------------------------------------------------- small updates, accumulation, clipping, skipped steps
+
+
+def small_updates():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(1 << 14))
+    model.forward = lambda: model.weight.sum()
+    torch.manual_seed(SEED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-14)
+    engine = zeroshard.initialize(model, optimizer, {"precision": BF16_MAIN}).engine
+    for _ in range(200):
+        engine.backward(engine())
+        engine.step()
+    return engine.full_state_dict().get("weight")
+
+
+def test_updates_far_below_the_spacing_of_bfloat16_move_the_mean_as_they_should(ranks):
+    assert torch.tensor(1.0).bfloat16() - 2**-14 == 1.0  # to nearest, nothing would ever move
+    weight = ranks(2, small_updates)[0]
+    spacing, share, num = 2**-8, 2**-6, 200  # below 1; of it a step; steps
+    sigma = spacing * (share * (1 - share) * num / weight.numel()) ** 0.5
+    assert weight.mean().item() == pytest.approx(1 - num * 2**-14, abs=5 * sigma)
+
+
+def uneven(name, step, shape):
+    """Micro-gradients of 1 + 4 * 2^-8 in the sum of five: bfloat16 would lose the small ones one by one."""
+    return torch.full(shape, 5.0 if step % 5 == 0 else 5 * 2**-8)
+
+
+def mean_of_five(name, step, shape):
+    return torch.full(shape, 1 + 4 * 2**-8)
+
+
+def accumulated():
+    found = []
+    for stage in range(4):
+        engine = start("SGD", stage, gradient_accumulation_steps=5)
+        for step in range(10):
+            engine.backward(engine(step if step != 1 else 6, uneven))
+            if step % 5 < 4:
+                held = engine.memory_report().gradients
+                found += [] if held >= 4 * sum(p.numel() for p in engine.parameters()) else [(stage, held)]
+            engine.step()
+        found += [(stage, name) for name in unequal(engine, want_accumulated())]
+        engine = start("SGD", stage)
+        with engine.no_sync():
+            for step in (5, 6, 7, 8):
+                (engine(step, uneven) / 5).backward()
+        (engine(9, uneven) / 5).backward()
+        if any((p.grad != 1 + 4 * 2**-8).any() for p in engine.parameters()):
+            found.append((stage, "no_sync"))
+    return found
+
+
+def want_accumulated():
+    return by_hand("SGD", build(), (0, 5), mean_of_five)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_micro_batches_add_up_in_float32_and_are_rounded_once(ranks, num_ranks):
+    assert ranks(num_ranks, accumulated) == [[]] * num_ranks
+
+
+def dropped_or_early():
+    """Sums that zero_grad() drops, and sums that a plain step takes before the boundary."""
+    found = []
+    for stage in (1, 3):
+        engine = start("SGD", stage, gradient_accumulation_steps=3)
+        engine.backward(engine(0))
+        engine.step()
+        engine.zero_grad()
+        found += [stage] if engine.memory_report().gradients else []
+        engine.backward(3 * engine(0))
+        engine.optimizer.step()
+        found += [(stage, name) for name in unequal(engine, by_hand("SGD", build(), [0]))]
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_zero_grad_drops_sums_and_a_plain_step_takes_them(ranks, num_ranks):
+    assert ranks(num_ranks, dropped_or_early) == [[]] * num_ranks
+
+
+MAX_NORM = 3.0
+
+
+def clipped_gradient(name, step, shape):
+    """The gradient times the factor, in float32, rounded to nearest."""
+    shapes = {n: p.shape for n, p in build().named_parameters() if is_used(n, step)}
+    whole = torch.cat([gradient(n, step, s).flatten() for n, s in shapes.items()])
+    factor = MAX_NORM / (whole.double().norm().float() + 1e-6)
+    return (gradient(name, step, shape) * factor).bfloat16().float()
+
+
+def clipped():
+    want = by_hand("SGD", build(), grads=clipped_gradient)
+    found = []
+    for stage in (0, 3):
+        engine = start("SGD", stage, clip_grad_norm=MAX_NORM)
+        train(engine)
+        found += unequal(engine, want)
+    return found
+
+
+def test_gradients_are_clipped_by_a_factor_of_float32(ranks):
+    assert ranks(2, clipped) == [[]] * 2
+
+
+def skipping():
+    engine = start("SGD", nonfinite="skip")
+    for step in range(NUM_STEPS):
+        bad = step == 2 and dist.get_rank() == 1
+        engine.backward(engine(step) * (float("inf") if bad else 1.0))
+        engine.step()
+    want = by_hand("SGD", build(), skipped=(2,))
+    return unequal(engine, want), engine.skipped_steps, engine.global_step
+
+
+def test_a_skipped_step_changes_nothing_and_is_not_counted(ranks):
+    assert ranks(2, skipping) == [([], 1, NUM_STEPS - 1)] * 2
+
+
+# ------------------------------------------------------------------------------------- checkpoints, memory
+
+
+def run_through(kind):
+    engine = start(kind)
+    train(engine, range(6))
+    return engine.full_state_dict()
+
+
+def save_halfway(kind, folder):
+    engine = start(kind)
+    train(engine, range(3))
+    engine.save_checkpoint(folder)
+
+
+def resume(kind, folder, stage):
+    engine = start(kind, stage, seed=99)
+    engine.load_checkpoint(folder)
+    train(engine, range(3, 6))
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("kind", ["fused AdamW", "AdamW8bit", "LAMB", "bitsandbytes"])
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped_at_any_number_of_ranks(ranks, tmp_path, kind):
+    want = ranks(2, run_through, kind)[0]
+    ranks(2, save_halfway, kind, tmp_path)
+    for num_ranks, stage in ((2, 3), (1, 0), (3, 1), (3, 3)):
+        got = ranks(num_ranks, resume, kind, tmp_path, stage)[0]
+        assert [name for name, value in want.items() if not torch.equal(got[name], value)] == []
+
+
+def load_rounding(folder, rounding):
+    """The error for a manifest that holds another rounding, or the one that goes on; None: it holds none."""
+    engine = start("SGD")
+    train(engine)
+    engine.save_checkpoint(folder)
+    file = next(folder.glob("step-3.*")) / MANIFEST
+    content = json.loads(file.read_bytes())["content"]
+    content["rounding"] = rounding
+    if rounding is None:
+        del content["rounding"]
+    crc = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    file.write_text(json.dumps({"crc32": crc, "content": content}))
+    other = start("SGD", seed=5)
+    try:
+        other.load_checkpoint(folder)
+    except RuntimeError as error:
+        return str(error)
+    return other._runtime.rounding.seed
+
+
+def test_a_checkpoint_with_a_damaged_seed_is_refused_and_one_without_leaves_the_present_one(ranks, tmp_path):
+    assert ranks(1, load_rounding, tmp_path / "none", None) == [5]
+    assert ranks(1, load_rounding, tmp_path / "other", {"seed": 6, "step": 3}) == [6]
+    for number, bad in enumerate(({"seed": "6", "step": 3}, {"seed": 6}, {"seed": 6, "step": 3, "x": 1})):
+        message = ranks(1, load_rounding, tmp_path / str(number), bad)[0]
+        assert f"damaged (stochastic rounding of {bad!r})" in message
+
+
+def between_dtypes(folder):
+    """From float32 to bfloat16, to nearest, and back; states stay what they are."""
+    found = []
+    wide = start("fused AdamW", precision={})
+    train(wide, range(2))
+    wide.save_checkpoint(folder / "wide")
+    narrow = start("fused AdamW", 2, seed=99)
+    narrow.load_checkpoint(folder / "wide")
+    wanted = wide.full_state_dict()
+    found += unequal(narrow, {name: value.bfloat16().float() for name, value in wanted.items()})
+    narrow.save_checkpoint(folder / "narrow")
+    again = start("fused AdamW", 3, precision={}, seed=99)
+    again.load_checkpoint(folder / "narrow")
+    found += unequal(again, narrow.full_state_dict())
+    states = [
+        {p.fqn: engine.optimizer.state[p]["exp_avg"] for p in engine.parameters()} for engine in (wide, again)
+    ]
+    found += [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
+    found += [value.dtype for value in states[1].values() if value.dtype is not torch.float32]
+    for engine in (narrow, again):
+        train(engine, range(2, 4))
+    found += [s["exp_avg"].dtype for s in narrow.optimizer.state.values() if s["exp_avg"].element_size() != 4]
+    return found
+
+
+def test_checkpoints_go_from_float32_to_bfloat16_and_back(ranks, tmp_path):
+    assert ranks(2, between_dtypes, tmp_path) == [[]] * 2
+
+
+def reload_states():
+    """torch's own way of saving a rank's states."""
+    engine = start("fused AdamW")
+    train(engine, range(2))
+    saved = copy.deepcopy(engine.optimizer.state_dict())
+    before = [p.detach().clone() for p in engine.parameters()]
+    engine.optimizer.load_state_dict(saved)
+    got = engine.optimizer.state_dict()["state"]
+    return all(
+        torch.equal(value, got[number][key]) and value.dtype is got[number][key].dtype
+        for number, state in saved["state"].items()
+        for key, value in state.items()
+    ) and all(torch.equal(p, q) for p, q in zip(engine.parameters(), before, strict=True))
+
+
+def test_load_state_dict_of_the_optimizer_keeps_states_in_float32(ranks):
+    assert ranks(2, reload_states) == [True] * 2
+
+
+def memory():
+    """By stage and accumulation: what is measured at the end of a step, and what is foretold."""
+    found = []
+    for stage in range(4):
+        for num_micro in (1, 2):
+            for precision in (BF16_MAIN, {"main_dtype": "bf16"}):
+                config = {"stage": stage, "gradient_accumulation_steps": num_micro, "precision": precision}
+                config["units"] = ["Block"]
+                foretold = zeroshard.estimate(build(), dist.get_world_size(), config)
+                gc.collect()
+                engine = start("SGD" if num_micro == 2 else "fused AdamW", **config)
+                for _ in range(num_micro):
+                    engine.backward(engine(0))
+                    report = engine.memory_report()
+                    engine._micro_step += 1
+                engine._micro_step = 0
+                gradients, parameters = report.gradients, report.parameters
+                engine.optimizer.step()
+                states = engine.memory_report().optimizer
+                size = sum(unit.numel for unit in engine.units)
+                found.append((stage, num_micro, precision, size, parameters, gradients, states, foretold))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_memory_at_rest_is_2_bytes_a_parameter_and_2_a_gradient_as_foretold(ranks, num_ranks):
+    n = num_ranks
+    for results in ranks(n, memory):
+        for stage, num_micro, precision, size, parameters, gradients, states, foretold in results:
+            case = stage, num_micro, precision
+            held = size if stage == 0 else size / n
+            in_bf16 = {0: 2, 1: 2, 2: 2, 3: 2 / n}[stage] * size
+            in_fp32 = 4 * size * (stage < 3) + 2 * held  # a copy to compute with, and the main parameters
+            assert parameters == (in_bf16 if precision == BF16_MAIN else in_fp32), case
+            assert parameters == foretold.parameters, case
+            padding = size - sum(p.numel() for p in build().parameters())
+            assert 0 <= 2 * held - gradients <= 2 * padding, case
+            if num_micro == 1:
+                assert foretold.gradients == 2 * held, case
+                assert 0 <= foretold.optimizer - (states - 4 * 5) <= 8 * padding, case
+            else:
+                assert foretold.gradients == 4 * (size if stage < 2 else held), case

@@ -1,0 +1,102 @@
+"""Stochastic rounding of float32 to bfloat16, with bits that can be computed anywhere.
+
+A bfloat16 is the upper half of a float32. A random number of 16 bits that is added carries into that half
+with a probability in proportion to the distance from the neighbour nearer to zero, so the mean of the results
+is the value (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", section 3). Updates far
+below the spacing of bfloat16 are kept on average, where rounding to nearest would lose every one.
+
+The random bits are a hash, not a generator's: the same at any number of ranks, stage and device.
+
+    key     the first 8 bytes, little-endian, of BLAKE2b of "seed:step:name"
+    word n  the n-th output, from 0, of SplitMix64 that starts at `key` (Steele, Lea, Flood 2014, figure 17)
+    bits    of element i of the whole parameter: the (i mod 4)-th 16 bits, from the lowest, of word i // 4
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.collectives import Axis
+
+_PER_WORD = 4
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_EXPONENT = 0x7F800000
+"""The bits of a float32 that are all set in what is infinite or nan."""
+_CHUNK_CPU, _CHUNK = 1 << 17, 1 << 22
+"""Elements that are rounded at a time: what is needed beside them stays in a CPU's caches."""
+
+
+@dataclass(slots=True)
+class Rounding:
+    """What the random bits of a step follow from, beside names; the same on all ranks."""
+
+    seed: int
+    step: int = 0
+    """How many were taken."""
+
+    @staticmethod
+    def agreed(axis: Axis) -> Rounding:
+        """With the seed of rank 0's random numbers; collective."""
+        return Rounding(axis.all_gather_object(torch.initial_seed(), "seed of stochastic rounding")[0])
+
+    def resume(self, other: Rounding) -> None:
+        """Go on as another would."""
+        self.seed, self.step = other.seed, other.step
+
+    def key(self, name: str) -> int:
+        """Of a parameter in this step."""
+        digest = blake2b(f"{self.seed}:{self.step}:{name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+
+@torch.no_grad()
+def round_into(out: Tensor, values: Tensor, key: int, start: int) -> None:
+    """Round each value to one of the two bfloat16 around it.
+
+    Args:
+        out: [n], bfloat16.
+        values: [n], float32; those that are bfloat16 already, infinite or nan stay.
+        key: of the parameter and step.
+        start: the place of the first value in the whole parameter.
+    """
+    chunk = _CHUNK_CPU if values.is_cpu else _CHUNK
+    for first in range(0, values.numel(), chunk):
+        part = values[first : first + chunk]
+        bits = random_bits(key, start + first, part.numel(), values.device)
+        out[first : first + chunk].copy_(_round(part, bits))
+
+
+def random_bits(key: int, start: int, num: int, device: torch.device | str = "cpu") -> Tensor:
+    """[num], int32, in [0, 65536): for the elements of a parameter from `start` on."""
+    first, last = start // _PER_WORD, -(-(start + num) // _PER_WORD)
+    words = torch.arange(first, last, device=device).mul_(_signed(_GAMMA)).add_(_signed(key + _GAMMA))
+    words = _mix(words, 30).mul_(_signed(0xBF58476D1CE4E5B9))
+    words = _mix(words, 27).mul_(_signed(0x94D049BB133111EB))
+    lanes = _mix(words, 31).view(torch.int16)  # the lowest first, as all devices store them
+    skipped = start - first * _PER_WORD
+    return lanes[skipped : skipped + num].int().bitwise_and_(0xFFFF)
+
+
+def _round(values: Tensor, bits: Tensor) -> Tensor:
+    """[n], float32: `bits`, [n], carry into the upper halves of the values; the lower ones become 0."""
+    words = values.contiguous().view(torch.int32)
+    # All of a nan is kept, whose bits would overflow or leave those of an infinity.
+    lower = words.bitwise_and(_EXPONENT).ne_(_EXPONENT).mul_(0xFFFF)
+    carried = bits.bitwise_and_(lower).add_(words)
+    return carried.bitwise_and_(lower.bitwise_not_()).view(torch.float32)
+
+
+def _mix(words: Tensor, shift: int) -> Tensor:
+    """Each word xor itself shifted to the right, zeros coming in."""
+    return words.bitwise_xor_(words.bitwise_right_shift(shift).bitwise_and_(_MASK >> shift))
+
+
+def _signed(word: int) -> int:
+    """64 bits as torch takes them; its products and sums wrap."""
+    word &= _MASK
+    return word - (1 << 64) if word >> 63 else word
