@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 MAIN_JOB = Path(__file__).parents[1] / "examples" / "finetune.py"
-OPTIMIZERS = ("adamw", "adamw8bit")
+OPTIMIZERS = ("adamw", "adamw8bit", "bitsandbytes.optim.AdamW8bit", "torchao.optim.AdamW8bit")
 """What the main job calls them; the first is what the others are compared with."""
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
 
@@ -56,9 +57,10 @@ def run(optimizer: str, seed: int, num_steps: int) -> Run:
 
 def run_all(seeds: Sequence[int], num_steps: int, console: Console) -> list[Run]:
     """Each optimizer with each seed, printed as they end and in a table."""
-    runs = []
+    runs: list[Run] = []
+    installed = [name for name in OPTIMIZERS if "." not in name or find_spec(name.partition(".")[0])]
     for seed in seeds:
-        for optimizer in OPTIMIZERS:
+        for optimizer in installed:
             runs.append(run(optimizer, seed, num_steps))
             console.print(f"{optimizer}, seed {seed}: evaluation loss {runs[-1].evaluation_after:.3f}")
     if runs:
@@ -71,7 +73,9 @@ def run_all(seeds: Sequence[int], num_steps: int, console: Console) -> list[Run]
 
 def rows_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """For each optimizer, the mean evaluation loss at the end, its ratio to the first one's, and all runs."""
-    by_optimizer = {name: [run for run in runs if run.optimizer == name] for name in OPTIMIZERS if runs}
+    by_optimizer: dict[str, list[Run]] = {}
+    for run in runs:
+        by_optimizer.setdefault(run.optimizer, []).append(run)
     means = {
         name: statistics.fmean(run.evaluation_after for run in own) for name, own in by_optimizer.items()
     }

@@ -7,8 +7,8 @@ Each steps a parameter of its own with the same gradient, and they take turns, i
 every round. What is compared are ratios to torch's fused float32 AdamW in the same round. Before that, a
 check that the first steps of all went the same way, as far as 8 bits tell.
 
-Then the states of the GPT that the other benchmarks train are counted, and `examples/finetune.py` is run with
-each optimizer that it knows and each seed, on 2 ranks.
+Then the states of the GPT that the other benchmarks train are counted, and `examples/finetune.py` is run on 2
+ranks with each seed and each of these optimizers that is installed.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import pkgutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -56,6 +57,16 @@ class History(NamedTuple):
 # ------------------------------------------------------------------------------------------------ setup
 
 
+def optimizer_class(name: str) -> Any:
+    """An option that names an optimizer, called as AdamW is."""
+    try:
+        return OPTIMIZERS.get(name) or pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"expected {', '.join(OPTIMIZERS)} or the path of a class, got {name!r}: {error}"
+        ) from None
+
+
 def at_least(minimum: int) -> Any:
     """An argparse type: an integer that isn't below `minimum`."""
 
@@ -81,7 +92,11 @@ def parse_args() -> argparse.Namespace:
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=at_least(2), default=500, metavar="N", help="(%(default)s)")
     training.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="adamw", help="with states in 32 or 8 bits (%(default)s)"
+        "--optimizer",
+        type=optimizer_class,
+        default="adamw",
+        metavar="adamw|adamw8bit|CLASS",
+        help="with states in 32 or 8 bits, or a class such as bitsandbytes.optim.AdamW8bit (%(default)s)",
     )
     training.add_argument("--lr", type=float, default=3e-3, help="highest learning rate (%(default)s)")
     training.add_argument("--seed", type=int, default=0)
@@ -289,7 +304,7 @@ def main() -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"finetune.py: {error}")
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = OPTIMIZERS[args.optimizer](model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.1)
+    optimizer = args.optimizer(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.1)
     engine, _, dataloader, _ = zeroshard.initialize(
         model,
         optimizer,

@@ -60,7 +60,18 @@ def _states(runtime: Runtime, optimizer: Optimizer | None) -> Iterator[Tensor]:
     for parameter in runtime.parameters:
         # Not `.get`: a state that is looked up is made by the optimizer's defaultdict.
         if parameter in optimizer.state:
-            yield from (value for value in optimizer.state[parameter].values() if isinstance(value, Tensor))
+            for value in optimizer.state[parameter].values():
+                if isinstance(value, Tensor):
+                    yield from _with_storage(value)
+
+
+def _with_storage(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor, or those that a subclass without a storage of its own wraps, as torchao's states are."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _with_storage(getattr(tensor, name))
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
