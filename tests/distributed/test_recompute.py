@@ -153,6 +153,75 @@ def test_buffers_that_a_forward_reads_and_changes_are_read_again_as_they_were(ra
     assert ranks(2, averaging) == [[], []]
 
 
+class SelfAttention(nn.Module):
+    """The same tensor three times: torch's layer projects it at once if it is one object."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return x + self.attention(x, x, value=x, need_weights=False)[0]
+
+
+def attending():
+    torch.manual_seed(0)
+    around = nn.Sequential(nn.Linear(7, 8), Checkpointed(SelfAttention()))
+    beside = nn.Sequential(nn.Linear(7, 8), SelfAttention())
+
+    def loss(net, number):
+        return net(numbers(number, 2, 5, 7)).square().mean()
+
+    def moved(net, number):
+        with torch.autograd.graph.save_on_cpu():
+            return loss(net, number)
+
+    found = []
+    for model, value in ((around, loss), (beside, moved)):
+        want = train_replicated(model, "SGD", 3, value)
+        for stage in (1, 3):
+            config = {"stage": stage, "units": ["MultiheadAttention"], "recompute": "unit"}
+            found += differences(f"stage {stage}", train_sharded(model, "SGD", 3, value, **config), want)
+    return found
+
+
+def test_an_input_given_twice_is_one_tensor_again_when_a_checkpoint_or_hooks_around_save_it(ranks):
+    assert ranks(2, attending) == [[], []]
+
+
+class ByKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+
+    def forward(self, *, states):
+        return self.linear(states).tanh()
+
+
+class CallsByKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.given = nn.ModuleList(ByKeyword() for _ in range(3)), []
+
+    def forward(self, x):
+        for block in self.blocks:
+            self.given.append(x)
+            x = block(states=x)
+        return x
+
+
+def saved_inputs():
+    engine, _ = start(CallsByKeyword(), "SGD", recompute="unit")
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, _same):
+        engine(numbers(0, 5, 7))
+    return [any(t.data_ptr() == x.data_ptr() for t in saved) for x in engine.module.given]
+
+
+def test_inputs_given_by_keyword_can_be_saved_elsewhere_too(ranks):
+    assert ranks(2, saved_inputs) == [[True] * 3] * 2
+
+
 def _same(tensor):
     return tensor
 

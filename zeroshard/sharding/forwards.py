@@ -74,11 +74,31 @@ def _checkpointed(module: nn.Module) -> Callable[..., Any]:
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             return nullcontext(), _with_buffers(before)
 
-        # Keywords are bound first: `checkpoint` has some of its own.
-        bound = functools.partial(forward, **kwargs)
-        return checkpoint(bound, *args, use_reentrant=False, context_fn=contexts)
+        once, inputs = _each_once(forward, args, kwargs)
+        return checkpoint(once, *inputs, use_reentrant=False, context_fn=contexts)
 
     return recomputed
+
+
+def _each_once(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """A forward that takes each object among its inputs once, all by position; and these inputs.
+
+    `checkpoint` saves its arguments one by one. Where hooks take what is saved (another checkpoint around,
+    `save_on_cpu`), a tensor given twice comes back as two, and a forward that asks whether they are one, as
+    MultiheadAttention does, computes something else. Keywords are not saved at all: no hook sees them, and
+    the random states of their devices are not kept. And `checkpoint` has keywords of its own.
+    """
+    given, keywords, num_args = [*args, *kwargs.values()], list(kwargs), len(args)
+    distinct = {id(value): value for value in given}
+    places = [list(distinct).index(id(value)) for value in given]
+
+    def once(*inputs: Any) -> Any:
+        values = [inputs[place] for place in places]
+        return forward(*values[:num_args], **dict(zip(keywords, values[num_args:], strict=True)))
+
+    return once, list(distinct.values())
 
 
 def _copy_buffers(module: nn.Module) -> Copies:
