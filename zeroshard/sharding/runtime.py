@@ -93,6 +93,8 @@ class Runtime:
         self.is_held = False
         """Whether everything stays gathered after a forward."""
         self._is_in_backward = False
+        self._has_had_backward = False
+        """Since the last forward."""
         self._makes_graph = False
         """Whether this backward makes a graph for another one, which needs the parameters once more."""
         self._backward: Callable[[], object] = object
@@ -249,6 +251,7 @@ class Runtime:
                 self._begin_forward()
             else:
                 self._called.append(unit)
+            unit.num_calls += torch.is_grad_enabled()
             self._free_idle(unit)
         unit.call = ForwardCall(unit, self._called)
         unit.unshard()
@@ -299,6 +302,9 @@ class Runtime:
         self._called, self._staying = [], set()
         for unit in self.units:
             unit.refresh()
+            if self._has_had_backward:
+                unit.num_calls = 0
+        self._has_had_backward = False
 
     def _end_forward(self) -> None:
         self._phase.is_in_forward = False
@@ -433,7 +439,8 @@ class Runtime:
         waiting = []
         while self._to_pass and self._to_pass[0].position > position:
             passed = self._to_pass.popleft()
-            if passed.open_calls and position >= 0:  # an earlier call of it is still to come
+            # An earlier call of it is still to come: here, or on ranks where nothing cut its gradient.
+            if (passed.open_calls or passed.num_calls > 1) and position >= 0:
                 waiting.append(passed)
                 continue
             if passed.joins_backward:  # without one here, other ranks may still have had one
@@ -472,7 +479,7 @@ class Runtime:
 
     def _end_backward(self) -> None:
         self._pass(-1)
-        self._is_in_backward = False
+        self._is_in_backward, self._has_had_backward = False, True
         self.reducer.end()
         for unit in self.units if self._makes_graph else ():
             unit.uninstall()
@@ -494,7 +501,7 @@ class Runtime:
             self._abandon_backward()
 
     def _abandon_backward(self) -> None:
-        self._is_in_backward = False
+        self._is_in_backward, self._has_had_backward = False, True
         self.reducer.abandon()
         self.put_away()
         self._here.leave()

@@ -92,6 +92,8 @@ class Unit:
         self.call = ForwardCall(self, ())
         """The forward under way, or the last one."""
         self.open_calls: WeakSet[ForwardCall] = WeakSet()
+        self.num_calls = 0
+        """Forwards with a graph since the last backward."""
         self.joins_backward = self.backward_needs_parameters
         """Whether its parameters are gathered in this backward: on all ranks, as soon as one needs them."""
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
