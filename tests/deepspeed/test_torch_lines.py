@@ -74,7 +74,7 @@ def test_an_optimizer_is_torchs_with_the_defaults_of_deepspeed(section, expected
         ),
         ({"type": "Muon"}, "'Muon' has no equivalent: it needs whole tensors"),
         ({"type": "OneBitAdam"}, "'OneBitAdam' has no equivalent"),
-        ({"type": "Lion"}, "'Lion' has no equivalent: it is not in torch"),
+        ({"type": "Lion"}, "'Lion' has no equivalent: use zeroshard.optim.Lion8bit"),
         ({"type": "AdamWW"}, "'AdamWW' is neither DeepSpeed's nor torch's; did you mean 'AdamW'?"),
         ({"type": "Optimizer"}, "'Optimizer' is neither DeepSpeed's nor torch's"),
         ({"params": {"lr": 1}}, "expected a section with a 'type' and 'params'"),

@@ -4,6 +4,7 @@ ones as the same class has them in one process, all to the bit.
 The model is linear in its parameters, with gradients whose mean over 1 to 4 ranks is exact.
 """
 
+import copy
 import functools
 import zlib
 from unittest import mock
@@ -361,3 +362,47 @@ def measure():
 def test_a_state_takes_a_byte_an_element_and_a_scale_for_each_block(ranks):
     for measured, expected in ranks(3, measure):
         assert measured == expected
+
+
+def by_hand():
+    """What the composable layer says of an optimizer that nobody took over."""
+    model = nn.Linear(80, 70)
+    runtime = zeroshard.shard(model, {"stage": 1})
+    try:
+        runtime.attach(bnb.AdamW8bit(model.parameters()))
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+def test_the_composable_layer_refuses_what_would_depend_on_slices(ranks):
+    for answer in ranks(2, by_hand):
+        assert "AdamW8bit would choose the precision of its states by this rank's slices" in answer
+
+
+def unattached(stage):
+    """Losses of the composable layer with an optimizer whose kernels autograd does not see."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 80), nn.Tanh(), nn.Linear(80, 70))
+    plain = copy.deepcopy(model)
+    zeroshard.shard(model, {"stage": stage})
+    x = torch.ones(3, 70)
+    losses = []
+    for net in (plain, model):
+        optimizer = bnb.AdamW32bit(net.parameters(), lr=1e-2)
+        own = []
+        for _ in range(3):
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own.append(loss.item())
+        losses.append(own)
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_replicated_parameters_follow_steps_that_autograd_does_not_see(ranks, stage):
+    for want, got in ranks(2, unattached, stage):
+        assert got == want
+        assert got[2] < got[1] < got[0]

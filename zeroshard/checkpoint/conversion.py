@@ -52,6 +52,10 @@ _ABSENT = {
 """With which value of a hyperparameter an optimizer is one that does not have it."""
 
 
+_MOST_STEPS = 1 << 53
+"""Float64 can't count further."""
+
+
 def family_of(name: str | None) -> Family | None:
     """The family of an optimizer's class; None: its states are nobody else's."""
     base = (name or "").removeprefix("Paged").removesuffix("8bit").removesuffix("32bit")
@@ -99,6 +103,8 @@ def convert_scalars(optimizer: Optimizer, saved: Mapping[str, Any], global_step:
         return dict(saved)
     scalars = {key: value for key, value in saved.items() if key != "step"}
     step = saved.get("step", global_step)
+    if not 0 <= step < _MOST_STEPS or step != int(step):
+        raise ValueError(f"step: expected a count of steps, came {step!r}")
     if kind in (SGD, LARS):
         return scalars
     if kind.__module__.startswith("torch."):

@@ -25,6 +25,8 @@ from zeroshard.checkpoint.save import VALUES
 from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, match_states, read_converted
 from zeroshard.checkpoint.tensors import TensorSlice, held_slices, read_model
 from zeroshard.data import parse_place
+from zeroshard.optim.eightbit.base import BlockwiseOptimizer
+from zeroshard.optim.layerwise import LayerWise
 from zeroshard.optim.scaling import LossScale
 from zeroshard.optim.statenames import from_common
 from zeroshard.sharding.parameter import ShardedParameter
@@ -162,10 +164,14 @@ def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_state
 def _convert_groups(
     optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], matches: Sequence[int | None]
 ) -> list[dict[str, Any] | None]:
-    return [
+    groups = [
         None if source is None else convert_group(optimizer, saved[source], group)
         for group, source in zip(optimizer.param_groups, matches, strict=True)
     ]
+    if isinstance(optimizer, BlockwiseOptimizer | LayerWise):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            optimizer.check_group({**group, **(values or {})})
+    return groups
 
 
 def _read_loss_scale(stored: Stored) -> LossScale | None:
@@ -354,7 +360,7 @@ def _restore_progress(plan: _Plan, present: Progress) -> Progress:
         global_step=manifest.global_step,
         skipped_steps=manifest.skipped_steps,
         loss_scale=plan.loss_scale if scale.is_dynamic and plan.loss_scale is not None else scale,
-        rounding=plan.rounding or present.rounding,
+        rounding=plan.rounding or (present.rounding and replace(present.rounding, step=manifest.global_step)),
     )
 
 

@@ -49,7 +49,7 @@ class Manifest:
     skipped_steps: int
     loss_scale: dict[str, Any] | None
     """Of float16."""
-    rounding: dict[str, Any] | None
+    rounding: dict[str, Any] | None = None
     """Of updates into bfloat16."""
     seed: int
     """From which ranks without saved generators derive theirs."""

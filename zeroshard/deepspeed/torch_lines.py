@@ -22,7 +22,8 @@ _NOT_IN_TORCH = "it is not in torch; use AdamW, or give initialize an element-wi
 _REFUSED = {
     **dict.fromkeys(("lamb", "onebitlamb"), _OTHER_LAMB),
     "muon": _WHOLE_TENSOR,
-    **dict.fromkeys(("lion", "muadam", "muadamw", "musgd", "onebitadam", "zerooneadam"), _NOT_IN_TORCH),
+    **dict.fromkeys(("muadam", "muadamw", "musgd", "onebitadam", "zerooneadam"), _NOT_IN_TORCH),
+    "lion": "use zeroshard.optim.Lion8bit, or give initialize an element-wise optimizer of your own",
     "onecycle": "use torch.optim.lr_scheduler.OneCycleLR or CyclicLR",
     "lrrangetest": "use torch.optim.lr_scheduler.LambdaLR",
 }

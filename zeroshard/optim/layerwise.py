@@ -80,7 +80,7 @@ class LayerWise(Optimizer):
         Raises:
             ValueError: a hyperparameter is out of its range.
         """
-        self._check({**self.defaults, **param_group})
+        self.check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def _set_trust(self, parts: Sequence[Part]) -> None:
@@ -95,7 +95,7 @@ class LayerWise(Optimizer):
             part.trust = torch.where((weight > 0) & (other > 0), ratio, 1.0).unbind()
 
     @abstractmethod
-    def _check(self, group: dict[str, Any]) -> None:
+    def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a hyperparameter that is out of its range."""
 
     @abstractmethod
@@ -155,7 +155,7 @@ class LARS(LayerWise):
         }
         super().__init__(params, defaults)
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def check_group(self, group: dict[str, Any]) -> None:
         _check_common(group)
         _check_number("momentum", group["momentum"], below=1.0)
         _check_number("trust_coefficient", group["trust_coefficient"])
@@ -227,7 +227,7 @@ class LAMB(LayerWise):
         }
         super().__init__(params, defaults)
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def check_group(self, group: dict[str, Any]) -> None:
         _check_common(group)
         _check_number("eps", group["eps"])
         betas = group["betas"]

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.optim import bitsandbytes
-from zeroshard.optim.eightbit.base import BlockwiseOptimizer
+from zeroshard.optim.eightbit.base import BlockwiseOptimizer, check_ranges
+from zeroshard.optim.eightbit.optimizers import RANGES, betas_range
 from zeroshard.sharding.parameter import ShardedParameter
 
 Overrides = dict[Tensor, dict[str, Any]]
@@ -88,6 +89,11 @@ def _theirs(optimizer: Any, names: Mapping[Any, str]) -> Overrides:
                 f"{where}: {type(optimizer).__name__} has {', '.join(known)}; came {unknown[0]!r}"
             )
         bitsandbytes.check_options(where, config)
+        ranges = {**RANGES, "betas": betas_range(len(optimizer.defaults["betas"]))}
+        try:
+            check_ranges(config, ranges)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
         overrides[parameter] |= config
     return overrides
 

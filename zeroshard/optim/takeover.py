@@ -133,6 +133,13 @@ def take_over(
             key: value if key == "step" else _slice_state(value, sharded) for key, value in state.items()
         }
     own: Overrides = {replacements[p]: settings for p, settings in overrides.items() if p in replacements}
+    if (isinstance(optimizer, BlockwiseOptimizer) or bitsandbytes.is_bitsandbytes(optimizer)) and any(
+        sharded.dtype is torch.float64 for group in optimizer.param_groups for sharded in group["params"]
+    ):
+        warnings.warn(
+            f"{_name(optimizer)} steps in float32, to which it rounds main parameters of float64",
+            stacklevel=3,
+        )
     if isinstance(optimizer, BlockwiseOptimizer):
         optimizer.overrides.clear()
         optimizer.overrides.update(own)

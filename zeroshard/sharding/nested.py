@@ -43,15 +43,27 @@ def find_tensors(value: Any) -> tuple[list[Tensor], bool]:
     return tensors, is_opaque
 
 
-def cast_floats(value: Any, dtype: torch.dtype, *, in_lists: bool = True) -> Any:
+def cast_floats(
+    value: Any,
+    dtype: torch.dtype,
+    *,
+    in_lists: bool = True,
+    done: dict[int, tuple[Tensor, Tensor]] | None = None,
+) -> Any:
     """Floating-point tensors in nested containers and dataclasses, in `dtype`.
 
     Args:
         in_lists: also those in lists and mappings, which are then copies: what is added to them is lost.
+        done: by id, tensors and what they became: one that is found again is the same object again.
     """
+    done = {} if done is None else done
 
     def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        if id(tensor) not in done:
+            done[id(tensor)] = tensor, tensor.to(dtype)
+        return done[id(tensor)][1]
 
     return _map(value, cast, None if in_lists else lambda part: isinstance(part, list | Mapping))
 

@@ -209,6 +209,16 @@ def _only_describes(func: Callable[..., Any]) -> bool:
 torch_optimizer._foreach_supported_types.append(ShardedParameter)
 
 
+def _count_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Let replicated parameters follow a step of kernels that autograd does not see, attached or not."""
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if type(p) is ShardedParameter]
+    if stepped:
+        torch.autograd.graph.increment_version(stepped)
+
+
+torch_optimizer.register_optimizer_step_post_hook(_count_change)
+
+
 REMEDY = (
     "It can be used where it is whole: inside the forward of its unit, or under engine.unsharded(module). "
     "To share it between modules, choose units= such that the forward of one unit holds every use"

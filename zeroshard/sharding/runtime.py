@@ -128,7 +128,16 @@ class Runtime:
         ]
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Follow an optimizer over the sharded parameters, whoever steps it."""
+        """Follow an optimizer over the sharded parameters, whoever steps it.
+
+        Raises:
+            ValueError: it is one of bitsandbytes', which `zeroshard.initialize` takes over.
+        """
+        if type(optimizer).__module__.startswith("bitsandbytes.") and "update_step" not in vars(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} would choose the precision of its states by this rank's slices: "
+                "expected it at zeroshard.initialize, which takes it over, or an optimizer of zeroshard.optim"
+            )
         runtime = weakref.ref(self)
         zero_grad = optimizer.zero_grad
 
@@ -532,5 +541,6 @@ def cast_inputs(
     Args:
         in_lists: also those in lists and mappings. Blocks hand on lists that later ones add to.
     """
-    cast = functools.partial(cast_floats, dtype=dtype, in_lists=in_lists)
+    # One tensor given twice stays one: MultiheadAttention computes otherwise where query, key and value are.
+    cast = functools.partial(cast_floats, dtype=dtype, in_lists=in_lists, done={})
     return tuple(map(cast, args)), {key: cast(value) for key, value in kwargs.items()}

@@ -5,6 +5,7 @@ Both kernels: numba's, and the torch operations that take its place.
 
 import copy
 import io
+import pickle
 import subprocess
 import sys
 import warnings
@@ -237,16 +238,19 @@ def test_a_learning_rate_can_be_a_tensor_and_be_scheduled(kernel):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (AdamW8bit, {"lr": -1}, "lr: expected a number >= 0, came -1"),
-        (AdamW8bit, {"lr": float("nan")}, "lr: expected a number >= 0, came nan"),
+        (AdamW8bit, {"lr": -1}, "lr: expected a finite number >= 0, came -1"),
+        (AdamW8bit, {"lr": float("nan")}, "lr: expected a finite number >= 0, came nan"),
         (AdamW8bit, {"betas": (0.9, 1.0)}, "betas: expected 2 numbers from 0 to below 1"),
         (AdamW8bit, {"betas": (0.9,)}, "betas: expected 2 numbers from 0 to below 1"),
         (AdamW8bit, {"betas": 0.9}, "betas: expected 2 numbers from 0 to below 1"),
-        (AdamW8bit, {"eps": "small"}, "eps: expected a number >= 0, came 'small'"),
+        (AdamW8bit, {"eps": "small"}, "eps: expected a finite number >= 0, came 'small'"),
         (AdEMAMix8bit, {"betas": (0.9, 0.999)}, "betas: expected 3 numbers from 0 to below 1"),
         (AdEMAMix8bit, {"t_alpha": 0}, "t_alpha: expected a number above 0 or None, came 0"),
-        (Lion8bit, {"weight_decay": -0.1}, "weight_decay: expected a number >= 0"),
+        (Lion8bit, {"weight_decay": -0.1}, "weight_decay: expected a finite number >= 0"),
         (SGD8bit, {"lr": 0.1, "momentum": 0}, "momentum: expected a number above 0 and below 1, came 0"),
+        (AdamW8bit, {"lr": float("inf")}, "lr: expected a finite number >= 0, came inf"),
+        (AdEMAMix8bit, {"betas": (0.0, 0.9, 0.9), "t_beta3": 9}, "the first and third above 0 with t_beta3"),
+        (AdamW8bit, {"min_8bit_size": True}, "min_8bit_size: expected an integer >= 0, came True"),
         (AdamW8bit, {"min_8bit_size": -1}, "min_8bit_size: expected an integer >= 0, came -1"),
     ],
 )
@@ -264,7 +268,7 @@ def test_a_group_is_checked_too():
 def test_a_sparse_gradient_is_refused():
     layer = nn.Embedding(100, 64, sparse=True)
     layer(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="expected a dense gradient"):
+    with pytest.raises(RuntimeError, match="expected a dense, real gradient"):
         AdamW8bit(layer.parameters()).step()
 
 
@@ -277,15 +281,17 @@ def test_a_nan_reaches_the_parameter(name, kernel):
         parameter.grad = torch.ones(5000)
         parameter.grad[300] = torch.nan
         optimizer.step()
-    if name != "Lion8bit":  # the sign of NaN
-        assert parameter[300].isnan()
+    assert parameter[300].isnan()
     assert parameter[:256].isfinite().all()
     assert parameter[512:].isfinite().all()
 
 
-def test_without_numba_there_is_one_warning():
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_without_numba_or_with_a_broken_one_there_is_one_warning(is_broken, tmp_path):
+    (tmp_path / "numba.py").write_text("raise RuntimeError('made for another NumPy')")
+    lack = f"sys.path.insert(0, {str(tmp_path)!r})" if is_broken else "sys.modules['numba'] = None"
     code = (
-        "import sys; sys.modules['numba'] = None\n"
+        f"import sys; {lack}\n"
         "import torch, warnings\n"
         "from torch import nn\n"
         "from zeroshard.optim import AdamW8bit\n"
@@ -297,6 +303,69 @@ def test_without_numba_there_is_one_warning():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stderr.count("without numba") == 1
     assert "pip install numba" in result.stderr
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_step_that_fails_is_not_counted(name, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no memory")
+
+    parameter = nn.Parameter(torch.ones(5000))
+    optimizer = KINDS[name]([parameter], **OPTIONS[name])
+    parameter.grad = torch.ones(5000)
+    optimizer.step()
+    with monkeypatch.context() as patch:
+        patch.setattr("zeroshard.optim.eightbit.optimizers.take_step", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            optimizer.step()
+    assert optimizer.state[parameter]["step"] == 1
+
+
+def test_what_differs_for_a_parameter_goes_with_a_copy_and_a_pickle():
+    parameter = nn.Parameter(torch.ones(5000))
+    optimizer = AdamW8bit([parameter], lr=0.1)
+    optimizer.override(parameter, {"lr": 0.0, "weight_decay": 0.0})
+    both = parameter, optimizer
+    for twin, other in (copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
+        twin.grad = torch.ones(5000)
+        other.step()
+        assert torch.equal(twin, parameter)
+
+
+def test_an_override_that_would_have_no_effect_is_refused():
+    parameter = nn.Parameter(torch.ones(5000))
+    optimizer = AdamW8bit([parameter])
+    with pytest.raises(ValueError, match="expected one of its parameters"):
+        optimizer.override(nn.Parameter(torch.ones(5000)), {"lr": 0.1})
+    parameter.grad = torch.ones(5000)
+    optimizer.step()
+    with pytest.raises(ValueError, match="expected before the first step"):
+        optimizer.override(parameter, {"min_8bit_size": 10_000})
+
+
+def test_what_other_hooks_make_of_a_state_dict_is_loaded():
+    parameter = nn.Parameter(torch.ones(5000))
+    optimizer = AdamW8bit([parameter])
+    parameter.grad = torch.ones(5000)
+    optimizer.step()
+    scales = optimizer.state[parameter]["exp_avg_absmax"].clone()
+
+    def double(_, state_dict):
+        state = {number: dict(own) for number, own in state_dict["state"].items()}
+        state[0]["exp_avg_absmax"] = state[0]["exp_avg_absmax"] * 2
+        return {**state_dict, "state": state}
+
+    optimizer.register_load_state_dict_pre_hook(double)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert torch.equal(optimizer.state[parameter]["exp_avg_absmax"], scales * 2)
+
+
+def test_the_scale_of_zeros_has_no_sign(kernel):
+    parameter = nn.Parameter(torch.ones(256 * 64))
+    optimizer = AdamW8bit([parameter])
+    parameter.grad = torch.zeros(256 * 64)
+    optimizer.step()
+    assert (optimizer.state[parameter]["exp_avg_absmax"].view(torch.int32) == 0).all()
 
 
 def test_with_numba_there_is_no_warning():

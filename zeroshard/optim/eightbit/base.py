@@ -27,9 +27,14 @@ class BlockwiseOptimizer(Optimizer):
         """Let a parameter differ from its group, also by `min_8bit_size`.
 
         Raises:
-            ValueError: a hyperparameter is unknown, out of its range, or the same for all of a group.
+            ValueError: a hyperparameter is unknown, out of its range, or the same for all of a group; the
+                parameter is not the optimizer's, or has its states already.
         """
         self.check_override(hyperparameters)
+        if not any(parameter is held for group in self.param_groups for held in group["params"]):
+            raise ValueError(f"{type(self).__name__}: expected one of its parameters, came another one")
+        if "min_8bit_size" in hyperparameters and self.state.get(parameter):
+            raise ValueError("min_8bit_size: expected before the first step of a parameter, came after it")
         self.overrides[parameter] = {**self.overrides.get(parameter, {}), **hyperparameters}
 
     def check_override(self, hyperparameters: Mapping[str, Any]) -> None:
@@ -40,12 +45,15 @@ class BlockwiseOptimizer(Optimizer):
                     f"{type(self).__name__}: of a single parameter, one can override "
                     f"{', '.join(self._overridable)}; came {key!r}"
                 )
-        self._check({**self.defaults, **hyperparameters})
+        self.check_group({**self.defaults, **hyperparameters})
 
     @property
     def overrides(self) -> dict[Tensor, dict[str, Any]]:
-        """By parameter; made when first asked for: a copy or a pickle of an optimizer has no such thing."""
+        """By parameter."""
         return self.__dict__.setdefault("_overrides", {})  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_overrides": self.overrides}
 
     def settings(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """The hyperparameters of a parameter: those of its group, and its own."""
@@ -53,11 +61,18 @@ class BlockwiseOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` gave; codes and scales keep their dtypes."""
-        super().load_state_dict(state_dict)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        given: dict[str, Any] = {}  # what other hooks have made of it
+        last = self.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        for group in self.param_groups:  # an optimizer of torch has none of it
+            group.setdefault("min_8bit_size", self.defaults["min_8bit_size"])
+        numbers = [number for group in given["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
-            for key, value in state_dict["state"].get(number, {}).items():
+            for key, value in given["state"].get(number, {}).items():
                 if isinstance(value, Tensor):  # torch's own gives states the dtype of their parameter
                     self.state[parameter][key] = value.to(parameter.device, copy=True)
 
@@ -65,14 +80,14 @@ class BlockwiseOptimizer(Optimizer):
     def _overridable(self) -> tuple[str, ...]:
         return tuple(self.defaults)
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def check_group(self, group: dict[str, Any]) -> None:
         check_ranges(group, _RANGES)
 
 
 Ranges = Mapping[str, tuple[Callable[[Any], bool], str]]
 
 _RANGES: Ranges = {
-    "min_8bit_size": (lambda x: isinstance(x, int) and x >= 0, "an integer >= 0"),
+    "min_8bit_size": (lambda x: isinstance(x, int) and x is not True and x >= 0, "an integer >= 0"),
 }
 
 

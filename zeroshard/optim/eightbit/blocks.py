@@ -77,7 +77,7 @@ class Quantized(NamedTuple):
         """
         missing = round_up(values.numel(), BLOCK) - values.numel()
         rows = _by_blocks(torch.nn.functional.pad(values, (0, missing)) if missing else values)
-        torch.maximum(rows.amax(1), rows.amin(1).neg_(), out=self.absmax)
+        torch.maximum(rows.amax(1), rows.amin(1).neg_(), out=self.absmax).abs_()  # no zeros with a sign
         inverse = self.absmax.reciprocal()
         inverse.masked_fill_(inverse.isinf(), 0.0)
         codes = self.book.nearest((rows * inverse[:, None]).view(-1))

@@ -12,6 +12,7 @@ from typing import Any
 import numba
 import numpy as np
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from zeroshard.optim.eightbit.blocks import Quantized
 from zeroshard.optim.eightbit.rules import Rule, Scalars
@@ -158,7 +159,7 @@ def step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[Quantized], scalars:
     if p.numel() % BLOCK:
         rest = slice(whole * BLOCK, None)
         _step_cut_block(update, p[rest], g[rest], numbers, [state.part(whole, whole + 1) for state in states])
-    p[:0].zero_()  # numpy's writes are no change to autograd, and replicated parameters follow changes
+    increment_version(p)  # of which numpy knows nothing, and replicated parameters follow changes
 
 
 def _step_cut_block(update: Any, p: Tensor, g: Tensor, numbers: Any, states: Sequence[Quantized]) -> None:

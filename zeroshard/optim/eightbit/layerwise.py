@@ -27,7 +27,7 @@ class _LayerWise8bit(BlockwiseOptimizer, LayerWise):
         self.defaults["min_8bit_size"] = min_8bit_size
         for group in self.param_groups:
             group.setdefault("min_8bit_size", min_8bit_size)
-            self._check(group)
+            self.check_group(group)
 
     def _begun(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, its step counted."""
@@ -35,7 +35,7 @@ class _LayerWise8bit(BlockwiseOptimizer, LayerWise):
         if not state:
             threshold = self.settings(parameter, group)["min_8bit_size"]
             state.update(states.begin(self.rule, parameter, threshold))
-        state["step"] += 1
+        state["step"] = int(state["step"]) + 1
         return state
 
 
@@ -62,9 +62,9 @@ class LAMB8bit(_LayerWise8bit, LAMB):
         LAMB.__init__(self, params, lr, betas, eps, weight_decay, trust_ratio=trust_ratio)
         self._set_threshold(min_8bit_size)
 
-    def _check(self, group: dict[str, Any]) -> None:
-        LAMB._check(self, group)
-        super()._check(group)
+    def check_group(self, group: dict[str, Any]) -> None:
+        LAMB.check_group(self, group)
+        super().check_group(group)
 
     def _measure(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> Tensors:
         return [self._update(*pair, group) for pair in zip(parameters, grads, strict=True)]
@@ -103,9 +103,9 @@ class LARS8bit(_LayerWise8bit, LARS):
         LARS.__init__(self, params, lr, momentum, weight_decay, trust_coefficient, trust_ratio=trust_ratio)
         self._set_threshold(min_8bit_size)
 
-    def _check(self, group: dict[str, Any]) -> None:
-        LARS._check(self, group)
-        super()._check(group)
+    def check_group(self, group: dict[str, Any]) -> None:
+        LARS.check_group(self, group)
+        super().check_group(group)
 
     def _apply(self, part: Part) -> None:
         group, parameters = part.group, part.parameters

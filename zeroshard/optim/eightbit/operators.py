@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import bitsandbytes.functional as F
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from zeroshard.optim.eightbit.blocks import Exact, Quantized, State
 from zeroshard.optim.eightbit.rules import Numbers, Rule
@@ -45,6 +46,7 @@ def call(rule: Rule, p: Tensor, g: Tensor, one: State, two: State | None, number
         two: the last one, if there is another.
         numbers: of this step.
     """
+    increment_version(p)  # operators change it unseen by autograd, and replicated parameters follow changes
     beta1, beta2, beta3 = (*numbers.betas, 0.0, 0.0)[:3]
     if isinstance(one, Quantized):
         assert two is None or isinstance(two, Quantized), "quantized alike"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -31,7 +32,7 @@ class ElementWise(BlockwiseOptimizer):
         Raises:
             ValueError: a hyperparameter is out of its range.
         """
-        self._check({**self.defaults, **param_group})
+        self.check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -55,26 +56,28 @@ class ElementWise(BlockwiseOptimizer):
     def _step(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
         gradient = parameter.grad
         assert gradient is not None, "it is stepped because of it"
-        if gradient.layout is not torch.strided:
-            raise RuntimeError(f"expected a dense gradient, got one of layout {gradient.layout}")
+        if gradient.layout is not torch.strided or gradient.is_complex():
+            raise RuntimeError(
+                f"expected a dense, real gradient, got one of {gradient.dtype} and layout {gradient.layout}"
+            )
         state = self.state[parameter]
         if not state:
             state.update(states.begin(self.rule, parameter, group["min_8bit_size"]))
-        state["step"] += 1
-        values = states.flat(parameter)
+        step, values = int(state["step"]) + 1, states.flat(parameter)
         take_step(
             self.rule,
             values,
             states.flat(gradient),
             states.read(self.rule, state),
-            Numbers.of(group, state["step"]),
+            Numbers.of(group, step),
         )
+        state["step"] = step
         if values.data_ptr() != parameter.data_ptr():
             parameter.copy_(values.view(parameter.shape))
 
-    def _check(self, group: dict[str, Any]) -> None:
-        super()._check(group)
-        check_ranges(group, {**_RANGES, "betas": _betas_range(self.num_betas)})
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        check_ranges(group, {**RANGES, "betas": betas_range(self.num_betas)})
 
 
 class AdamW8bit(ElementWise):
@@ -197,15 +200,26 @@ class AdEMAMix8bit(ElementWise):
         defaults = {"lr": lr, "betas": betas, "alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3}
         super().__init__(params, {**defaults, "eps": eps, "weight_decay": weight_decay}, min_8bit_size)
 
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        beta1, _, beta3 = group["betas"]
+        if group["t_beta3"] is not None and not (beta1 and beta3):
+            raise ValueError(
+                f"betas: expected the first and third above 0 with t_beta3, came {group['betas']!r}"
+            )
 
-_RANGES: Ranges = {
-    **dict.fromkeys(("lr", "eps", "weight_decay", "alpha"), (lambda x: x >= 0, "a number >= 0")),
+
+RANGES: Ranges = {
+    **dict.fromkeys(
+        ("lr", "eps", "weight_decay", "alpha"), (lambda x: 0 <= x < math.inf, "a finite number >= 0")
+    ),
     **dict.fromkeys(("t_alpha", "t_beta3"), (lambda x: x is None or x > 0, "a number above 0 or None")),
     "momentum": (lambda x: 0 < x < 1, "a number above 0 and below 1"),
 }
 
 
-def _betas_range(num: int) -> tuple[Callable[[Any], bool], str]:
+def betas_range(num: int) -> tuple[Callable[[Any], bool], str]:
+    """Of `betas`, which are so many."""
     return (
         lambda betas: len(betas) == num and all(0 <= beta < 1 for beta in betas),
         f"{num} numbers from 0 to below 1",

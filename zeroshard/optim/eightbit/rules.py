@@ -91,7 +91,10 @@ class Rule:
 
 def _root(x: Tensor) -> Tensor:
     """The square root, rounded exactly: on the CPU, torch's may be off by the last bit."""
-    return torch.from_numpy(np.sqrt(x.numpy())) if x.is_cpu else x.sqrt()
+    if not x.is_cpu:
+        return x.sqrt()
+    with np.errstate(invalid="ignore"):  # nan goes on as nan
+        return torch.from_numpy(np.sqrt(x.numpy()))
 
 
 def _adam_scalars(n: Numbers) -> Scalars:
@@ -118,7 +121,8 @@ def _lion(p: Tensor, g: Tensor, states: Sequence[Tensor], scalars: Scalars) -> N
     """Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", program 1."""
     beta1, rest1, beta2, rest2, decay, lr = scalars
     (m,) = states
-    direction = (m * beta1).add_(g * rest1).sign_()
+    direction = (m * beta1).add_(g * rest1)
+    direction = direction.sign().where(direction.isnan().logical_not_(), direction)  # torch has 0 for nan
     p.mul_(decay).sub_(direction.mul_(lr))
     m.mul_(beta2).add_(g * rest2)
 

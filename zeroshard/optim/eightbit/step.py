@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
+from importlib import import_module
 
 from torch import Tensor
 
@@ -60,12 +60,14 @@ def step_in_chunks(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], nu
 
 @cache
 def _has(library: str) -> bool:
-    """Whether what makes steps fast is there; warns once if not."""
-    if find_spec(library) is not None:
-        return True
-    warnings.warn(
-        f"8-bit optimizer states without {library}: steps are the same, but take several times as long. "
-        f"pip install {library}",
-        stacklevel=2,
-    )
-    return False
+    """Whether what makes steps fast is there and works; warns once if not."""
+    try:
+        import_module(library)
+    except Exception as error:  # a library that was built for another one may raise anything
+        warnings.warn(
+            f"8-bit optimizer states without {library} ({error}): steps are the same, but take several times "
+            f"as long. pip install {library}",
+            stacklevel=2,
+        )
+        return False
+    return True
