@@ -405,4 +405,4 @@ def unattached(stage):
 def test_replicated_parameters_follow_steps_that_autograd_does_not_see(ranks, stage):
     for want, got in ranks(2, unattached, stage):
         assert got == want
-        assert got[2] < got[1] < got[0]
+        assert len(set(got)) == 3
