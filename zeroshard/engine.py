@@ -28,7 +28,7 @@ from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.guard import StepGuard
 from zeroshard.sharding import access
 from zeroshard.sharding.methods import WholeOnly, as_forward, held_unsharded
-from zeroshard.sharding.runtime import cast_inputs
+from zeroshard.sharding.nested import cast_inputs
 from zeroshard.sharding.unit import UnitInfo
 
 LossFunction = Callable[[Any, Any], Tensor]

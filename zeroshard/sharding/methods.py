@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.sharding.runtime import Runtime, cast_inputs
+from zeroshard.sharding.nested import cast_inputs
+from zeroshard.sharding.runtime import Runtime
 
 
 def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -66,6 +67,19 @@ def cast_floats(
         return done[id(tensor)][1]
 
     return _map(value, cast, None if in_lists else lambda part: isinstance(part, list | Mapping))
+
+
+def cast_inputs(
+    module: torch.nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype, in_lists: bool = True
+) -> tuple[Any, Any]:
+    """A forward pre-hook: float tensors among the inputs in `dtype`.
+
+    Args:
+        in_lists: also those in lists and mappings. Blocks hand on lists that later ones add to.
+    """
+    # One tensor given twice stays one: MultiheadAttention computes otherwise where query, key and value are.
+    cast = functools.partial(cast_floats, dtype=dtype, in_lists=in_lists, done={})
+    return tuple(map(cast, args)), {key: cast(value) for key, value in kwargs.items()}
 
 
 def view_tensors(value: Any) -> Any:

@@ -26,17 +26,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm.pool import BufferPool
+from zeroshard.sharding.attach import follow
 from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.gradients import Gradients
-from zeroshard.sharding.nested import cast_floats, find_tensors, view_tensors
+from zeroshard.sharding.nested import cast_floats, cast_inputs, find_tensors, view_tensors
 from zeroshard.sharding.norms import NormsOverRanks, UsesNorms
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.rounding import Rounding
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
-from zeroshard.sharding.widening import Starts, widen_steps
+from zeroshard.sharding.widening import widen_steps
 
 DRAIN_S = 5.0
 """Seconds to wait for exchanges under way when nobody needs them any more."""
@@ -74,7 +75,7 @@ class Runtime:
         self.rounding = rounding
         self._order = UnitOrder(units)
         self.reducer = Reducer(units, context.axes.dp, pool, self._order)
-        self._here = context.axes.dp.here
+        self.here = context.axes.dp.here
         self._num_prefetch = num_prefetch
         self._reshard_after_forward, self._output_dtype = reshard_after_forward, output_dtype
         self._is_alone = context.axes.dp.size == 1 and all(unit.is_resident for unit in units)
@@ -133,38 +134,11 @@ class Runtime:
         Raises:
             ValueError: it is one of bitsandbytes', which `zeroshard.initialize` takes over.
         """
-        if type(optimizer).__module__.startswith("bitsandbytes.") and "update_step" not in vars(optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} would choose the precision of its states by this rank's slices: "
-                "expected it at zeroshard.initialize, which takes it over, or an optimizer of zeroshard.optim"
-            )
-        runtime = weakref.ref(self)
-        zero_grad = optimizer.zero_grad
-
-        def before(optimizer: Optimizer, *_: Any) -> None:
-            if (self := runtime()) is not None:
-                _check_sharded(optimizer)
-                self.before_step()
-                self._here.enter("the optimizer step")
-
-        def after(*_: Any) -> None:
-            if (self := runtime()) is not None:
-                self.after_step()
-                self._here.leave()
-
-        @functools.wraps(zero_grad)
-        def zero_all(set_to_none: bool = True) -> None:
-            if (self := runtime()) is not None:
-                self.drop_deferred()
-            zero_grad(set_to_none)
-
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+        follow(self, optimizer)
         if isinstance(optimizer, UsesNorms):
             optimizer.norms_of = NormsOverRanks(self.buffers, self.context.axis)
-        optimizer.zero_grad = zero_all  # type: ignore[method-assign]
         if self.rounding is not None:
-            widen_steps(optimizer, [_starts(unit) for unit in self.units], self.rounding)
+            widen_steps(optimizer, [unit.starts() for unit in self.units], self.rounding)
 
     def before_step(self) -> None:
         """Make the gradients ready for an optimizer: reduce what was deferred.
@@ -270,7 +244,7 @@ class Runtime:
         unit.wait()
         unit.install()
         if not is_in_backward():
-            self._here.enter("the forward of ", unit.described)
+            self.here.enter("the forward of ", unit.described)
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
         """Hook the outputs for backward; the output, or views of it."""
@@ -300,9 +274,9 @@ class Runtime:
             if unit is self.root:
                 self.abandon_forward()
             if self._phase.is_in_forward:
-                self._here.enter("the forward of ", self.root.described)
+                self.here.enter("the forward of ", self.root.described)
             else:
-                self._here.leave()
+                self.here.leave()
 
     def _begin_forward(self) -> None:
         self.abandon_forward()
@@ -416,7 +390,7 @@ class Runtime:
         if unit.backward_needs_parameters:
             unit.wait()
             unit.install()  # a part of it may be recomputed
-        self._here.enter("the backward of ", unit.described)
+        self.here.enter("the backward of ", unit.described)
 
     def _begin_backward(self) -> None:
         self._is_in_backward = True
@@ -494,7 +468,7 @@ class Runtime:
             unit.uninstall()
         if not self._makes_graph:
             self.put_away()
-        self._here.leave()
+        self.here.leave()
 
     def put_away(self) -> None:
         """Show sharded parameters and free the others, unless they are held."""
@@ -513,34 +487,4 @@ class Runtime:
         self._is_in_backward, self._has_had_backward = False, True
         self.reducer.abandon()
         self.put_away()
-        self._here.leave()
-
-
-def _check_sharded(optimizer: Optimizer) -> None:
-    """Refuse a parameter that came after sharding: its gradient is this rank's alone."""
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if not isinstance(parameter, ShardedParameter):
-                raise RuntimeError(
-                    f"group {number} of the optimizer holds a parameter of shape {list(parameter.shape)} "
-                    "that was added after the model was sharded: add modules and groups before initialize"
-                )
-
-
-def _starts(unit: Unit) -> Starts:
-    """Of what is trained."""
-    trained = (buffer for buffer in unit.buffers if buffer.trainable)
-    return {p: buffer.start(index) for buffer in trained for index, p in enumerate(buffer.sharded)}
-
-
-def cast_inputs(
-    module: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype, in_lists: bool = True
-) -> tuple[Any, Any]:
-    """A forward pre-hook: float tensors among the inputs in `dtype`.
-
-    Args:
-        in_lists: also those in lists and mappings. Blocks hand on lists that later ones add to.
-    """
-    # One tensor given twice stays one: MultiheadAttention computes otherwise where query, key and value are.
-    cast = functools.partial(cast_floats, dtype=dtype, in_lists=in_lists, done={})
-    return tuple(map(cast, args)), {key: cast(value) for key, value in kwargs.items()}
+        self.here.leave()

@@ -17,7 +17,7 @@ from zeroshard.comm.collectives import Handle
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.nested import copy_tensors
-from zeroshard.sharding.parameter import describe_unit
+from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 
 
 class UnitState(Enum):
@@ -223,6 +223,11 @@ class Unit:
     def start_reduce(self) -> None:
         for gradients in self.gradients:
             gradients.start_reduce()
+
+    def starts(self) -> dict[ShardedParameter, int]:
+        """Of what is trained, where this rank's slices start in the whole parameters."""
+        trained = (buffer for buffer in self.buffers if buffer.trainable)
+        return {p: buffer.start(index) for buffer in trained for index, p in enumerate(buffer.sharded)}
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a backward that failed."""

@@ -1,0 +1,73 @@
+"""Around the steps of an optimizer: gradients are made ready before, parameters gathered after."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+
+from zeroshard.comm.whereabouts import Whereabouts
+from zeroshard.sharding.parameter import ShardedParameter
+
+
+class Stepped(Protocol):
+    """What a runtime does around the steps of an optimizer."""
+
+    here: Whereabouts
+
+    def before_step(self) -> None:
+        """Make the gradients ready."""
+
+    def after_step(self) -> None:
+        """Let replicated parameters follow."""
+
+    def drop_deferred(self) -> None:
+        """Forget gradients that were not reduced yet."""
+
+
+def follow(runtime: Stepped, optimizer: Optimizer) -> None:
+    """Hook a runtime to an optimizer, which does not keep it alive.
+
+    Raises:
+        ValueError: as `Runtime.attach`.
+    """
+    if type(optimizer).__module__.startswith("bitsandbytes.") and "update_step" not in vars(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} would choose the precision of its states by this rank's slices: "
+            "expected it at zeroshard.initialize, which takes it over, or an optimizer of zeroshard.optim"
+        )
+    weak, zero_grad = weakref.ref(runtime), optimizer.zero_grad
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        if (runtime := weak()) is not None:
+            _check_sharded(optimizer)
+            runtime.before_step()
+            runtime.here.enter("the optimizer step")
+
+    def after(*_: Any) -> None:
+        if (runtime := weak()) is not None:
+            runtime.after_step()
+            runtime.here.leave()
+
+    @functools.wraps(zero_grad)
+    def zero_all(set_to_none: bool = True) -> None:
+        if (runtime := weak()) is not None:
+            runtime.drop_deferred()
+        zero_grad(set_to_none)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    optimizer.zero_grad = zero_all  # type: ignore[method-assign]
+
+
+def _check_sharded(optimizer: Optimizer) -> None:
+    """Refuse a parameter that came after sharding: its gradient is this rank's alone."""
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if not isinstance(parameter, ShardedParameter):
+                raise RuntimeError(
+                    f"group {number} of the optimizer holds a parameter of shape {list(parameter.shape)} "
+                    "that was added after the model was sharded: add modules and groups before initialize"
+                )
