@@ -210,13 +210,14 @@ torch_optimizer._foreach_supported_types.append(ShardedParameter)
 
 
 def _count_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Let replicated parameters follow a step of kernels that autograd does not see, attached or not."""
+    """Let replicated parameters follow a step whose kernels autograd does not see, attached or not."""
     stepped = [p for group in optimizer.param_groups for p in group["params"] if type(p) is ShardedParameter]
     if stepped:
         torch.autograd.graph.increment_version(stepped)
 
 
-torch_optimizer.register_optimizer_step_post_hook(_count_change)
+# Before the step: what is attached to a runtime gathers right after it, and must not be told once more.
+torch_optimizer.register_optimizer_step_pre_hook(_count_change)
 
 
 REMEDY = (
