@@ -33,7 +33,8 @@ def follow(runtime: Stepped, optimizer: Optimizer) -> None:
     Raises:
         ValueError: as `Runtime.attach`.
     """
-    if type(optimizer).__module__.startswith("bitsandbytes.") and "update_step" not in vars(optimizer):
+    is_theirs = any(base.__module__.startswith("bitsandbytes.") for base in type(optimizer).__mro__)
+    if is_theirs and "update_step" not in vars(optimizer):  # of its class: nobody took it over
         raise ValueError(
             f"{type(optimizer).__name__} would choose the precision of its states by this rank's slices: "
             "expected it at zeroshard.initialize, which takes it over, or an optimizer of zeroshard.optim"

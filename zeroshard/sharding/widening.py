@@ -3,7 +3,7 @@
 For the time of a step a parameter holds its values, and its gradient, in float32: the same object in the same
 group, so neither the optimizer nor its states need to know. Then the values are rounded stochastically into
 the main parameter. An optimizer that treats each parameter by itself steps unit by unit, so that memory for
-float32 is that of one unit.
+float32 is that of one unit; after an exception, units before it have had their step.
 """
 
 from __future__ import annotations

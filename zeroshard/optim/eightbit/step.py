@@ -65,8 +65,8 @@ def _has(library: str) -> bool:
         import_module(library)
     except Exception as error:  # a library that was built for another one may raise anything
         warnings.warn(
-            f"8-bit optimizer states without {library} ({error}): steps are the same, but take several times "
-            f"as long. pip install {library}",
+            f"8-bit optimizer states without {library} ({error}): steps take several times as long. "
+            f"pip install {library}",
             stacklevel=2,
         )
         return False
