@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -57,18 +58,68 @@ def test_released_buffers_are_freed_and_those_in_use_are_not(pool):
 
 
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.booleans()), max_size=40))
-def test_no_buffer_is_in_use_twice_and_no_more_are_made_than_are_in_use_at_once(steps):
+def test_no_buffer_is_in_use_twice_and_no_more_bytes_are_held_than_were_in_use_at_once(steps):
     pool = BufferPool(torch.device("cpu"))
     used = {kind: [] for kind in KINDS}
-    made = {kind: {} for kind in KINDS}
-    most = dict.fromkeys(KINDS, 0)
+    in_use = most = 0
     for kind, is_take in steps:
         if is_take:
             buffer = pool.take(*kind)
-            assert all(buffer is not other for other in used[kind])
+            assert all(buffer is not other for buffers in used.values() for other in buffers)
             used[kind].append(buffer)
-            made[kind][id(buffer)] = buffer
-            most[kind] = max(most[kind], len(used[kind]))
         elif used[kind]:
             pool.give(used[kind].pop(0))
-    assert {kind: len(buffers) for kind, buffers in made.items()} == most
+        in_use = sum(buffer.nbytes for buffers in used.values() for buffer in buffers)
+        most = max(most, in_use)
+        assert in_use <= pool.num_bytes <= most
+
+
+def test_buffers_of_one_size_are_made_once(pool):
+    places = set()
+    for _ in range(5):
+        first, second = pool.take(torch.float32, 8), pool.take(torch.float32, 8)
+        places |= {first.data_ptr(), second.data_ptr()}
+        pool.give(first)
+        pool.give(second)
+    assert len(places) == 2
+
+
+def test_the_oldest_free_buffers_make_room_for_another_size(pool):
+    """As in a model whose units all have other sizes."""
+    for size in range(100, 0, -1):
+        pool.give(pool.take(torch.float32, size))
+        assert pool.num_bytes <= 4 * 100
+    for size in range(1, 200):
+        pool.give(pool.take(torch.float32, size))
+        assert pool.num_bytes <= 4 * max(100, size)
+
+
+def test_ranges_that_were_asked_for_are_zero_and_are_cleared_once(pool):
+    zeros = (slice(2, 4), slice(7, 8))
+    other = pool.take(torch.float32, 8)
+    buffer = pool.take(torch.float32, 8, zeros)
+    assert not any(buffer[part].any() for part in zeros)
+    buffer[0:2] = 5.0
+    place = buffer.data_ptr()
+    pool.give(buffer, zeros)
+    pool.give(other.fill_(3.0))
+    with mock.patch.object(torch, "_foreach_zero_", side_effect=AssertionError):
+        again = pool.take(torch.float32, 8, zeros)
+    assert again.data_ptr() == place
+    assert not any(again[part].any() for part in zeros)
+
+
+def test_a_buffer_that_somebody_keeps_is_no_longer_counted(pool):
+    kept = pool.take(torch.float32, 8)
+    pool.forget(kept)
+    assert pool.num_bytes == 0
+    assert pool.take(torch.float32, 8) is not kept
+
+
+def test_on_an_accelerator_nothing_is_kept():
+    pool = BufferPool(torch.device("meta"))
+    buffer = pool.take(torch.float32, 8)
+    assert pool.num_bytes == 32
+    pool.give(buffer)
+    assert pool.num_bytes == 0
+    assert pool.take(torch.float32, 8) is not buffer

@@ -2,29 +2,81 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+Ranges = Sequence[slice]
+"""Parts of a flat buffer."""
+
 
 class BufferPool:
-    """Uninitialized 1-D buffers by dtype and size; empty between two backward passes.
+    """1-D buffers by dtype, size and the ranges that hold zeros; empty between two backward passes.
 
-    On a GPU a buffer must be given back only when the compute stream has waited for its last use.
+    On a CPU new memory is slow: the kernel clears each of its pages. So buffers that were given back are
+    kept, but never more than were in use at once: a new buffer drops the oldest free ones until all of them
+    together are no more than the highest number of bytes that this backward has had in use. On an accelerator
+    torch's caching allocator is the pool, and this one keeps nothing. There a buffer must be given back only
+    when the compute stream has waited for its last use.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: dict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
+        self._device, self._keeps = device, device.type == "cpu"
+        self._free: list[tuple[object, Tensor]] = []
+        """Kinds and buffers, the one that was given back last at the end."""
+        self._bytes_in_use = 0
+        self._most_in_use = 0
 
-    def take(self, dtype: torch.dtype, size: int) -> Tensor:
-        free = self._free[dtype, size]
-        return free.pop() if free else torch.empty(size, dtype=dtype, device=self._device)
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers, those in use and the free ones."""
+        return self._bytes_in_use + self._bytes_free
 
-    def give(self, buffer: Tensor) -> None:
-        self._free[buffer.dtype, buffer.numel()].append(buffer)
+    def take(self, dtype: torch.dtype, size: int, zeros: Ranges = ()) -> Tensor:
+        """A buffer whose elements are zero in the ranges `zeros` and uninitialized elsewhere.
+
+        Args:
+            dtype: of the elements.
+            size: number of elements.
+            zeros: nobody writes anything but zeros there until the buffer is given back.
+        """
+        buffer = self._find(_kind(dtype, size, zeros))
+        if buffer is None:
+            buffer = torch.empty(size, dtype=dtype, device=self._device)
+            if zeros:
+                torch._foreach_zero_([buffer[part] for part in zeros])  # one kernel for all of them
+        self._bytes_in_use += buffer.nbytes
+        self._most_in_use = max(self._most_in_use, self._bytes_in_use)
+        while self._free and self.num_bytes > self._most_in_use:
+            self._free.pop(0)
+        return buffer
+
+    def give(self, buffer: Tensor, zeros: Ranges = ()) -> None:
+        """Take a buffer back, with the `zeros` that it was asked for with."""
+        self.forget(buffer)
+        if self._keeps:
+            self._free.append((_kind(buffer.dtype, buffer.numel(), zeros), buffer))
+
+    def forget(self, buffer: Tensor) -> None:
+        """A buffer that was taken now belongs to somebody else and will not be given back."""
+        self._bytes_in_use -= buffer.nbytes
 
     def release(self) -> None:
-        """Return the memory of every free buffer."""
+        """Return the memory of every free buffer, at the end of a backward."""
         self._free.clear()
+        self._most_in_use = self._bytes_in_use
+
+    @property
+    def _bytes_free(self) -> int:
+        return sum(buffer.nbytes for _, buffer in self._free)
+
+    def _find(self, kind: object) -> Tensor | None:
+        for place in reversed(range(len(self._free))):
+            if self._free[place][0] == kind:
+                return self._free.pop(place)[1]
+        return None
+
+
+def _kind(dtype: torch.dtype, size: int, zeros: Ranges) -> object:
+    return dtype, size, tuple((part.start, part.stop) for part in zeros)

@@ -42,9 +42,12 @@ def recompute_forwards(units: Sequence[Unit]) -> None:
     Args:
         units: the root unit first; it is left as it is.
     """
+    with_hooks = {unit.module: unit for unit in units}
     inside: set[nn.Module] = set()
     for module in _branches(units):
         if module not in inside:
+            for part in set(module.modules()) & with_hooks.keys() - {module}:
+                with_hooks[part].recomputed_in.append(with_hooks[module])
             inside.update(module.modules())
             module.forward = _checkpointed(module)
 

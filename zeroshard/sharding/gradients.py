@@ -59,9 +59,11 @@ class Gradients:
         self._sums: list[Tensor | None] = []
 
     is_kept = False
-    """Whether this backward's sums wait for those of a later one, in more bits than a p.grad has."""
+    """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits."""
     has_more = False
-    """Whether a gradient has arrived since the last reduction."""
+    """True if a gradient has arrived since the last reduction."""
+    is_reducing = False
+    """True while an exchange is under way or to come."""
 
     @property
     def has_deferred(self) -> bool:
@@ -105,8 +107,11 @@ class Gradients:
     def start_reduce(self) -> None:
         """Start the reduction; parameters without a gradient count zeros."""
 
+    def settle(self) -> None:
+        """Wait for the exchange under way, so that the packed buffer is free."""
+
     def progress(self) -> None:
-        """Wait for the exchange under way, and start the next one if the reduction needs two."""
+        """Wait for the exchange under way, and start the next one if the reduction needs several."""
 
     def complete(self) -> None:
         """Finish a reduction that was started; its gradients wait for delivery."""
@@ -151,6 +156,8 @@ class ReducedGradients(Gradients):
         self._context, self._pool, self._tag = context, pool, tag
         self._reduce_dtype = buffer.plan.reduce_dtype
         self._scale = 1.0 / context.axes.dp.size
+        self._factor: Tensor | None = None
+        """[1], on the device: the same number."""
         num = len(buffer.sharded)
         self._slices = [buffer.layout.parameter(index).slice for index in range(num)]
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
@@ -159,7 +166,10 @@ class ReducedGradients(Gradients):
         self._filled = [False] * num
         self._flat: Tensor | None = None
         self._is_deferred = False
-        self._reduction: Iterator[None] = iter(())
+        self._zeros = tuple(gap.slice for gap in buffer.layout.gaps)
+        """The padding of `flat`: zeros from the pool, and nothing else is written there."""
+        self._reduction: Iterator[bool] = iter(())
+        self._is_exchanging = False
         self._reduced: Tensor | None = None
 
     @property
@@ -169,6 +179,10 @@ class ReducedGradients(Gradients):
     @property
     def has_more(self) -> bool:  # type: ignore[override]
         return self.state is GradientState.PACKING
+
+    @property
+    def is_reducing(self) -> bool:  # type: ignore[override]
+        return self.state is GradientState.REDUCING
 
     @property
     def local_bytes(self) -> int:
@@ -187,19 +201,28 @@ class ReducedGradients(Gradients):
         self._move(GradientState.PACKING)
         if self._flat is None:
             self._is_deferred = defer
-            dtype = self.buffer.plan.wide_dtype if defer else self._reduce_dtype
-            self._flat = self._pool.take(dtype, self.buffer.layout.total)
+            self._flat = self._take(self.buffer.plan.wide_dtype if defer else self._reduce_dtype)
         target = self._flat[self._slices[index]]
         scale = 1.0 if self._is_deferred else self._scale
         if self._filled[index]:
             target.add_(gradient, alpha=scale)
         elif scale == 1.0:
             target.copy_(gradient)
-        elif gradient.dtype == target.dtype:
-            torch.mul(gradient, scale, out=target)
         else:
-            target.copy_(gradient).mul_(scale)
+            self._write_scaled(target, gradient)
         self._filled[index] = True
+
+    def _write_scaled(self, target: Tensor, gradient: Tensor) -> None:
+        """Write `gradient` times 1/N into `target`: one kernel on an accelerator, whatever their dtypes."""
+        if gradient.dtype == target.dtype:
+            torch.mul(gradient, self._scale, out=target)
+        elif target.is_cpu:  # a product of two dtypes would make a copy first, in new memory
+            target.copy_(gradient).mul_(self._scale)
+        else:
+            if self._factor is None:  # with one dimension, unlike a number, it takes part in type promotion
+                wide = torch.promote_types(gradient.dtype, target.dtype)
+                self._factor = torch.full((1,), self._scale, dtype=wide, device=target.device)
+            torch.mul(gradient, self._factor, out=target)
 
     def start_reduce(self) -> None:
         self.complete()
@@ -209,56 +232,60 @@ class ReducedGradients(Gradients):
         self._reduction = self._reduce(self._finish_packing())
         self.progress()
 
-    def _reduce(self, flat: Tensor) -> Iterator[None]:
-        """Sum `flat` over all ranks. A `yield` leaves an exchange under way; the next step waits for it."""
+    def _reduce(self, flat: Tensor) -> Iterator[bool]:
+        """Sum `flat` over all ranks. Yields True while an exchange is under way, False before another one."""
         buffer, axes = self.buffer, self._context.axes
         in_place = buffer.main_span.size == buffer.layout.total and flat.dtype == buffer.plan.wide_dtype
         if in_place:
             result = flat
+            self._pool.forget(flat)
         else:
             result = torch.empty(buffer.main_span.size, dtype=buffer.plan.wide_dtype, device=flat.device)
         own = result if buffer.is_partial else result[buffer.layout.shard(axes.dp_shard.rank).slice]
         yield from self._scatter(axes.dp_shard, flat, own)
         if not in_place:
-            self._pool.give(flat)
+            self._pool.give(flat, self._zeros)
         if axes.dp_replicate.size > 1:
             part = own.chunk(axes.dp_replicate.size)[axes.dp_replicate.rank]
+            yield False
             yield from self._scatter(axes.dp_replicate, own, part)
+            yield False
             yield from self._gather(axes.dp_replicate, own, part)
         if not buffer.is_partial:
+            yield False
             yield from self._gather(axes.dp_shard, result, own)
         self._absorb(result)
+        self._move(GradientState.REDUCED)
 
-    def _scatter(self, axis: Axis, flat: Tensor, own: Tensor) -> Iterator[None]:
+    def _scatter(self, axis: Axis, flat: Tensor, own: Tensor) -> Iterator[bool]:
         label = f"reduce-scatter of the gradients of {self.buffer.describe()}"
         with self._context.streams.reduce.after_compute():
             handle = axis.reduce_scatter(flat, own, self._pool, tag=self._tag, label=label)
             mark = self._context.streams.reduce.mark()
-        yield
+        yield True
         handle.wait()
         mark.wait()
 
-    def _gather(self, axis: Axis, flat: Tensor, own: Tensor) -> Iterator[None]:
+    def _gather(self, axis: Axis, flat: Tensor, own: Tensor) -> Iterator[bool]:
         """The second half of an all-reduce, where several ranks need the same gradient."""
         label = f"all-gather of the gradients of {self.buffer.describe()}"
         with self._context.streams.reduce.after_compute():
             handle = axis.all_gather(flat, own, tag=self._tag, label=label)
             mark = self._context.streams.reduce.mark()
-        yield
+        yield True
         handle.wait()
         mark.wait()
 
+    def _take(self, dtype: torch.dtype) -> Tensor:
+        """A flat buffer whose padding is zero."""
+        return self._pool.take(dtype, self.buffer.layout.total, self._zeros)
+
     def _finish_packing(self) -> Tensor:
         """The flat gradients, scaled, in the reduce dtype, with zeros where none arrived."""
-        layout = self.buffer.layout
-        if self._flat is None:
-            self._flat = self._pool.take(self._reduce_dtype, layout.total)
-        flat, self._flat = self._flat, None
-        for index, filled in enumerate(self._filled):
-            if not filled:
-                flat[layout.parameter(index).slice].zero_()
-        for gap in layout.gaps:
-            flat[gap.slice].zero_()
+        flat, self._flat = self._take(self._reduce_dtype) if self._flat is None else self._flat, None
+        missing = [flat[part] for part, filled in zip(self._slices, self._filled, strict=True) if not filled]
+        if missing:
+            torch._foreach_zero_(missing)
         self._filled = [False] * len(self._filled)
         if not self._is_deferred:
             return flat
@@ -266,18 +293,21 @@ class ReducedGradients(Gradients):
         flat.mul_(self._scale)
         if flat.dtype == self._reduce_dtype:
             return flat
-        reduced = self._pool.take(self._reduce_dtype, layout.total).copy_(flat)
-        self._pool.give(flat)
+        reduced = self._take(self._reduce_dtype).copy_(flat)
+        self._pool.give(flat, self._zeros)
         return reduced
 
+    def settle(self) -> None:
+        if self._is_exchanging:
+            self._is_exchanging = next(self._reduction, False)
+
     def progress(self) -> None:
-        next(self._reduction, None)
+        self.settle()
+        self._is_exchanging = next(self._reduction, False)
 
     def complete(self) -> None:
-        if self.state is GradientState.REDUCING:
-            for _ in self._reduction:
-                pass
-            self._move(GradientState.REDUCED)
+        while self.is_reducing:
+            self.progress()
 
     def _absorb(self, result: Tensor) -> None:
         """Keep reduced gradients until it is known which of them any rank used."""
@@ -318,6 +348,8 @@ class ReducedGradients(Gradients):
         self.complete()
         super().drop()
         num = len(self.used)
+        if self._flat is not None:
+            self._pool.forget(self._flat)
         self._flat = self._reduced = None
         self._is_deferred = False
         self._arrived, self._filled = [False] * num, [False] * num

@@ -1,9 +1,10 @@
-"""The order in which units run: what is gathered ahead, what has had its backward, what is reduced next.
+"""The order in which units run: the units that are gathered ahead in forward, and the order of reductions.
 
-A rank learns it from its own forwards. Where ranks take different branches, they leave out different units,
-and their orders differ. Reductions must start in one order on all ranks, or two of them would each wait for
-what the other has not begun. So the ranks agree on one before the first reduction, and again after a rank has
-met a new unit or another order.
+A rank learns it from its own forwards. Reductions must start in one order on all ranks, or two ranks would
+each wait for a reduction that the other has not begun. Where parameters are gathered in a forward, all ranks
+make the same calls, and the order in which a backward leaves units is known to all of them. Elsewhere ranks
+may take different branches and leave out different units. There the ranks agree on one order before the first
+reduction, and again after a rank has met a new unit or another order.
 """
 
 from __future__ import annotations
@@ -37,14 +38,17 @@ class UnitOrder:
 
     Args:
         units: the root unit first.
+        is_common: True where all ranks make the same calls, so that nothing has to be agreed on.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], *, is_common: bool) -> None:
+        self._is_common = is_common
         self._by_name = {unit.name: unit for unit in units}
         self.units: list[Unit] = []
         self.has_changed = False
-        """Whether this rank has met something new since the ranks last agreed."""
-        self._agreed: list[Unit] = []
+        """True if this rank has met a new unit or another order since the ranks last agreed."""
+        self._left: list[Unit] = []
+        """The order in which all ranks reduce: agreed on, or that of the last backward."""
 
     def follow(self, called: Sequence[Unit], has_backward: bool) -> None:
         """Take in the units of a forward, in the order of their calls; without a backward, only new ones."""
@@ -52,32 +56,35 @@ class UnitOrder:
         is_other = has_backward and any(a > b for a, b in pairwise(positions))
         if is_other or -1 in positions:
             self._set(merge([called, self.units] if is_other else [self.units, called]))
-            self.has_changed = True
+            self.has_changed = not self._is_common
+
+    def leave(self, units: Sequence[Unit]) -> None:
+        """A backward begins that leaves units in this order."""
+        if self._is_common:
+            self._left = [unit for unit in units if unit is not self._by_name[""]]
 
     def agree(self, axis: Axis) -> None:
         """Make one order of those of all ranks."""
+        if self._is_common:
+            return
         own = [unit.name for unit in self.units]
         everyone = axis.all_gather_object(own, "agreement on the order of units")
-        self._agreed = [self._by_name[name] for name in merge(everyone)]
-        self._set(list(self._agreed))
+        merged = [self._by_name[name] for name in merge(everyone)]
+        self._left = merged[::-1]
+        self._set(merged)
         self.has_changed = False
 
     def of_reductions(self) -> list[Unit]:
         """All units in the order in which they are reduced, the same on all ranks; the root comes last."""
         root, *others = self._by_name.values()
-        agreed = set(self._agreed)
-        unknown = [unit for unit in reversed(others) if unit not in agreed]
-        return [*reversed(self._agreed), *unknown, root]
+        known = set(self._left)
+        unknown = [unit for unit in reversed(others) if unit not in known]
+        return [*self._left, *unknown, root]
 
     def following(self, unit: Unit, num: int) -> list[Unit]:
         """The next ones in forward; of the root, the first. None where the unit is new."""
         is_known = unit.position >= 0 or unit is self._by_name[""]
         return self.units[unit.position + 1 : unit.position + 1 + num] if is_known else []
-
-    def preceding(self, unit: Unit, num: int) -> list[Unit]:
-        """The next ones in backward; of the root, the last. None where the unit is new."""
-        end = len(self.units) if unit is self._by_name[""] else max(0, unit.position)
-        return self.units[max(0, end - num) : end][::-1]
 
     def _set(self, units: list[Unit]) -> None:
         self.units = units

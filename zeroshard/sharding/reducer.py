@@ -1,25 +1,42 @@
-"""The gradients of all units: reduced as they arrive, delivered together at the end of a backward."""
+"""The gradients of all units: reduced as they arrive, delivered together at the end of a backward.
+
+[Note: Two packed units] A packed buffer is as large as its unit. At any time of a backward there are those of
+one unit that is being packed, of one unit whose first exchange is under way, and of the root. So before a
+unit is packed, all reductions but the newest wait for their exchange. Further exchanges of a reduction
+(between shard groups, or back to all ranks) start only where a reduction starts, so that their order is the
+same on all ranks.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.pool import BufferPool
-from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.unit import Unit
 
-MAX_IN_FLIGHT = 2
-"""Reductions under way: each holds a packed buffer."""
+
+class _Agreed(NamedTuple):
+    """How a backward has ended on all ranks together."""
+
+    used: list[list[bool]]
+    """For each buffer and parameter, True if any rank has a gradient."""
+    again: list[Unit]
+    """The units whose gradients came in two parts on any rank, of which one is still to be reduced."""
+    has_changed: bool
+    """True if any rank has met another order of units."""
+    has_failed: bool
+    """True if any rank's backward has ended in an exception."""
 
 
 class Reducer:
-    """Start reductions, keep a few in flight, agree on what was used, deliver.
+    """Start reductions, keep a few under way, agree on which parameters were used, deliver.
 
     Args:
         units: the root unit first.
@@ -35,10 +52,11 @@ class Reducer:
         self._must_agree = True
         """Whether the next reductions begin with an agreement on the order of units; on all ranks alike."""
         self._to_start: deque[Unit] = deque()
-        """What this backward has not begun to reduce, in the order of all ranks."""
+        """The units that this backward has not begun to reduce, in the order of all ranks."""
         self._ready: set[str] = set()
         """Names of units whose reduction may start when those before them have started."""
-        self._in_flight: deque[Gradients] = deque()
+        self._under_way: list[Unit] = []
+        """Units whose reductions are under way, the newest last."""
         self.is_deferring = False
         """Whether backward adds gradients up locally and sends nothing."""
         self._has_more = False
@@ -46,7 +64,7 @@ class Reducer:
         self.is_half = any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers)
         """Whether gradients pass through float16, where small ones vanish: the loss must be scaled."""
         self.lacks_scale = self.is_half
-        """Whether a gradient that arrives now is one of a loss that was not scaled."""
+        """True if a gradient that arrives now is one of a loss that was not scaled."""
         self._has_deferred = False
         self._is_tainted = False
 
@@ -106,19 +124,45 @@ class Reducer:
         while self._to_start and self._to_start[0].name in self._ready:
             self._start(self._to_start.popleft())
 
+    def start_complete(self, unit: Unit) -> bool:
+        """Start the reduction of a unit that has all of its gradients.
+
+        Returns:
+            True if it has been started, now or before in this backward.
+        """
+        if unit.name in self._ready:
+            return True
+        if self.is_deferring or not unit.is_complete:
+            return False
+        self.start(unit)
+        return True
+
+    def make_room(self) -> None:
+        """Before a buffer is packed: free those of all reductions but the newest."""
+        for unit in self._under_way[:-1]:
+            unit.settle_reduce()
+
     def _start(self, unit: Unit) -> None:
+        self._progress(but=1)
         unit.start_reduce()
-        self._in_flight.extend(unit.gradients)
-        while len(self._in_flight) > MAX_IN_FLIGHT:
-            self._in_flight.popleft().progress()
+        if unit.is_reducing:
+            self._under_way.append(unit)
+
+    def _progress(self, but: int) -> None:
+        """Let all reductions under way, but the newest ones, come to their next exchange."""
+        for unit in self._under_way[: len(self._under_way) - but]:
+            unit.progress_reduce()
+        self._under_way = [unit for unit in self._under_way if unit.is_reducing]
+
+    def _finish(self) -> None:
+        """Bring all reductions under way to their end."""
+        while self._under_way:
+            self._progress(but=0)
 
     def _start_rest(self) -> None:
-        """Start what this backward has not reduced, or not all of, the root last."""
+        """Start what this backward has not reduced, the root last."""
         while self._to_start:
             self._start(self._to_start.popleft())
-        for unit in self._order.of_reductions():
-            if any(gradients.has_more for gradients in unit.gradients):
-                self._start(unit)
 
     def end(self) -> None:
         """A backward has ended: reduce what is left and deliver, or keep the sums."""
@@ -154,31 +198,58 @@ class Reducer:
                 gradients.drop()
 
     def abandon(self) -> None:
-        """A backward has ended in an exception: forget what has not been delivered.
+        """A backward has ended in an exception: forget the gradients that have not been delivered.
 
-        Other ranks, with other branches, may have started what this one has not.
+        Other ranks may have started reductions that this one has not, and may come to their end. So the rest
+        is reduced here as well, and the agreement tells the other ranks.
         """
-        if self._to_start:
+        if not self.is_deferring:
             self._start_rest()
+            self._agree(has_failed=True)
+        self._drop()
+
+    def _drop(self) -> None:
         delivered = any(p.grad is not None for gradients in self._all for p in gradients.buffer.sharded)
         self._is_tainted |= delivered or self._has_deferred
         self._has_deferred = False
-        self._in_flight.clear()
         for unit in self._units:
             unit.drop_gradients()
         self._pool.release()
 
     def _deliver(self) -> None:
-        """Reduce what this backward has not; then hand gradients to the parameters."""
+        """Reduce what this backward has not; then hand gradients to the parameters.
+
+        Raises:
+            RuntimeError: the backward of another rank has ended in an exception.
+        """
         self._start_rest()
-        flags = [flag for gradients in self._all for flag in gradients.used] + [self._order.has_changed]
-        answer = self._axis.any(flags, "agreement on which parameters got a gradient")
-        for gradients in self._in_flight:
-            gradients.progress()
-        self._in_flight.clear()
-        used = iter(answer())
-        for gradients in self._all:
-            gradients.deliver([next(used) for _ in gradients.used])
-        self._must_agree = next(used)
+        agreed = self._agree(has_failed=False)
+        if agreed.has_failed:
+            self._drop()
+            raise RuntimeError(
+                "the backward of another rank has ended in an exception: the gradients of this micro-batch "
+                "are incomplete and were dropped on all ranks"
+            )
+        for unit in agreed.again:
+            self._start(unit)
+        self._finish()
+        for gradients, used in zip(self._all, agreed.used, strict=True):
+            gradients.deliver(used)
+        self._must_agree = agreed.has_changed
         self._pool.release()
         self._has_deferred = any(gradients.is_kept for gradients in self._all)
+
+    def _agree(self, has_failed: bool) -> _Agreed:
+        """Tell all ranks how this backward has ended here; meanwhile reductions come to their end."""
+        units = self._order.of_reductions()
+        flags = [flag for gradients in self._all for flag in gradients.used]
+        flags += [*(unit.has_more for unit in units), self._order.has_changed, has_failed]
+        answer = self._axis.any(flags, "agreement on which parameters got a gradient")
+        self._finish()
+        flag = iter(answer())
+        return _Agreed(
+            used=[[next(flag) for _ in gradients.used] for gradients in self._all],
+            again=[unit for unit in units if next(flag)],
+            has_changed=next(flag),
+            has_failed=next(flag),
+        )

@@ -1,15 +1,12 @@
 """The hooks: gather a unit just before it is used, free it right after, reduce its gradients.
 
-    before forward    unshard this, prefetch the next, wait for this
-    after forward     put the sharded parameters back; the storage goes when the next unit begins
-    before backward   everything after this unit has had its backward: reduce and free what is left of it;
-                      unshard this, prefetch the one before, wait for this. It begins with the first
-                      gradient of an output, or of a layer inside whose values have left beside the outputs
-    a gradient        pack it; when the unit has all of its gradients, start the reduction
-    end of backward   reduce what is left, agree on which parameters were used, deliver, free
-
-Autograd runs the nodes of a backward in the reverse order of their creation. So when the gradient of a
-unit's output arrives, all that ran after this unit has had its backward, and it is safe to free it.
+before forward    unshard this, prefetch the next, wait for this
+after forward     put the sharded parameters back; the storage goes when the next unit begins
+before backward   take the turns of the backward up to this unit, see `backward.py`; wait for it. It begins
+with the first gradient of an output, or of a layer inside whose values have left beside
+the outputs
+a gradient        pack it; when the unit has all of its gradients and it is its turn, start the reduction
+end of backward   take the turns that are left, agree on which parameters were used, deliver, free
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +24,7 @@ from torch.optim import Optimizer
 from zeroshard.comm.pool import BufferPool
 from zeroshard.sharding.attach import follow
 from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward
+from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.nested import cast_floats, cast_inputs, find_tensors, view_tensors
@@ -36,7 +33,7 @@ from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.rounding import Rounding
-from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
+from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitInfo, UnitState, Visit
 from zeroshard.sharding.widening import widen_steps
 
 DRAIN_S = 5.0
@@ -73,7 +70,8 @@ class Runtime:
     ) -> None:
         self.root, self.units, self.context = units[0], tuple(units), context
         self.rounding = rounding
-        self._order = UnitOrder(units)
+        makes_same_calls = context.placements.frees_parameters and context.axes.dp_replicate.size == 1
+        self._order = UnitOrder(units, is_common=makes_same_calls)
         self.reducer = Reducer(units, context.axes.dp, pool, self._order)
         self.here = context.axes.dp.here
         self._num_prefetch = num_prefetch
@@ -86,7 +84,10 @@ class Runtime:
         """Units whose forward has ended and whose storage goes when another unit begins."""
         self._staying: set[Unit] = set()
         """Units that stay gathered from this forward to its backward."""
-        self._to_pass: deque[Unit] = deque()
+        self._clock = 0
+        """Ticks at each beginning and end of a forward of a unit."""
+        self._notes_calls = False
+        """True while the forward under way may have a backward; all ranks alike."""
         self._has_warned = False
         self._phase = context.phase
         self.is_in_method = False
@@ -98,6 +99,8 @@ class Runtime:
         """Since the last forward."""
         self._makes_graph = False
         """Whether this backward makes a graph for another one, which needs the parameters once more."""
+        self._walk = self._begin_walk()
+        """Of the backward under way, or the last one."""
         self._backward: Callable[[], object] = object
         """Gives None when the backward that was begun has ended in an exception."""
         for unit in units:
@@ -165,6 +168,9 @@ class Runtime:
         """If a forward was begun, it has ended in an exception. Gradients stay as they are."""
         if self._phase.is_in_forward and not is_in_backward():
             self._phase.is_in_forward = False
+            for unit in self.units:
+                if unit.visit is not None and unit.visit.began >= self.root.call.began:
+                    unit.visit = None
             self._idle, self._called, self._staying = [], [], set()
             self.put_away()
 
@@ -229,14 +235,15 @@ class Runtime:
         """Free what has ended, gather this unit and start to gather the next, and show it in the modules."""
         if self._is_within_method(unit):
             return
-        if not is_in_backward():
+        if is_in_backward():
+            self._begin_second_call(unit)
+        else:
             if unit is self.root:
                 self._begin_forward()
             else:
                 self._called.append(unit)
-            unit.num_calls += torch.is_grad_enabled()
             self._free_idle(unit)
-        unit.call = ForwardCall(unit, self._called)
+            self._begin_call(unit)
         unit.unshard()
         if not is_in_backward():
             for upcoming in self._order.following(unit, self._num_prefetch):
@@ -245,6 +252,40 @@ class Runtime:
         unit.install()
         if not is_in_backward():
             self.here.enter("the forward of ", unit.described)
+
+    def _begin_call(self, unit: Unit) -> None:
+        """Note that a call begins; ranks whose graphs differ note the same."""
+        if self._has_had_backward:
+            self._has_had_backward = False
+            for other in self.units:
+                other.visit = None
+        if not self._phase.is_in_forward or unit is self.root:
+            self._notes_calls = torch.is_grad_enabled()
+        call = ForwardCall(unit, self._tick())
+        if unit.call.ended == NEVER and unit.call.began != NEVER:
+            call.outer = unit.call
+        unit.call = call
+        if self._notes_calls and unit.visit is None:
+            unit.visit = Visit(call.began)
+
+    def _begin_second_call(self, unit: Unit) -> None:
+        """Gather a unit whose forward runs again inside a backward, in the order of all ranks."""
+        unit.call = self._walk.repeat(unit, self._tick())
+        if self._is_in_backward:
+            self._walk.gather_until(unit)
+
+    def _end_call(self, unit: Unit) -> None:
+        call = unit.call
+        if call.ended == NEVER:
+            call.ended = self._tick()
+            if unit.visit is not None and self._notes_calls and not is_in_backward():
+                unit.visit.ended = call.ended
+        if call.outer is not None:
+            unit.call = call.outer
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
         """Hook the outputs for backward; the output, or views of it."""
@@ -268,7 +309,10 @@ class Runtime:
 
     def leave_forward(self, unit: Unit) -> None:
         """A forward is over, perhaps by an exception; then the root's has not come to its end."""
-        if not is_in_backward() and not self._is_within_method(unit):
+        if self._is_within_method(unit):
+            return
+        self._end_call(unit)
+        if not is_in_backward():
             if not self.is_held:
                 unit.uninstall()
             if unit is self.root:
@@ -285,9 +329,6 @@ class Runtime:
         self._called, self._staying = [], set()
         for unit in self.units:
             unit.refresh()
-            if self._has_had_backward:
-                unit.num_calls = 0
-        self._has_had_backward = False
 
     def _end_forward(self) -> None:
         self._phase.is_in_forward = False
@@ -380,22 +421,22 @@ class Runtime:
         unit = call.unit
         unit.open_calls.discard(call)
         call.entered_in = self._backward
-        if unit.position >= 0:
-            self._pass(call.position)
+        self._walk.enter(call)
         if unit.backward_needs_parameters:
             unit.unshard()
-        for upcoming in self._order.preceding(unit, self._num_prefetch):
-            if upcoming.joins_backward:
-                upcoming.unshard()
-        if unit.backward_needs_parameters:
             unit.wait()
             unit.install()  # a part of it may be recomputed
         self.here.enter("the backward of ", unit.described)
 
+    def _begin_walk(self) -> Backward:
+        units = () if self._is_alone else self.units
+        return Backward(units, self.reducer, num_prefetch=self._num_prefetch, keeps=self._makes_graph)
+
     def _begin_backward(self) -> None:
         self._is_in_backward = True
         self._makes_graph = torch.is_grad_enabled()
-        self._to_pass = deque(reversed(self._order.units))
+        self._walk = self._begin_walk()
+        self._order.leave(self._walk.left)
         self.reducer.begin()
         self._agree_on_frozen()
         if self._is_alone:
@@ -417,28 +458,13 @@ class Runtime:
         for unit, joins in zip(units, answer(), strict=True):
             unit.joins_backward = joins
 
-    def _pass(self, position: int) -> None:
-        """Reduce and free the units after `position`, whose backward is over."""
-        waiting = []
-        while self._to_pass and self._to_pass[0].position > position:
-            passed = self._to_pass.popleft()
-            # An earlier call of it is still to come: here, or on ranks where nothing cut its gradient.
-            if (passed.open_calls or passed.num_calls > 1) and position >= 0:
-                waiting.append(passed)
-                continue
-            if passed.joins_backward:  # without one here, other ranks may still have had one
-                passed.unshard()
-            self.reducer.start(passed)
-            passed.uninstall()
-            if not self._makes_graph:
-                passed.reshard()
-        self._to_pass.extendleft(reversed(waiting))
-
     def _hook_gradient(self, unit: Unit, gradients: Gradients, index: int, parameter: nn.Parameter) -> None:
         # Autograd keeps the hook out of the garbage collector's sight: strong references would leak.
-        runtime, unit, gradients = weakref.proxy(self), weakref.proxy(unit), weakref.proxy(gradients)
+        runtime, gradients, reference = weakref.proxy(self), weakref.proxy(gradients), weakref.ref(unit)
 
         def arrived(parameter: Tensor) -> None:
+            unit = reference()
+            assert unit is not None, "its module holds the hooks that hold it"
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None, "called when it has been accumulated"
             if runtime.reducer.lacks_scale:
@@ -454,14 +480,16 @@ class Runtime:
                     f"backward of {unit.described}, whose parameters were freed: return what the loss "
                     "depends on from its forward"
                 )
+            if not gradients.has_more:
+                runtime.reducer.make_room()
             gradients.pack(index, gradient, runtime.reducer.is_deferring)
-            if not gradients.num_missing and unit.is_complete:
-                runtime.reducer.start(unit)
+            if not gradients.num_missing:
+                runtime._walk.note_gradient(unit)
 
         parameter.register_post_accumulate_grad_hook(arrived)
 
     def _end_backward(self) -> None:
-        self._pass(-1)
+        self._walk.finish()
         self._is_in_backward, self._has_had_backward = False, True
         self.reducer.end()
         for unit in self.units if self._makes_graph else ():
@@ -484,6 +512,7 @@ class Runtime:
             self._abandon_backward()
 
     def _abandon_backward(self) -> None:
+        self._walk.finish()  # as the other ranks do
         self._is_in_backward, self._has_had_backward = False, True
         self.reducer.abandon()
         self.put_away()

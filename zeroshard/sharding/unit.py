@@ -5,7 +5,6 @@ SHARDED --unshard()--> GATHERING --wait()--> UNSHARDED --reshard()--> SHARDED
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -35,20 +34,36 @@ _MOVES = {
 }
 
 
+NEVER = -1
+"""The tick of what has not happened yet."""
+
+
+@dataclass(slots=True)
+class Visit:
+    """The calls of a unit since the last backward, in ticks of the runtime's clock."""
+
+    began: int
+    """The first call began here."""
+    ended: int = NEVER
+    """The last call ended here."""
+
+
 class ForwardCall:
-    """One forward of a unit whose backward is still to come; it dies with its graph."""
+    """One forward of a unit whose backward is still to come; it dies with its graph.
 
-    __slots__ = ("__weakref__", "_before", "_num_before", "entered_in", "unit")
+    Args:
+        unit: whose forward it is.
+        began: the tick at which it begins.
+    """
 
-    def __init__(self, unit: Unit, before: Sequence[Unit]) -> None:
-        self.unit, self._before, self._num_before = unit, before, len(before)
+    __slots__ = ("__weakref__", "began", "ended", "entered_in", "outer", "unit")
+
+    def __init__(self, unit: Unit, began: int) -> None:
+        self.unit, self.began, self.ended = unit, began, NEVER
+        self.outer: ForwardCall | None = None
+        """The call of the same unit that this one is inside of."""
         self.entered_in: object = None
         """The last backward that has come to it."""
-
-    @property
-    def position(self) -> int:
-        """Of the last unit that had begun with this call: a shared unit may be called inside a later one."""
-        return max((unit.position for unit in self._before[: self._num_before]), default=self.unit.position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +104,14 @@ class Unit:
         self.backward_needs_parameters = needs_parameters_in_backward(module)
         self.position = -1
         """The place in the order of forwards, see `order.py`; -1 before the first one, and for the root."""
-        self.call = ForwardCall(self, ())
+        self.call = ForwardCall(self, NEVER)
         """The forward under way, or the last one."""
+        self.visit: Visit | None = None
+        """Its calls since the last backward, if there are any."""
+        self.recomputed_in: list[Unit] = []
+        """The units around it whose forward is run again in backward."""
         self.open_calls: WeakSet[ForwardCall] = WeakSet()
-        self.num_calls = 0
-        """Forwards with a graph since the last backward."""
+        """The calls whose outputs have a graph that this backward has not come to."""
         self.joins_backward = self.backward_needs_parameters
         """Whether its parameters are gathered in this backward: on all ranks, as soon as one needs them."""
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
@@ -220,9 +238,29 @@ class Unit:
         """Whether every trained parameter got its gradient."""
         return not any(gradients.num_missing for gradients in self.gradients)
 
+    @property
+    def is_reducing(self) -> bool:
+        """True while exchanges of its gradients are under way or to come."""
+        return any(gradients.is_reducing for gradients in self.gradients)
+
+    @property
+    def has_more(self) -> bool:
+        """True if gradients have arrived since their last reduction."""
+        return any(gradients.has_more for gradients in self.gradients)
+
     def start_reduce(self) -> None:
         for gradients in self.gradients:
             gradients.start_reduce()
+
+    def settle_reduce(self) -> None:
+        """Wait for the exchanges under way, so that packed buffers are free."""
+        for gradients in self.gradients:
+            gradients.settle()
+
+    def progress_reduce(self) -> None:
+        """Wait for the exchanges under way, and start the next ones."""
+        for gradients in self.gradients:
+            gradients.progress()
 
     def starts(self) -> dict[ShardedParameter, int]:
         """Of what is trained, where this rank's slices start in the whole parameters."""

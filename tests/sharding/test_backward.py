@@ -1,0 +1,193 @@
+"""The walk of a backward, with units that only note what happens to them."""
+
+from itertools import pairwise
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from zeroshard.sharding.backward import Backward, plan_turns
+from zeroshard.sharding.unit import ForwardCall, Visit
+
+
+class Noting:
+    """A unit that notes its collectives in a log that all units share."""
+
+    joins_backward = True
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+        self.visit, self.recomputed_in, self.is_complete, self.is_gathered = None, [], False, False
+
+    def __repr__(self):
+        return self.name
+
+    def unshard(self):
+        if not self.is_gathered:
+            self.is_gathered = True
+            self.log.append(f"gather {self.name}")
+
+    def uninstall(self):
+        pass
+
+    def reshard(self):
+        self.is_gathered = False
+
+
+class NotingReducer:
+    def __init__(self, log):
+        self.log, self.started = log, set()
+
+    def start(self, unit):
+        if unit not in self.started:
+            self.started.add(unit)
+            self.log.append(f"reduce {unit.name}")
+
+    def start_complete(self, unit):
+        if unit.is_complete:
+            self.start(unit)
+        return unit in self.started
+
+
+def forward(tree, log, num_forwards=1):
+    """Units and calls of a forward: `tree` is (name, [children]); a name may come several times."""
+    units, calls, clock = {}, [], 0
+
+    def run(node):
+        nonlocal clock
+        name, children = node
+        unit = units.setdefault(name, Noting(name, log))
+        clock += 1
+        call = ForwardCall(unit, clock)
+        unit.visit = unit.visit or Visit(clock)
+        for child in children:
+            run(child)
+        clock += 1
+        call.ended = unit.visit.ended = clock
+        calls.append(call)
+
+    for _ in range(num_forwards):
+        run(tree)
+    return list(units.values()), calls
+
+
+def leaves(*names):
+    return [(name, []) for name in names]
+
+
+def described(turns):
+    return [f"{'enter' if turn.enters else 'leave'} {turn.unit}" for turn in turns]
+
+
+def test_the_turns_of_the_example_in_the_docstring():
+    units, _ = forward(("root", [("a", []), ("b", leaves("c"))]), [])
+    words = "enter root, enter b, enter c, leave c, leave b, enter a, leave a, leave root"
+    assert described(plan_turns(units)) == words.split(", ")
+
+
+def test_a_unit_is_entered_at_its_last_call_and_left_at_its_first():
+    units, _ = forward(("root", leaves("a", "b", "a", "c", "b")), [])
+    words = "enter root, enter b, enter c, leave c, enter a, leave b, leave a, leave root"
+    assert described(plan_turns(units)) == words.split(", ")
+
+
+def test_units_inside_a_recomputed_unit_are_entered_with_it_the_last_one_first():
+    units, _ = forward(("root", [("a", leaves("x", "y")), ("z", [])]), [])
+    root, a, x, y, z = units
+    x.recomputed_in, y.recomputed_in = [a], [a]
+    words = "enter root, enter z, leave z, enter a, enter y, enter x, leave y, leave x, leave a, leave root"
+    assert described(plan_turns([z, root, x, a, y])) == words.split(", ")
+
+
+def test_units_without_calls_have_no_turn():
+    units, _ = forward(("root", leaves("a")), [])
+    assert described(plan_turns([*units, Noting("other", [])])) == described(plan_turns(units))
+
+
+NAMES = st.sampled_from("abcdefg")
+TREES = st.recursive(
+    st.tuples(NAMES, st.just([])), lambda inside: st.tuples(NAMES, st.lists(inside, max_size=3)), max_leaves=9
+)
+FORWARDS = st.tuples(st.lists(TREES, min_size=1, max_size=5), st.integers(1, 2))
+
+
+@given(FORWARDS)
+def test_each_called_unit_has_two_turns_whose_ticks_fall(case):
+    units, calls = forward(("root", case[0]), [], case[1])
+    turns = plan_turns(units)
+    assert all(a.tick > b.tick for a, b in pairwise(turns))
+    for unit in units:
+        own = [turn for turn in turns if turn.unit is unit]
+        assert [turn.enters for turn in own] == [True, False]
+        assert own[0].tick == max(call.ended for call in calls if call.unit is unit)
+        assert own[1].tick == min(call.began for call in calls if call.unit is unit)
+
+
+def collectives(case, num_prefetch, entered, completes):
+    """The collectives of a rank to whose calls numbered `entered` gradients come, in autograd's order."""
+    log = []
+    units, calls = forward(("root", case[0]), log, case[1])
+    walk = Backward(units, NotingReducer(log), num_prefetch=num_prefetch, keeps=False)
+    for number, call in sorted(enumerate(calls), key=lambda item: -item[1].ended):
+        if number not in entered:
+            continue
+        walk.enter(call)
+        call.unit.unshard()
+        if number in completes and call.began == call.unit.visit.began:
+            call.unit.is_complete = True
+            walk.note_gradient(call.unit)
+    walk.finish()
+    return log
+
+
+SUBSETS = st.sets(st.integers(0, 30))
+
+
+@given(FORWARDS, st.integers(0, 3), SUBSETS, SUBSETS)
+def test_all_ranks_issue_the_same_collectives_in_one_order_whatever_gradients_come(
+    case, num_prefetch, entered, completes
+):
+    everything = collectives(case, num_prefetch, set(range(100)), set())
+    assert collectives(case, num_prefetch, set(), set()) == everything
+    assert collectives(case, num_prefetch, entered, completes) == everything
+    names = {word.split()[1] for word in everything}
+    assert sorted(everything) == sorted(f"{verb} {name}" for verb in ("gather", "reduce") for name in names)
+
+
+@given(FORWARDS, st.integers(0, 3))
+def test_at_most_the_units_ahead_and_those_around_are_gathered(case, num_prefetch):
+    log = []
+    units, _ = forward(("root", case[0]), log)
+    turns = plan_turns(units)
+    walk = Backward(units, NotingReducer(log), num_prefetch=num_prefetch, keeps=False)
+    inside = 0
+    for turn in turns:
+        walk._take_until(turn.tick)
+        inside += 1 if turn.enters else -1
+        assert sum(unit.is_gathered for unit in units) <= inside + num_prefetch
+
+
+def test_a_call_from_before_the_last_backward_is_left_before_earlier_ones_are_entered():
+    log = []
+    units, calls = forward(("root", leaves("a", "b")), log)
+    a, b, root = sorted(calls, key=lambda call: call.unit.name)
+    for unit in units:
+        unit.visit = None
+    walk = Backward(units, NotingReducer(log), num_prefetch=1, keeps=False)
+    for call in (root, b, a):
+        walk.enter(call)
+        call.unit.unshard()
+    assert log == ["gather root", "gather b", "reduce b", "gather a"]
+    walk.finish()
+    assert log[4:] == ["reduce a", "reduce root"]
+
+
+def test_a_second_forward_gathers_the_units_before_it_on_the_route_as_well():
+    log = []
+    units, calls = forward(("root", leaves("a", "b", "c")), log)
+    walk = Backward(units, NotingReducer(log), num_prefetch=0, keeps=False)
+    by_name = {call.unit.name: call for call in calls}
+    walk.enter(by_name["c"])
+    walk.gather_until(by_name["a"].unit)
+    assert log == ["gather root", "gather c", "gather b", "gather a"]
+    repeated = walk.repeat(by_name["a"].unit, 99)
+    assert (repeated.began, repeated.ended) == (by_name["a"].began, by_name["a"].ended)

@@ -1,0 +1,146 @@
+"""One backward: a walk through the forwards before it, from their end to their beginning.
+
+Every call of a unit begins and ends at a tick of the runtime's clock. Autograd runs nodes in the reverse
+order of their creation. So when the gradient of an output arrives, the calls that began after that output was
+made have had their backward.
+
+    forward    0 root(   1 a(   2 )a   3 b(   4 c(   5 )c   6 )b   7 )root
+    backward   enter root, enter b, enter c, leave c, leave b, enter a, leave a, leave root
+
+To enter a unit is to gather its parameters, and those of the next units ahead. To leave it is to start the
+reduction of its gradients and to free it. A unit with several calls is entered at its last call and left at
+its first.
+
+[Note: One order of collectives] All ranks make the same calls where parameters are gathered in a forward. So
+all ranks have the same list of turns, whatever part of the graph the loss of a rank depends on. They take the
+turns in the order of the list: a turn that nothing led to on this rank is taken when a later turn comes.
+Therefore all ranks issue the same gathers and reductions in the same order, on however many communicators.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from zeroshard.sharding.reducer import Reducer
+from zeroshard.sharding.unit import ForwardCall, Unit
+
+
+class Turn(NamedTuple):
+    """A place of the walk, and the unit that is entered or left there."""
+
+    tick: int
+    unit: Unit
+    enters: bool
+    """True where the unit is entered; False where it is left."""
+
+
+def plan_turns(units: Iterable[Unit]) -> list[Turn]:
+    """List the turns of a backward through the calls that the units have noted, in the order of the walk.
+
+    A unit inside a recomputed one is entered together with it: the second forward needs everything inside.
+    """
+    visits = {unit: unit.visit for unit in units if unit.visit is not None}
+    turns = []
+    for unit, visit in visits.items():
+        around = [visits[outer].ended for outer in unit.recomputed_in if outer in visits]
+        entered = max([visit.ended, *around])
+        turns.append(((entered, visit.ended), Turn(entered, unit, enters=True)))
+        turns.append(((visit.began, visit.began), Turn(visit.began, unit, enters=False)))
+    turns.sort(key=lambda item: item[0], reverse=True)
+    return [turn for _, turn in turns]
+
+
+class Backward:
+    """Take the turns of one backward as gradients arrive.
+
+    Args:
+        units: all units of the model; those with noted calls are walked through.
+        reducer: starts the reduction of the gradients of units that are left.
+        num_prefetch: the number of units whose gathers are started before they are entered.
+        keeps: True where parameters stay gathered to the end, because a second backward needs them.
+    """
+
+    def __init__(self, units: Iterable[Unit], reducer: Reducer, *, num_prefetch: int, keeps: bool) -> None:
+        self._turns = plan_turns(units)
+        self._next = 0
+        """The first turn that is still to be taken."""
+        self._route = [turn.unit for turn in self._turns if turn.enters]
+        self._num_entered = self._num_gathered = 0
+        """The lengths of the parts of the route whose units were entered, and whose gathers were started."""
+        self._reducer, self._num_prefetch, self._keeps = reducer, num_prefetch, keeps
+        self._inside: set[Unit] = set()
+        self._now = self._turns[0].tick if self._turns else 0
+
+    @property
+    def left(self) -> list[Unit]:
+        """The units of the walk in the order in which they are left, the order of their reductions."""
+        return [turn.unit for turn in self._turns if not turn.enters]
+
+    def enter(self, call: ForwardCall) -> None:
+        """The gradient of an output of `call` has arrived: take the turns up to the end of that call."""
+        self._take_until(call.ended)
+        if (
+            call.unit not in self._inside
+        ):  # a call from before the last backward, or a second pass of its graph
+            self._inside.add(call.unit)
+            turn = Turn(call.began, call.unit, enters=False)
+            insort(self._turns, turn, lo=self._next, key=lambda turn: -turn.tick)
+
+    def note_gradient(self, unit: Unit) -> None:
+        """A gradient of a parameter of `unit` has arrived: start the reductions that are due and complete."""
+        if unit.visit is not None and unit not in self._inside:  # its outputs could not be watched
+            self._take_until(unit.visit.ended)
+        if unit.is_complete:
+            for turn in self._turns[self._next :]:
+                if turn.enters or not self._reducer.start_complete(turn.unit):
+                    break
+
+    def gather_until(self, unit: Unit) -> None:
+        """A second forward needs `unit`: start its gather, and those before it on the route."""
+        if unit in self._route[self._num_gathered :]:
+            self._gather(self._route.index(unit) + 1)
+
+    def repeat(self, unit: Unit, tick: int) -> ForwardCall:
+        """A call for a second forward of `unit`, which autograd treats as the call that it repeats.
+
+        Args:
+            unit: called again inside this backward.
+            tick: the time now on the clock of forwards; for a unit without noted calls.
+        """
+        if unit.visit is None:
+            return ForwardCall(unit, tick)
+        call = ForwardCall(unit, unit.visit.began)
+        call.ended = min(self._now, unit.visit.ended)
+        return call
+
+    def finish(self) -> None:
+        """The backward is over, also where it has failed: take the turns that are left."""
+        self._take_until(0)
+
+    def _take_until(self, tick: int) -> None:
+        while self._next < len(self._turns) and self._turns[self._next].tick >= tick:
+            turn = self._turns[self._next]
+            self._next += 1
+            (self._enter if turn.enters else self._leave)(turn.unit)
+        self._now = min(self._now, tick)
+
+    def _enter(self, unit: Unit) -> None:
+        self._inside.add(unit)
+        self._num_entered += 1
+        self._gather(self._num_entered + self._num_prefetch)
+
+    def _leave(self, unit: Unit) -> None:
+        self._inside.discard(unit)
+        self._reducer.start(unit)
+        unit.uninstall()
+        if not self._keeps:
+            unit.reshard()
+
+    def _gather(self, num: int) -> None:
+        """Start the gathers of the first `num` units of the route."""
+        for unit in self._route[self._num_gathered : num]:
+            if unit.joins_backward:  # without a backward here, other ranks may have one
+                unit.unshard()
+        self._num_gathered = max(self._num_gathered, num)
