@@ -3,20 +3,28 @@
 On CPU ranks all-gather and reduce-scatter are direct exchanges between each pair of ranks: Gloo's own
 are several times slower, and an exchange runs in Gloo's thread while this one computes. Sums are taken
 in rank order, so that results do not depend on timing. Other backends use their own collectives.
+
+[Note: Collectives run on the current stream] On accelerators a collective is issued with async_op=False.
+Since torch 2.8 ProcessGroupNCCL then launches it on the stream that is current, here a side stream of ours,
+and the host goes on. With async_op=True it would run on the one internal stream of its process group, where
+gathers and reductions queue behind each other, and a mark on our side stream would not cover it.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeroshard.comm import streams
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watchdog import Watchdog
@@ -28,6 +36,13 @@ Parts = Mapping[int, Tensor] | Sequence[Tensor]
 
 _SHORTEST_S = 0.001
 """Gloo takes a timeout of 0 for none."""
+
+
+class Channel(Enum):
+    """The communicator that carries a collective: one communicator runs its collectives one by one."""
+
+    GATHER = "parameter gathers"
+    REDUCE = "gradient reductions"
 
 
 class Handle(Protocol):
@@ -46,8 +61,20 @@ DONE: Handle = _Done()
 """The handle of a collective that had nothing to exchange."""
 
 
+class _Issued:
+    """A collective that the host left to the device."""
+
+    def __init__(self, mark: streams.Mark) -> None:
+        self._mark: streams.Mark | None = mark
+
+    def wait(self) -> None:
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.wait()
+
+
 class _Pending:
-    """Work under way, what remains to be done when it is there, and how to speak of it."""
+    """An exchange under way, what remains to be done when it is there, and how to speak of it."""
 
     def __init__(
         self,
@@ -81,7 +108,8 @@ class Axis:
     """One axis of the device mesh, as this rank sees it.
 
     Args:
-        group: the process group of the axis; None for a single rank.
+        group: the process group of the axis; None for a single rank. It serves both channels until
+            `reduce_over` gives reductions one of their own.
         device: where the tensors live.
         counter: where traffic is counted.
         timeout_s: seconds that a rank waits in a collective before it gives up.
@@ -103,9 +131,11 @@ class Axis:
         """In messages; of an axis that was made from another, the rank in that one."""
         self.counter = counter
         self.under_way: set[_Pending] = set()
-        self._group, self._control = group, control or group
+        self._groups = dict.fromkeys(Channel, group)
+        self._control = control or group
         self._timeout = timedelta(seconds=timeout_s)
-        self._exchanges = device.type == "cpu"
+        self.exchanges = not streams.has_streams(device)
+        """True where pairs of ranks send and receive; False where the backend's collectives are used."""
         self.first_tag = 0
         """Tags from here on keep the exchanges of this engine apart from those of others."""
         self.here = Whereabouts()
@@ -131,14 +161,21 @@ class Axis:
     @property
     def global_ranks(self) -> list[int]:
         """The ranks of this axis as the default group numbers them."""
-        return [0] if self._group is None else dist.get_process_group_ranks(self._group)
+        group = self._groups[Channel.GATHER]
+        return [0] if group is None else dist.get_process_group_ranks(group)
+
+    def reduce_over(self, group: dist.ProcessGroup) -> None:
+        """Give reductions a group of the same ranks of their own, so that they run beside gathers."""
+        self._groups[Channel.REDUCE] = group
 
     def watch(self, watchdog: Watchdog) -> None:
         """Be watched from now on: an error then tells where every rank is."""
         self._watchdog, self.here = watchdog, watchdog.here
         watchdog.watch(self, self.timeout_s)
 
-    def all_gather(self, flat: Tensor, own: Tensor, *, tag: int, label: str) -> Handle:
+    def all_gather(
+        self, flat: Tensor, own: Tensor, *, tag: int, label: str, channel: Channel = Channel.GATHER
+    ) -> Handle:
         """Fill `flat` with the shards of all ranks, in rank order.
 
         Args:
@@ -147,15 +184,17 @@ class Axis:
             tag: the same number on all ranks for the same collective, other than that of any other
                 collective that may be under way.
             label: what this is, for error messages.
+            channel: of the second half of an all-reduce, that of its first half.
         """
         if self.size == 1 or not flat.numel():
             if flat.data_ptr() != own.data_ptr():
                 flat.copy_(own)
             return DONE
         self.counter.add("all_gather", own.numel() * own.element_size() * (self.size - 1))
-        if not self._exchanges:
-            work = dist.all_gather_into_tensor(flat, own, group=self._group, async_op=True)
-            return _Pending(self, label, [work])
+        if not self.exchanges:
+            with self._naming(label):
+                dist.all_gather_into_tensor(flat, own, group=self._groups[channel], async_op=False)
+            return _Issued(self._issue(label))
         chunks = flat.chunk(self.size)
         sent = dict.fromkeys(self._peers, own)
         works = self._exchange(sent, chunks, tag, label)
@@ -179,11 +218,14 @@ class Axis:
             out.copy_(own)
             return DONE
         self.counter.add("reduce_scatter", own.numel() * own.element_size() * (self.size - 1))
-        if not self._exchanges:
-            same = out.dtype == flat.dtype
-            target = out if same else torch.empty_like(own)
-            work = dist.reduce_scatter_tensor(target, flat, group=self._group, async_op=True)
-            return _Pending(self, label, [work], None if same else lambda: _copy(out, target))
+        if not self.exchanges:
+            target = out if out.dtype == flat.dtype else torch.empty_like(own)
+            group = self._groups[Channel.REDUCE]
+            with self._naming(label):
+                dist.reduce_scatter_tensor(target, flat, group=group, async_op=False)
+            if target is not out:
+                out.copy_(target)  # on the same stream, where `target` is freed as well
+            return _Issued(self._issue(label))
         received = {peer: pool.take(flat.dtype, own.numel()) for peer in self._peers}
         works = self._exchange(chunks, received, tag, label)
 
@@ -198,10 +240,16 @@ class Axis:
         """Give every rank rank 0's values; returns when they are there."""
         if self.size > 1 and tensor.numel():
             self.counter.add("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
-            source = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+            group = self._groups[Channel.GATHER]
+            source = dist.get_global_rank(group, 0) if group is not None else 0
             data = tensor.contiguous()
             raw = data.view(-1).view(torch.uint8)  # Gloo knows few dtypes
-            self.wait_for([dist.broadcast(raw, source, group=self._group, async_op=True)], label)
+            if self.exchanges:
+                self.wait_for([dist.broadcast(raw, source, group=group, async_op=True)], label)
+            else:
+                with self._naming(label):
+                    dist.broadcast(raw, source, group=group, async_op=False)
+                self._issue(label)
             if data is not tensor:
                 tensor.copy_(data)
 
@@ -229,7 +277,13 @@ class Axis:
             return value
         self.counter.add("control", value.numel() * value.element_size())
         parts = [torch.empty_like(value) for _ in range(self.size)]
-        self.wait_for([dist.all_gather(parts, value, group=self._group, async_op=True)], label)
+        group = self._groups[Channel.REDUCE]
+        if self.exchanges:
+            self.wait_for([dist.all_gather(parts, value, group=group, async_op=True)], label)
+        else:
+            with self._naming(label):
+                dist.all_gather(parts, value, group=group, async_op=False)
+            self._issue(label)
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -258,27 +312,35 @@ class Axis:
         return parts
 
     def wait_for(self, works: Sequence[dist.Work | None], label: str) -> None:
-        """Wait for all works.
+        """Wait for works of a group that serves CPU tensors: exchanges, agreements.
 
         Raises:
             RuntimeError: naming this rank and the collective, when a rank is lost or too late.
         """
-        wait = Wait(label, time.monotonic(), self.timeout_s, works)
+        wait = Wait(label, time.monotonic(), self.timeout_s)
         until = wait.since + wait.limit_s
         self.here.wait = wait
         try:
-            for work in works:
-                assert work is not None, "this rank is a member of the group"
-                if self._exchanges:
+            with self._naming(label):
+                for work in works:
+                    assert work is not None, "this rank is a member of the group"
                     work.wait(timedelta(seconds=max(_SHORTEST_S, until - time.monotonic())))
-                else:
-                    work.wait()
-        except RuntimeError as error:
-            raise self._lost(label, error) from error
         finally:
             self.here.wait = None
-        if not self._exchanges and not wait.is_over:
-            self.here.issued = wait
+
+    def _issue(self, label: str) -> streams.Mark:
+        """The mark of a collective that was issued on the current stream; the watchdog looks after it."""
+        mark = streams.mark_here(self.device)
+        self.here.issue(Wait(label, time.monotonic(), self.timeout_s, mark.is_over))
+        return mark
+
+    @contextmanager
+    def _naming(self, label: str) -> Iterator[None]:
+        """An error inside is one of this collective."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._lost(label, error) from error
 
     def _lost(self, label: str, error: RuntimeError) -> RuntimeError:
         reason = str(error).strip().splitlines()[0]
@@ -294,7 +356,8 @@ class Axis:
     def close(self, drain_s: float) -> None:
         """Wait up to `drain_s` for what is under way and forget the process groups."""
         self.drain(drain_s)
-        self._group = self._control = None
+        self._groups = dict.fromkeys(Channel)
+        self._control = None
 
     def drain(self, seconds: float) -> None:
         """Wait for what is under way, whoever started it: Gloo works on the memory of its tensors."""
@@ -306,23 +369,19 @@ class Axis:
     def _exchange(self, sent: Parts, received: Parts, tag: int, label: str) -> list[dist.Work | None]:
         """Start to send and receive one tensor to and from every other rank."""
         works: list[dist.Work | None] = []
-        try:
+        with self._naming(label):
             for back, peer in zip(reversed(self._peers), self._peers, strict=True):
                 works.append(self._receive(received[back], back, tag))
                 works.append(self._send(sent[peer], peer, tag))
-        except RuntimeError as error:
-            raise self._lost(label, error) from error
         return works
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:
-        return dist.isend(tensor, group=self._group, group_dst=peer, tag=self.first_tag + tag)
+        group = self._groups[Channel.GATHER]
+        return dist.isend(tensor, group=group, group_dst=peer, tag=self.first_tag + tag)
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:
-        return dist.irecv(tensor, group=self._group, group_src=peer, tag=self.first_tag + tag)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
+        group = self._groups[Channel.GATHER]
+        return dist.irecv(tensor, group=group, group_src=peer, tag=self.first_tag + tag)
 
 
 def _sum(parts: Sequence[Tensor], own: Tensor, out: Tensor) -> None:
