@@ -26,6 +26,7 @@ from torch import Tensor
 
 from zeroshard.comm import streams
 from zeroshard.comm.counter import Counter
+from zeroshard.comm.ledger import Entries, Ledger, find_difference, is_proven
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watchdog import Watchdog
 from zeroshard.comm.whereabouts import Wait, Whereabouts
@@ -36,6 +37,8 @@ Parts = Mapping[int, Tensor] | Sequence[Tensor]
 
 _SHORTEST_S = 0.001
 """Gloo takes a timeout of 0 for none."""
+_LONGEST_S = 0.5
+"""Seconds after which a wait for an agreement looks whether there is an alarm."""
 
 
 class Channel(Enum):
@@ -130,6 +133,8 @@ class Axis:
         self._who = f"rank {self.rank} of {self.size}"
         """In messages; of an axis that was made from another, the rank in that one."""
         self.counter = counter
+        self.ledger = Ledger()
+        """What this rank has issued, over this axis and those made from it."""
         self.under_way: set[_Pending] = set()
         self._groups = dict.fromkeys(Channel, group)
         self._control = control or group
@@ -146,11 +151,12 @@ class Axis:
         self.device = device
 
     def over(self, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None = None) -> Axis:
-        """An axis over other ranks, on the same device, counted and watched together."""
+        """An axis over other ranks, on the same device, counted, noted and watched together."""
         axis = Axis(
             group, device=self.device, counter=self.counter, timeout_s=self.timeout_s, control=control
         )
         axis._who, axis.here, axis._watchdog = self._who, self.here, self._watchdog
+        axis.ledger = self.ledger
         return axis
 
     @property
@@ -190,7 +196,7 @@ class Axis:
             if flat.data_ptr() != own.data_ptr():
                 flat.copy_(own)
             return DONE
-        self.counter.add("all_gather", own.numel() * own.element_size() * (self.size - 1))
+        self._note("all_gather", own.numel() * own.element_size() * (self.size - 1), label)
         if not self.exchanges:
             with self._naming(label):
                 dist.all_gather_into_tensor(flat, own, group=self._groups[channel], async_op=False)
@@ -217,7 +223,7 @@ class Axis:
         if self.size == 1 or not flat.numel():
             out.copy_(own)
             return DONE
-        self.counter.add("reduce_scatter", own.numel() * own.element_size() * (self.size - 1))
+        self._note("reduce_scatter", own.numel() * own.element_size() * (self.size - 1), label)
         if not self.exchanges:
             target = out if out.dtype == flat.dtype else torch.empty_like(own)
             group = self._groups[Channel.REDUCE]
@@ -239,7 +245,7 @@ class Axis:
     def broadcast(self, tensor: Tensor, label: str) -> None:
         """Give every rank rank 0's values; returns when they are there."""
         if self.size > 1 and tensor.numel():
-            self.counter.add("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
+            self._note("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0, label)
             group = self._groups[Channel.GATHER]
             source = dist.get_global_rank(group, 0) if group is not None else 0
             data = tensor.contiguous()
@@ -253,29 +259,46 @@ class Axis:
             if data is not tensor:
                 tensor.copy_(data)
 
-    def any(self, flags: Sequence[bool], label: str) -> Callable[[], list[bool]]:
+    def any(self, flags: Sequence[bool], label: str, *, compares: bool = False) -> Callable[[], list[bool]]:
         """For each flag, whether it is set on any rank. Runs on the CPU: a GPU never waits for it.
+
+        Args:
+            flags: as many on all ranks.
+            label: what this is, for error messages.
+            compares: whether the answer also raises a RuntimeError, on all ranks, when they have issued
+                different collectives so far, or the same ones in different orders. 16 bytes more.
 
         Returns:
             To be called for the answer; until then the exchange goes on beside other work.
         """
         if self.size == 1 or not flags:
             return lambda: list(flags)
-        bitmap = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        self.counter.add("control", bitmap.numel())
+        proof, entries = (self.ledger.proof(), self.ledger.entries()) if compares else ([], None)
+        bitmap = torch.tensor([*flags, *proof], dtype=torch.uint8, device="cpu")
+        self._note("control", bitmap.numel(), label)
         work = dist.all_reduce(bitmap, dist.ReduceOp.MAX, group=self._control, async_op=True)
 
         def answer() -> list[bool]:
-            self.wait_for([work], label)
-            return [bool(flag) for flag in bitmap.tolist()]
+            self._wait_for_control(work, label)
+            maxima = bitmap.tolist()
+            if entries is not None and not is_proven(maxima[len(flags) :]):
+                raise self._differing(entries)
+            return [bool(flag) for flag in maxima[: len(flags)]]
 
         return answer
+
+    def _differing(self, entries: Entries) -> RuntimeError:
+        """The error of ranks that have issued different collectives; collective."""
+        everyone = self.all_gather_object(tuple(entries), "comparison of collectives")
+        difference = find_difference({rank: Entries(*entries) for rank, entries in enumerate(everyone)})
+        older = "the ranks have issued different collectives, the first one longer ago than what is kept"
+        return RuntimeError(f"{self._who}: {difference or older}")
 
     def sum(self, value: Tensor, label: str) -> Tensor:
         """The sum of a small tensor over the ranks, added in rank order, on `value`'s device."""
         if self.size == 1:
             return value
-        self.counter.add("control", value.numel() * value.element_size())
+        self._note("control", value.numel() * value.element_size(), label)
         parts = [torch.empty_like(value) for _ in range(self.size)]
         group = self._groups[Channel.REDUCE]
         if self.exchanges:
@@ -294,7 +317,7 @@ class Axis:
         if self.size == 1:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self.counter.add("control", own.numel())
+        self._note("control", own.numel(), label)
         sizes = self._gather_small(torch.tensor([own.numel()], device="cpu"), label)
         longest = int(torch.stack(sizes).max())
         padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
@@ -308,30 +331,55 @@ class Axis:
     def _gather_small(self, value: Tensor, label: str) -> list[Tensor]:
         """A CPU tensor of the same shape from every rank."""
         parts = [torch.empty_like(value) for _ in range(self.size)]
-        self.wait_for([dist.all_gather(parts, value, group=self._control, async_op=True)], label)
+        self._wait_for_control(dist.all_gather(parts, value, group=self._control, async_op=True), label)
         return parts
 
+    def _note(self, kind: str, num_bytes: int, label: str) -> None:
+        """A collective is issued; `num_bytes` are sent."""
+        self.counter.add(kind, num_bytes)
+        self.ledger.note(label)
+
     def wait_for(self, works: Sequence[dist.Work | None], label: str) -> None:
-        """Wait for works of a group that serves CPU tensors: exchanges, agreements.
+        """Wait for works of a group that serves CPU tensors.
 
         Raises:
             RuntimeError: naming this rank and the collective, when a rank is lost or too late.
         """
-        wait = Wait(label, time.monotonic(), self.timeout_s)
-        until = wait.since + wait.limit_s
+        with self._waiting(label, works) as until:
+            for work in works:
+                assert work is not None, "this rank is a member of the group"
+                work.wait(timedelta(seconds=max(_SHORTEST_S, until - time.monotonic())))
+
+    def _wait_for_control(self, work: dist.Work | None, label: str) -> None:
+        """Wait for a collective of the control group; ends at an alarm too, as `wait_for` does."""
+        assert work is not None, "this rank is a member of the group"
+        with self._waiting(label) as until:
+            while True:
+                left_s = max(_SHORTEST_S, until - time.monotonic())
+                try:
+                    work.wait(timedelta(seconds=min(left_s, _LONGEST_S)))
+                    return
+                except RuntimeError:  # unlike that of a send or receive, this wait may be repeated
+                    if left_s <= _LONGEST_S or work.is_completed() or self.here.is_interrupted:
+                        raise
+
+    @contextmanager
+    def _waiting(self, label: str, works: Sequence[dist.Work | None] = ()) -> Iterator[float]:
+        """The host waits inside, until the time that is given."""
+        wait = Wait(label, time.monotonic(), self.timeout_s, ledger=self.ledger, works=works)
         self.here.wait = wait
         try:
             with self._naming(label):
-                for work in works:
-                    assert work is not None, "this rank is a member of the group"
-                    work.wait(timedelta(seconds=max(_SHORTEST_S, until - time.monotonic())))
+                if self.here.is_interrupted:
+                    raise RuntimeError("there is an alarm")
+                yield wait.since + wait.limit_s
         finally:
             self.here.wait = None
 
     def _issue(self, label: str) -> streams.Mark:
         """The mark of a collective that was issued on the current stream; the watchdog looks after it."""
         mark = streams.mark_here(self.device)
-        self.here.issue(Wait(label, time.monotonic(), self.timeout_s, mark.is_over))
+        self.here.issue(Wait(label, time.monotonic(), self.timeout_s, mark.is_over, self.ledger))
         return mark
 
     @contextmanager
@@ -349,6 +397,8 @@ class Axis:
             f"{self.timeout_s:g} s: another rank has failed, has ended, or did not "
             f"come to the same point ({reason})"
         )
+        if self.here.is_interrupted:
+            text = f"{self._who} gave up in the {label}, as there is an alarm"
         if self._watchdog is not None:
             text += f"; {self._watchdog.raise_alarm(f'{self._who} gave up in the {label}')}"
         return RuntimeError(text)

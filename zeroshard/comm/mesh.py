@@ -193,7 +193,7 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
         axes.dp_inner = world.over(_shard_subgroup(axes, inner_size))
     first_tag = _next_tag_range(axes.dp) % _NUM_TAG_RANGES * _TAGS_PER_ENGINE
     for axis in axes.members:
-        axis.first_tag = first_tag
+        axis.first_tag = axis.ledger.name = first_tag
     return axes
 
 
