@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.collectives import DONE, Axis
+from zeroshard.comm.collectives import DONE, Axis, Channel
 from zeroshard.comm.counter import KINDS, Counter
 from zeroshard.comm.pool import BufferPool
 
@@ -100,6 +100,40 @@ def test_a_reduce_scatter_adds_in_rank_order_to_the_bit(ranks, num_ranks):
             assert_same_bits(outs[number], part)
         if num_ranks >= 3 and dtype == wire:  # the test would notice another order
             assert not torch.equal(sum_in_order(inputs[::-1], dtype), expected)
+
+
+def use_the_backends_collectives(size):
+    """As on accelerators: gathers and reductions over two groups, the host waits for neither."""
+    axis, pool = world(), BufferPool(CPU)
+    axis.exchanges = False
+    axis.reduce_over(dist.new_group())
+    own = values_of(axis.rank, size, FP32)
+    flat, again = torch.empty(axis.size * size), torch.empty(axis.size * size)
+    axis.all_gather(flat, own, tag=0, label="test").wait()
+    axis.all_gather(again, own, tag=0, label="test", channel=Channel.REDUCE).wait()
+    sums = []
+    for wire, dtype in ((FP32, FP32), (BF16, FP32)):
+        ones = torch.full((axis.size * size,), axis.rank + 1.0, dtype=wire)
+        out = torch.empty(size, dtype=dtype)
+        handle = axis.reduce_scatter(ones, out, pool, tag=1, label="test")
+        handle.wait()
+        handle.wait()
+        sums.append(out)
+    word = torch.tensor(float(axis.rank))
+    axis.broadcast(word, "test")
+    return flat, again, sums, word.item(), axis.sum(torch.tensor(10.0**axis.rank), "test").item()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_collectives_of_a_backend_over_two_groups_give_the_same(ranks, num_ranks):
+    everyone = torch.cat([values_of(rank, 100, FP32) for rank in range(num_ranks)])
+    for flat, again, sums, word, total in ranks(num_ranks, use_the_backends_collectives, 100):
+        assert_same_bits(flat, everyone)
+        assert_same_bits(again, everyone)
+        for out in sums:
+            assert_same_bits(out, torch.full((100,), sum(range(1, num_ranks + 1)), dtype=FP32))
+        assert word == 0
+        assert total == sum(10.0**rank for rank in range(num_ranks))
 
 
 def reduce_with_a_pool(times):

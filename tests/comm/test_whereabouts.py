@@ -7,19 +7,10 @@ import pytest
 from zeroshard.comm.whereabouts import Sighting, Status, Wait, Whereabouts, describe, find_lost, report
 
 GATHER = "all-gather of unit 'layers.3'"
+REDUCE = "reduce-scatter of the gradients of unit 'layers.3'"
 COMPUTES = Status("is in the forward of unit 'layers.7'", 2.0)
 EXITED = Status("has exited", 0.0, has_ended=True)
 FAILED = Status("has exited with LookupError: a row is missing", 0.0, has_ended=True, has_failed=True)
-
-
-class FakeWork:
-    """Work on a device."""
-
-    def __init__(self):
-        self.is_over = False
-
-    def is_completed(self):
-        return self.is_over
 
 
 def test_a_report_tells_where_each_rank_is():
@@ -86,12 +77,23 @@ def test_a_host_that_waits_longer_than_the_limit_and_the_margin_is_overdue():
 
 
 def test_a_device_that_waits_is_noticed_though_the_host_goes_on():
-    here, work = Whereabouts(), FakeWork()
+    here, is_over = Whereabouts(), {GATHER: False, REDUCE: False}
     here.enter("the optimizer step")
-    here.issued = Wait(GATHER, time.monotonic() - 10.5, 10.0, [work])
+    now = time.monotonic()
+    here.issue(Wait(GATHER, now - 10.5, 10.0, lambda: is_over[GATHER]))
+    here.issue(Wait(REDUCE, now, 10.0, lambda: is_over[REDUCE]))
     assert here.status().text == f"is in the optimizer step, its device waits in or before the {GATHER}"
     assert here.find_overdue(0.0) == GATHER
-    work.is_over = True
-    assert here.status().text == "is in the optimizer step"
+    is_over[GATHER] = True
+    assert here.status().text == f"is in the optimizer step, its device waits in or before the {REDUCE}"
     assert here.find_overdue(0.0) is None
-    assert here.issued is None, "it would hold tensors"
+    is_over[REDUCE] = True
+    assert here.status().text == "is in the optimizer step"
+
+
+def test_a_collective_of_one_stream_is_noticed_though_later_ones_of_another_are_over():
+    here = Whereabouts()
+    here.issue(Wait(REDUCE, time.monotonic() - 10.5, 10.0, lambda: False))
+    for _ in range(100):
+        here.issue(Wait(GATHER, time.monotonic(), 10.0, lambda: True))
+    assert here.find_overdue(0.0) == REDUCE

@@ -3,21 +3,30 @@
 On CPU ranks all-gather and reduce-scatter are direct exchanges between each pair of ranks: Gloo's own
 are several times slower, and an exchange runs in Gloo's thread while this one computes. Sums are taken
 in rank order, so that results do not depend on timing. Other backends use their own collectives.
+
+[Note: Collectives run on the current stream] On accelerators a collective is issued with async_op=False.
+Since torch 2.8 ProcessGroupNCCL then launches it on the stream that is current, here a side stream of ours,
+and the host goes on. With async_op=True it would run on the one internal stream of its process group, where
+gathers and reductions queue behind each other, and a mark on our side stream would not cover it.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeroshard.comm import streams
 from zeroshard.comm.counter import Counter
+from zeroshard.comm.ledger import Entries, Ledger, find_difference, is_proven
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watchdog import Watchdog
 from zeroshard.comm.whereabouts import Wait, Whereabouts
@@ -28,6 +37,15 @@ Parts = Mapping[int, Tensor] | Sequence[Tensor]
 
 _SHORTEST_S = 0.001
 """Gloo takes a timeout of 0 for none."""
+_LONGEST_S = 0.5
+"""Seconds after which a wait for an agreement looks whether there is an alarm."""
+
+
+class Channel(Enum):
+    """The communicator that carries a collective: one communicator runs its collectives one by one."""
+
+    GATHER = "parameter gathers"
+    REDUCE = "gradient reductions"
 
 
 class Handle(Protocol):
@@ -46,8 +64,20 @@ DONE: Handle = _Done()
 """The handle of a collective that had nothing to exchange."""
 
 
+class _Issued:
+    """A collective that the host left to the device."""
+
+    def __init__(self, mark: streams.Mark) -> None:
+        self._mark: streams.Mark | None = mark
+
+    def wait(self) -> None:
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.wait()
+
+
 class _Pending:
-    """Work under way, what remains to be done when it is there, and how to speak of it."""
+    """An exchange under way, what remains to be done when it is there, and how to speak of it."""
 
     def __init__(
         self,
@@ -81,7 +111,8 @@ class Axis:
     """One axis of the device mesh, as this rank sees it.
 
     Args:
-        group: the process group of the axis; None for a single rank.
+        group: the process group of the axis; None for a single rank. It serves both channels until
+            `reduce_over` gives reductions one of their own.
         device: where the tensors live.
         counter: where traffic is counted.
         timeout_s: seconds that a rank waits in a collective before it gives up.
@@ -102,10 +133,14 @@ class Axis:
         self._who = f"rank {self.rank} of {self.size}"
         """In messages; of an axis that was made from another, the rank in that one."""
         self.counter = counter
+        self.ledger = Ledger()
+        """What this rank has issued, over this axis and those made from it."""
         self.under_way: set[_Pending] = set()
-        self._group, self._control = group, control or group
+        self._groups = dict.fromkeys(Channel, group)
+        self._control = control or group
         self._timeout = timedelta(seconds=timeout_s)
-        self._exchanges = device.type == "cpu"
+        self.exchanges = not streams.has_streams(device)
+        """True where pairs of ranks send and receive; False where the backend's collectives are used."""
         self.first_tag = 0
         """Tags from here on keep the exchanges of this engine apart from those of others."""
         self.here = Whereabouts()
@@ -116,11 +151,12 @@ class Axis:
         self.device = device
 
     def over(self, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None = None) -> Axis:
-        """An axis over other ranks, on the same device, counted and watched together."""
+        """An axis over other ranks, on the same device, counted, noted and watched together."""
         axis = Axis(
             group, device=self.device, counter=self.counter, timeout_s=self.timeout_s, control=control
         )
         axis._who, axis.here, axis._watchdog = self._who, self.here, self._watchdog
+        axis.ledger = self.ledger
         return axis
 
     @property
@@ -131,14 +167,21 @@ class Axis:
     @property
     def global_ranks(self) -> list[int]:
         """The ranks of this axis as the default group numbers them."""
-        return [0] if self._group is None else dist.get_process_group_ranks(self._group)
+        group = self._groups[Channel.GATHER]
+        return [0] if group is None else dist.get_process_group_ranks(group)
+
+    def reduce_over(self, group: dist.ProcessGroup) -> None:
+        """Give reductions a group of the same ranks of their own, so that they run beside gathers."""
+        self._groups[Channel.REDUCE] = group
 
     def watch(self, watchdog: Watchdog) -> None:
         """Be watched from now on: an error then tells where every rank is."""
         self._watchdog, self.here = watchdog, watchdog.here
         watchdog.watch(self, self.timeout_s)
 
-    def all_gather(self, flat: Tensor, own: Tensor, *, tag: int, label: str) -> Handle:
+    def all_gather(
+        self, flat: Tensor, own: Tensor, *, tag: int, label: str, channel: Channel = Channel.GATHER
+    ) -> Handle:
         """Fill `flat` with the shards of all ranks, in rank order.
 
         Args:
@@ -147,15 +190,17 @@ class Axis:
             tag: the same number on all ranks for the same collective, other than that of any other
                 collective that may be under way.
             label: what this is, for error messages.
+            channel: of the second half of an all-reduce, that of its first half.
         """
         if self.size == 1 or not flat.numel():
             if flat.data_ptr() != own.data_ptr():
                 flat.copy_(own)
             return DONE
-        self.counter.add("all_gather", own.numel() * own.element_size() * (self.size - 1))
-        if not self._exchanges:
-            work = dist.all_gather_into_tensor(flat, own, group=self._group, async_op=True)
-            return _Pending(self, label, [work])
+        self._note("all_gather", own.numel() * own.element_size() * (self.size - 1), label)
+        if not self.exchanges:
+            with self._naming(label):
+                dist.all_gather_into_tensor(flat, own, group=self._groups[channel], async_op=False)
+            return _Issued(self._issue(label))
         chunks = flat.chunk(self.size)
         sent = dict.fromkeys(self._peers, own)
         works = self._exchange(sent, chunks, tag, label)
@@ -178,12 +223,15 @@ class Axis:
         if self.size == 1 or not flat.numel():
             out.copy_(own)
             return DONE
-        self.counter.add("reduce_scatter", own.numel() * own.element_size() * (self.size - 1))
-        if not self._exchanges:
-            same = out.dtype == flat.dtype
-            target = out if same else torch.empty_like(own)
-            work = dist.reduce_scatter_tensor(target, flat, group=self._group, async_op=True)
-            return _Pending(self, label, [work], None if same else lambda: _copy(out, target))
+        self._note("reduce_scatter", own.numel() * own.element_size() * (self.size - 1), label)
+        if not self.exchanges:
+            target = out if out.dtype == flat.dtype else torch.empty_like(own)
+            group = self._groups[Channel.REDUCE]
+            with self._naming(label):
+                dist.reduce_scatter_tensor(target, flat, group=group, async_op=False)
+            if target is not out:
+                out.copy_(target)  # on the same stream, where `target` is freed as well
+            return _Issued(self._issue(label))
         received = {peer: pool.take(flat.dtype, own.numel()) for peer in self._peers}
         works = self._exchange(chunks, received, tag, label)
 
@@ -197,39 +245,68 @@ class Axis:
     def broadcast(self, tensor: Tensor, label: str) -> None:
         """Give every rank rank 0's values; returns when they are there."""
         if self.size > 1 and tensor.numel():
-            self.counter.add("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
-            source = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+            self._note("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0, label)
+            group = self._groups[Channel.GATHER]
+            source = dist.get_global_rank(group, 0) if group is not None else 0
             data = tensor.contiguous()
             raw = data.view(-1).view(torch.uint8)  # Gloo knows few dtypes
-            self.wait_for([dist.broadcast(raw, source, group=self._group, async_op=True)], label)
+            if self.exchanges:
+                self.wait_for([dist.broadcast(raw, source, group=group, async_op=True)], label)
+            else:
+                with self._naming(label):
+                    dist.broadcast(raw, source, group=group, async_op=False)
+                self._issue(label)
             if data is not tensor:
                 tensor.copy_(data)
 
-    def any(self, flags: Sequence[bool], label: str) -> Callable[[], list[bool]]:
+    def any(self, flags: Sequence[bool], label: str, *, compares: bool = False) -> Callable[[], list[bool]]:
         """For each flag, whether it is set on any rank. Runs on the CPU: a GPU never waits for it.
+
+        Args:
+            flags: as many on all ranks.
+            label: what this is, for error messages.
+            compares: whether the answer also raises a RuntimeError, on all ranks, when they have issued
+                different collectives so far, or the same ones in different orders. 16 bytes more.
 
         Returns:
             To be called for the answer; until then the exchange goes on beside other work.
         """
         if self.size == 1 or not flags:
             return lambda: list(flags)
-        bitmap = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        self.counter.add("control", bitmap.numel())
+        proof, entries = (self.ledger.proof(), self.ledger.entries()) if compares else ([], None)
+        bitmap = torch.tensor([*flags, *proof], dtype=torch.uint8, device="cpu")
+        self._note("control", bitmap.numel(), label)
         work = dist.all_reduce(bitmap, dist.ReduceOp.MAX, group=self._control, async_op=True)
 
         def answer() -> list[bool]:
-            self.wait_for([work], label)
-            return [bool(flag) for flag in bitmap.tolist()]
+            self._wait_for_control(work, label)
+            maxima = bitmap.tolist()
+            if entries is not None and not is_proven(maxima[len(flags) :]):
+                raise self._differing(entries)
+            return [bool(flag) for flag in maxima[: len(flags)]]
 
         return answer
+
+    def _differing(self, entries: Entries) -> RuntimeError:
+        """The error of ranks that have issued different collectives; collective."""
+        everyone = self.all_gather_object(tuple(entries), "comparison of collectives")
+        difference = find_difference({rank: Entries(*entries) for rank, entries in enumerate(everyone)})
+        older = "the ranks have issued different collectives, the first one longer ago than what is kept"
+        return RuntimeError(f"{self._who}: {difference or older}")
 
     def sum(self, value: Tensor, label: str) -> Tensor:
         """The sum of a small tensor over the ranks, added in rank order, on `value`'s device."""
         if self.size == 1:
             return value
-        self.counter.add("control", value.numel() * value.element_size())
+        self._note("control", value.numel() * value.element_size(), label)
         parts = [torch.empty_like(value) for _ in range(self.size)]
-        self.wait_for([dist.all_gather(parts, value, group=self._group, async_op=True)], label)
+        group = self._groups[Channel.REDUCE]
+        if self.exchanges:
+            self.wait_for([dist.all_gather(parts, value, group=group, async_op=True)], label)
+        else:
+            with self._naming(label):
+                dist.all_gather(parts, value, group=group, async_op=False)
+            self._issue(label)
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -240,7 +317,7 @@ class Axis:
         if self.size == 1:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self.counter.add("control", own.numel())
+        self._note("control", own.numel(), label)
         sizes = self._gather_small(torch.tensor([own.numel()], device="cpu"), label)
         longest = int(torch.stack(sizes).max())
         padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
@@ -254,31 +331,64 @@ class Axis:
     def _gather_small(self, value: Tensor, label: str) -> list[Tensor]:
         """A CPU tensor of the same shape from every rank."""
         parts = [torch.empty_like(value) for _ in range(self.size)]
-        self.wait_for([dist.all_gather(parts, value, group=self._control, async_op=True)], label)
+        self._wait_for_control(dist.all_gather(parts, value, group=self._control, async_op=True), label)
         return parts
 
+    def _note(self, kind: str, num_bytes: int, label: str) -> None:
+        """A collective is issued; `num_bytes` are sent."""
+        self.counter.add(kind, num_bytes)
+        self.ledger.note(label)
+
     def wait_for(self, works: Sequence[dist.Work | None], label: str) -> None:
-        """Wait for all works.
+        """Wait for works of a group that serves CPU tensors.
 
         Raises:
             RuntimeError: naming this rank and the collective, when a rank is lost or too late.
         """
-        wait = Wait(label, time.monotonic(), self.timeout_s, works)
-        until = wait.since + wait.limit_s
-        self.here.wait = wait
-        try:
+        with self._waiting(label, works) as until:
             for work in works:
                 assert work is not None, "this rank is a member of the group"
-                if self._exchanges:
-                    work.wait(timedelta(seconds=max(_SHORTEST_S, until - time.monotonic())))
-                else:
-                    work.wait()
-        except RuntimeError as error:
-            raise self._lost(label, error) from error
+                work.wait(timedelta(seconds=max(_SHORTEST_S, until - time.monotonic())))
+
+    def _wait_for_control(self, work: dist.Work | None, label: str) -> None:
+        """Wait for a collective of the control group; ends at an alarm too, as `wait_for` does."""
+        assert work is not None, "this rank is a member of the group"
+        with self._waiting(label) as until:
+            while True:
+                left_s = max(_SHORTEST_S, until - time.monotonic())
+                try:
+                    work.wait(timedelta(seconds=min(left_s, _LONGEST_S)))
+                    return
+                except RuntimeError:  # unlike that of a send or receive, this wait may be repeated
+                    if left_s <= _LONGEST_S or work.is_completed() or self.here.is_interrupted:
+                        raise
+
+    @contextmanager
+    def _waiting(self, label: str, works: Sequence[dist.Work | None] = ()) -> Iterator[float]:
+        """The host waits inside, until the time that is given."""
+        wait = Wait(label, time.monotonic(), self.timeout_s, ledger=self.ledger, works=works)
+        self.here.wait = wait
+        try:
+            with self._naming(label):
+                if self.here.is_interrupted:
+                    raise RuntimeError("there is an alarm")
+                yield wait.since + wait.limit_s
         finally:
             self.here.wait = None
-        if not self._exchanges and not wait.is_over:
-            self.here.issued = wait
+
+    def _issue(self, label: str) -> streams.Mark:
+        """The mark of a collective that was issued on the current stream; the watchdog looks after it."""
+        mark = streams.mark_here(self.device)
+        self.here.issue(Wait(label, time.monotonic(), self.timeout_s, mark.is_over, self.ledger))
+        return mark
+
+    @contextmanager
+    def _naming(self, label: str) -> Iterator[None]:
+        """An error inside is one of this collective."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._lost(label, error) from error
 
     def _lost(self, label: str, error: RuntimeError) -> RuntimeError:
         reason = str(error).strip().splitlines()[0]
@@ -287,6 +397,8 @@ class Axis:
             f"{self.timeout_s:g} s: another rank has failed, has ended, or did not "
             f"come to the same point ({reason})"
         )
+        if self.here.is_interrupted:
+            text = f"{self._who} gave up in the {label}, as there is an alarm"
         if self._watchdog is not None:
             text += f"; {self._watchdog.raise_alarm(f'{self._who} gave up in the {label}')}"
         return RuntimeError(text)
@@ -294,7 +406,8 @@ class Axis:
     def close(self, drain_s: float) -> None:
         """Wait up to `drain_s` for what is under way and forget the process groups."""
         self.drain(drain_s)
-        self._group = self._control = None
+        self._groups = dict.fromkeys(Channel)
+        self._control = None
 
     def drain(self, seconds: float) -> None:
         """Wait for what is under way, whoever started it: Gloo works on the memory of its tensors."""
@@ -306,23 +419,19 @@ class Axis:
     def _exchange(self, sent: Parts, received: Parts, tag: int, label: str) -> list[dist.Work | None]:
         """Start to send and receive one tensor to and from every other rank."""
         works: list[dist.Work | None] = []
-        try:
+        with self._naming(label):
             for back, peer in zip(reversed(self._peers), self._peers, strict=True):
                 works.append(self._receive(received[back], back, tag))
                 works.append(self._send(sent[peer], peer, tag))
-        except RuntimeError as error:
-            raise self._lost(label, error) from error
         return works
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:
-        return dist.isend(tensor, group=self._group, group_dst=peer, tag=self.first_tag + tag)
+        group = self._groups[Channel.GATHER]
+        return dist.isend(tensor, group=group, group_dst=peer, tag=self.first_tag + tag)
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:
-        return dist.irecv(tensor, group=self._group, group_src=peer, tag=self.first_tag + tag)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
+        group = self._groups[Channel.GATHER]
+        return dist.irecv(tensor, group=group, group_src=peer, tag=self.first_tag + tag)
 
 
 def _sum(parts: Sequence[Tensor], own: Tensor, out: Tensor) -> None:

@@ -186,11 +186,14 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
         axes = Axes.of_one_group(mesh, world)
     else:
         axes = Axes.of_one_group(mesh, world.over(shard, _control_group(shard, world.timeout_s)))
+    if not axes.dp_shard.exchanges and axes.dp_shard.size > 1:
+        # The other axes need no second one: dp_inner only gathers, dp_replicate only reduces.
+        axes.dp_shard.reduce_over(_shard_subgroup(axes, axes.dp_shard.size))
     if 1 < inner_size != axes.dp_shard.size:
-        axes.dp_inner = world.over(_inner_group(axes, inner_size))
+        axes.dp_inner = world.over(_shard_subgroup(axes, inner_size))
     first_tag = _next_tag_range(axes.dp) % _NUM_TAG_RANGES * _TAGS_PER_ENGINE
     for axis in axes.members:
-        axis.first_tag = first_tag
+        axis.first_tag = axis.ledger.name = first_tag
     return axes
 
 
@@ -204,8 +207,11 @@ def _control_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGr
     return made
 
 
-def _inner_group(axes: Axes, size: int) -> dist.ProcessGroup:
-    """The part of `size` consecutive ranks of the shard group that this rank is in."""
+def _shard_subgroup(axes: Axes, size: int) -> dist.ProcessGroup:
+    """A new group: the part of `size` consecutive ranks of the shard group that this rank is in. Collective.
+
+    All ranks make the groups of all parts, in the same order: NCCL and the names of groups need that.
+    """
     group_size = axes.dp_shard.size
     if group_size % size:
         raise ValueError(
@@ -216,7 +222,7 @@ def _inner_group(axes: Axes, size: int) -> dist.ProcessGroup:
     everyone: list[list[int]] = axes.dp.all_gather_object(own, "agreement on shard groups")
     groups = sorted({tuple(ranks) for ranks in everyone})
     parts = [list(ranks[start : start + size]) for ranks in groups for start in range(0, group_size, size)]
-    group, _ = dist.new_subgroups_by_enumeration(parts)
+    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timedelta(seconds=axes.dp.timeout_s))
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group
 

@@ -3,7 +3,8 @@
 Three streams: the caller's (compute), one for gathers and one for reductions. Work on a side stream
 starts after all compute issued so far, so memory that compute has released is safe to use there;
 compute waits for a side stream only where it needs the result. A buffer is allocated and freed on the
-same stream.
+same stream. Collectives run on the stream that is current when they are issued (see `Axis`), so a mark
+that follows one on its side stream covers it.
 """
 
 from __future__ import annotations
@@ -14,24 +15,47 @@ from dataclasses import dataclass
 
 import torch
 
+_HIGH_PRIORITY = -1
+"""torch.Stream: 0 is the default, a negative number is higher. A collective then need not wait until the
+blocks of a large compute kernel have all been placed."""
+
+
+def has_streams(device: torch.device) -> bool:
+    """True where work is queued on a stream of the device; False where the host computes by itself."""
+    return device.type != "cpu"
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point in a side stream that compute can wait for."""
+    """A point in a stream: all that was issued there before it."""
 
     event: torch.Event | None
+    """None on CPU, where all that was issued is over."""
+    device: torch.device | None = None
+    """Of the event."""
 
     def wait(self) -> None:
-        """Let the current stream wait; the host goes on."""
+        """Let the current stream of the device wait; the host goes on."""
         if self.event is not None:
-            torch.accelerator.current_stream().wait_event(self.event)
+            torch.accelerator.current_stream(self.device).wait_event(self.event)
+
+    def is_over(self) -> bool:
+        """True when the device has come past the mark; asked from any thread."""
+        return self.event is None or self.event.query()
+
+
+def mark_here(device: torch.device) -> Mark:
+    """The point after all that was issued so far on the current stream of `device`."""
+    event = torch.accelerator.current_stream(device).record_event() if has_streams(device) else None
+    return Mark(event, device)
 
 
 class SideStream:
     """A stream beside compute, on an accelerator; on CPU, plain execution in order."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+        self._device = device
+        self._stream = torch.Stream(device=device, priority=_HIGH_PRIORITY) if has_streams(device) else None
 
     @contextmanager
     def after_compute(self) -> Iterator[None]:
@@ -39,13 +63,13 @@ class SideStream:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.accelerator.current_stream())
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             yield
 
     def mark(self) -> Mark:
         """The point after the work issued here so far."""
-        return Mark(None if self._stream is None else self._stream.record_event())
+        return Mark(None if self._stream is None else self._stream.record_event(), self._device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from zeroshard.comm.ledger import Entries, Ledger
+
+_AT_ONCE = timedelta(milliseconds=1)
+"""Gloo closes all connections of a group when a wait for a send or a receive takes longer than its timeout.
+Then each wait for one of them ends, that of the main thread too."""
 _OUTSIDE = "is outside of forward, backward and optimizer step"
 
 
@@ -23,6 +30,14 @@ class Status(NamedTuple):
     has_ended: bool = False
     has_failed: bool = False
     """Whether it ended with an exception."""
+    issued: Entries | None = None
+    """Of a rank that waits for a while: the collectives that it has issued last."""
+
+    @staticmethod
+    def parse(values: Sequence[Any]) -> Status:
+        """A status after its way through JSON."""
+        status = Status(*values)
+        return status if status.issued is None else status._replace(issued=Entries(*status.issued))
 
 
 class Sighting(NamedTuple):
@@ -61,30 +76,36 @@ def find_lost(sightings: Mapping[int, Sighting | None], limit_s: float) -> str |
     return None
 
 
+def _never() -> bool:
+    return False
+
+
 class Wait(NamedTuple):
-    """A collective that this rank waits in."""
+    """A collective that this rank waits in: its host, or its device."""
 
     label: str
     since: float
     limit_s: float
+    is_over: Callable[[], bool] = _never
+    """Of one that was left to the device: True when the device has come past it."""
+    ledger: Ledger | None = None
+    """Where it was noted."""
     works: Sequence[dist.Work | None] = ()
-    """Where the host goes on: what the device waits for."""
-
-    @property
-    def is_over(self) -> bool:
-        return all(work is None or work.is_completed() for work in self.works)
+    """Of one that the host waits for."""
 
 
 class Whereabouts:
     """Where this rank is. Written on the hot path, read by the watchdog's thread."""
 
-    __slots__ = ("_phase", "issued", "wait")
+    __slots__ = ("_issued", "_phase", "is_interrupted", "wait")
 
     def __init__(self) -> None:
         self.wait: Wait | None = None
         """The collective that the host waits in."""
-        self.issued: Wait | None = None
-        """The last collective that the host left to the device."""
+        self._issued: deque[Wait] = deque()
+        """Collectives that the host left to the device, the oldest first; some may be over."""
+        self.is_interrupted = False
+        """True from an alarm on: who is about to wait raises an error instead."""
         self.leave()
 
     def enter(self, phase: str, where: str = "") -> None:
@@ -95,22 +116,49 @@ class Whereabouts:
         """From now on this rank is outside of all phases."""
         self.enter("")
 
+    def issue(self, wait: Wait) -> None:
+        """The host has left a collective to the device and goes on."""
+        issued = self._issued
+        while issued and issued[0].is_over():
+            issued.popleft()
+        issued.append(wait)
+
+    @property
+    def on_device(self) -> Wait | None:
+        """The oldest collective that the device has not come past."""
+        return next((wait for wait in tuple(self._issued) if not wait.is_over()), None)
+
+    def interrupt(self) -> None:
+        """Have the host's wait end in an error; called from another thread."""
+        self.is_interrupted = True
+        wait = self.wait
+        for work in wait.works if wait is not None else ():
+            try:
+                if work is not None:
+                    work.wait(_AT_ONCE)
+            except RuntimeError:
+                return
+
+    def issued_when_waiting(self, longer_s: float) -> Entries | None:
+        """The last collectives that were issued, if this rank has waited in one for longer than that."""
+        for wait in (self.wait, self.on_device):
+            if wait is not None and wait.ledger is not None and time.monotonic() - wait.since > longer_s:
+                return wait.ledger.entries()
+        return None
+
     def status(self) -> Status:
-        now, wait, issued = time.monotonic(), self.wait, self.issued
+        now, wait, issued = time.monotonic(), self.wait, self.on_device
         if wait is not None:
             return Status(f"waits in the {wait.label}", now - wait.since)
         phase, where, since = self._phase
         text = f"is in {phase}{where}" if phase else _OUTSIDE
-        if issued is not None and not issued.is_over:
+        if issued is not None:
             return Status(f"{text}, its device waits in or before the {issued.label}", now - issued.since)
         return Status(text, now - since)
 
     def find_overdue(self, margin_s: float) -> str | None:
         """The collective that this rank has been in for longer than it may, plus `margin_s`."""
-        issued = self.issued
-        if issued is not None and issued.is_over:
-            self.issued = issued = None  # it holds tensors
-        for wait in (self.wait, issued):
+        for wait in (self.wait, self.on_device):
             if wait is not None and time.monotonic() - wait.since > wait.limit_s + margin_s:
                 return wait.label
         return None

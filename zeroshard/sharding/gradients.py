@@ -17,7 +17,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Axis
+from zeroshard.comm.collectives import Axis, Channel
 from zeroshard.comm.pool import BufferPool
 from zeroshard.sharding.buffer import Context, FlatBuffer
 
@@ -270,7 +270,7 @@ class ReducedGradients(Gradients):
         """The second half of an all-reduce, where several ranks need the same gradient."""
         label = f"all-gather of the gradients of {self.buffer.describe()}"
         with self._context.streams.reduce.after_compute():
-            handle = axis.all_gather(flat, own, tag=self._tag, label=label)
+            handle = axis.all_gather(flat, own, tag=self._tag, label=label, channel=Channel.REDUCE)
             mark = self._context.streams.reduce.mark()
         yield True
         handle.wait()
