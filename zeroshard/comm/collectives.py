@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,16 @@ class Channel(Enum):
     REDUCE = "gradient reductions"
 
 
+class Part(NamedTuple):
+    """One tensor of an all-gather of several."""
+
+    flat: Tensor
+    """[size * K], the result."""
+    own: Tensor
+    """[K], this rank's shard."""
+    tag: int
+
+
 class Handle(Protocol):
     """A collective under way."""
 
@@ -74,6 +84,15 @@ class _Issued:
         mark, self._mark = self._mark, None
         if mark is not None:
             mark.wait()
+
+
+class _Several:
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
 
 
 class _Pending:
@@ -195,7 +214,7 @@ class Axis:
         if self.size == 1 or not flat.numel():
             if flat.data_ptr() != own.data_ptr():
                 flat.copy_(own)
-            return DONE
+            return self._copied()
         self._note("all_gather", own.numel() * own.element_size() * (self.size - 1), label)
         if not self.exchanges:
             with self._naming(label):
@@ -207,6 +226,28 @@ class Axis:
         if chunks[self.rank].data_ptr() != own.data_ptr():
             chunks[self.rank].copy_(own)  # while the exchange runs
         return _Pending(self, label, works)
+
+    def all_gather_together(self, parts: Sequence[Part], *, label: str) -> Handle:
+        """All-gather several tensors, of any dtypes; on an accelerator as one launch.
+
+        Args:
+            parts: as `all_gather` takes them, in the same order on all ranks.
+            label: of all of them, for error messages.
+        """
+        if self.exchanges or self.size == 1 or len(parts) == 1:
+            return _Several([self.all_gather(p.flat, p.own, tag=p.tag, label=label) for p in parts])
+        group = self._groups[Channel.GATHER]
+        # Private to torch, which has nothing public that gathers several tensors at once; tests/comm tells
+        # when it changes.
+        with self._naming(label), dist._coalescing_manager(group=group, async_ops=False):
+            for part in parts:
+                self._note("all_gather", part.own.nbytes * (self.size - 1), label)
+                dist.all_gather_into_tensor(part.flat, part.own, group=group, async_op=False)
+        return _Issued(self._issue(label))
+
+    def _copied(self) -> Handle:
+        """The handle of a copy on this rank alone."""
+        return DONE if self.exchanges else _Issued(streams.mark_here(self.device))
 
     def reduce_scatter(self, flat: Tensor, out: Tensor, pool: BufferPool, *, tag: int, label: str) -> Handle:
         """Sum `flat` over the ranks in rank order and leave this rank's part in `out`.
@@ -222,7 +263,7 @@ class Axis:
         own = chunks[self.rank]
         if self.size == 1 or not flat.numel():
             out.copy_(own)
-            return DONE
+            return self._copied()
         self._note("reduce_scatter", own.numel() * own.element_size() * (self.size - 1), label)
         if not self.exchanges:
             target = out if out.dtype == flat.dtype else torch.empty_like(own)

@@ -20,7 +20,7 @@ class Stepped(Protocol):
     def before_step(self) -> None:
         """Make the gradients ready."""
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Let replicated parameters follow."""
 
     def drop_deferred(self) -> None:
@@ -47,9 +47,9 @@ def follow(runtime: Stepped, optimizer: Optimizer) -> None:
             runtime.before_step()
             runtime.here.enter("the optimizer step")
 
-    def after(*_: Any) -> None:
+    def after(optimizer: Optimizer, *_: Any) -> None:
         if (runtime := weak()) is not None:
-            runtime.after_step()
+            runtime.after_step(optimizer)
             runtime.here.leave()
 
     @functools.wraps(zero_grad)

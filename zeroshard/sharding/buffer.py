@@ -13,14 +13,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from zeroshard.comm.collectives import DONE, Axis, Handle
+from zeroshard.comm.collectives import Axis, Part
 from zeroshard.comm.mesh import Axes
-from zeroshard.comm.streams import Mark, Streams
+from zeroshard.comm.streams import Streams
 from zeroshard.sharding.deferred import has_memory, is_stored, read_part, values_of
 from zeroshard.sharding.layout import Layout, Span
 from zeroshard.sharding.parameter import Phase, ShardedParameter, describe_unit
@@ -72,6 +73,13 @@ class Context:
         return self.axes.dp_shard
 
 
+class Gather(NamedTuple):
+    """An all-gather that fills a buffer."""
+
+    axis: Axis
+    part: Part
+
+
 class FlatBuffer:
     """Allocate, view, gather, free.
 
@@ -106,7 +114,6 @@ class FlatBuffer:
         self.sharded = self._make_sharded()
         self.unsharded = self._make_unsharded()
         self._version = self.main._version
-        self._mark = Mark(None)
         self._second: Tensor | None = None
         if not self.is_resident:
             self.full.untyped_storage().resize_(0)
@@ -212,35 +219,27 @@ class FlatBuffer:
         if self.trainable:
             self._version = -1
 
-    def gather(self) -> Handle:
-        """Start to fill `full` from the main parameters of all ranks; the storage is allocated here."""
+    def begin_gather(self) -> Gather | None:
+        """Allocate `full` and write this rank's part, on the current stream.
+
+        Returns:
+            The exchange that fills the rest; None where there is none.
+        """
         if self.is_stale:
             self._keep_second(False)
         self._version = self.main._version
         if self.is_alias_of_all:
-            return DONE
-        streams, axes = self._context.streams, self._context.axes
-        with torch.no_grad(), streams.gather.after_compute():
-            if not self.is_resident:
-                self.full.untyped_storage().resize_(self.full_bytes)
-                self._context.meter.add(self.full_bytes)
-            axis, own = axes.dp_shard, self.main.detach()
-            if self._second is not None:
-                axis, own = axes.dp_inner, self._second
-            elif own.dtype != self.full.dtype or not self.is_partial:
-                own = self.full[self.main_span.slice].copy_(own)
-            handle: Handle = DONE
-            if self.is_partial:
-                label = f"all-gather of {self.describe()}"
-                handle = axis.all_gather(self.full, own, tag=self.tag, label=label)
-            self._mark = streams.gather.mark()
+            return None
+        axes, own = self._context.axes, self.main.detach()
+        if not self.is_resident:
+            self.full.untyped_storage().resize_(self.full_bytes)
+            self._context.meter.add(self.full_bytes)
+        if self._second is not None:
+            return Gather(axes.dp_inner, Part(self.full, self._second, self.tag))
+        if own.dtype != self.full.dtype or not self.is_partial:
+            own = self.full[self.main_span.slice].copy_(own)
         self._version = self.main._version
-        return handle
-
-    def wait(self, handle: Handle) -> None:
-        """Let compute wait until `full` is filled."""
-        handle.wait()
-        self._mark.wait()
+        return Gather(axes.dp_shard, Part(self.full, own, self.tag)) if self.is_partial else None
 
     def free(self, keep_second: bool) -> None:
         """Give the storage of `full` back; nothing may still be writing to it.

@@ -34,8 +34,9 @@ class GradientState(Enum):
 _MOVES = {
     GradientState.EMPTY: {GradientState.PACKING, GradientState.REDUCING},
     GradientState.PACKING: {GradientState.REDUCING, GradientState.EMPTY},
-    GradientState.REDUCING: {GradientState.REDUCED},
-    # A layer used inside and outside a reentrant checkpoint gets gradients twice in one backward.
+    # A layer used inside and outside a reentrant checkpoint gets gradients twice in one backward: the second
+    # share is packed while the first is still reduced, and is reduced by itself.
+    GradientState.REDUCING: {GradientState.REDUCED, GradientState.PACKING},
     GradientState.REDUCED: {GradientState.EMPTY, GradientState.PACKING, GradientState.REDUCING},
 }
 
@@ -168,7 +169,7 @@ class ReducedGradients(Gradients):
         self._is_deferred = False
         self._zeros = tuple(gap.slice for gap in buffer.layout.gaps)
         """The padding of `flat`: zeros from the pool, and nothing else is written there."""
-        self._reduction: Iterator[bool] = iter(())
+        self._reduction: Iterator[bool] | None = None
         self._is_exchanging = False
         self._reduced: Tensor | None = None
 
@@ -182,7 +183,7 @@ class ReducedGradients(Gradients):
 
     @property
     def is_reducing(self) -> bool:  # type: ignore[override]
-        return self.state is GradientState.REDUCING
+        return self._reduction is not None
 
     @property
     def local_bytes(self) -> int:
@@ -197,7 +198,6 @@ class ReducedGradients(Gradients):
             self._arrived[index] = True
             self.num_missing -= 1
         self.used[index] = True
-        self.complete()  # of a share that came earlier in this backward; this one is reduced by itself
         self._move(GradientState.PACKING)
         if self._flat is None:
             self._is_deferred = defer
@@ -230,7 +230,7 @@ class ReducedGradients(Gradients):
         self._arrived = [False] * len(self._arrived)
         self.num_missing = len(self._arrived)
         self._reduction = self._reduce(self._finish_packing())
-        self.progress()
+        self._advance()
 
     def _reduce(self, flat: Tensor) -> Iterator[bool]:
         """Sum `flat` over all ranks. Yields True while an exchange is under way, False before another one."""
@@ -255,26 +255,21 @@ class ReducedGradients(Gradients):
             yield False
             yield from self._gather(axes.dp_shard, result, own)
         self._absorb(result)
-        self._move(GradientState.REDUCED)
 
     def _scatter(self, axis: Axis, flat: Tensor, own: Tensor) -> Iterator[bool]:
         label = f"reduce-scatter of the gradients of {self.buffer.describe()}"
         with self._context.streams.reduce.after_compute():
             handle = axis.reduce_scatter(flat, own, self._pool, tag=self._tag, label=label)
-            mark = self._context.streams.reduce.mark()
         yield True
         handle.wait()
-        mark.wait()
 
     def _gather(self, axis: Axis, flat: Tensor, own: Tensor) -> Iterator[bool]:
         """The second half of an all-reduce, where several ranks need the same gradient."""
         label = f"all-gather of the gradients of {self.buffer.describe()}"
         with self._context.streams.reduce.after_compute():
             handle = axis.all_gather(flat, own, tag=self._tag, label=label, channel=Channel.REDUCE)
-            mark = self._context.streams.reduce.mark()
         yield True
         handle.wait()
-        mark.wait()
 
     def _take(self, dtype: torch.dtype) -> Tensor:
         """A flat buffer whose padding is zero."""
@@ -299,15 +294,25 @@ class ReducedGradients(Gradients):
 
     def settle(self) -> None:
         if self._is_exchanging:
-            self._is_exchanging = next(self._reduction, False)
+            self._advance()
 
     def progress(self) -> None:
         self.settle()
-        self._is_exchanging = next(self._reduction, False)
+        self._advance()
 
     def complete(self) -> None:
         while self.is_reducing:
-            self.progress()
+            self._advance()
+
+    def _advance(self) -> None:
+        """Go on to the next `yield` of the reduction, or to its end."""
+        if self._reduction is not None:
+            state = next(self._reduction, None)
+            self._is_exchanging = state is True
+            if state is None:
+                self._reduction = None
+                if self.state is GradientState.REDUCING:
+                    self._move(GradientState.REDUCED)
 
     def _absorb(self, result: Tensor) -> None:
         """Keep reduced gradients until it is known which of them any rank used."""

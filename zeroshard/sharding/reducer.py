@@ -220,7 +220,8 @@ class Reducer:
         """Reduce what this backward has not; then hand gradients to the parameters.
 
         Raises:
-            RuntimeError: the backward of another rank has ended in an exception.
+            RuntimeError: the backward of another rank has ended in an exception; or the ranks have issued
+                different collectives, which a communicator may have mixed up.
         """
         self._start_rest()
         agreed = self._agree(has_failed=False)
@@ -244,7 +245,7 @@ class Reducer:
         units = self._order.of_reductions()
         flags = [flag for gradients in self._all for flag in gradients.used]
         flags += [*(unit.has_more for unit in units), self._order.has_changed, has_failed]
-        answer = self._axis.any(flags, "agreement on which parameters got a gradient")
+        answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
         self._finish()
         flag = iter(answer())
         return _Agreed(

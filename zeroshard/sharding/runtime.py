@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,10 @@ class Runtime:
         self.root, self.units, self.context = units[0], tuple(units), context
         self.rounding = rounding
         makes_same_calls = context.placements.frees_parameters and context.axes.dp_replicate.size == 1
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        """Those over the sharded parameters."""
+        self._stepped: WeakSet[Optimizer] = WeakSet()
+        """Those that have stepped since replicated parameters were last gathered."""
         self._order = UnitOrder(units, is_common=makes_same_calls)
         self.reducer = Reducer(units, context.axes.dp, pool, self._order)
         self.here = context.axes.dp.here
@@ -138,6 +143,7 @@ class Runtime:
             ValueError: it is one of bitsandbytes', which `zeroshard.initialize` takes over.
         """
         follow(self, optimizer)
+        self._optimizers.add(optimizer)
         if isinstance(optimizer, UsesNorms):
             optimizer.norms_of = NormsOverRanks(self.buffers, self.context.axis)
         if self.rounding is not None:
@@ -152,11 +158,20 @@ class Runtime:
         self._recover()
         self.reducer.before_step()
 
-    def after_step(self) -> None:
-        """Main parameters changed: replicated parameters are gathered again while the host goes on."""
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Main parameters changed: replicated parameters are gathered again while the host goes on.
+
+        With several optimizers that begins after the last one, or with the next forward.
+        """
+        for buffer in self.buffers:
+            buffer.mark_stale()
+        self._stepped.add(optimizer)
+        if len(self._stepped) == len(self._optimizers):
+            self._refresh()
+
+    def _refresh(self) -> None:
+        self._stepped.clear()
         for unit in reversed(self._order.of_reductions()):  # the same on all ranks; about that of a forward
-            for buffer in unit.buffers:
-                buffer.mark_stale()
             unit.refresh()
 
     def drop_deferred(self) -> None:
@@ -327,8 +342,7 @@ class Runtime:
         self._recover()
         self._phase.is_in_forward = True
         self._called, self._staying = [], set()
-        for unit in self.units:
-            unit.refresh()
+        self._refresh()
 
     def _end_forward(self) -> None:
         self._phase.is_in_forward = False

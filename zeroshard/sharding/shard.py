@@ -130,10 +130,13 @@ def dtype_policy(config: Config) -> DtypePolicy:
 
 def _build_unit(spec: UnitSpec, buffers: list[FlatBuffer], context: Context, pool: BufferPool) -> Unit:
     trained = [buffer for buffer in buffers if buffer.trainable]
-    if context.axes.dp.size == 1:
-        return Unit(spec.name, spec.module, buffers, [Gradients(buffer) for buffer in trained])
-    gradients = [ReducedGradients(buffer, context, pool, buffer.tag + 1) for buffer in trained]
-    return Unit(spec.name, spec.module, buffers, list(gradients))
+    gradients: list[Gradients] = [
+        Gradients(buffer)
+        if context.axes.dp.size == 1
+        else ReducedGradients(buffer, context, pool, buffer.tag + 1)
+        for buffer in trained
+    ]
+    return Unit(spec.name, spec.module, buffers, gradients, context.streams.gather)
 
 
 def _take_over_buffers(module: nn.Module, context: Context) -> None:

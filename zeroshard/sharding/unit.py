@@ -10,9 +10,11 @@ from enum import Enum
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Handle
+from zeroshard.comm.streams import SideStream
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.nested import copy_tensors
@@ -91,13 +93,19 @@ class Unit:
         module: whose forward brackets the use of the parameters.
         buffers: one for each dtype and `requires_grad`.
         gradients: one for each trained buffer.
+        stream: on which its parameters are gathered.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, buffers: list[FlatBuffer], gradients: list[Gradients]
+        self,
+        name: str,
+        module: nn.Module,
+        buffers: list[FlatBuffer],
+        gradients: list[Gradients],
+        stream: SideStream,
     ) -> None:
         self.name, self.module, self.described = name, module, describe_unit(name)
-        self.buffers, self.gradients = buffers, gradients
+        self.buffers, self.gradients, self._stream = buffers, gradients, stream
         self.is_resident = all(buffer.is_resident for buffer in buffers)
         self.is_compiled = False
         """Whether nothing inside the module can be hooked."""
@@ -115,7 +123,7 @@ class Unit:
         self.joins_backward = self.backward_needs_parameters
         """Whether its parameters are gathered in this backward: on all ranks, as soon as one needs them."""
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
-        self._handles: list[tuple[FlatBuffer, Handle]] = []
+        self._handles: list[Handle] = []
         self._slots = [
             (owner, attribute, unsharded, sharded)
             for buffer in buffers
@@ -142,18 +150,25 @@ class Unit:
 
     def unshard(self) -> None:
         """Start to gather, unless the full parameters are there or on their way."""
-        if self.state is UnitState.SHARDED:
-            self._move(UnitState.GATHERING)
-            needed = [b for b in self.buffers if b.is_stale or not b.is_resident]
-            self._handles = [(buffer, buffer.gather()) for buffer in needed]
+        if self.state is not UnitState.SHARDED:
+            return
+        self._move(UnitState.GATHERING)
+        needed = [buffer for buffer in self.buffers if buffer.is_stale or not buffer.is_resident]
+        with torch.no_grad(), self._stream.after_compute():
+            gathers = [gather for buffer in needed if (gather := buffer.begin_gather()) is not None]
+            for axis in dict.fromkeys(gather.axis for gather in gathers):
+                parts = [gather.part for gather in gathers if gather.axis is axis]
+                self._handles.append(axis.all_gather_together(parts, label=f"all-gather of {self.described}"))
+            if not gathers:  # a cast at most; else the handles cover that too
+                self._handles.append(self._stream.mark())
 
     def wait(self) -> None:
         """Let compute wait for the full parameters; gathers them if nobody has started to."""
         self.unshard()
         if self.state is UnitState.GATHERING:
             handles, self._handles = self._handles, []
-            for buffer, handle in handles:
-                buffer.wait(handle)
+            for handle in handles:
+                handle.wait()
             self._move(UnitState.UNSHARDED)
 
     def reshard(self, keep_second: bool = False) -> None:
