@@ -1,7 +1,7 @@
 """All ranks call the same blocks, and each rank cuts the gradients of others.
 
-The reference is plain PyTorch on each rank, with gradients averaged in rank order, to the bit. Zeros count for
-a parameter without a gradient on one rank; one without a gradient on any rank keeps none.
+The reference is plain PyTorch on each rank, with gradients averaged in rank order, to the bit. Zeros count
+for a parameter without a gradient on one rank; one without a gradient on any rank keeps none.
 """
 
 import copy

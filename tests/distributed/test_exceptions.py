@@ -316,3 +316,34 @@ def ranks_that_reduced_different_units():
 
 def test_a_failure_where_ranks_took_different_branches_leaves_no_exchange_half_done(ranks):
     assert ranks(2, ranks_that_reduced_different_units, timeout=120) == [[], []]
+
+
+def one_rank_fails(stage):
+    """Rank 1's backward fails; then training goes on as if the step had not been tried."""
+    want = one_run(stage, None, None, -1)
+    model = build("tied GPT")
+    fuse = Fuse(model)
+    engine, optimizer = start(model, stage=stage, watchdog_s=10.0)
+    losses, messages = [], []
+    for number in range(3):
+        if number == 1:
+            loss = token_loss(engine, 9)
+            if dist.get_rank() == 1:
+                with fuse.burns("backward", ValueError("boom")):
+                    loss.backward()
+            else:
+                try:
+                    loss.backward()
+                except RuntimeError as error:
+                    messages.append(str(error))
+            engine.zero_grad()
+        losses.append(step(engine, optimizer, token_loss, number))
+    return differences(f"stage {stage}", finish(engine, losses), want), messages
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_fails_on_one_rank_is_an_error_on_the_others(ranks, stage):
+    others, failed = ranks(2, one_rank_fails, stage)
+    assert failed == ([], [])
+    assert others[0] == []
+    assert "the backward of another rank has ended in an exception" in others[1][0]

@@ -187,3 +187,57 @@ def test_evaluation_gathers_each_unit_once_at_stage_3_and_sends_nothing_at_other
     for found in ranks(2, traffic_of_evaluation):
         for (stage, _), sent in found.items():
             assert sent == (0.5 if stage == 3 else 0.0, 0)
+
+
+def traffic_of_two_optimizers(stage):
+    """Both hold parameters of the same units; in the last step one of them is not stepped."""
+    engine, _ = start(build("tied GPT"), None, stage=stage, precision={"param_dtype": "bf16"})
+    parameters = list(engine.parameters())
+    optimizers = [torch.optim.SGD(parameters[0::2], lr=0.1), torch.optim.SGD(parameters[1::2], lr=0.1)]
+    for optimizer in optimizers:
+        engine._runtime.attach(optimizer)
+    sent = []
+    for number in range(4):
+        token_loss(engine, number).backward()
+        engine.reset_comm_report()
+        for optimizer in optimizers[: 1 if number == 3 else 2]:
+            optimizer.step()
+        with torch.no_grad():
+            token_loss(engine, number)
+        sent.append(engine.comm_report().bytes_sent["all_gather"] / 2)
+    return sent, padded_size(engine) // 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_are_gathered_once_after_the_steps_of_two_optimizers(ranks, stage):
+    for sent, expected in ranks(2, traffic_of_two_optimizers, stage):
+        assert sent == [expected] * 4
+
+
+def reductions_of_groups():
+    """The labels of collectives in a backward, in order, with two shard groups of two ranks."""
+    engine, _ = start(build("GPT", num_blocks=6), stage=3, shard_group_size=2)
+    for number in range(3):
+        first = engine._axes.dp.ledger.count
+        engine.backward(token_loss(engine, number))
+        entries = engine._axes.dp.ledger.entries().labels
+        engine.step()
+    return [label for number, label in entries if number > first]
+
+
+def test_exchanges_between_shard_groups_go_on_while_the_backward_does(ranks):
+    """A reduction is one exchange in its group and two between groups."""
+    for labels in ranks(4, reductions_of_groups):
+        for block in range(2, 6):
+            scatters = [at for at, label in enumerate(labels) if label.startswith("reduce-scatter")]
+            own = [at for at in scatters if f"'blocks.{block}'" in labels[at]]
+            (last,) = [
+                at
+                for at, label in enumerate(labels)
+                if label == f"all-gather of the gradients of unit 'blocks.{block}'"
+            ]
+            later = [f"'blocks.{block - 1}'", f"'blocks.{block - 2}'", f"'blocks.{max(0, block - 3)}'"]
+            assert len(own) == 2
+            assert labels.index(f"reduce-scatter of the gradients of unit {later[1]}") > own[0]
+            if block >= 3:
+                assert last < labels.index(f"reduce-scatter of the gradients of unit {later[2]}")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
@@ -462,3 +463,45 @@ def test_buffers_of_any_dtype_and_layout_get_rank_0s_values_and_nothing_beside_t
             assert dtype == expected[name].dtype
             assert torch.equal(values, expected[name].to(torch.complex64)), name
         assert torch.equal(beside.view(-1)[1:], torch.arange(1.0, 24.0) + rank)
+
+
+# ---------------------------------------------------------------------------------------------- packing
+
+
+class Kernels(TorchDispatchMode):
+    """Names of the operations inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def packed_kernels():
+    """The kernels that pack a gradient of bfloat16 in float32, on a device that is no CPU."""
+    sharded = shard_net(world(), stage=3, precision=BF16)
+    (gradients,) = sharded.inner.gradients
+    found = []
+    for _ in range(2):
+        target = torch.empty(30, device="meta")
+        gradient = torch.empty(30, device="meta", dtype=torch.bfloat16)
+        with Kernels() as kernels:
+            gradients._write_scaled(target, gradient)
+        found.append(kernels.names)
+    return found
+
+
+def test_a_gradient_is_packed_by_one_kernel_that_scales_and_widens_it(ranks):
+    for first, later in ranks(3, packed_kernels):
+        assert later == ["aten::mul.out"]
+        assert first[-1:] == later
+
+
+def test_one_kernel_that_scales_and_widens_gives_the_bits_of_two():
+    gradient = torch.randn(10_000).bfloat16()
+    for scale in (1 / 2, 1 / 3, 1 / 7):
+        one = torch.mul(gradient, torch.full((1,), scale), out=torch.empty(10_000))
+        assert torch.equal(one, torch.empty(10_000).copy_(gradient).mul_(scale))
