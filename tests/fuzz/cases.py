@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
@@ -26,6 +27,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "AdamW8bit": lambda groups: AdamW8bit(groups, lr=1e-2, min_8bit_size=300),
 }
 
+Blocks = dict[str, tuple[int, ...]]
+
 FAILURES = ("forward", "backward")
 """Where a step may fail, on all ranks alike."""
 
@@ -36,6 +39,8 @@ class Step:
 
     called: tuple[int, ...]
     """The blocks that a forward calls, on all ranks alike."""
+    cuts: tuple[tuple[int, ...], ...]
+    """For each rank, the places in `called` that have no backward there."""
     unsynced: tuple[bool, ...]
     """For each micro-batch, whether it is under no_sync."""
     num_forwards: int
@@ -47,6 +52,11 @@ class Step:
     evaluates: bool
     edits: bool
     """Whether parameters are changed under unsharded(write_back=True) after the step."""
+
+    @property
+    def blocks(self) -> Blocks:
+        """The arguments of the model's forward on this rank."""
+        return {"called": self.called, "cut": self.cuts[dist.get_rank()]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +160,23 @@ def build_case(seed: int) -> Case:
         sets_to_none=random.random() < 0.8,
         batch_size=random.choice((1, 2, 3)) * (num_micro_batches if loop == "train_batch" else 1),
         wants_input_gradients=model.kind != "tokens" and loop != "train_batch" and random.random() < 0.3,
-        steps=tuple(_step(random, model, loop, num_micro_batches) for _ in range(random.randint(2, 4))),
+        steps=_cut(
+            seed,
+            num_ranks,
+            [_step(random, model, loop, num_micro_batches) for _ in range(random.randint(2, 4))],
+        ),
     )
+
+
+def _cut(seed: int, num_ranks: int, steps: list[Step]) -> tuple[Step, ...]:
+    """Let each rank leave out other gradients in each step; drawn apart, so that seeds keep their cases."""
+    random = Random(f"cuts {seed}")
+    part = random.choice((0.0, 0.0, 0.2, 0.5))
+
+    def cut(step: Step) -> tuple[int, ...]:
+        return tuple(place for place in range(len(step.called)) if random.random() < part)
+
+    return tuple(replace(step, cuts=tuple(cut(step) for _ in range(num_ranks))) for step in steps)
 
 
 def _first(seed: int) -> tuple[int, Random]:
@@ -219,6 +244,7 @@ def _step(random: Random, model: Net, loop: str, num_micro_batches: int) -> Step
     syncs = [random.random() < 0.75 for _ in range(num_micro_batches)]
     return Step(
         called=tuple(called),
+        cuts=(),
         unsynced=tuple(loop != "train_batch" and not sync for sync in syncs),
         num_forwards=num_forwards,
         is_split=random.random() < 0.5,

@@ -54,13 +54,16 @@ class Net(nn.Module):
         self.offset, self.unused = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.ones(2, 3))
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
-    def forward(self, inputs: Tensor, *, called: tuple[int, ...]) -> Any:
+    def forward(self, inputs: Tensor, *, called: tuple[int, ...], cut: tuple[int, ...] = ()) -> Any:
+        """Call the blocks `called`; those at the places `cut` of this list have no backward on this rank."""
         x = self.stem(inputs.to(self.dtype) if inputs.is_floating_point() else inputs)
         x = (x.flatten(2).transpose(1, 2) if self.kind == "images" else x) + self.positions
         if self.training:
             self.calls += 1
-        for number in called:
-            x = call(self.blocks[number], x)
+        for place, number in enumerate(called):
+            y = call(self.blocks[number], x)
+            # Either the block alone is left out of the graph, or everything before it as well.
+            x = y if place not in cut else y.detach() if place % 2 else x + (y - x).detach()
         prediction = self.head(self.norm(x)) + self.offset
         match self.returns:
             case "dict":

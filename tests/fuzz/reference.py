@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.fuzz.cases import Case
+from tests.fuzz.cases import Blocks, Case
 from tests.fuzz.models import prediction_of
 
 Gradients = dict[str, Tensor]
@@ -46,10 +46,10 @@ class Reference:
             dtype = self.case.compute_dtype or given
         return nn.Parameter(parameter.detach().to(dtype, copy=True), requires_grad=parameter.requires_grad)
 
-    def forward(self, inputs: Tensor, called: tuple[int, ...]) -> Tensor:
+    def forward(self, inputs: Tensor, blocks: Blocks) -> Tensor:
         if self.case.compute_dtype and inputs.is_floating_point():
             inputs = inputs.to(self.case.compute_dtype)
-        prediction = prediction_of(self.module(inputs, called=called))
+        prediction = prediction_of(self.module(inputs, **blocks))
         return prediction.to(self.case.config["precision"].get("output_dtype") or prediction.dtype)
 
     def backward(self, loss: Tensor, *, unsynced: bool) -> None:
@@ -108,10 +108,10 @@ class Reference:
         self.optimizer.zero_grad(self.case.loop != "plain" or self.case.sets_to_none)
         self._micro_step = 0
 
-    def train_batch(self, inputs: Tensor, targets: Tensor, called: tuple[int, ...]) -> Tensor:
+    def train_batch(self, inputs: Tensor, targets: Tensor, blocks: Blocks) -> Tensor:
         number, losses = self.case.num_micro_batches, []
         for part, target in zip(inputs.chunk(number), targets.chunk(number), strict=True):
-            losses.append(mean_loss(self.forward(part, called), target))
+            losses.append(mean_loss(self.forward(part, blocks), target))
             self.backward(losses[-1], unsynced=False)
             self.step()
         total = _add(loss.detach() for loss in losses) / number

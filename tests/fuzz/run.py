@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
-from tests.fuzz.cases import Case, Step, build_case
+from tests.fuzz.cases import Blocks, Case, Step, build_case
 from tests.fuzz.models import prediction_of, random_inputs
 from tests.fuzz.reference import Reference, edit, mean_loss
 
@@ -51,8 +51,8 @@ class Sharded:
     def grad_norm(self) -> Tensor | None:
         return self.engine.grad_norm
 
-    def forward(self, inputs: Tensor, called: tuple[int, ...]) -> Tensor:
-        return prediction_of(self.engine(inputs, called=called))
+    def forward(self, inputs: Tensor, blocks: Blocks) -> Tensor:
+        return prediction_of(self.engine(inputs, **blocks))
 
     def backward(self, loss: Tensor, *, unsynced: bool) -> None:
         with self.engine.no_sync() if unsynced else nullcontext():
@@ -69,8 +69,8 @@ class Sharded:
         else:
             self.engine.step()
 
-    def train_batch(self, inputs: Tensor, targets: Tensor, called: tuple[int, ...]) -> Tensor:
-        return self.engine.train_batch({"inputs": inputs, "called": called}, targets)
+    def train_batch(self, inputs: Tensor, targets: Tensor, blocks: Blocks) -> Tensor:
+        return self.engine.train_batch({"inputs": inputs, **blocks}, targets)
 
     def forget(self) -> None:
         self.engine.zero_grad()
@@ -126,6 +126,16 @@ def _burning(block: nn.Module, where: str) -> Iterator[None]:
         handle.remove()
 
 
+@contextmanager
+def _others_fail() -> Iterator[None]:
+    """Where this rank's loss does not depend on what fails, its backward may be told of others'."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward of another rank has ended in an exception" not in str(error):
+            raise
+
+
 def follow(case: Case, trainer: Reference | Sharded) -> Trace:
     """Make the case's steps."""
     trace = Trace()
@@ -137,7 +147,7 @@ def follow(case: Case, trainer: Reference | Sharded) -> Trace:
         if case.loop == "train_batch":
             inputs, targets = _batch(case, number, 0, 0)
             _seed(case, number, 0)
-            trace.note(f"step {number}: mean loss", trainer.train_batch(inputs, targets, step.called))
+            trace.note(f"step {number}: mean loss", trainer.train_batch(inputs, targets, step.blocks))
         else:
             _train(case, trainer, step, number, trace)
         trace.note(f"step {number}: norm", trainer.grad_norm)
@@ -158,7 +168,7 @@ def _train(case: Case, trainer: Reference | Sharded, step: Step, number: int, tr
             inputs, targets = _batch(case, number, micro, forward)
             inputs.requires_grad_(case.wants_input_gradients)
             _seed(case, number, micro)
-            losses.append((mean_loss(trainer.forward(inputs, step.called), targets), inputs))
+            losses.append((mean_loss(trainer.forward(inputs, step.blocks), targets), inputs))
         pieces = [loss for loss, _ in losses]
         for position, loss in enumerate(pieces if step.is_split else [sum(pieces)]):
             trace.note(f"{what}: loss {position}", loss)
@@ -178,7 +188,7 @@ def _evaluate(case: Case, trainer: Reference | Sharded, step: Step, number: int,
     module = trainer.engine if isinstance(trainer, Sharded) else trainer.module
     module.eval()
     trace.note(
-        f"evaluation before step {number}", trainer.forward(_batch(case, number, 8, 0)[0], step.called)
+        f"evaluation before step {number}", trainer.forward(_batch(case, number, 8, 0)[0], step.blocks)
     )
     module.train()
 
@@ -189,8 +199,9 @@ def _fail(case: Case, trainer: Reference | Sharded, step: Step, number: int) -> 
     where, block = step.fails
     inputs, targets = _batch(case, number, 9, 0)
     _seed(case, number, 9)
-    with suppress(BurnedError), _burning(trainer.module.blocks[block], where):
-        trainer.backward(mean_loss(trainer.forward(inputs, step.called), targets), unsynced=False)
+    is_plain = isinstance(trainer, Reference)  # which has nothing to exchange for a step that failed
+    with suppress(BurnedError), _others_fail(), _burning(trainer.module.blocks[block], where):
+        trainer.backward(mean_loss(trainer.forward(inputs, step.blocks), targets), unsynced=is_plain)
     trainer.forget()
 
 
