@@ -193,11 +193,11 @@ def device_of(engine: zeroshard.Engine) -> torch.device:
     return next(engine.parameters()).device
 
 
-def forever(dataloader: Iterable[list[torch.Tensor]], device: torch.device) -> Iterator[torch.Tensor]:
-    """Batches of token ids on `device`, epoch after epoch."""
+def forever(dataloader: Iterable[list[torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """Batches of token ids, epoch after epoch."""
     while True:
         for (ids,) in dataloader:
-            yield ids.to(device, non_blocking=True)
+            yield ids
 
 
 @torch.no_grad()
@@ -327,7 +327,7 @@ def main() -> None:
         console.print(f"going on after step {len(history.losses)}, from {args.checkpoint_dir}")
     history = history or History(evaluate(engine, blocks.held_out), [], 0.0)
     console.print(f"evaluation loss before: {history.evaluation:.3f} nats per {unit}")
-    history, memory = train(engine, forever(dataloader, device), history, args, console)
+    history, memory = train(engine, forever(dataloader), history, args, console)
     after = evaluate(engine, blocks.held_out)
     console.print(f"evaluation loss after: {after:.3f} nats per {unit}, {history.seconds:.1f} s of training")
 

@@ -24,7 +24,7 @@ def ranks() -> Iterator[Ranks]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none."""
-    on_gpu = [item for item in items if "gpu" in item.keywords]
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]  # keywords have tests/gpu, too
     if on_gpu and not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,10 +1,13 @@
-"""A batch is cut into the micro-batches of an optimizer step."""
+"""A batch is cut into the micro-batches of an optimizer step, and moved to the device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -36,3 +39,43 @@ def split_batch(value: Any, num_pieces: int) -> list[Any]:
             f"got shape {tuple(value.shape)}"
         )
     return list(value.chunk(num_pieces))
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Copy the tensors of a batch to an accelerator. The host waits for none that is in pinned memory.
+
+    Looks into what a DataLoader can pin (mappings such as transformers' BatchEncoding, lists, tuples, objects
+    with `pin_memory` and `to`), and into dataclasses.
+
+    Returns:
+        For the CPU, the batch itself. Else new containers of the same types.
+    """
+    return value if device.type == "cpu" else _moved(value, device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if hasattr(value, "pin_memory") and hasattr(value, "to"):
+        return value.to(device)  # a PackedSequence keeps a part of it on the CPU
+    if isinstance(value, Mapping):
+        return _moved_mapping(value, device)
+    if isinstance(value, list | tuple):
+        build = getattr(type(value), "_make", type(value))
+        return build(_moved(item, device) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for name in (field.name for field in fields(value) if hasattr(value, field.name)):
+            object.__setattr__(twin, name, _moved(getattr(value, name), device))
+        return twin
+    return value
+
+
+def _moved_mapping(value: Mapping[Any, Any], device: torch.device) -> Any:
+    items = {key: _moved(item, device) for key, item in value.items()}
+    if not isinstance(value, MutableMapping):
+        return type(value)(items)  # type: ignore[call-arg]
+    twin = copy.copy(value)  # it may have more than its items
+    for key, item in items.items():
+        twin[key] = item
+    return twin

@@ -20,7 +20,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from zeroshard.batch import to_device
+
 STATE_KEYS = ("epoch", "position", "seed", "num_samples")
+_CPU = torch.device("cpu")
 LIMIT = 2**63
 """Of the numbers in a state: torch.Generator takes a seed + epoch below twice this."""
 
@@ -76,14 +79,24 @@ class EpochLoader(DataLoader[Any]):
         dataset: what has a length and gives samples by index.
         rank: this rank among those that share the dataset.
         num_ranks: how many they are.
-        options: of DataLoader, except for those about which samples make a batch.
+        device: where batches are handed out. For an accelerator they are collated in pinned memory.
+        options: of DataLoader, except for those about which samples make a batch, and about pinned memory.
     """
 
     sampler: EpochSampler
 
-    def __init__(self, dataset: Dataset[Any], *, rank: int, num_ranks: int, **options: Any) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        rank: int,
+        num_ranks: int,
+        device: torch.device = _CPU,
+        **options: Any,
+    ) -> None:
         sampler = EpochSampler(dataset, num_replicas=num_ranks, rank=rank)
-        super().__init__(dataset, sampler=sampler, **options)
+        super().__init__(dataset, sampler=sampler, pin_memory=device.type != "cpu", **options)
+        self.device = device
         self._place = Place()
         """Of the newest iteration."""
         self._next_start = self._place
@@ -95,10 +108,16 @@ class EpochLoader(DataLoader[Any]):
         rank: int,
         num_ranks: int,
         collate_fn: Callable[..., Any] | None,
+        device: torch.device = _CPU,
     ) -> EpochLoader:
         """Batches of `batch_size` samples per rank, shuffled anew in every epoch, alike on all ranks."""
         return EpochLoader(
-            dataset, rank=rank, num_ranks=num_ranks, batch_size=batch_size, collate_fn=collate_fn
+            dataset,
+            rank=rank,
+            num_ranks=num_ranks,
+            device=device,
+            batch_size=batch_size,
+            collate_fn=collate_fn,
         )
 
     @property
@@ -116,7 +135,8 @@ class EpochLoader(DataLoader[Any]):
             batches = super().__iter__()
         self._place = place
         self._next_start = replace(place, epoch=place.epoch + 1, position=0)
-        return _Batches(batches, self.sampler, place, self.batch_size * self.sampler.num_replicas)
+        batch_size = self.batch_size * self.sampler.num_replicas
+        return _Batches(batches, self.sampler, place, batch_size, self.device)
 
     def state_dict(self) -> dict[str, int]:
         """Where the newest iteration is: what it handed out counts, what workers prefetched does not.
@@ -158,8 +178,15 @@ class EpochLoader(DataLoader[Any]):
 class _Batches(Iterator[Any]):
     """The batches from a place to the end of its epoch; moves the place as they are handed out."""
 
-    def __init__(self, batches: Iterator[Any], sampler: EpochSampler, place: Place, batch_size: int) -> None:
-        self._batches = batches
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        sampler: EpochSampler,
+        place: Place,
+        batch_size: int,
+        device: torch.device,
+    ) -> None:
+        self._batches, self._device = batches, device
         self._sampler = sampler
         self._place = place
         self._start = replace(place)
@@ -175,7 +202,7 @@ class _Batches(Iterator[Any]):
         batch = next(self._batches)
         consumed = self._start.position + self._num_batches * self._batch_size
         self._place.position = min(consumed, self._num_samples)
-        return batch
+        return to_device(batch, self._device)
 
 
 def parse_place(state: Mapping[str, int]) -> tuple[Place, int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zeroshard.batch import split_batch
+from zeroshard.batch import split_batch, to_device
 from zeroshard.checkpoint.adapters import export_adapters, has_adapters
 from zeroshard.checkpoint.capture import Parts, Progress, capture
 from zeroshard.checkpoint.export import export_engine
@@ -158,7 +158,8 @@ class Engine(nn.Module):
         """One optimizer step on this rank's batch, cut along dim 0 into the accumulation steps.
 
         Args:
-            inputs: tensors [batch, ...]: one, a tuple of positional or a mapping of keyword arguments.
+            inputs: tensors [batch, ...]: one, a tuple of positional or a mapping of keyword arguments. Each
+                micro-batch is copied to the engine's device; out of pinned memory, without a wait.
             targets: [batch, ...], the second argument of `loss_fn`. Without a `loss_fn` the model must
                 return an object or mapping with a `loss`, and gets them as `labels`.
 
@@ -175,10 +176,11 @@ class Engine(nn.Module):
                 "backward() and step(), or drop it with zero_grad()"
             )
         num_steps = self.config.gradient_accumulation_steps
-        total = torch.zeros((), device=self._runtime.context.device)
+        device = self._runtime.context.device
+        total = torch.zeros((), device=device)
         pieces = zip(split_batch(inputs, num_steps), split_batch(targets, num_steps), strict=True)
         for piece, target in pieces:
-            loss = self._loss(piece, target)
+            loss = self._loss(to_device(piece, device), to_device(target, device))
             self.backward(loss)
             total += loss.detach().float()
             self.step()

@@ -188,7 +188,7 @@ def test_the_default_device_does_not_matter(ranks, tmp_path):
 
 
 def copy_without_memory(folder, monkeypatch_rank):
-    from zeroshard.checkpoint.save import HostCopies
+    from zeroshard.checkpoint.hostcopies import HostCopies
 
     engine, original = start(3), HostCopies.copy
 
@@ -209,6 +209,35 @@ def copy_without_memory(folder, monkeypatch_rank):
 
 def test_a_copy_that_fails_on_one_rank_fails_on_all(ranks, tmp_path):
     assert ranks(2, copy_without_memory, tmp_path, 1) == ["no memory (rank 1)"] * 2
+
+
+def copy_that_fails_on_the_device(folder):
+    """On rank 1 the device reports an error when the thread waits for the copies."""
+    from zeroshard.checkpoint.hostcopies import HostCopies
+
+    engine, original = start(3), HostCopies.copy
+
+    def copy(self, slices):
+        def wait():
+            raise RuntimeError("device lost")
+
+        return original(self, slices)._replace(wait=wait)
+
+    if dist.get_rank() == 1:
+        HostCopies.copy = copy
+    try:
+        engine.save_checkpoint(folder, blocking=False)
+    finally:
+        HostCopies.copy = original
+    message = message_of(lambda: engine.save_checkpoint(folder, blocking=False))
+    engine.save_checkpoint(folder)
+    return message, [path.name for path in sorted(folder.iterdir())]
+
+
+def test_an_error_of_the_device_while_copies_are_made_is_told_to_all_ranks(ranks, tmp_path):
+    for message, names in ranks(2, copy_that_fails_on_the_device, tmp_path):
+        assert message == "the checkpoint that was saved in the background failed: device lost (rank 1)"
+        assert names == ["latest", "step-0", "step-0.0"]
 
 
 def train_unevenly(folder):

@@ -1,17 +1,60 @@
 """Norms of whole parameters."""
 
+import math
+
+import pytest
 import torch
 
-from zeroshard.sharding.norms import sum_of_squares, whole_norms
+from tests.operators import Operators
+from zeroshard.sharding.norms import foreach_norm, foreach_sum_of_squares, sum_of_squares, whole_norms
 
 
-def test_squares_are_added_up_in_float64_over_any_number_of_elements():
+def tensors_of_all_sizes():
     generator = torch.Generator().manual_seed(0)
     large = torch.randn(3_000_001, generator=generator)
     large[-1] = 1e4  # in float32, most of the others would be lost beside its square
-    tensors = [large, large.reshape(-1, 1)[::2], torch.zeros(0, 3), torch.tensor(-3.0), large[:5].bfloat16()]
+    return [large, large.reshape(-1, 1)[::2], torch.zeros(0, 3), torch.tensor(-3.0), large[:5].bfloat16()]
+
+
+@pytest.mark.parametrize("compute", [sum_of_squares, foreach_sum_of_squares])
+def test_squares_are_added_up_in_float64_over_any_number_of_elements(compute):
+    tensors = tensors_of_all_sizes()
     want = torch.stack([tensor.double().square().sum() for tensor in tensors])
-    got = sum_of_squares(tensors)
+    got = compute(tensors)
     assert got.dtype == torch.float64
     torch.testing.assert_close(got, want, rtol=1e-13, atol=0)
+
+
+def test_the_norms_of_whole_parameters_are_the_roots_of_these_sums():
+    tensors = tensors_of_all_sizes()
+    want = torch.stack([tensor.double().square().sum() for tensor in tensors])
     torch.testing.assert_close(whole_norms(tensors, tensors), want.sqrt(), rtol=1e-13, atol=0)
+
+
+def test_however_gradients_are_cut_their_norm_rounds_to_the_same_float32():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        flat = torch.randn(10_000, generator=generator)
+        norms = {
+            foreach_sum_of_squares(flat.split(size)).sum().sqrt().float().item()
+            for size in (256, 1000, 4096, 10_000)
+        }
+        assert len(norms) == 1
+
+
+def test_the_number_of_operators_does_not_grow_with_the_number_of_tensors():
+    def count(num):
+        tensors = [torch.ones(3) for _ in range(num)] + [torch.ones(3).bfloat16() for _ in range(num)]
+        with Operators() as operators:
+            foreach_sum_of_squares(tensors)
+        return operators.names
+
+    assert count(1) == count(50) == ["_foreach_norm", "_foreach_norm", "stack", "pow"]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_magnitude_is_not_finite_exactly_where_an_element_is_not(value, dtype):
+    tensors = [torch.full((1000,), torch.finfo(dtype).max, dtype=dtype), torch.zeros(70_000, dtype=dtype)]
+    tensors[1][65_535] = value
+    assert [norm.isfinite().item() for norm in foreach_norm(tensors, math.inf)] == [True, False]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.agreed import on_all, on_first
 from zeroshard.checkpoint.files import MANIFEST, Place, write_synced
+from zeroshard.checkpoint.hostcopies import HostCopies
 from zeroshard.checkpoint.manifest import FileRecord, Manifest
 from zeroshard.checkpoint.tensors import TensorSlice
 from zeroshard.checkpoint.writer import Written, write_index, write_part
@@ -40,6 +38,8 @@ class Snapshot:
     manifest: Manifest
     values: bytes
     """Written down at once: further training changes what they are made of."""
+    wait: Callable[[], None] = lambda: None
+    """Lets the host wait until the slices have their values."""
 
     @property
     def num_bytes(self) -> int:
@@ -53,7 +53,12 @@ def write(snapshot: Snapshot, axis: Axis) -> None:
     Raises:
         RuntimeError: a rank could not write its part, and why, on all ranks; nothing of it is left.
     """
-    total = sum(on_all(axis, "agreement on the size of a checkpoint", lambda: snapshot.num_bytes))
+
+    def size() -> int:
+        snapshot.wait()  # here, so that an error of the device is told to all ranks
+        return snapshot.num_bytes
+
+    total = sum(on_all(axis, "agreement on the size of a checkpoint", size))
     place: Place = on_first(
         axis,
         "start of a checkpoint",
@@ -94,34 +99,6 @@ def _finish(snapshot: Snapshot, place: Place, written: Sequence[Written]) -> Non
     files.commit(place, snapshot.keep_last)
 
 
-class HostCopies:
-    """Host memory for the slices of one snapshot, used again for the next."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def copy(self, slices: Sequence[TensorSlice]) -> list[TensorSlice]:
-        """The slices with their present values, which later steps do not change."""
-        starts, total = [], 0
-        for part in slices:
-            starts.append(total)
-            total += -(-part.data.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if self._memory.numel() < total:
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # before the larger one is taken
-            self._memory = torch.empty(total, dtype=torch.uint8, device="cpu")
-        return [
-            replace(part, data=_copied(part.data, self._memory[start : start + part.data.nbytes]))
-            for part, start in zip(slices, starts, strict=True)
-        ]
-
-
-_ALIGNMENT = 64
-
-
-def _copied(data: Tensor, memory: Tensor) -> Tensor:
-    return memory.view(data.dtype).copy_(data)
-
-
 class Saver:
     """Writes snapshots, one at a time.
 
@@ -140,7 +117,7 @@ class Saver:
         write(snapshot, self._axis)
 
     def start(self, snapshot: Snapshot) -> None:
-        """Copy what is to be written and write it in a thread.
+        """Copy what is to be written and write it in a thread. An accelerator copies while the host goes on.
 
         Raises:
             RuntimeError: there is no memory for the copy, on some rank; on all of them.
@@ -148,7 +125,8 @@ class Saver:
 
         def copy() -> None:
             nonlocal snapshot
-            snapshot = replace(snapshot, slices=self._copies.copy(snapshot.slices))
+            slices, wait = self._copies.copy(snapshot.slices)
+            snapshot = replace(snapshot, slices=slices, wait=wait)
 
         on_all(self._axis, "copy of what is to be saved", copy)
         # Not a daemon: the interpreter waits for it, so that the last checkpoint of a run is written.

@@ -9,7 +9,7 @@ that follows one on its side stream covers it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -82,3 +82,13 @@ class Streams:
     @staticmethod
     def on(device: torch.device) -> Streams:
         return Streams(SideStream(device), SideStream(device))
+
+
+def host_wait(device: torch.device) -> Callable[[], None]:
+    """Return a call that waits until the device has done all that its current stream was given so far.
+
+    Only the thread that makes the call waits, whichever it is. On CPU everything is done already.
+    """
+    if device.type == "cpu":
+        return lambda: None
+    return torch.accelerator.current_stream(device).record_event().synchronize

@@ -1,0 +1,87 @@
+"""All stages against DistributedDataParallel, and what a run goes on from."""
+
+import pytest
+import torch
+
+from tests.gpu.training import BF16, STAGES, build, device_of, gpus, start, train, train_replicated
+
+STEPS = range(10)
+
+
+def losses_of_all(precision):
+    """This rank's losses: of the reference, and by stage."""
+    model = build()
+    found, device = {}, None
+    for stage in STAGES:
+        engine = start(model, stage, precision=precision, clip_grad_norm=1e9)
+        device = device_of(engine)
+        found[stage] = train(engine, STEPS), engine.grad_norm.item()
+    return train_replicated(model, device, STEPS, bf16=bool(precision)), found, device.type
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [({}, 1e-4), (BF16, 2e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=gpus(n)) for n in (1, 2, 4)])
+def test_losses_of_all_stages_are_those_of_ddp(ranks, num_ranks, precision, tolerance):
+    for want, found, device in ranks(num_ranks, losses_of_all, precision, process_group=False, timeout=300):
+        assert device == "cuda"
+        for stage, (losses, _) in found.items():
+            assert losses == pytest.approx(want, rel=tolerance), f"stage {stage}"
+
+
+def norms_of_all():
+    """The norm of the first gradients, by stage."""
+    found = []
+    for stage in STAGES:
+        engine = start(build(), stage, clip_grad_norm=1e9)
+        train(engine, range(1))
+        found.append(engine.grad_norm.item())
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=gpus(2))])
+def test_the_norm_of_the_same_gradients_is_the_same_at_all_stages(ranks, num_ranks):
+    for norms in ranks(num_ranks, norms_of_all, process_group=False, timeout=300):
+        assert norms == pytest.approx([norms[0]] * len(STAGES), rel=1e-6)
+
+
+def resumed(folder, blocking):
+    """Losses after a save, of the run that went on and of one that loaded it."""
+    engine = start(build(), 3, precision=BF16)
+    train(engine, range(3))
+    engine.save_checkpoint(folder, blocking=blocking)
+    went_on = train(engine, range(3, 8))
+    engine.save_checkpoint(folder, "last")  # waits for the one in the background
+    other = start(build(), 3, precision=BF16)
+    other.load_checkpoint(folder, "step-3")
+    return went_on, train(other, range(3, 8))
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=gpus(n)) for n in (1, 2)])
+def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_ended(ranks, tmp_path, num_ranks, blocking):
+    results = ranks(num_ranks, resumed, str(tmp_path), blocking, process_group=False, timeout=300)
+    for went_on, loaded in results:
+        assert loaded == pytest.approx(went_on, rel=1e-3)  # kernels may add in another order
+
+
+def accumulated_in_half():
+    """A float16 run with accumulation and clipping by train_batch, from batches in host memory."""
+    engine = start(
+        build(),
+        3,
+        precision={"param_dtype": "fp16"},
+        gradient_accumulation_steps=2,
+        clip_grad_norm=1.0,
+    )
+    engine.loss_fn = lambda logits, targets: torch.nn.functional.cross_entropy(logits.float(), targets)
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(64, 256, generator=generator), torch.arange(64)
+    losses = [engine.train_batch(inputs, targets).item() for _ in range(30)]
+    return losses, engine.global_step + engine.skipped_steps
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=gpus(n)) for n in (1, 2)])
+def test_train_batch_learns_in_float16_from_batches_in_host_memory(ranks, num_ranks):
+    for losses, num_steps in ranks(num_ranks, accumulated_in_half, process_group=False, timeout=300):
+        assert num_steps == 30
+        assert losses[-1] < losses[0] / 2
