@@ -15,7 +15,6 @@ from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import (
     DP_SHARD,
     build_mesh,
-    default_device,
     open_axes,
     open_world,
     start_process_group,
@@ -169,14 +168,3 @@ def test_without_torchruns_environment_a_process_is_a_group_of_its_own():
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [True, 0, 1, 0, 1, [[True, False], [1, 1]], False]
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_the_device_of_a_rank_is_the_cpu_where_there_is_nothing_else():
-    assert default_device() == CPU
-
-
-@pytest.mark.gpu
-def test_the_device_of_a_rank_is_the_accelerator_of_its_local_rank(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert default_device() == torch.device(torch.accelerator.current_accelerator().type, 0)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.rendezvous import open_store
+from zeroshard.comm.rendezvous import check_device_types, open_store
 from zeroshard.config import Config
 
 DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
@@ -20,15 +20,6 @@ DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
 
 _TAGS_PER_ENGINE, _NUM_TAG_RANGES = 1 << 16, 1 << 14
 _tag_ranges_used = 0
-
-
-def default_device() -> torch.device:
-    """This rank's accelerator (by LOCAL_RANK), else the CPU."""
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None, "an accelerator is available"
-    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def start_process_group(device: torch.device, timeout_s: float) -> bool:
@@ -41,25 +32,30 @@ def start_process_group(device: torch.device, timeout_s: float) -> bool:
 
     Raises:
         RuntimeError: some rank did not come.
+        ValueError: the ranks have devices of different types.
     """
     if dist.is_initialized():
         return False
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
+    device_id = None if device.type == "cpu" else device
     backend = dist.get_default_backend_for_device(device)
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         try:
             store = open_store(rank, size, timeout)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+            check_device_types(store, rank, size, device.type)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
+            )
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {rank} of {size}: not all ranks came to initialize "
                 f"within {timeout_s:g} s ({str(error).strip().splitlines()[0]})"
             ) from error
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+        )
     return True
 
 
