@@ -93,11 +93,7 @@ def test_a_rank_that_is_shown_a_single_device_takes_it():
         ({}, {}, "cuda:3"),  # 11 modulo 8
         ({}, {"current_index": 6}, "cuda:6"),  # the script has set it
         ({}, {"current_index": 6, "rank": 0, "num_ranks": 1}, "cuda:6"),  # a process alone
-        (
-            {"SLURM_LOCALID": "0"},
-            {"current_index": 6, "rank": 0, "num_ranks": 1},
-            "cuda:6",
-        ),  # in a job's shell
+        ({"SLURM_LOCALID": "0"}, {"current_index": 6, "num_ranks": 1}, "cuda:6"),  # in the shell of a job
         ({"LOCAL_RANK": "0"}, {"current_index": 6, "rank": 0, "num_ranks": 1}, "cuda:0"),
     ],
 )

@@ -15,6 +15,7 @@ from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import (
     DP_SHARD,
     build_mesh,
+    group_timeout,
     open_axes,
     open_world,
     start_process_group,
@@ -129,6 +130,11 @@ def start_twice():
 def test_a_process_group_is_started_from_torchruns_environment_once(ranks):
     results = ranks(2, start_twice, process_group=False)
     assert results == [(False, (True, False), (rank, 2, "gloo"), False) for rank in range(2)]
+
+
+def test_a_backend_that_ends_the_process_by_itself_waits_longer_than_the_watchdog():
+    assert group_timeout("gloo", 600.0).total_seconds() == 600.0
+    assert group_timeout("nccl", 600.0).total_seconds() >= 600.0 + 10.0
 
 
 def join_group():
