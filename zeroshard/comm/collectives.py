@@ -362,10 +362,12 @@ class Axis:
     def _exchange(self, sent: Parts, received: Parts, tag: int, label: str) -> list[dist.Work | None]:
         """Start to send and receive one tensor to and from every other rank."""
         works: list[dist.Work | None] = []
-        with self.waits.naming(label):
+        try:
             for back, peer in zip(reversed(self._peers), self._peers, strict=True):
                 works.append(self._receive(received[back], back, tag))
                 works.append(self._send(sent[peer], peer, tag))
+        except RuntimeError as error:
+            raise self.waits.error(label, error) from error
         return works
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:

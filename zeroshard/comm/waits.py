@@ -48,10 +48,18 @@ class Waits:
         Raises:
             RuntimeError: naming this rank and the collective, when a rank is lost or too late.
         """
-        with self._waiting(label, works) as until:
+        wait = Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger, works=works)
+        until = wait.since + wait.limit_s
+        self.here.wait = wait
+        try:  # on the hot path, where a context manager costs more than all else here
+            self._check()
             for work in works:
                 assert work is not None, "this rank is a member of the group"
                 work.wait(timedelta(seconds=max(_SHORTEST_S, until - time.monotonic())))
+        except RuntimeError as error:
+            raise self.error(label, error) from error
+        finally:
+            self.here.wait = None
 
     def wait_for_agreement(self, work: dist.Work | None, label: str) -> None:
         """Wait for a collective of the control group; ends at an alarm too, as `wait_for` does."""
@@ -78,9 +86,9 @@ class Waits:
                 time.sleep(_POLL_S)
 
     @contextmanager
-    def _waiting(self, label: str, works: Sequence[dist.Work | None] = ()) -> Iterator[float]:
+    def _waiting(self, label: str) -> Iterator[float]:
         """The host waits inside, until the time that is given."""
-        wait = Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger, works=works)
+        wait = Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger)
         self.here.wait = wait
         try:
             with self.naming(label):
@@ -98,13 +106,17 @@ class Waits:
     def naming(self, label: str) -> Iterator[None]:
         """An error inside is one of this collective; after an alarm there is one at once."""
         try:
-            if self.here.is_interrupted:
-                raise RuntimeError("there is an alarm")
+            self._check()
             yield
         except RuntimeError as error:
-            raise self._error(label, error) from error
+            raise self.error(label, error) from error
 
-    def _error(self, label: str, error: RuntimeError) -> RuntimeError:
+    def _check(self) -> None:
+        if self.here.is_interrupted:
+            raise RuntimeError("there is an alarm")
+
+    def error(self, label: str, error: RuntimeError) -> RuntimeError:
+        """What is raised for an error in a collective: names this rank, and where the others are."""
         self.have_failed = True
         reason = str(error).strip().splitlines()[0]
         text = (
