@@ -256,15 +256,27 @@ class Watchdog:
 
     def _end_process(self) -> None:
         """The main thread does not come to an error of its own."""
-        thread = threading.main_thread().ident
-        assert thread is not None, "it was started"
-        stack = "".join(traceback.format_stack(sys._current_frames()[thread]))
         sys.stderr.write(
             f"zeroshard ends rank {self._rank} of {self._size}: {self._alarm}. {self._report}\n"
-            f"The main thread of rank {self._rank} is here:\n{stack}"
+            f"{_stacks(f'rank {self._rank}')}"
         )
         sys.stderr.flush()
         os._exit(1)
+
+
+def _stacks(of: str) -> str:
+    """Where all threads but this one are, the main thread last: hooks may run in autograd's threads."""
+    names = {thread.ident: f"thread '{thread.name}'" for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    names[main] = "main thread"
+    frames = {
+        ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()
+    }
+    texts = []
+    for ident, frame in sorted(frames.items(), key=lambda item: item[0] == main):
+        name = names.get(ident, "thread of autograd or another library")
+        texts.append(f"The {name} of {of} is here:\n{''.join(traceback.format_stack(frame))}")
+    return "".join(texts)
 
 
 def open_watchdog(
