@@ -232,11 +232,11 @@ class Axis:
         group = self._groups[Channel.GATHER]
         # Private to torch, which has nothing public that gathers several tensors at once; tests/comm tells
         # when it changes.
-        with self._naming(label), dist._coalescing_manager(group=group, async_ops=False):
+        with self.waits.naming(label), dist._coalescing_manager(group=group, async_ops=False):
             for part in parts:
                 self._note("all_gather", part.own.nbytes * (self.size - 1), label)
                 dist.all_gather_into_tensor(part.flat, part.own, group=group, async_op=False)
-        return _Issued(self._issue(label))
+        return _Issued(self.waits.issue(label))
 
     def _copied(self) -> Handle:
         """The handle of a copy on this rank alone."""
