@@ -42,7 +42,7 @@ def split_batch(value: Any, num_pieces: int) -> list[Any]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Copy the tensors of a batch to an accelerator. The host waits for none that is in pinned memory.
+    """Copy the tensors of a batch to an accelerator, by way of pinned memory: the host does not wait.
 
     Looks into what a DataLoader can pin (mappings such as transformers' BatchEncoding, lists, tuples, objects
     with `pin_memory` and `to`), and into dataclasses.
@@ -55,6 +55,8 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
+        if value.is_cpu and torch.accelerator.is_available():
+            value = value.pin_memory()  # else the copy would wait for all that the stream was given before
         return value.to(device, non_blocking=True)
     if hasattr(value, "pin_memory") and hasattr(value, "to"):
         return value.to(device)  # a PackedSequence keeps a part of it on the CPU
