@@ -204,6 +204,44 @@ def hybrid_cuts_within_tolerance():
     return found
 
 
+class Segments(Chain):
+    """Checkpoints around several blocks each, one of which is in a checkpoint of its own as well."""
+
+    def __init__(self, num_blocks, size, *, reentrant):
+        super().__init__(num_blocks)
+        self.size, self.reentrant = size, reentrant
+
+    def forward(self, x, cut=(), how="detach"):
+        x = self.first(x)
+        for begin in range(0, len(self.blocks), self.size):
+            x = checkpoint(self.run_segment, x, begin, cut, how, use_reentrant=self.reentrant)
+        return self.last(x)
+
+    def run_segment(self, x, begin, cut, how):
+        for number, block in enumerate(self.blocks[begin : begin + self.size], begin):
+            inner = Chain.call if number % 3 else Segments.call_checkpointed
+            x = x + inner(self, block, x, number in cut, how)
+        return x
+
+    def call_checkpointed(self, block, x, is_cut, how):
+        return checkpoint(self.call, block, x, is_cut, how, use_reentrant=False)
+
+
+def cut_segments(num_prefetch, reentrant):
+    found = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = Segments(8, 3 + seed, reentrant=reentrant)
+        found += follow(model, Plan(seed), stage=3, num_prefetch=num_prefetch)
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("num_prefetch", [0, 2])
+def test_cuts_inside_checkpoints_around_several_units(ranks, num_prefetch, reentrant):
+    assert ranks(2, cut_segments, num_prefetch, reentrant) == [[], []]
+
+
 class PackedBytes:
     """Counts the bytes of packed gradients from when a buffer is taken to when it is given back."""
 

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import sys
 import types
 
 import hypothesis.strategies as st
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
-from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward
+from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward, outermost_checkpoint
 from zeroshard.sharding.nested import cast_floats, find_tensors, view_tensors
 
 
@@ -478,3 +479,45 @@ def test_an_output_hidden_in_an_object_gets_its_backward_with_the_units_paramete
     for plain, sharded in ranks(2, train_plain_and_sharded, Hiding, hidden_in_an_object, {}):
         for losses in sharded:
             assert losses == pytest.approx(plain, rel=1e-6)
+
+
+# --------------------------------------------------------------------------------- running checkpoints
+
+
+def found_in(use_reentrant, nested):
+    """(the frame of the outer checkpoint, frames found inside of it)."""
+    seen = []
+
+    def inner(x):
+        seen.append(outermost_checkpoint(sys._getframe(), None))
+        return x * 2
+
+    def outer(x):
+        y = checkpoint(inner, x, use_reentrant=use_reentrant) if nested else inner(x)
+        seen.append(outermost_checkpoint(sys._getframe(), None))
+        return y + inner(x)
+
+    checkpoint(outer, torch.ones(2, requires_grad=True), use_reentrant=use_reentrant)
+    return seen
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_outermost_checkpoint_is_one_frame_for_all_that_is_called_in_it(use_reentrant, nested):
+    first, *others = found_in(use_reentrant, nested)
+    assert first is not None
+    assert all(frame is first for frame in others)
+    assert first.f_code.co_name == "checkpoint"
+    assert found_in(use_reentrant, nested)[0] is not first
+
+
+def test_outside_of_a_checkpoint_and_up_to_a_caller_there_is_none():
+    assert outermost_checkpoint(sys._getframe(), None) is None
+
+    def inside(x):
+        frame = sys._getframe()
+        assert outermost_checkpoint(frame, None) is not None
+        assert outermost_checkpoint(frame, frame) is None
+        return x * 2
+
+    checkpoint(inside, torch.ones(2, requires_grad=True), use_reentrant=False)

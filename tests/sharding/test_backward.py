@@ -6,13 +6,13 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from zeroshard.sharding.backward import Backward, plan_turns
-from zeroshard.sharding.unit import ForwardCall, Visit
+from zeroshard.sharding.unit import ForwardCall, Region, Unit, Visit
 
 
 class Noting:
     """A unit that notes its collectives in a log that all units share."""
 
-    joins_backward = True
+    joins_backward, entered = True, Unit.entered
 
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -90,6 +90,14 @@ def test_a_unit_is_entered_at_its_last_call_and_left_at_its_first():
     assert described(plan_turns(units)) == words.split(", ")
 
 
+def test_units_inside_a_checkpoint_are_entered_together_the_last_one_first():
+    units, _ = forward(("root", [("a", leaves("x", "y")), ("z", [])]), [])
+    root, a, x, y, z = units
+    x.visit.region = y.visit.region = Region(x.visit.began, y.visit.ended)
+    words = "enter root, enter z, leave z, enter a, enter y, enter x, leave y, leave x, leave a, leave root"
+    assert described(plan_turns([z, root, x, a, y])) == words.split(", ")
+
+
 def test_units_inside_a_recomputed_unit_are_entered_with_it_the_last_one_first():
     units, _ = forward(("root", [("a", leaves("x", "y")), ("z", [])]), [])
     root, a, x, y, z = units
@@ -122,14 +130,24 @@ def test_each_called_unit_has_two_turns_whose_ticks_fall(case):
         assert own[1].tick == min(call.began for call in calls if call.unit is unit)
 
 
-def collectives(case, num_prefetch, entered, completes):
-    """The collectives of a rank to whose calls numbered `entered` gradients come, in autograd's order."""
+def collectives(case, num_prefetch, entered, completes, checkpoints=frozenset()):
+    """The collectives of a rank to whose calls numbered `entered` gradients come, in autograd's order.
+
+    Children of the root numbered `checkpoints` are run again when the first gradient comes to one of their
+    calls.
+    """
     log = []
     units, calls = forward(("root", case[0]), log, case[1])
+    regions = checkpointed(case[0], calls, checkpoints) if case[1] == 1 else {}
     walk = Backward(units, NotingReducer(log), num_prefetch=num_prefetch, keeps=False)
     for number, call in sorted(enumerate(calls), key=lambda item: -item[1].ended):
         if number not in entered:
             continue
+        if inside := regions.pop(call, None):
+            for again in inside:
+                regions.pop(again, None)
+                walk.enter_again(again.unit)
+                again.unit.unshard()
         walk.enter(call)
         call.unit.unshard()
         if number in completes and call.began == call.unit.visit.began:
@@ -139,16 +157,34 @@ def collectives(case, num_prefetch, entered, completes):
     return log
 
 
+def checkpointed(children, calls, checkpoints):
+    """Put units into checkpoints; return the calls of each checkpoint, in order, by each of them."""
+    regions, left = {}, sorted(calls, key=lambda call: call.began)[1:]
+    for number, child in enumerate(children):
+        inside, left = left[: size_of(child)], left[size_of(child) :]
+        span = min(call.began for call in inside), max(call.ended for call in inside)
+        region = Region(*span) if number in checkpoints else None
+        for call in inside:
+            if call.ended == call.unit.visit.ended:
+                call.unit.visit.region = region
+        regions |= dict.fromkeys(inside, inside) if region else {}
+    return regions
+
+
+def size_of(node):
+    return 1 + sum(map(size_of, node[1]))
+
+
 SUBSETS = st.sets(st.integers(0, 30))
 
 
-@given(FORWARDS, st.integers(0, 3), SUBSETS, SUBSETS)
+@given(FORWARDS, st.integers(0, 3), SUBSETS, SUBSETS, st.sets(st.integers(0, 4)))
 def test_all_ranks_issue_the_same_collectives_in_one_order_whatever_gradients_come(
-    case, num_prefetch, entered, completes
+    case, num_prefetch, entered, completes, checkpoints
 ):
-    everything = collectives(case, num_prefetch, set(range(100)), set())
-    assert collectives(case, num_prefetch, set(), set()) == everything
-    assert collectives(case, num_prefetch, entered, completes) == everything
+    everything = collectives(case, num_prefetch, set(range(100)), set(), checkpoints)
+    assert collectives(case, num_prefetch, set(), set(), checkpoints) == everything
+    assert collectives(case, num_prefetch, entered, completes, checkpoints) == everything
     names = {word.split()[1] for word in everything}
     assert sorted(everything) == sorted(f"{verb} {name}" for verb in ("gather", "reduce") for name in names)
 
@@ -181,13 +217,58 @@ def test_a_call_from_before_the_last_backward_is_left_before_earlier_ones_are_en
     assert log[4:] == ["reduce a", "reduce root"]
 
 
-def test_a_second_forward_gathers_the_units_before_it_on_the_route_as_well():
+def test_a_second_forward_of_an_unknown_kind_gathers_the_units_before_it_on_the_route_and_leaves_none():
     log = []
     units, calls = forward(("root", leaves("a", "b", "c")), log)
     walk = Backward(units, NotingReducer(log), num_prefetch=0, keeps=False)
     by_name = {call.unit.name: call for call in calls}
     walk.enter(by_name["c"])
-    walk.gather_until(by_name["a"].unit)
+    walk.enter_again(by_name["a"].unit)
     assert log == ["gather root", "gather c", "gather b", "gather a"]
     repeated = walk.repeat(by_name["a"].unit, 99)
     assert (repeated.began, repeated.ended) == (by_name["a"].began, by_name["a"].ended)
+
+
+def test_a_second_forward_in_a_checkpoint_leaves_the_units_behind_it_and_gathers_those_in_it():
+    log = []
+    units, calls = forward(("root", leaves("a", "b", "c", "d")), log)
+    by_name = {call.unit.name: call for call in calls}
+    region = Region(by_name["a"].began, by_name["c"].ended)
+    for name in "abc":
+        by_name[name].unit.visit.region = region
+    walk = Backward(units, NotingReducer(log), num_prefetch=0, keeps=False)
+    walk.enter(by_name["d"])
+    walk.enter_again(by_name["a"].unit)
+    assert log == ["gather root", "gather d", "reduce d", "gather c", "gather b", "gather a"]
+
+
+def test_a_unit_that_was_left_stays_for_the_second_forward_of_its_checkpoint():
+    """The gradient of c is cut here, that of b is not: the second forward calls c nevertheless."""
+    log = []
+    units, calls = forward(("root", leaves("a", "b", "c", "d")), log)
+    by_name = {call.unit.name: call for call in calls}
+    region = Region(by_name["b"].began, by_name["c"].ended)
+    for name in "bc":
+        by_name[name].unit.visit.region = region
+    c = by_name["c"].unit
+    walk = Backward(units, NotingReducer(log), num_prefetch=0, keeps=False)
+    walk.enter(by_name["b"])
+    assert log == ["gather root", "gather d", "reduce d", "gather c", "gather b", "reduce c"]
+    assert c.is_gathered
+    walk.enter_again(by_name["b"].unit)
+    walk.enter_again(c)
+    assert c.is_gathered
+    walk.enter(by_name["b"])
+    assert not c.is_gathered
+
+
+def test_a_unit_in_a_checkpoint_without_a_second_forward_is_freed_when_the_checkpoint_is_passed():
+    log = []
+    units, calls = forward(("root", leaves("a", "b", "c")), log)
+    by_name = {call.unit.name: call for call in calls}
+    region = Region(by_name["b"].began, by_name["c"].ended)
+    for name in "bc":
+        by_name[name].unit.visit.region = region
+    walk = Backward(units, NotingReducer(log), num_prefetch=0, keeps=False)
+    walk.enter(by_name["a"])
+    assert [unit.name for unit in units if unit.is_gathered] == ["root", "a"]

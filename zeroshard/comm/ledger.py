@@ -81,11 +81,13 @@ def find_difference(by_rank: Mapping[int, Entries]) -> str | None:
     if not found:
         return None
     number, rank, label = min(found)
-    return (
-        f"collective {number} of rank {first} is the {labels[number]}, that of rank {rank} is the {label}: "
-        "at stage 3 all ranks must call the same units in the same order; where ranks choose between "
-        "modules, config.units must name what holds the choice"
-    )
+    text = f"collective {number} of rank {first} is the {labels[number]}, that of rank {rank} is the {label}"
+    if "all-gather of unit" in text:
+        text += (
+            ": at stage 3 all ranks must call the same units in the same order; where ranks choose between "
+            "modules, config.units must name what holds the choice"
+        )
+    return text
 
 
 def _by_number(entries: Entries) -> dict[int, str]:

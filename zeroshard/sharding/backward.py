@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from zeroshard.sharding.reducer import Reducer
-from zeroshard.sharding.unit import ForwardCall, Unit
+from zeroshard.sharding.unit import ForwardCall, Region, Unit
 
 
 class Turn(NamedTuple):
@@ -39,15 +39,13 @@ class Turn(NamedTuple):
 def plan_turns(units: Iterable[Unit]) -> list[Turn]:
     """List the turns of a backward through the calls that the units have noted, in the order of the walk.
 
-    A unit inside a recomputed one is entered together with it: the second forward needs everything inside.
+    Units inside an activation checkpoint are entered together: its second forward needs all of them.
     """
-    visits = {unit: unit.visit for unit in units if unit.visit is not None}
     turns = []
-    for unit, visit in visits.items():
-        around = [visits[outer].ended for outer in unit.recomputed_in if outer in visits]
-        entered = max([visit.ended, *around])
-        turns.append(((entered, visit.ended), Turn(entered, unit, enters=True)))
-        turns.append(((visit.began, visit.began), Turn(visit.began, unit, enters=False)))
+    for unit in units:
+        if (visit := unit.visit) is not None:
+            turns.append(((unit.entered, visit.ended), Turn(unit.entered, unit, enters=True)))
+            turns.append(((visit.began, visit.began), Turn(visit.began, unit, enters=False)))
     turns.sort(key=lambda item: item[0], reverse=True)
     return [turn for _, turn in turns]
 
@@ -71,6 +69,10 @@ class Backward:
         """The lengths of the parts of the route whose units were entered, and whose gathers were started."""
         self._reducer, self._num_prefetch, self._keeps = reducer, num_prefetch, keeps
         self._inside: set[Unit] = set()
+        self._repeated: set[Region] = set()
+        """Checkpoints whose second forward has begun."""
+        self._kept: list[tuple[Region, Unit]] = []
+        """Units that were left, but which the second forward of their checkpoint may still call."""
         self._now = self._turns[0].tick if self._turns else 0
 
     @property
@@ -81,9 +83,8 @@ class Backward:
     def enter(self, call: ForwardCall) -> None:
         """The gradient of an output of `call` has arrived: take the turns up to the end of that call."""
         self._take_until(call.ended)
-        if (
-            call.unit not in self._inside
-        ):  # a call from before the last backward, or a second pass of its graph
+        self._free_kept(call.ended)
+        if call.unit not in self._inside:  # a call from before the last backward, or its graph comes again
             self._inside.add(call.unit)
             turn = Turn(call.began, call.unit, enters=False)
             insort(self._turns, turn, lo=self._next, key=lambda turn: -turn.tick)
@@ -97,9 +98,12 @@ class Backward:
                 if turn.enters or not self._reducer.start_complete(turn.unit):
                     break
 
-    def gather_until(self, unit: Unit) -> None:
-        """A second forward needs `unit`: start its gather, and those before it on the route."""
-        if unit in self._route[self._num_gathered :]:
+    def enter_again(self, unit: Unit) -> None:
+        """A second forward needs `unit`: take the turns up to the end of its checkpoint."""
+        if unit.visit is not None and unit.visit.region is not None:
+            self._take_until(unit.entered)
+            self._repeated.add(unit.visit.region)
+        elif unit in self._route[self._num_gathered :]:  # of a kind that is not known: nothing more is over
             self._gather(self._route.index(unit) + 1)
 
     def repeat(self, unit: Unit, tick: int) -> ForwardCall:
@@ -118,6 +122,7 @@ class Backward:
     def finish(self) -> None:
         """The backward is over, also where it has failed: take the turns that are left."""
         self._take_until(0)
+        self._free_kept(0)
 
     def _take_until(self, tick: int) -> None:
         while self._next < len(self._turns) and self._turns[self._next].tick >= tick:
@@ -134,6 +139,27 @@ class Backward:
     def _leave(self, unit: Unit) -> None:
         self._inside.discard(unit)
         self._reducer.start(unit)
+        if unit.visit is not None and unit.visit.region is not None:
+            self._kept.append((unit.visit.region, unit))
+        else:
+            self._free(unit)
+
+    def _free_kept(self, tick: int) -> None:
+        """Free units whose checkpoint has run its second forward to the end, or will not run it here.
+
+        Args:
+            tick: the place of the walk; a gradient has come there.
+        """
+        if not self._kept:
+            return
+        kept, self._kept = self._kept, []
+        for region, unit in kept:
+            if region in self._repeated or region.began > tick:
+                self._free(unit)
+            else:
+                self._kept.append((region, unit))
+
+    def _free(self, unit: Unit) -> None:
         unit.uninstall()
         if not self._keeps:
             unit.reshard()

@@ -66,6 +66,8 @@ class Reducer:
         self.lacks_scale = self.is_half
         """True if a gradient that arrives now is one of a loss that was not scaled."""
         self._has_deferred = False
+        self._is_open = False
+        """True from the beginning of a backward that reduces to the agreement at its end."""
         self._is_tainted = False
 
     @property
@@ -115,6 +117,7 @@ class Reducer:
             self._order.agree(self._axis)
             self._must_agree = False
         self._to_start, self._ready = deque(self._order.of_reductions()), set()
+        self._is_open = True
 
     def start(self, unit: Unit) -> None:
         """Start the reduction of a unit when it is its turn, unless reductions are deferred; repeatable."""
@@ -203,7 +206,7 @@ class Reducer:
         Other ranks may have started reductions that this one has not, and may come to their end. So the rest
         is reduced here as well, and the agreement tells the other ranks.
         """
-        if not self.is_deferring:
+        if self._is_open:
             self._start_rest()
             self._agree(has_failed=True)
         self._drop()
@@ -247,6 +250,7 @@ class Reducer:
         flags += [*(unit.has_more for unit in units), self._order.has_changed, has_failed]
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
         self._finish()
+        self._is_open = False
         flag = iter(answer())
         return _Agreed(
             used=[[next(flag) for _ in gradients.used] for gradients in self._all],

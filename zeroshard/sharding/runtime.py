@@ -12,9 +12,11 @@ end of backward   take the turns that are left, agree on which parameters were u
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -24,7 +26,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.pool import BufferPool
 from zeroshard.sharding.attach import follow
-from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward
+from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward, outermost_checkpoint
 from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.gradients import Gradients
@@ -34,7 +36,7 @@ from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.rounding import Rounding
-from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitInfo, UnitState, Visit
+from zeroshard.sharding.unit import NEVER, ForwardCall, Region, Unit, UnitInfo, UnitState, Visit
 from zeroshard.sharding.widening import widen_steps
 
 DRAIN_S = 5.0
@@ -91,6 +93,12 @@ class Runtime:
         """Units that stay gathered from this forward to its backward."""
         self._clock = 0
         """Ticks at each beginning and end of a forward of a unit."""
+        self._num_open = 0
+        """Forwards of units that are running."""
+        self._root_frame: FrameType | None = None
+        """Whoever called the root, while it runs."""
+        self._regions: dict[FrameType, Region] = {}
+        """The activation checkpoints of the forward under way."""
         self._notes_calls = False
         """True while the forward under way may have a backward; all ranks alike."""
         self._has_warned = False
@@ -186,6 +194,8 @@ class Runtime:
             for unit in self.units:
                 if unit.visit is not None and unit.visit.began >= self.root.call.began:
                     unit.visit = None
+            self._num_open = 0
+            self._forget_frames()
             self._idle, self._called, self._staying = [], [], set()
             self.put_away()
 
@@ -280,23 +290,51 @@ class Runtime:
         if unit.call.ended == NEVER and unit.call.began != NEVER:
             call.outer = unit.call
         unit.call = call
-        if self._notes_calls and unit.visit is None:
-            unit.visit = Visit(call.began)
+        self._num_open += 1
+        if self._notes_calls:
+            unit.visit = unit.visit or Visit(call.began)
+            call.region = unit.visit.region = self._find_region(unit, call.began)
+
+    def _find_region(self, unit: Unit, tick: int) -> Region | None:
+        """The activation checkpoint that the call of a unit that is freed is in."""
+        if unit.is_resident:
+            return None
+        frame = sys._getframe(4)  # who called the module, whose hooks led here
+        checkpoint = outermost_checkpoint(frame, self._root_frame)
+        if unit is self.root:
+            self._root_frame = frame
+        if checkpoint is None:
+            return self.root.call.region if self._phase.is_in_forward and unit is not self.root else None
+        return self._regions.setdefault(checkpoint, Region(tick))
 
     def _begin_second_call(self, unit: Unit) -> None:
         """Gather a unit whose forward runs again inside a backward, in the order of all ranks."""
         unit.call = self._walk.repeat(unit, self._tick())
         if self._is_in_backward:
-            self._walk.gather_until(unit)
+            self._walk.enter_again(unit)
 
     def _end_call(self, unit: Unit) -> None:
         call = unit.call
         if call.ended == NEVER:
             call.ended = self._tick()
-            if unit.visit is not None and self._notes_calls and not is_in_backward():
-                unit.visit.ended = call.ended
+            if not is_in_backward():
+                self._end_first_call(call)
         if call.outer is not None:
             unit.call = call.outer
+
+    def _end_first_call(self, call: ForwardCall) -> None:
+        if call.unit.visit is not None and self._notes_calls:
+            call.unit.visit.ended = call.ended
+        if call.region is not None:
+            call.region.ended = call.ended
+        self._num_open -= 1
+        if not self._num_open:
+            self._forget_frames()
+
+    def _forget_frames(self) -> None:
+        """They hold the variables of the functions that they are of."""
+        self._root_frame = None
+        self._regions.clear()
 
     def _tick(self) -> int:
         self._clock += 1

@@ -40,6 +40,16 @@ NEVER = -1
 """The tick of what has not happened yet."""
 
 
+@dataclass(slots=True, eq=False)
+class Region:
+    """The calls inside one activation checkpoint, whose second forward needs all of their units."""
+
+    began: int
+    """The first call began here."""
+    ended: int = NEVER
+    """The last call ended here."""
+
+
 @dataclass(slots=True)
 class Visit:
     """The calls of a unit since the last backward, in ticks of the runtime's clock."""
@@ -48,6 +58,8 @@ class Visit:
     """The first call began here."""
     ended: int = NEVER
     """The last call ended here."""
+    region: Region | None = None
+    """The checkpoint that the last call is in, the outermost one."""
 
 
 class ForwardCall:
@@ -58,12 +70,14 @@ class ForwardCall:
         began: the tick at which it begins.
     """
 
-    __slots__ = ("__weakref__", "began", "ended", "entered_in", "outer", "unit")
+    __slots__ = ("__weakref__", "began", "ended", "entered_in", "outer", "region", "unit")
 
     def __init__(self, unit: Unit, began: int) -> None:
         self.unit, self.began, self.ended = unit, began, NEVER
         self.outer: ForwardCall | None = None
         """The call of the same unit that this one is inside of."""
+        self.region: Region | None = None
+        """The activation checkpoint that it is in."""
         self.entered_in: object = None
         """The last backward that has come to it."""
 
@@ -145,6 +159,17 @@ class Unit:
     def numel(self) -> int:
         """Elements of all buffers, padding included."""
         return sum(buffer.layout.total for buffer in self.buffers)
+
+    @property
+    def entered(self) -> int:
+        """The tick at which a backward needs it: the end of its last call, or of a checkpoint around that.
+
+        Ranks may call a recomputed unit under no_grad, which makes no checkpoint.
+        """
+        assert self.visit is not None, "it was called"
+        around = [outer.visit.ended for outer in self.recomputed_in if outer.visit is not None]
+        region = self.visit.region
+        return max([self.visit.ended, *around, region.ended if region is not None else NEVER])
 
     # -- parameters -----------------------------------------------------------------------------------
 
