@@ -41,6 +41,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
     values = {
         "stage": 3,
         "gradient_accumulation_steps": 1,
+        "device": None,
         "clip_grad_norm": None,
         "nonfinite": "report",
         "micro_batch_size": 1,
@@ -79,6 +80,20 @@ def test_a_config_is_frozen_keyword_only_and_hashable():
     assert hash(config) == hash(Config())
 
 
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        (None, None),
+        ("cpu:0", "cpu"),
+        ("cuda", "cuda"),
+        ("cuda:1", "cuda:1"),
+        (torch.device("xpu", 2), "xpu:2"),
+    ],
+)
+def test_a_device_is_kept_as_its_name(given, stored):
+    assert Config(device=given).device == stored
+
+
 def test_replacing_a_field_checks_again():
     config = Config(shard_group_size=4)
     assert dataclasses.replace(config, num_prefetch=2).shard_group_size == 4
@@ -98,6 +113,7 @@ AN_INTEGER = (True, "1", 1.0, [1])
 WRONG_VALUES = [
     *wrong("stage", -1, 4, None, *AN_INTEGER),
     *wrong("gradient_accumulation_steps", 0, -1, None, *AN_INTEGER),
+    *wrong("device", "", "gpu", "cuda:", "meta", "cuda:-1", 0, True, ["cpu"], b"cpu"),
     *wrong("micro_batch_size", 0, None, *AN_INTEGER),
     *wrong("shard_group_size", 0, *AN_INTEGER),
     *wrong("num_prefetch", -1, None, *AN_INTEGER),
@@ -393,6 +409,7 @@ configs = st.builds(
     gradient_accumulation_steps=counts,
     clip_grad_norm=st.none() | positive,
     nonfinite=st.sampled_from(["report", "skip", "error"]),
+    device=st.sampled_from([None, "cpu", "cuda", "cuda:1", "xpu:3"]),
     micro_batch_size=counts,
     units=names,
     shard_group_size=st.none() | counts,

@@ -75,7 +75,7 @@ if script is not None:
 """
 
 MODEL = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import torch, zeroshard
 import torch.distributed as dist
 from torch import nn
@@ -137,7 +137,11 @@ SLEEP_ON_RANK_1 = """
 def get_next_batch():
     time.sleep(60)
 
+def load_ahead():
+    time.sleep(60)
+
 if rank == 1:
+    threading.Thread(target=load_ahead, name="loader", daemon=True).start()
     get_next_batch()
 engine.train_batch(x, y)
 """
@@ -339,7 +343,11 @@ def test_stuck_rank_is_ended_and_all_tell_where_each_one_was(run: Forks) -> None
         assert re.search(rf"; rank 0 waits in the .*; {re.escape(place)} \d+\.\d s$", waiting.last_line)
         assert "zeroshard ends rank 1 of 2: rank 0 of 2 gave up in the" in stuck.output
         assert place in stuck.output
-    assert "in get_next_batch" in endings[0][1].output  # the stack
+    stacks = endings[0][1].output
+    assert re.search(r"The main thread of rank 1 is here:(?s:.*)in get_next_batch", stacks)
+    assert re.search(
+        r"The thread 'loader' of rank 1 is here:(?s:.*)in load_ahead(?s:.*)The main thread", stacks
+    )
 
 
 def test_stuck_rank_ends_all_of_three(run: Forks) -> None:

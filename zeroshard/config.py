@@ -122,8 +122,19 @@ def parse_dtype(value: Any) -> torch.dtype:
     return dtype
 
 
+def _device(value: Any) -> Any:
+    if not isinstance(value, str | torch.device):
+        return _REFUSED
+    try:
+        device = torch.device(value)
+    except RuntimeError:
+        return _REFUSED
+    return {"cpu": "cpu", "meta": _REFUSED}.get(device.type, str(device))
+
+
 _BOOLEAN = _instance(bool, "True or False")
 _DTYPE = _Rule("a dtype among bfloat16, float16, float32, float64", _dtype)
+_DEVICE = _Rule("a device such as 'cpu', 'cuda' or 'cuda:1'", _device)
 _FRACTION = _number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 _POSITIVE = _number("a finite number > 0", lambda value: 0 < value <= sys.float_info.max)
 _SECONDS = _number("a number > 0 and at most 1e6", lambda value: 0 < value <= 1e6)
@@ -328,6 +339,9 @@ class Config(_Checked):
     # 0: nothing is sharded; 1: optimizer states are; 2: gradients too; 3: parameters too.
     stage: Annotated[int, _integer(0, 3)] = 3
     precision: Precision = Precision()  # dtypes of what is computed, sent and kept
+    # Where this rank computes; of the same type on all ranks. None: the accelerator of its local rank where
+    # there is one and the open process group serves it, else the CPU.
+    device: Annotated[str | None, _DEVICE] = None
     # Micro-batches whose gradients are added up before an optimizer step.
     gradient_accumulation_steps: Annotated[int, _integer(1)] = 1
     # Largest global L2 norm of the gradients, beyond which they are scaled down. None: no clipping.

@@ -14,8 +14,9 @@ from torch.utils.data import Dataset
 from zeroshard.checkpoint.capture import Parts
 from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.counter import Counter
+from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, watch
-from zeroshard.comm.mesh import default_device, open_aside, open_world, start_process_group
+from zeroshard.comm.mesh import open_aside, open_world, start_process_group
 from zeroshard.config import Config, require_supported
 from zeroshard.data import EpochLoader
 from zeroshard.engine import Engine, LossFunction
@@ -82,7 +83,7 @@ def initialize(
     optimizer = _build_optimizer(optimizer, model)
     overrides = read_overrides(optimizer, {parameter: name for name, parameter in model.named_parameters()})
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
-    device = default_device()
+    device = use_device(config.device)
     started = start_process_group(device, config.watchdog_s)
     world = open_world(device, Counter(), config.watchdog_s)
     close_at_exit(world, owns_process_group=started)

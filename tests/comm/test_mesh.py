@@ -15,7 +15,7 @@ from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import (
     DP_SHARD,
     build_mesh,
-    default_device,
+    group_timeout,
     open_axes,
     open_world,
     start_process_group,
@@ -132,6 +132,11 @@ def test_a_process_group_is_started_from_torchruns_environment_once(ranks):
     assert results == [(False, (True, False), (rank, 2, "gloo"), False) for rank in range(2)]
 
 
+def test_a_backend_that_ends_the_process_by_itself_waits_longer_than_the_watchdog():
+    assert group_timeout("gloo", 600.0).total_seconds() == 600.0
+    assert group_timeout("nccl", 600.0).total_seconds() >= 600.0 + 10.0
+
+
 def join_group():
     return start_process_group(CPU, 20), dist.get_world_size()
 
@@ -169,14 +174,3 @@ def test_without_torchruns_environment_a_process_is_a_group_of_its_own():
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [True, 0, 1, 0, 1, [[True, False], [1, 1]], False]
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_the_device_of_a_rank_is_the_cpu_where_there_is_nothing_else():
-    assert default_device() == CPU
-
-
-@pytest.mark.gpu
-def test_the_device_of_a_rank_is_the_accelerator_of_its_local_rank(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert default_device() == torch.device(torch.accelerator.current_accelerator().type, 0)

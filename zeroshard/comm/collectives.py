@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Protocol
@@ -26,16 +25,14 @@ from torch import Tensor
 
 from zeroshard.comm import streams
 from zeroshard.comm.counter import Counter
+from zeroshard.comm.ledger import Entries, Ledger, find_difference, is_proven
 from zeroshard.comm.pool import BufferPool
+from zeroshard.comm.waits import Waits
 from zeroshard.comm.watchdog import Watchdog
-from zeroshard.comm.whereabouts import Wait, Whereabouts
+from zeroshard.comm.whereabouts import Whereabouts
 
 Parts = Mapping[int, Tensor] | Sequence[Tensor]
 """A tensor for each rank."""
-
-
-_SHORTEST_S = 0.001
-"""Gloo takes a timeout of 0 for none."""
 
 
 class Channel(Enum):
@@ -90,7 +87,7 @@ class _Pending:
         self._axis.under_way.discard(self)
         works, self._works = self._works, ()
         then, self._then = self._then, None
-        self._axis.wait_for(works, self._label)
+        self._axis.waits.wait_for(works, self._label)
         if then is not None:
             then()
 
@@ -127,36 +124,38 @@ class Axis:
     ) -> None:
         self.rank: int = dist.get_rank(group) if group is not None else 0
         self.size: int = dist.get_world_size(group) if group is not None else 1
-        self._who = f"rank {self.rank} of {self.size}"
-        """In messages; of an axis that was made from another, the rank in that one."""
+        self.waits = Waits(f"rank {self.rank} of {self.size}", device, timeout_s)
+        """Shared with axes that are made from this one, so messages name the rank in this one."""
         self.counter = counter
         self.under_way: set[_Pending] = set()
         self._groups = dict.fromkeys(Channel, group)
         self._control = control or group
-        self._timeout = timedelta(seconds=timeout_s)
+        self.timeout_s = timeout_s
         self.exchanges = not streams.has_streams(device)
         """True where pairs of ranks send and receive; False where the backend's collectives are used."""
         self.first_tag = 0
         """Tags from here on keep the exchanges of this engine apart from those of others."""
-        self.here = Whereabouts()
-        """Where this rank is; the watchdog's, once there is one."""
-        self._watchdog: Watchdog | None = None
         # Peers from the next rank on, so that not all ranks send to the same one at first.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
         self.device = device
 
     def over(self, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None = None) -> Axis:
-        """An axis over other ranks, on the same device, counted and watched together."""
+        """An axis over other ranks, on the same device, counted, noted and watched together."""
         axis = Axis(
             group, device=self.device, counter=self.counter, timeout_s=self.timeout_s, control=control
         )
-        axis._who, axis.here, axis._watchdog = self._who, self.here, self._watchdog
+        axis.waits = self.waits
         return axis
 
     @property
-    def timeout_s(self) -> float:
-        """Seconds that a rank waits in a collective before it gives up."""
-        return self._timeout.total_seconds()
+    def here(self) -> Whereabouts:
+        """Where this rank is; the watchdog's, once there is one."""
+        return self.waits.here
+
+    @property
+    def ledger(self) -> Ledger:
+        """What this rank has issued, over this axis and those made from it."""
+        return self.waits.ledger
 
     @property
     def global_ranks(self) -> list[int]:
@@ -170,7 +169,7 @@ class Axis:
 
     def watch(self, watchdog: Watchdog) -> None:
         """Be watched from now on: an error then tells where every rank is."""
-        self._watchdog, self.here = watchdog, watchdog.here
+        self.waits.watchdog, self.waits.here = watchdog, watchdog.here
         watchdog.watch(self, self.timeout_s)
 
     def all_gather(
@@ -190,11 +189,11 @@ class Axis:
             if flat.data_ptr() != own.data_ptr():
                 flat.copy_(own)
             return DONE
-        self.counter.add("all_gather", own.numel() * own.element_size() * (self.size - 1))
+        self._note("all_gather", own.numel() * own.element_size() * (self.size - 1), label)
         if not self.exchanges:
-            with self._naming(label):
+            with self.waits.naming(label):
                 dist.all_gather_into_tensor(flat, own, group=self._groups[channel], async_op=False)
-            return _Issued(self._issue(label))
+            return _Issued(self.waits.issue(label))
         chunks = flat.chunk(self.size)
         sent = dict.fromkeys(self._peers, own)
         works = self._exchange(sent, chunks, tag, label)
@@ -217,15 +216,15 @@ class Axis:
         if self.size == 1 or not flat.numel():
             out.copy_(own)
             return DONE
-        self.counter.add("reduce_scatter", own.numel() * own.element_size() * (self.size - 1))
+        self._note("reduce_scatter", own.numel() * own.element_size() * (self.size - 1), label)
         if not self.exchanges:
             target = out if out.dtype == flat.dtype else torch.empty_like(own)
             group = self._groups[Channel.REDUCE]
-            with self._naming(label):
+            with self.waits.naming(label):
                 dist.reduce_scatter_tensor(target, flat, group=group, async_op=False)
             if target is not out:
                 out.copy_(target)  # on the same stream, where `target` is freed as well
-            return _Issued(self._issue(label))
+            return _Issued(self.waits.issue(label))
         received = {peer: pool.take(flat.dtype, own.numel()) for peer in self._peers}
         works = self._exchange(chunks, received, tag, label)
 
@@ -237,53 +236,74 @@ class Axis:
         return _Pending(self, label, works, add)
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
-        """Give every rank rank 0's values; returns when they are there."""
+        """Give every rank rank 0's values; returns when they are there.
+
+        The host waits on accelerators too: else other ranks would issue the next ones, while rank 0 still
+        computes their values, and their devices would wait longer than a collective may take.
+        """
         if self.size > 1 and tensor.numel():
-            self.counter.add("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
+            self._note("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0, label)
             group = self._groups[Channel.GATHER]
             source = dist.get_global_rank(group, 0) if group is not None else 0
             data = tensor.contiguous()
             raw = data.view(-1).view(torch.uint8)  # Gloo knows few dtypes
             if self.exchanges:
-                self.wait_for([dist.broadcast(raw, source, group=group, async_op=True)], label)
+                self.waits.wait_for([dist.broadcast(raw, source, group=group, async_op=True)], label)
             else:
-                with self._naming(label):
+                with self.waits.naming(label):
                     dist.broadcast(raw, source, group=group, async_op=False)
-                self._issue(label)
+                self.waits.wait_for_device(self.waits.issue(label), label)
             if data is not tensor:
                 tensor.copy_(data)
 
-    def any(self, flags: Sequence[bool], label: str) -> Callable[[], list[bool]]:
+    def any(self, flags: Sequence[bool], label: str, *, compares: bool = False) -> Callable[[], list[bool]]:
         """For each flag, whether it is set on any rank. Runs on the CPU: a GPU never waits for it.
+
+        Args:
+            flags: as many on all ranks.
+            label: what this is, for error messages.
+            compares: whether the answer also raises a RuntimeError, on all ranks, when they have issued
+                different collectives so far, or the same ones in different orders. 16 bytes more.
 
         Returns:
             To be called for the answer; until then the exchange goes on beside other work.
         """
         if self.size == 1 or not flags:
             return lambda: list(flags)
-        bitmap = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        self.counter.add("control", bitmap.numel())
+        proof, entries = (self.ledger.proof(), self.ledger.entries()) if compares else ([], None)
+        bitmap = torch.tensor([*flags, *proof], dtype=torch.uint8, device="cpu")
+        self._note("control", bitmap.numel(), label)
         work = dist.all_reduce(bitmap, dist.ReduceOp.MAX, group=self._control, async_op=True)
 
         def answer() -> list[bool]:
-            self.wait_for([work], label)
-            return [bool(flag) for flag in bitmap.tolist()]
+            self.waits.wait_for_agreement(work, label)
+            maxima = bitmap.tolist()
+            if entries is not None and not is_proven(maxima[len(flags) :]):
+                raise self._differing(entries)
+            return [bool(flag) for flag in maxima[: len(flags)]]
 
         return answer
+
+    def _differing(self, entries: Entries) -> RuntimeError:
+        """The error of ranks that have issued different collectives; collective."""
+        everyone = self.all_gather_object(tuple(entries), "comparison of collectives")
+        difference = find_difference({rank: Entries(*entries) for rank, entries in enumerate(everyone)})
+        older = "the ranks have issued different collectives, the first one longer ago than what is kept"
+        return RuntimeError(f"{self.waits.who}: {difference or older}")
 
     def sum(self, value: Tensor, label: str) -> Tensor:
         """The sum of a small tensor over the ranks, added in rank order, on `value`'s device."""
         if self.size == 1:
             return value
-        self.counter.add("control", value.numel() * value.element_size())
+        self._note("control", value.numel() * value.element_size(), label)
         parts = [torch.empty_like(value) for _ in range(self.size)]
         group = self._groups[Channel.REDUCE]
         if self.exchanges:
-            self.wait_for([dist.all_gather(parts, value, group=group, async_op=True)], label)
+            self.waits.wait_for([dist.all_gather(parts, value, group=group, async_op=True)], label)
         else:
-            with self._naming(label):
+            with self.waits.naming(label):
                 dist.all_gather(parts, value, group=group, async_op=False)
-            self._issue(label)
+            self.waits.issue(label)
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -294,7 +314,7 @@ class Axis:
         if self.size == 1:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self.counter.add("control", own.numel())
+        self._note("control", own.numel(), label)
         sizes = self._gather_small(torch.tensor([own.numel()], device="cpu"), label)
         longest = int(torch.stack(sizes).max())
         padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
@@ -308,54 +328,27 @@ class Axis:
     def _gather_small(self, value: Tensor, label: str) -> list[Tensor]:
         """A CPU tensor of the same shape from every rank."""
         parts = [torch.empty_like(value) for _ in range(self.size)]
-        self.wait_for([dist.all_gather(parts, value, group=self._control, async_op=True)], label)
+        self.waits.wait_for_agreement(
+            dist.all_gather(parts, value, group=self._control, async_op=True), label
+        )
         return parts
 
-    def wait_for(self, works: Sequence[dist.Work | None], label: str) -> None:
-        """Wait for works of a group that serves CPU tensors: exchanges, agreements.
-
-        Raises:
-            RuntimeError: naming this rank and the collective, when a rank is lost or too late.
-        """
-        wait = Wait(label, time.monotonic(), self.timeout_s)
-        until = wait.since + wait.limit_s
-        self.here.wait = wait
-        try:
-            with self._naming(label):
-                for work in works:
-                    assert work is not None, "this rank is a member of the group"
-                    work.wait(timedelta(seconds=max(_SHORTEST_S, until - time.monotonic())))
-        finally:
-            self.here.wait = None
-
-    def _issue(self, label: str) -> streams.Mark:
-        """The mark of a collective that was issued on the current stream; the watchdog looks after it."""
-        mark = streams.mark_here(self.device)
-        self.here.issue(Wait(label, time.monotonic(), self.timeout_s, mark.is_over))
-        return mark
-
-    @contextmanager
-    def _naming(self, label: str) -> Iterator[None]:
-        """An error inside is one of this collective."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise self._lost(label, error) from error
-
-    def _lost(self, label: str, error: RuntimeError) -> RuntimeError:
-        reason = str(error).strip().splitlines()[0]
-        text = (
-            f"{self._who} gave up in the {label} after at most "
-            f"{self.timeout_s:g} s: another rank has failed, has ended, or did not "
-            f"come to the same point ({reason})"
-        )
-        if self._watchdog is not None:
-            text += f"; {self._watchdog.raise_alarm(f'{self._who} gave up in the {label}')}"
-        return RuntimeError(text)
+    def _note(self, kind: str, num_bytes: int, label: str) -> None:
+        """A collective is issued; `num_bytes` are sent."""
+        self.counter.add(kind, num_bytes)
+        self.ledger.note(label)
 
     def close(self, drain_s: float) -> None:
-        """Wait up to `drain_s` for what is under way and forget the process groups."""
+        """Wait up to `drain_s` for what is under way and forget the process groups.
+
+        After an error the communicators of a device are aborted: its collectives would never end by
+        themselves, and destroying a communicator waits for them.
+        """
         self.drain(drain_s)
+        if not self.exchanges and (self.waits.have_failed or self.here.is_interrupted):
+            for group in self._groups.values():
+                if group is not None:
+                    group.abort()
         self._groups = dict.fromkeys(Channel)
         self._control = None
 
@@ -369,10 +362,12 @@ class Axis:
     def _exchange(self, sent: Parts, received: Parts, tag: int, label: str) -> list[dist.Work | None]:
         """Start to send and receive one tensor to and from every other rank."""
         works: list[dist.Work | None] = []
-        with self._naming(label):
+        try:
             for back, peer in zip(reversed(self._peers), self._peers, strict=True):
                 works.append(self._receive(received[back], back, tag))
                 works.append(self._send(sent[peer], peer, tag))
+        except RuntimeError as error:
+            raise self.waits.error(label, error) from error
         return works
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:

@@ -12,23 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.rendezvous import open_store
+from zeroshard.comm.rendezvous import check_device_types, open_store
 from zeroshard.config import Config
 
 DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
 """The axis over which shard groups are replicated (hybrid sharding), and that of the ranks of a group."""
 
+_MARGIN_S = 30.0
+"""Seconds that NCCL, which ends the process by itself, waits longer than we do: our watchdog takes a pause to
+notice, some seconds to collect where all ranks are, and 2 s of grace."""
+
 _TAGS_PER_ENGINE, _NUM_TAG_RANGES = 1 << 16, 1 << 14
 _tag_ranges_used = 0
-
-
-def default_device() -> torch.device:
-    """This rank's accelerator (by LOCAL_RANK), else the CPU."""
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None, "an accelerator is available"
-    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def start_process_group(device: torch.device, timeout_s: float) -> bool:
@@ -41,26 +36,36 @@ def start_process_group(device: torch.device, timeout_s: float) -> bool:
 
     Raises:
         RuntimeError: some rank did not come.
+        ValueError: the ranks have devices of different types.
     """
     if dist.is_initialized():
         return False
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
+    device_id = None if device.type == "cpu" else device
     backend = dist.get_default_backend_for_device(device)
-    timeout = timedelta(seconds=timeout_s)
+    timeout = group_timeout(backend, timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         try:
-            store = open_store(rank, size, timeout)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+            store = open_store(rank, size, timedelta(seconds=timeout_s))
+            check_device_types(store, rank, size, device.type)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
+            )
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {rank} of {size}: not all ranks came to initialize "
                 f"within {timeout_s:g} s ({str(error).strip().splitlines()[0]})"
             ) from error
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+        )
     return True
+
+
+def group_timeout(backend: str, timeout_s: float) -> timedelta:
+    """The timeout of a process group whose ranks may wait `timeout_s` by our own watchdog."""
+    return timedelta(seconds=timeout_s if backend == "gloo" else timeout_s + _MARGIN_S)
 
 
 def stop_process_group() -> None:
@@ -90,8 +95,10 @@ def build_mesh(config: Config, device: torch.device) -> DeviceMesh:
             f"{num_ranks} ranks cannot be arranged in groups of shard_group_size={group_size}: "
             f"expected a multiple of {group_size}"
         )
-    shape = (num_ranks // group_size, group_size)
-    return init_device_mesh(device.type, shape, mesh_dim_names=(DP_REPLICATE, DP_SHARD))
+    # Not by init_device_mesh: its groups would have the default timeout.
+    ranks = torch.arange(num_ranks).view(-1, group_size)
+    groups = [_own_group(parts.tolist(), config.watchdog_s) for parts in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(DP_REPLICATE, DP_SHARD))
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -193,7 +200,7 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
         axes.dp_inner = world.over(_shard_subgroup(axes, inner_size))
     first_tag = _next_tag_range(axes.dp) % _NUM_TAG_RANGES * _TAGS_PER_ENGINE
     for axis in axes.members:
-        axis.first_tag = first_tag
+        axis.first_tag = axis.ledger.name = first_tag
     return axes
 
 
@@ -210,7 +217,7 @@ def _control_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGr
 def _shard_subgroup(axes: Axes, size: int) -> dist.ProcessGroup:
     """A new group: the part of `size` consecutive ranks of the shard group that this rank is in. Collective.
 
-    All ranks make the groups of all parts, in the same order: NCCL and the names of groups need that.
+    All ranks make the groups of all parts, in the same order: the names of groups and NCCL need that.
     """
     group_size = axes.dp_shard.size
     if group_size % size:
@@ -222,7 +229,13 @@ def _shard_subgroup(axes: Axes, size: int) -> dist.ProcessGroup:
     everyone: list[list[int]] = axes.dp.all_gather_object(own, "agreement on shard groups")
     groups = sorted({tuple(ranks) for ranks in everyone})
     parts = [list(ranks[start : start + size]) for ranks in groups for start in range(0, group_size, size)]
-    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timedelta(seconds=axes.dp.timeout_s))
+    return _own_group(parts, axes.dp.timeout_s)
+
+
+def _own_group(parts: list[list[int]], timeout_s: float) -> dist.ProcessGroup:
+    """Make a group of each part of the ranks; that of this rank. Collective."""
+    timeout = group_timeout(dist.get_backend(), timeout_s)
+    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group
 

@@ -34,6 +34,25 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(_agree_on_name(store, rank, size, timeout), store)
 
 
+def check_device_types(store: dist.Store, rank: int, size: int, own: str) -> None:
+    """Compare the types of the ranks' devices before a process group is opened; collective.
+
+    Their backends would differ, and wait for each other.
+
+    Raises:
+        ValueError: on all ranks, with the types and the ranks that have them.
+    """
+    store.set(f"device/{rank}", own)
+    if store.add("num_devices", 1) == size:  # the last one to come reads those of all
+        ranks: dict[str, list[int]] = {}
+        for other in range(size):
+            ranks.setdefault(store.get(f"device/{other}").decode(), []).append(other)
+        store.set("devices", "; ".join(f"rank(s) {who} on {what}" for what, who in sorted(ranks.items())))
+    found = store.get("devices").decode()
+    if ";" in found:
+        raise ValueError(f"expected devices of one type on all ranks, got {found}")
+
+
 def _agree_on_name(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
     own = uuid4().hex
     if rank == 0:

@@ -3,10 +3,11 @@
 main thread   notes where this rank is, in attributes of its `Whereabouts`
 thread        tells the others, at least every second, through a store that rank 0 holds; looks there
               for an alarm, and after rank 0 and the next rank
-alarm         raised by a rank that gave up in a collective, is late in one, or watches a rank that is
-              lost. Then every rank reads where all are. A main thread that fails in a collective raises
-              that as an error; one that has not done so within seconds is printed with its stack, and
-              its process ends.
+alarm         raised by a rank that gave up in a collective, is late in one, watches a rank that is lost,
+              or waits and sees that another one waits in other collectives than its own. Then every rank
+              reads where all are, and waits of main threads are interrupted. A main thread that fails in
+              a collective raises that as an error; one that has not done so within seconds is printed
+              with its stack, and its process ends.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
+from zeroshard.comm.ledger import find_difference
 from zeroshard.comm.whereabouts import Sighting, Status, Whereabouts, find_lost, report
 
 _MAX_PAUSE_S = 1.0
 _PAUSES_PER_LIMIT = 5
 _SILENT_PAUSES, _MIN_SILENCE_S = 3, 1.0
 """A rank that was not heard of for so many pauses, and so long, has died or is stopped."""
+_MIN_PATIENCE_PAUSES, _MIN_PATIENCE_S = 2, 1.0
+"""A rank that waits longer tells the others what it has issued, and compares."""
 _GRACE_S = 2.0
 """Seconds that the main thread has to raise an error by itself."""
 _BUSY_PAUSE_S = 0.05
@@ -94,14 +98,16 @@ class Watchdog:
         """Have all ranks end; the caller raises an error.
 
         Returns:
-            Where each rank is. Takes some pauses: ranks that are alive say so first.
+            The first alarm, if it is another one, and where each rank is. Takes some pauses: ranks that are
+            alive say so first.
         """
         self._main_raises = True
         self._alarm = self._alarm or reason
         self._wake.set()
         if self._ending is None:
             self._has_report.wait(2 * self._silence_s + _GRACE_S)
-        return self._report or report(self._sightings(), self._silence_s)
+        text = self._report or report(self._sightings(), self._silence_s)
+        return text if self._alarm == reason else f"{self._alarm}; {text}"
 
     def leave(self) -> None:
         """Tell the others that this rank ends, and with what exception."""
@@ -130,6 +136,10 @@ class Watchdog:
     def _silence_s(self) -> float:
         return max(_SILENT_PAUSES * self._pause_s, _MIN_SILENCE_S)
 
+    @property
+    def _patience_s(self) -> float:
+        return max(_MIN_PATIENCE_PAUSES * self._pause_s, _MIN_PATIENCE_S)
+
     def _run(self) -> None:
         ends_at = float("inf")
         while not self._may_close():
@@ -138,6 +148,7 @@ class Watchdog:
                 self._alarm = self._alarm or self._reason()
                 if self._alarm is not None and self._report is None:
                     self._collect_report()
+                    self.here.interrupt()
                     ends_at = time.monotonic() + _GRACE_S
                 if not self._main_raises and time.monotonic() > ends_at:
                     self._end_process()
@@ -166,17 +177,18 @@ class Watchdog:
             return
         ending = self._ending
         try:
-            if self._alarm is not None:
-                self._store.set(_ALARM, self._alarm)
+            if self._alarm is not None:  # the first one stays
+                self._alarm = self._store.compare_set(_ALARM, "", self._alarm).decode()
             elif self._store.check([_ALARM]):
                 self._alarm = self._store.get(_ALARM).decode()
-            self._tell(self._store, ending or self.here.status())
+            issued = self.here.issued_when_waiting(self._patience_s)
+            self._tell(self._store, ending or self.here.status()._replace(issued=issued))
             if ending is not None and self._rank != 0:
                 self._store = None  # rank 0 may end now
                 return
             for rank in ranks:
                 if rank != self._rank:
-                    self._hear(rank, Status(*json.loads(self._store.get(str(rank)))))
+                    self._hear(rank, Status.parse(json.loads(self._store.get(str(rank)))))
         except RuntimeError:
             self._forget_store()
             return
@@ -211,7 +223,15 @@ class Watchdog:
         """Why this rank raises the alarm, if it does."""
         if (label := self.here.find_overdue(self._pause_s)) is not None:
             return f"rank {self._rank} waits too long in the {label}"
-        return find_lost(self._sightings(), self._limit_s)
+        return find_lost(self._sightings(), self._limit_s) or self._difference()
+
+    def _difference(self) -> str | None:
+        """How what this rank has issued differs from what another one has, while both wait."""
+        own = self.here.issued_when_waiting(self._patience_s)
+        if own is None:
+            return None
+        told = {rank: status.issued for rank, (status, _) in self._heard.items()}
+        return find_difference({self._rank: own, **{rank: theirs for rank, theirs in told.items() if theirs}})
 
     def _collect_report(self) -> None:
         """Read where all ranks are, once each has told it after it heard the alarm, or is silent."""
@@ -236,15 +256,27 @@ class Watchdog:
 
     def _end_process(self) -> None:
         """The main thread does not come to an error of its own."""
-        thread = threading.main_thread().ident
-        assert thread is not None, "it was started"
-        stack = "".join(traceback.format_stack(sys._current_frames()[thread]))
         sys.stderr.write(
             f"zeroshard ends rank {self._rank} of {self._size}: {self._alarm}. {self._report}\n"
-            f"The main thread of rank {self._rank} is here:\n{stack}"
+            f"{_stacks(f'rank {self._rank}')}"
         )
         sys.stderr.flush()
         os._exit(1)
+
+
+def _stacks(of: str) -> str:
+    """Where all threads but this one are, the main thread last: hooks may run in autograd's threads."""
+    names = {thread.ident: f"thread '{thread.name}'" for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    names[main] = "main thread"
+    frames = {
+        ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()
+    }
+    texts = []
+    for ident, frame in sorted(frames.items(), key=lambda item: item[0] == main):
+        name = names.get(ident, "thread of autograd or another library")
+        texts.append(f"The {name} of {of} is here:\n{''.join(traceback.format_stack(frame))}")
+    return "".join(texts)
 
 
 def open_watchdog(

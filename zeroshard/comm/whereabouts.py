@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
+from zeroshard.comm.ledger import Entries, Ledger
+
+_AT_ONCE = timedelta(milliseconds=1)
+"""Gloo closes all connections of a group when a wait for a send or a receive takes longer than its timeout.
+Then each wait for one of them ends, that of the main thread too."""
 _OUTSIDE = "is outside of forward, backward and optimizer step"
 
 
@@ -22,6 +30,14 @@ class Status(NamedTuple):
     has_ended: bool = False
     has_failed: bool = False
     """Whether it ended with an exception."""
+    issued: Entries | None = None
+    """Of a rank that waits for a while: the collectives that it has issued last."""
+
+    @staticmethod
+    def parse(values: Sequence[Any]) -> Status:
+        """A status after its way through JSON."""
+        status = Status(*values)
+        return status if status.issued is None else status._replace(issued=Entries(*status.issued))
 
 
 class Sighting(NamedTuple):
@@ -72,18 +88,24 @@ class Wait(NamedTuple):
     limit_s: float
     is_over: Callable[[], bool] = _never
     """Of one that was left to the device: True when the device has come past it."""
+    ledger: Ledger | None = None
+    """Where it was noted."""
+    works: Sequence[dist.Work | None] = ()
+    """Of one that the host waits for."""
 
 
 class Whereabouts:
     """Where this rank is. Written on the hot path, read by the watchdog's thread."""
 
-    __slots__ = ("_issued", "_phase", "wait")
+    __slots__ = ("_issued", "_phase", "is_interrupted", "wait")
 
     def __init__(self) -> None:
         self.wait: Wait | None = None
         """The collective that the host waits in."""
         self._issued: deque[Wait] = deque()
         """Collectives that the host left to the device, the oldest first; some may be over."""
+        self.is_interrupted = False
+        """True from an alarm on: who is about to wait raises an error instead."""
         self.leave()
 
     def enter(self, phase: str, where: str = "") -> None:
@@ -105,6 +127,24 @@ class Whereabouts:
     def on_device(self) -> Wait | None:
         """The oldest collective that the device has not come past."""
         return next((wait for wait in tuple(self._issued) if not wait.is_over()), None)
+
+    def interrupt(self) -> None:
+        """Have the host's wait end in an error; called from another thread."""
+        self.is_interrupted = True
+        wait = self.wait
+        for work in wait.works if wait is not None else ():
+            try:
+                if work is not None:
+                    work.wait(_AT_ONCE)
+            except RuntimeError:
+                return
+
+    def issued_when_waiting(self, longer_s: float) -> Entries | None:
+        """The last collectives that were issued, if this rank has waited in one for longer than that."""
+        for wait in (self.wait, self.on_device):
+            if wait is not None and wait.ledger is not None and time.monotonic() - wait.since > longer_s:
+                return wait.ledger.entries()
+        return None
 
     def status(self) -> Status:
         now, wait, issued = time.monotonic(), self.wait, self.on_device

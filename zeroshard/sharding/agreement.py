@@ -29,7 +29,7 @@ def check_agreement(
     """Compare config, parameters and optimizer over the ranks.
 
     Args:
-        axis: of all ranks.
+        axis: of all ranks, on this rank's device.
         model: with its original parameters.
         config: as it was given.
         optimizer: over these parameters.
@@ -39,6 +39,7 @@ def check_agreement(
         RuntimeError: on every rank, with the first difference and the ranks that have it.
     """
     sections = [
+        [f"a device of type {axis.device.type}"],
         [*_config_facts(config)],
         [*_model_facts(model)],
         [*_unit_facts(model, config)],
@@ -64,6 +65,8 @@ def _tell(versions: Sequence[str]) -> str:
 
 def _config_facts(config: Config) -> Iterator[str]:
     for section, value in vars(config).items():
+        if section == "device":
+            continue  # its index may be another one on each rank
         yield f"config {section}={'a predicate' if callable(value) else value!r}"
 
 

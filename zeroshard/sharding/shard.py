@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
+from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import watch
-from zeroshard.comm.mesh import Axes, build_mesh, default_device, open_axes, open_world
+from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.config import Config, require_supported
@@ -48,14 +49,15 @@ def shard(
     Args:
         module: its parameters have values, rank 0's count; or it was built under `deferred_init`.
         config: stage, precision, units, prefetch; a Config, a dict or a path, as `initialize` takes it.
-        mesh: with an axis `dp_shard`, and `dp_replicate` for hybrid sharding; None: over all ranks.
+        mesh: with an axis `dp_shard`, and `dp_replicate` for hybrid sharding; None: over all ranks. Its
+            type of devices is used where neither `config` nor the module tells one.
 
     Raises:
         ValueError: what `config` asks for does not fit the module or the ranks.
         RuntimeError: there is no process group.
     """
     config = Config.parse(config)
-    device = _device_of(module)
+    device = use_device(config.device or _device_of(module, mesh))
     world = open_world(device, Counter(), config.watchdog_s)
     watch(world)
     axes = open_data_parallel(config, world, mesh)
@@ -153,8 +155,9 @@ def _take_over_buffers(module: nn.Module, context: Context) -> None:
             owner._buffers[attribute] = taken[buffer]
 
 
-def _device_of(module: nn.Module) -> torch.device:
+def _device_of(module: nn.Module, mesh: DeviceMesh | None) -> str | None:
+    """The accelerator that a module is on; else the type of the mesh; None leaves the choice open."""
     first = next(module.parameters(), None)
-    if first is None:
-        return torch.device("cpu")
-    return first.device if has_memory(first) else default_device()
+    if first is not None and has_memory(first) and first.device.type != "cpu":
+        return str(first.device)
+    return mesh.device_type if mesh is not None else None

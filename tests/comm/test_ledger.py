@@ -1,0 +1,125 @@
+"""Ranks find the first collective that differs, from what each has issued."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm.collectives import Axis
+from zeroshard.comm.counter import Counter
+from zeroshard.comm.ledger import KEPT, Entries, Ledger, find_difference, is_proven
+
+CPU = torch.device("cpu")
+A, B, C = (f"all-gather of unit '{name}'" for name in "abc")
+
+
+def ledger_of(*labels):
+    ledger = Ledger()
+    for label in labels:
+        ledger.note(label)
+    return ledger
+
+
+def maxima(*ledgers):
+    return [max(column) for column in zip(*(ledger.proof() for ledger in ledgers), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("others", "agree"),
+    [
+        ([(A, B, C)], True),
+        ([(A, B, C), (A, B, C)], True),
+        ([(A, C, B)], False),
+        ([(A, B)], False),
+        ([(A, B, C, C)], False),
+        ([(A, B, C), (B, A, C)], False),
+        ([()], False),
+    ],
+)
+def test_digests_are_proven_equal_by_maxima_only_for_the_same_labels_in_the_same_order(others, agree):
+    ledgers = [ledger_of(A, B, C), *(ledger_of(*labels) for labels in others)]
+    assert is_proven(maxima(*ledgers)) is agree
+    assert is_proven(maxima(*ledgers[::-1])) is agree
+
+
+def test_a_difference_long_ago_is_not_forgotten_by_the_digest():
+    one, other = ledger_of(A, B), ledger_of(B, A)
+    for _ in range(1000):
+        one.note(C)
+        other.note(C)
+    assert not is_proven(maxima(one, other))
+    assert find_difference({0: one.entries(), 1: other.entries()}) is None  # no label is kept that long
+
+
+def test_a_ledger_keeps_the_last_labels_with_their_numbers():
+    ledger = ledger_of(*map(str, range(1, 101)))
+    assert ledger.count == 100
+    assert list(ledger.entries().labels) == [(n, str(n)) for n in range(101 - KEPT, 101)]
+
+
+def test_the_first_difference_is_told_with_number_ranks_and_labels():
+    words = find_difference(
+        {
+            2: ledger_of(A, B, C).entries(),
+            0: ledger_of(A, B, A).entries(),
+            1: ledger_of(A, C, B).entries(),
+        }
+    )
+    assert words is not None
+    assert words.startswith(
+        "collective 2 of rank 2 is the all-gather of unit 'b', that of rank 1 is the all-gather of unit 'c': "
+    )
+    assert "same units in the same order" in words
+
+
+def test_a_rank_that_is_behind_or_of_another_engine_or_far_ahead_is_no_difference():
+    waiting = ledger_of(A, B, C).entries()
+    ahead = ledger_of(*[A] * 3, *[B] * KEPT).entries()
+    assert find_difference({0: waiting, 1: ledger_of(A).entries()}) is None
+    assert find_difference({0: waiting, 1: Entries(65536, ledger_of(B, A).entries().labels)}) is None
+    assert find_difference({0: waiting, 1: ahead}) is None
+    assert find_difference({0: waiting}) is None
+
+
+def gather_in_order(order, compares):
+    """Two gathers in an order of this rank's own, then an agreement; the flags, or the error."""
+    axis = Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=20.0)
+    handles = []
+    for name in order[axis.rank]:
+        flat, own = torch.empty(axis.size), torch.ones(1)
+        handles.append(axis.all_gather(flat, own, tag=ord(name), label=f"all-gather of unit '{name}'"))
+    flags = [axis.rank == 1, False]
+    try:
+        answer = axis.any(flags, "agreement", compares=compares)()
+    except RuntimeError as error:
+        answer = str(error)
+    for handle in handles:
+        handle.wait()
+    return answer
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_an_agreement_compares_what_all_ranks_have_issued(ranks, num_ranks):
+    same, other = ["ab"] * num_ranks, ["ab"] * (num_ranks - 1) + ["ba"]
+    for order, compares in ((same, True), (same, False), (other, False)):
+        assert ranks(num_ranks, gather_in_order, order, compares) == [[True, False]] * num_ranks
+    for rank, message in enumerate(ranks(num_ranks, gather_in_order, other, True)):
+        assert message.startswith(
+            f"rank {rank} of {num_ranks}: collective 1 of rank 0 is the {A}, "
+            f"that of rank {num_ranks - 1} is the {B}: at stage 3"
+        )
+
+
+def issue_from_derived_axes():
+    axis = Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=20.0)
+    other = axis.over(dist.group.WORLD)
+    axis.sum(torch.ones(1), "first")
+    other.all_gather_object(None, "second")
+    axis.any([True], "third")()
+    axis.broadcast(torch.ones(1), "fourth")
+    other.over(None).broadcast(torch.ones(1), "of one rank")
+    return list(axis.ledger.entries().labels), other.ledger is axis.ledger
+
+
+def test_all_axes_of_an_engine_count_in_one_ledger_and_one_rank_alone_issues_nothing(ranks):
+    expected = [(1, "first"), (2, "second"), (3, "third"), (4, "fourth")]
+    assert ranks(2, issue_from_derived_axes) == [(expected, True)] * 2

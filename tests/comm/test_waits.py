@@ -1,0 +1,95 @@
+"""Waits end with the result, or with an error that names this rank and the collective."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm.collectives import Axis
+from zeroshard.comm.counter import Counter
+from zeroshard.comm.streams import Mark, mark_here
+from zeroshard.comm.waits import Waits
+
+CPU = torch.device("cpu")
+
+
+class Event:
+    """A point in a stream that the device comes past at some time."""
+
+    def __init__(self, at):
+        self._at = at
+
+    def query(self):
+        return time.monotonic() > self._at
+
+
+def test_a_host_waits_for_the_device_until_it_has_come_past_the_mark():
+    waits, at = Waits("rank 0 of 2", CPU, 20.0), time.monotonic() + 0.2
+    waits.wait_for_device(Mark(Event(at)), "broadcast of weight")
+    assert time.monotonic() > at
+    assert waits.here.wait is None
+    waits.wait_for_device(mark_here(CPU), "broadcast of weight")  # nothing is left to a CPU
+
+
+def test_a_device_that_does_not_come_past_a_mark_is_an_error_after_the_limit():
+    waits = Waits("rank 0 of 2", CPU, 0.2)
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 of 2 gave up in the broadcast of weight after at most 0\.2 s"
+    ):
+        waits.wait_for_device(Mark(Event(float("inf"))), "broadcast of weight")
+    assert waits.have_failed
+
+
+def wait_while_there_is_an_alarm(kind):
+    """Rank 0's errors and the seconds until the first: rank 1 stays away, and another thread interrupts."""
+    axis = Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=30.0)
+    if axis.rank == 1:
+        return None
+    threading.Timer(0.5, axis.here.interrupt).start()
+    start, errors = time.monotonic(), []
+    for label in ("first thing", "second thing"):
+        try:
+            if kind == "exchange":
+                axis.all_gather(torch.zeros(2), torch.zeros(1), tag=0, label=label).wait()
+            else:
+                axis.any([True], label)()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors, time.monotonic() - start
+
+
+@pytest.mark.parametrize("kind", ["exchange", "agreement"])
+def test_an_alarm_ends_a_wait_that_goes_on_and_every_later_one_at_once(ranks, kind):
+    errors, seconds = ranks(2, wait_while_there_is_an_alarm, kind)[0]
+    assert seconds < 5
+    assert errors == [
+        f"rank 0 of 2 gave up in the {label}, as there is an alarm"
+        for label in ("first thing", "second thing")
+    ]
+
+
+def wait_for_one_that_is_late():
+    axis = Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=20.0)
+    if axis.rank == 1:
+        time.sleep(1.5)
+    return axis.any([axis.rank == 1], "test")()
+
+
+def test_an_agreement_waits_for_a_rank_that_comes_late(ranks):
+    assert ranks(2, wait_for_one_that_is_late) == [[True], [True]]
+
+
+def close_after_an_error():
+    """Communicators of a device are aborted, which must not fail; Gloo's abort does nothing."""
+    axis = Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=20.0)
+    axis.exchanges = False
+    axis.reduce_over(dist.new_group())
+    axis.waits.have_failed = True
+    axis.close(0.1)
+    return axis.global_ranks
+
+
+def test_an_axis_whose_communicators_are_aborted_forgets_its_groups(ranks):
+    assert ranks(2, close_after_an_error) == [[0], [0]]

@@ -1,0 +1,67 @@
+"""Ranks that call units in different orders at stage 3 are told so within seconds."""
+
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+
+CONFIG = {"stage": 3, "units": ["Linear"], "watchdog_s": 60.0}
+
+
+class Ordered(nn.Module):
+    """Calls its blocks in the order that the caller gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
+
+    def forward(self, x, order):
+        for number in order:
+            x = torch.relu(self.blocks[number](x)) + x
+        return x
+
+
+def train(order_of_rank, steps, slow_s=0.0):
+    """The error of this rank and the seconds until it came; None when there was none."""
+    torch.manual_seed(0)
+    engine, _, _, _ = zeroshard.initialize(
+        Ordered(), lambda parameters: torch.optim.SGD(parameters, lr=0.1), CONFIG
+    )
+    rank, start = dist.get_rank(), time.monotonic()
+    try:
+        for step in range(steps):
+            order = range(5) if step == 0 else order_of_rank[rank]
+            loss = engine(torch.ones(2, 8), order).square().mean()
+            if rank == 1 and step == 1:
+                time.sleep(slow_s)
+            engine.backward(loss)
+            engine.step()
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return None
+
+
+IN_ORDER, SWAPPED = [0, 1, 2, 3, 4], [0, 3, 2, 1, 4]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_call_blocks_in_different_orders_raise_an_error_that_names_the_first(ranks, num_ranks):
+    orders = [IN_ORDER] * (num_ranks - 1) + [SWAPPED]
+    for outcome in ranks(num_ranks, train, orders, 3, process_group=False):
+        assert outcome is not None
+        message, seconds = outcome
+        assert seconds < 10
+        assert re.search(
+            r"collective \d+ of rank \d is the all-gather of unit 'blocks\.\d', "
+            r"that of rank \d is the all-gather of unit 'blocks\.\d': at stage 3 all ranks must call",
+            message,
+        ), message
+
+
+def test_a_rank_that_is_only_slow_is_no_false_alarm(ranks):
+    assert ranks(2, train, [IN_ORDER] * 2, 3, slow_s=4.0, process_group=False) == [None, None]

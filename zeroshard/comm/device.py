@@ -1,0 +1,131 @@
+"""Which device this rank computes on.
+
+`Config.device` is taken as it is. Where it has no index or is None, the rest follows from the surroundings:
+
+type     the accelerator, where there is one and the open process group serves it; else the CPU
+index    LOCAL_RANK (torchrun), or its like of srun and mpirun. Where there is none: the current device of a
+         process alone, or of one that has left device 0; else the rank modulo the number of devices
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+"""Variables that number the ranks of a node: of torchrun, Slurm's srun, Open MPI, MPICH and Intel MPI."""
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Variables by which a launcher shows a rank its own device alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What the choice of a device depends on, beside what was asked for."""
+
+    environment: Mapping[str, str]
+    accelerator: str | None
+    """The type of the devices that torch sees ("cuda"); None: there are none."""
+    num_devices: int
+    current_index: int
+    rank: int
+    num_ranks: int
+    backends: str | None
+    """Of the process group that the user has opened ("cpu:gloo,cuda:nccl"); None: there is none."""
+
+    @staticmethod
+    def here() -> Surroundings:
+        """Those of this process."""
+        has_group = dist.is_initialized()
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return Surroundings(
+            environment=os.environ,
+            accelerator=accelerator.type if accelerator is not None else None,
+            num_devices=torch.accelerator.device_count() if accelerator is not None else 0,
+            current_index=torch.accelerator.current_device_index() if accelerator is not None else 0,
+            rank=dist.get_rank() if has_group else int(os.environ.get("RANK", "0")),
+            num_ranks=dist.get_world_size() if has_group else int(os.environ.get("WORLD_SIZE", "1")),
+            backends=dist.get_backend_config() if has_group else None,
+        )
+
+    def serves(self, kind: str) -> bool:
+        """True when the user's group exchanges tensors of these devices.
+
+        Gloo takes those of a GPU too, by way of the host; who opens a group of Gloo alone means the CPU.
+        """
+        if self.backends is None:
+            return True
+        pairs = (pair.partition(":") for pair in self.backends.split(","))
+        return any(found == kind and (kind == "cpu" or backend != "gloo") for found, _, backend in pairs)
+
+
+def choose_device(asked: str | None, around: Surroundings) -> torch.device:
+    """The device of this rank.
+
+    Args:
+        asked: as `Config.device` has it.
+        around: of this process.
+
+    Raises:
+        ValueError: there is no such device, or the process group cannot serve it.
+    """
+    wanted = torch.device(asked) if asked is not None else _default(around)
+    if wanted.type not in ("cpu", around.accelerator):
+        raise ValueError(
+            f"config key 'device': expected the CPU or an accelerator that torch sees "
+            f"({around.accelerator or 'there is none'}), came {asked!r}"
+        )
+    if not around.serves(wanted.type):
+        raise ValueError(
+            f"device {wanted.type!r}: the process group that is open has the backends {around.backends}, "
+            "none of them for it; open it with another one, or let initialize do so, or set config.device"
+        )
+    if wanted.type == "cpu":
+        return wanted
+    has_index = str(wanted) != wanted.type
+    index = wanted.index if has_index else _index(around)
+    if index >= around.num_devices:
+        raise ValueError(
+            f"config key 'device': expected an index below {around.num_devices}, the number of "
+            f"{wanted.type} devices that this process sees, came {asked!r}"
+        )
+    return torch.device(wanted.type, index)
+
+
+def _default(around: Surroundings) -> torch.device:
+    kind = around.accelerator
+    return torch.device(kind if kind is not None and around.serves(kind) else "cpu")
+
+
+def _index(around: Surroundings) -> int:
+    num, environment = around.num_devices, around.environment
+    # Of one process that runs in the shell of a job, only torchrun's variable speaks of the process itself.
+    names = _LOCAL_RANKS if around.num_ranks > 1 else _LOCAL_RANKS[:1]
+    name = next((name for name in names if environment.get(name, "").isdecimal()), None)
+    if name is None:
+        if around.num_ranks == 1 or around.current_index != 0:
+            return around.current_index
+        return around.rank % num
+    local_rank = int(environment[name])
+    if local_rank < num:
+        return local_rank
+    if num == 1 and any(environment.get(variable) for variable in _VISIBLE):
+        return 0  # each rank has been shown a device of its own
+    raise ValueError(
+        f"rank {around.rank} is number {local_rank} on its node ({name}) and sees {num} {around.accelerator} "
+        "devices: expected one for each rank of a node; check CUDA_VISIBLE_DEVICES "
+        f"({environment.get('CUDA_VISIBLE_DEVICES', 'not set')}) and the number of processes that are "
+        "started on a node (torchrun --nproc-per-node), or set config.device"
+    )
+
+
+def use_device(asked: str | None) -> torch.device:
+    """Choose the device of this rank, and make it the current one."""
+    device = choose_device(asked, Surroundings.here())
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    return device

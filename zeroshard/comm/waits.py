@@ -1,0 +1,131 @@
+"""How this rank waits for collectives: noted for the watchdog, limited in time, errors in one form."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm import streams
+from zeroshard.comm.ledger import Ledger
+from zeroshard.comm.watchdog import Watchdog
+from zeroshard.comm.whereabouts import Wait, Whereabouts
+
+_SHORTEST_S = 0.001
+"""Gloo takes a timeout of 0 for none."""
+_LONGEST_S = 0.5
+"""Seconds after which a wait for an agreement looks whether there is an alarm."""
+_POLL_S = 0.0005
+"""Seconds between two looks whether a device has come past a mark."""
+
+
+class Waits:
+    """The waits of this rank in the collectives of one engine.
+
+    Args:
+        who: how messages name this rank.
+        device: where collectives run that the host does not wait for.
+        timeout_s: seconds that a rank waits in a collective before it gives up.
+    """
+
+    def __init__(self, who: str, device: torch.device, timeout_s: float) -> None:
+        self.who, self._device, self._timeout_s = who, device, timeout_s
+        self.here = Whereabouts()
+        """Where this rank is; the watchdog's, once there is one."""
+        self.ledger = Ledger()
+        """What this rank has issued."""
+        self.watchdog: Watchdog | None = None
+        self.have_failed = False
+        """True when a collective has ended in an error, also because of an alarm."""
+
+    def wait_for(self, works: Sequence[dist.Work | None], label: str) -> None:
+        """Wait for works of a group that serves CPU tensors.
+
+        Raises:
+            RuntimeError: naming this rank and the collective, when a rank is lost or too late.
+        """
+        wait = Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger, works=works)
+        until = wait.since + wait.limit_s
+        self.here.wait = wait
+        try:  # on the hot path, where a context manager costs more than all else here
+            self._check()
+            for work in works:
+                assert work is not None, "this rank is a member of the group"
+                work.wait(timedelta(seconds=max(_SHORTEST_S, until - time.monotonic())))
+        except RuntimeError as error:
+            raise self.error(label, error) from error
+        finally:
+            self.here.wait = None
+
+    def wait_for_agreement(self, work: dist.Work | None, label: str) -> None:
+        """Wait for a collective of the control group; ends at an alarm too, as `wait_for` does."""
+        assert work is not None, "this rank is a member of the group"
+        with self._waiting(label) as until:
+            while True:
+                left_s = max(_SHORTEST_S, until - time.monotonic())
+                try:
+                    work.wait(timedelta(seconds=min(left_s, _LONGEST_S)))
+                    return
+                except RuntimeError:  # unlike that of a send or receive, this wait may be repeated
+                    if work.is_completed():
+                        work.wait(timedelta(seconds=_SHORTEST_S))  # raises its own error, if it has one
+                        return
+                    if left_s <= _LONGEST_S or self.here.is_interrupted:
+                        raise
+
+    def wait_for_device(self, mark: streams.Mark, label: str) -> None:
+        """Have the host wait until the device has come past a collective."""
+        with self._waiting(label) as until:
+            while not mark.is_over():
+                if self.here.is_interrupted or time.monotonic() > until:
+                    raise RuntimeError("the device did not come past it")
+                time.sleep(_POLL_S)
+
+    @contextmanager
+    def _waiting(self, label: str) -> Iterator[float]:
+        """The host waits inside, until the time that is given."""
+        wait = Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger)
+        self.here.wait = wait
+        try:
+            with self.naming(label):
+                yield wait.since + wait.limit_s
+        finally:
+            self.here.wait = None
+
+    def issue(self, label: str) -> streams.Mark:
+        """The mark of a collective that was issued on the current stream; the watchdog looks after it."""
+        mark = streams.mark_here(self._device)
+        self.here.issue(Wait(label, time.monotonic(), self._timeout_s, mark.is_over, self.ledger))
+        return mark
+
+    @contextmanager
+    def naming(self, label: str) -> Iterator[None]:
+        """An error inside is one of this collective; after an alarm there is one at once."""
+        try:
+            self._check()
+            yield
+        except RuntimeError as error:
+            raise self.error(label, error) from error
+
+    def _check(self) -> None:
+        if self.here.is_interrupted:
+            raise RuntimeError("there is an alarm")
+
+    def error(self, label: str, error: RuntimeError) -> RuntimeError:
+        """What is raised for an error in a collective: names this rank, and where the others are."""
+        self.have_failed = True
+        reason = str(error).strip().splitlines()[0]
+        text = (
+            f"{self.who} gave up in the {label} after at most "
+            f"{self._timeout_s:g} s: another rank has failed, has ended, or did not "
+            f"come to the same point ({reason})"
+        )
+        if self.here.is_interrupted:
+            text = f"{self.who} gave up in the {label}, as there is an alarm"
+        if self.watchdog is not None:
+            text += f"; {self.watchdog.raise_alarm(f'{self.who} gave up in the {label}')}"
+        return RuntimeError(text)
