@@ -17,12 +17,26 @@ from tests.pretend.clocks import Point, Stream
 from tests.pretend.findings import Finding, Kind
 
 
+class Span(NamedTuple):
+    """A range of bytes."""
+
+    start: int
+    stop: int
+
+    def overlaps(self, other: Span) -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+    def contains(self, other: Span) -> bool:
+        return self.start <= other.start and other.stop <= self.stop
+
+
 class Access(NamedTuple):
-    """One operation that reads or writes a block."""
+    """One operation that reads or writes a part of a block."""
 
     point: Point
     what: str
     writes: bool
+    span: Span
 
     def __str__(self) -> str:
         return f"{'write' if self.writes else 'read'} by {self.what} on {self.point.stream}"
@@ -38,23 +52,33 @@ class _Hazard(NamedTuple):
 class Block:
     """Memory between an allocation and its end."""
 
-    __slots__ = ("_checked", "_hazards", "is_freed", "last_write", "name", "reads", "stream")
+    __slots__ = ("_checked", "_hazards", "is_freed", "name", "reads", "stream", "writes")
 
     def __init__(self, name: str, stream: str, hazards: dict[str, _Hazard]) -> None:
         self.name, self.stream = name, stream
         self.is_freed = False
-        self.last_write: Access | None = None
-        self.reads: dict[str, Access] = {}
-        """The last read of each stream since the last write."""
+        self.writes: list[Access] = []
+        """Those that no later write covers."""
+        self.reads: dict[tuple[str, Span], Access] = {}
+        """The last ones of each stream and span that no later write covers."""
         self._hazards = hazards
         self._checked: set[str] = set()
         """Streams whose first access has been held against the hazards; later ones come after it."""
 
     def accesses(self) -> Iterator[Access]:
         """The accesses after which every access so far lies, if there was no race."""
-        if self.last_write is not None:
-            yield self.last_write
+        yield from self.writes
         yield from self.reads.values()
+
+    def add(self, access: Access) -> None:
+        """Note an access that lies after those so far, if there was no race."""
+        span = access.span
+        if access.writes:
+            self.writes = [write for write in self.writes if not span.contains(write.span)]
+            self.writes.append(access)
+            self.reads = {key: read for key, read in self.reads.items() if not span.contains(read.span)}
+        else:
+            self.reads[access.point.stream, span] = access
 
     def hazards_of(self, stream: Stream) -> Iterator[_Hazard]:
         """What a first access by `stream` may run into."""
@@ -109,11 +133,7 @@ class Allocator:
             self._reported.add(key)
             text = f"{block.name} may be the memory of {hazard.block}: {access} is not ordered after the "
             self._report(Finding(Kind.REUSE, text + str(hazard.access)))
-        earlier = block.accesses() if access.writes else filter(None, [block.last_write])
-        for before in earlier:
-            if not stream.has_seen(before.point):
+        for before in block.accesses() if access.writes else block.writes:
+            if before.span.overlaps(access.span) and not stream.has_seen(before.point):
                 self._report(Finding(Kind.RACE, f"{block.name}: {access} is not ordered after the {before}"))
-        if access.writes:
-            block.last_write, block.reads = access, {}
-        else:
-            block.reads[stream.name] = access
+        block.add(access)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tests.pretend.memory import Span
+
 ALLOCATE_ONLY = frozenset(
     f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
@@ -67,6 +69,27 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield from tensors_of(item)
 
 
-def storages_of(value: Any) -> list[torch.UntypedStorage]:
+class Region(NamedTuple):
+    """A range of bytes of a storage."""
+
+    storage: torch.UntypedStorage
+    span: Span
+
+    @property
+    def key(self) -> int:
+        """The address of the storage's C++ object."""
+        key: int = self.storage._cdata
+        return key
+
+
+def regions_of(value: Any) -> list[Region]:
     """The memory of the tensors in a value, and in the lists and tuples in it."""
-    return [tensor.untyped_storage() for tensor in tensors_of(value)]
+    return [_region(tensor) for tensor in tensors_of(value)]
+
+
+def _region(tensor: Tensor) -> Region:
+    last = tensor.numel() - 1
+    if last >= 0 and not tensor.is_contiguous():
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    return Region(tensor.untyped_storage(), Span(start * size, (start + last + 1) * size))

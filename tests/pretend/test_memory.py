@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from tests.pretend.clocks import Stream, Timeline
 from tests.pretend.findings import Finding, Kind
-from tests.pretend.memory import Access, Allocator, Block
+from tests.pretend.memory import Access, Allocator, Block, Span
+
+WHOLE = Span(0, 8)
 
 
 class Memory:
@@ -14,11 +16,11 @@ class Memory:
         timeline = Timeline()
         self.a, self.b, self.c = (timeline.stream(name) for name in "abc")
 
-    def write(self, block: Block, stream: Stream) -> None:
-        self.allocator.access(block, stream, Access(stream.issue(), "kernel", True))
+    def write(self, block: Block, stream: Stream, span: Span = WHOLE) -> None:
+        self.allocator.access(block, stream, Access(stream.issue(), "kernel", True, span))
 
-    def read(self, block: Block, stream: Stream) -> None:
-        self.allocator.access(block, stream, Access(stream.issue(), "kernel", False))
+    def read(self, block: Block, stream: Stream, span: Span = WHOLE) -> None:
+        self.allocator.access(block, stream, Access(stream.issue(), "kernel", False, span))
 
     @property
     def kinds(self) -> list[Kind]:
@@ -57,6 +59,31 @@ def test_a_write_races_with_every_read_that_it_is_not_ordered_after() -> None:
     memory.read(block, memory.b)
     memory.write(block, memory.c)
     assert memory.kinds == [Kind.RACE, Kind.RACE]
+
+
+def test_spans_that_do_not_overlap_do_not_race() -> None:
+    memory = Memory()
+    block = memory.allocator.allocate("x", memory.a)
+    memory.write(block, memory.a, Span(0, 4))
+    memory.write(block, memory.b, Span(4, 8))
+    assert memory.kinds == []
+    memory.read(block, memory.a, Span(3, 5))
+    assert memory.kinds == [Kind.RACE]
+
+
+def test_a_write_to_a_part_leaves_earlier_writes_to_the_rest() -> None:
+    memory = Memory()
+    block = memory.allocator.allocate("x", memory.a)
+    memory.write(block, memory.a)
+    memory.b.wait_stream(memory.a)
+    memory.write(block, memory.b, Span(0, 4))
+    memory.c.wait_stream(memory.b)
+    memory.read(block, memory.c, Span(4, 8))
+    assert memory.kinds == []
+    memory.read(block, memory.a, Span(4, 8))
+    assert memory.kinds == []
+    memory.read(block, memory.a, Span(0, 8))
+    assert memory.kinds == [Kind.RACE]
 
 
 def test_memory_freed_while_another_stream_uses_it_is_reused_too_early() -> None:
@@ -146,8 +173,8 @@ def test_a_finding_names_the_block_both_accesses_and_both_streams() -> None:
     allocator, timeline = Allocator(findings.append), Timeline()
     a, b = timeline.stream("a"), timeline.stream("b")
     block = allocator.allocate("full of 'blocks.0'", a)
-    allocator.access(block, a, Access(a.issue(), "all-gather", True))
-    allocator.access(block, b, Access(b.issue(), "mm", False))
+    allocator.access(block, a, Access(a.issue(), "all-gather", True, WHOLE))
+    allocator.access(block, b, Access(b.issue(), "mm", False, WHOLE))
     assert str(findings[0]) == (
         "race: full of 'blocks.0': read by mm on b is not ordered after the write by all-gather on a"
     )

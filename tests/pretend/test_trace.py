@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.pretend.clocks import Stream
 from tests.pretend.findings import Kind
-from tests.pretend.signatures import storages_of
+from tests.pretend.signatures import regions_of
 from tests.pretend.trace import Trace, TraceMode
 
 
@@ -49,6 +49,28 @@ def test_a_view_shares_the_memory_of_its_base_and_is_no_access(trace: Trace, sid
         y = x.view(2, 2)[0]
         assert kinds(trace) == set()
         y.mul_(2)
+    assert kinds(trace) == {Kind.RACE}
+
+
+def test_parts_of_one_storage_may_be_used_at_the_same_time(trace: Trace, side: Stream) -> None:
+    x = torch.zeros(4)
+    side.wait_stream(trace.timeline.default)
+    with side:
+        x[:2].add_(1)
+    x[2:].add_(1)
+    assert kinds(trace) == set()
+    x[1:3].add_(1)
+    assert kinds(trace) == {Kind.RACE}
+
+
+def test_a_strided_view_reaches_to_its_last_element(trace: Trace, side: Stream) -> None:
+    x = torch.zeros(2, 3)
+    side.wait_stream(trace.timeline.default)
+    with side:
+        x[:, 0].add_(1)
+    x[1, 1:].add_(1)
+    assert kinds(trace) == set()
+    x[0, 1:].add_(1)  # between two elements: the model takes whole ranges
     assert kinds(trace) == {Kind.RACE}
 
 
@@ -154,7 +176,7 @@ def test_values_computed_from_memory_of_the_host_alone_stay_there(trace: Trace, 
 def test_values_of_collectives_arrive_when_they_are_read(trace: Trace) -> None:
     x = torch.zeros(3)
     arrived = []
-    trace.arriving[storages_of(x)[0]._cdata] = lambda: arrived.append(True)
+    trace.arriving[regions_of(x)[0].key] = lambda: arrived.append(True)
     x.view(3)
     assert not arrived
     x.sum()

@@ -152,3 +152,20 @@ def test_groups_for_cpu_tensors_make_the_host_wait_and_no_stream(ranks: Ranks) -
     assert first == second
     assert first[0] == set()
     assert len(first[1]) == 1
+
+
+def one_never_comes() -> list[Collective]:
+    trace = Trace()
+    transport = Transport(trace)
+    with TraceMode(trace):
+        transport.all_reduce(torch.zeros(2))
+        if dist.get_rank() == 0:
+            transport.all_reduce(torch.zeros(2))
+    transport.finish()
+    return trace.collectives
+
+
+def test_a_rank_that_does_not_come_is_found_even_if_nobody_needs_the_values(ranks: Ranks) -> None:
+    found = check_orders(ranks(2, one_never_comes))
+    assert [finding.kind for finding in found] == [Kind.ORDER]
+    assert "nothing more on rank 1" in found[0].text

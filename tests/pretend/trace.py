@@ -29,8 +29,9 @@ from tests.pretend.signatures import (
     ALLOCATE_ONLY,
     NO_KERNEL,
     READ_BACK,
+    Region,
+    regions_of,
     signature_of,
-    storages_of,
     tensors_of,
 )
 
@@ -119,35 +120,35 @@ class Trace:
     def is_paused(self) -> bool:
         return bool(self._thread.num_pauses)
 
-    def await_values(self, storages: Iterable[torch.UntypedStorage]) -> None:
+    def await_values(self, regions: Iterable[Region]) -> None:
         """Have the values of collectives arrive; the device would have waited, or there is a finding."""
-        for storage in storages if self.arriving else ():
-            if (arrive := self.arriving.pop(storage._cdata, None)) is not None:
+        for region in regions if self.arriving else ():
+            if (arrive := self.arriving.pop(region.key, None)) is not None:
                 arrive()
 
     def run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation and note it."""
         signature = signature_of(func)
-        reads: list[torch.UntypedStorage] = []
-        writes: list[torch.UntypedStorage] = []
+        reads: list[Region] = []
+        writes: list[Region] = []
         for position, name, is_written in signature.arguments:
             value = args[position] if position < len(args) else kwargs.get(name)
-            (writes if is_written else reads).extend(storages_of(value))
+            (writes if is_written else reads).extend(regions_of(value))
         if signature.name == "aten::lift_fresh":  # torch.tensor() has made it
-            fresh = [storage for storage in reads if storage._cdata not in self._blocks]
+            fresh = [region for region in reads if region.key not in self._blocks]
             self.note("tensor", (), fresh, fresh)
         if signature.is_view or signature.name.startswith("c10d"):
             return func(*args, **kwargs)
         self.await_values([*reads, *writes])
         self._refuse_freed(signature.name, [*reads, *writes])
         out = func(*args, **kwargs)
-        known = {storage._cdata for storage in (*reads, *writes)}
-        made = [storage for storage in storages_of(out) if storage._cdata not in known]
+        known = {region.key for region in (*reads, *writes)}
+        made = [region for region in regions_of(out) if region.key not in known]
         if known and all(self._blocks.get(key, self) is None for key in known):
             self.put_on_host(tensors_of(out))
         elif signature.name in ALLOCATE_ONLY:
-            for storage in made:
-                self._allocate(storage)
+            for region in made:
+                self._allocate(region.storage)
         elif signature.name in READ_BACK:
             self._read_back(signature.name.removeprefix("aten::"), reads)
         elif signature.name not in NO_KERNEL:
@@ -157,9 +158,9 @@ class Trace:
     def note(
         self,
         name: str,
-        reads: Iterable[torch.UntypedStorage],
-        writes: Iterable[torch.UntypedStorage],
-        made: Iterable[torch.UntypedStorage] = (),
+        reads: Iterable[Region],
+        writes: Iterable[Region],
+        made: Iterable[Region] = (),
     ) -> Point:
         """An operation on the current stream.
 
@@ -171,24 +172,25 @@ class Trace:
         """
         stream, what = self.timeline.current, f"{name} at {caller()}"
         self.kernels[stream.name, what] += 1
-        for storage in made:
-            self._allocate(storage)
+        for region in made:
+            self._allocate(region.storage)
         point = stream.issue()
-        written = {storage._cdata: storage for storage in writes}
-        read = {storage._cdata: storage for storage in reads if storage._cdata not in written}
-        for storages, is_write in ((read, False), (written, True)):
-            for storage in storages.values():
-                if (block := self.block_of(storage)) is not None:
-                    self._allocator.access(block, stream, Access(point, what, is_write))
+        written = {(region.key, region.span): region for region in writes}
+        read = {(region.key, region.span): region for region in reads}
+        for regions, is_write in ((read, False), (written, True)):
+            for key, region in regions.items():
+                block = self.block_of(region.storage)
+                if block is not None and (is_write or key not in written):
+                    self._allocator.access(block, stream, Access(point, what, is_write, region.span))
         return point
 
     def read_on_host(self, tensor: Tensor, name: str) -> None:
         """The host takes the values of a tensor past all operations: tolist(), numpy(), cpu()."""
         if threading.current_thread() is threading.main_thread() and not self.is_paused:
-            storages = storages_of(tensor)
-            self.await_values(storages)
-            if any(self.block_of(storage) is not None for storage in storages):
-                self._read_back(name, storages)
+            regions = regions_of(tensor)
+            self.await_values(regions)
+            if any(self.block_of(region.storage) is not None for region in regions):
+                self._read_back(name, regions)
 
     def resized(self, storage: torch.UntypedStorage, before: int, after: int) -> None:
         """A storage gives its memory back, or gets new memory."""
@@ -199,7 +201,7 @@ class Trace:
         elif after and not before:
             self._allocate(storage, after)
 
-    def _read_back(self, name: str, reads: Iterable[torch.UntypedStorage]) -> None:
+    def _read_back(self, name: str, reads: Iterable[Region]) -> None:
         where = caller()
         if where.startswith("torch/optim"):
             return  # of a step's number, which optimizers keep on the host
@@ -208,11 +210,11 @@ class Trace:
         if not self._thread.num_permits:
             self.report(Finding(Kind.SYNC, f"{name} at {where}"))
 
-    def _refuse_freed(self, name: str, storages: Iterable[torch.UntypedStorage]) -> None:
+    def _refuse_freed(self, name: str, regions: Iterable[Region]) -> None:
         """An operation would crash the process: its memory is really gone."""
-        for storage in storages:
-            block = self._blocks.get(storage._cdata)
-            if block is not None and block.is_freed and not storage.nbytes():
+        for region in regions:
+            block = self._blocks.get(region.key)
+            if block is not None and block.is_freed and not region.storage.nbytes():
                 finding = Finding(Kind.FREED, f"{block.name}: {name} at {caller()} after its end")
                 self.report(finding)
                 raise RuntimeError(str(finding))

@@ -33,20 +33,17 @@ class Transfer:
         self._trace, self._adds, self._what = trace, adds, what
         rank = group.rank()
         self._parts = {
-            source: sent[rank].clone() if source == rank and rank in sent else torch.empty_like(target)
+            source: sent[rank].clone() if source == rank else torch.empty_like(target)
             for source, target in received.items()
-            if source != rank or rank in sent
         }
-        if rank in received and rank not in self._parts and not adds:  # a gather: it has this rank's already
-            self._parts[rank] = next(iter(sent.values())).clone()
-        self._places = {source: _Place(received[source], trace) for source in self._parts}
-        self._outgoing = [sent[peer].contiguous().clone() for peer in sent if peer != rank]
-        peers = [peer for peer in sent if peer != rank]
+        self._places = {source: _Place(target, trace) for source, target in received.items()}
+        self._outgoing = {peer: tensor.contiguous().clone() for peer, tensor in sent.items() if peer != rank}
         self._works = [
-            group.recv([_bytes(part)], source, tag) for source, part in self._parts.items() if source != rank
-        ] + [group.send([_bytes(t)], peer, tag) for t, peer in zip(self._outgoing, peers, strict=True)]
+            *(group.recv([_bytes(part)], peer, tag) for peer, part in self._parts.items() if peer != rank),
+            *(group.send([_bytes(tensor)], peer, tag) for peer, tensor in self._outgoing.items()),
+        ]
 
-    def finish(self) -> None:
+    def finish(self, limit: timedelta = LIMIT) -> None:
         """Wait for the messages and put them in their places."""
         works, self._works = self._works, []
         if not works:
@@ -54,7 +51,7 @@ class Transfer:
         with self._trace.paused(), torch.no_grad():
             try:
                 for work in works:
-                    work.wait(LIMIT)
+                    work.wait(limit)
             except RuntimeError as error:
                 raise RuntimeError(f"values did not arrive: {self._what}") from error
             if self._adds:

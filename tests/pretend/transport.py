@@ -16,7 +16,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -27,9 +27,12 @@ from torch import Tensor
 from tests.pretend.clocks import Clock, Event, Point, Stream
 from tests.pretend.findings import Finding, Kind
 from tests.pretend.orders import Collective
-from tests.pretend.signatures import storages_of
+from tests.pretend.signatures import regions_of
 from tests.pretend.trace import Trace
 from tests.pretend.transfers import LIMIT, Transfer
+
+_SENT_LIMIT = timedelta(seconds=1)
+"""How long values may take that have been sent."""
 
 
 class _Thread(threading.local):
@@ -64,9 +67,11 @@ class Transport:
             self._thread.label = before
 
     def finish(self) -> None:
-        """Let all values arrive, so that the group can be left."""
-        for transfer in list(self._transfers):
-            transfer.finish()
+        """Let all values arrive, so that the groups can be left; collective."""
+        dist.barrier()
+        with suppress(RuntimeError):  # of what a rank has never issued; the comparison of orders tells it
+            for transfer in list(self._transfers):
+                transfer.finish(_SENT_LIMIT)
 
     # -- groups -------------------------------------------------------------------------------------------
 
@@ -85,9 +90,11 @@ class Transport:
         self, flat: Tensor, own: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
     ) -> _Work | None:
         group = group or _world()
-        work = self._issue("all-gather", group, [own], [flat], flat, async_op)
         chunks = flat.detach().chunk(group.size())
-        self._send("all-gather", group, dict.fromkeys(_peers(group), own), dict(enumerate(chunks)))
+        # In place, NCCL does not write this rank's part.
+        others = [chunk for chunk in chunks if chunk.data_ptr() != own.data_ptr()]
+        work = self._issue("all-gather", group, [own], others, flat, async_op)
+        self._send("all-gather", group, dict.fromkeys(range(group.size()), own), dict(enumerate(chunks)))
         return work
 
     def all_gather(
@@ -102,7 +109,9 @@ class Transport:
             self._trace.put_on_host([*parts, value])
             return self._issue_on_host("all-gather", group, value, async_op, dist.all_gather, parts, value)
         work = self._issue("all-gather of a list", group, [value], parts, value, async_op)
-        self._send("all-gather of a list", group, dict.fromkeys(_peers(group), value), dict(enumerate(parts)))
+        self._send(
+            "all-gather of a list", group, dict.fromkeys(range(group.size()), value), dict(enumerate(parts))
+        )
         return work
 
     def reduce_scatter_tensor(
@@ -146,7 +155,7 @@ class Transport:
         source, rank = dist.get_group_rank(group, src), group.rank()
         reads, writes = ([tensor], []) if rank == source else ([], [tensor])
         work = self._issue("broadcast", group, reads, writes, tensor, async_op)
-        sent = dict.fromkeys(_peers(group), tensor) if rank == source else {}
+        sent = dict.fromkeys(range(group.size()), tensor) if rank == source else {}
         self._send("broadcast", group, sent, {} if rank == source else {source: tensor})
         return work
 
@@ -175,7 +184,7 @@ class Transport:
         begins_after.join(timeline.host)
         timeline.current = stream
         try:
-            point = self._trace.note(f"{op} ({self._thread.label})", storages_of(reads), storages_of(writes))
+            point = self._trace.note(f"{op} ({self._thread.label})", regions_of(reads), regions_of(writes))
         finally:
             timeline.current = current
         self._last[communicator] = point
@@ -239,7 +248,7 @@ class Transport:
         """Exchange tensors with other ranks of the group; what is received is there when it is read.
 
         Args:
-            sent: by the rank that gets it; this rank's own is copied.
+            sent: by the rank that gets it, this one included.
             received: by the rank that it comes from: where it goes.
             adds: the parts are added up, in rank order.
         """
@@ -247,7 +256,7 @@ class Transport:
         tag = zlib.crc32(repr((key, self._num_sent[key])).encode()) >> 2
         self._num_sent[key] += 1
         with self._trace.paused(), torch.no_grad():
-            self._trace.await_values(storages_of(list(sent.values()) + list(received.values())))
+            self._trace.await_values(regions_of(list(sent.values()) + list(received.values())))
             transfer = Transfer(self._trace, group, tag, sent, received, adds, f"{op} ({self._thread.label})")
         self._transfers[transfer] = None
         transfer.on_finished = lambda: self._transfers.pop(transfer, None)
@@ -293,7 +302,3 @@ def _world() -> dist.ProcessGroup:
 def _name(group: dist.ProcessGroup) -> str:
     """The same on all ranks, and another one for each communicator."""
     return f"communicator {group.group_name} of ranks {dist.get_process_group_ranks(group)}"
-
-
-def _peers(group: dist.ProcessGroup) -> list[int]:
-    return [rank for rank in range(group.size()) if rank != group.rank()]

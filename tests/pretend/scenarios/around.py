@@ -22,7 +22,21 @@ def _two_forwards(stage: int) -> None:
 
 
 def _edits(stage: int, precision: dict[str, str]) -> None:
-    """Parameters are changed in place, and averaged, between a step and the next forward."""
+    """Parameters are changed in place between a step and the next forward."""
+
+    def run(bench: Bench) -> None:
+        bench.start(bench.gpt(), stage=stage, precision=precision)
+        for number in range(3):
+            bench.train(1, number)
+            with torch.no_grad():
+                for parameter in bench.engine.parameters():
+                    parameter.clamp_(-3, 3)
+
+    add(f"edits_after_step_stage{stage}{'_bf16' if precision else ''}", run)
+
+
+def _averages(stage: int, precision: dict[str, str]) -> None:
+    """Parameters are read between a step and the next forward."""
 
     def run(bench: Bench) -> None:
         bench.start(bench.gpt(), stage=stage, precision=precision)
@@ -31,10 +45,9 @@ def _edits(stage: int, precision: dict[str, str]) -> None:
             bench.train(1, number)
             with torch.no_grad():
                 for mean, parameter in zip(average, bench.engine.parameters(), strict=True):
-                    parameter.clamp_(-3, 3)
                     mean.lerp_(parameter, 0.1)
 
-    add(f"edits_after_step_stage{stage}{'_bf16' if precision else ''}", run)
+    add(f"averages_after_step_stage{stage}{'_bf16' if precision else ''}", run)
 
 
 def _two_optimizers(stage: int, precision: dict[str, str]) -> None:
@@ -78,6 +91,8 @@ def _full_parameters(stage: int) -> None:
 
 
 for _stage in (1, 3):
+    _averages(_stage, {})
+    _averages(_stage, BF16)
     _evaluation(_stage)
     _full_parameters(_stage)
 for _stage in (1, 2, 3):

@@ -49,6 +49,17 @@ class PartlyFrozen(Residual):
         return out
 
 
+class Adapted(Residual):
+    """Blocks of frozen weights with small trained layers beside them."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.blocks.requires_grad_(False)
+        for block in self.blocks:
+            assert isinstance(block, nn.Sequential)
+            block.append(nn.Linear(WIDTH, WIDTH))
+
+
 class _Expert(nn.Module):
     """A block that uses one of two layers."""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.pretend.scenario import Bench, add, scenario
-from tests.pretend.scenarios.models import Funnel, PartlyFrozen, Residual, Routed
+from tests.pretend.scenarios.models import Adapted, Funnel, PartlyFrozen, Residual, Routed
 from tests.pretend.scenarios.plain import BF16
 
 Cuts = Callable[[int, int], Collection[int]]
@@ -88,6 +88,13 @@ def frozen(bench: Bench) -> None:
 def frozen_branches(bench: Bench) -> None:
     bench.start(PartlyFrozen(), stage=3)
     bench.train_on(3, lambda step: bool(bench.rank))
+
+
+@scenario()
+def adapters(bench: Bench) -> None:
+    """Each unit has two buffers: one is frozen, one is trained."""
+    bench.start(Adapted(), stage=3, precision=BF16)
+    bench.train_on(3)
 
 
 @scenario()
