@@ -67,13 +67,13 @@ def _ignore_marks_of(stream: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Mark, "wait", lambda mark: None if _stream_of(mark).startswith(stream) else wait(mark))
 
 
-@_must_show(Kind.RACE, scenarios=("stage0_bf16_clip", "stage1", "stage2_bf16_clip", "stage3", "second_copy"))
+@_must_show(Kind.RACE, scenarios=("stage0_bf16_clip", "stage3", "second_copy"))
 def _no_wait_for_gathers(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Compute does not wait until parameters are there."""
     _ignore_marks_of("gather", patch)
 
 
-@_must_show(Kind.RACE, Kind.REUSE, scenarios=("stage1", "stage2_bf16_wire", "stage3", "hybrid"))
+@_must_show(Kind.RACE, Kind.REUSE, scenarios=("stage2_bf16_wire", "stage3", "hybrid"))
 def _no_wait_for_reductions(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Compute uses reduced gradients, and the buffers that they were packed in, while a reduction runs."""
     _ignore_marks_of("reduce", patch)
@@ -102,7 +102,7 @@ def _free_without_wait(bench: Bench, patch: pytest.MonkeyPatch) -> None:
 # -- streams -------------------------------------------------------------------------------------------------
 
 
-@_must_show(Kind.RACE, scenarios=("stage0_bf16_clip", "stage1", "stage3", "hybrid"))
+@_must_show(Kind.RACE, scenarios=("stage0_bf16_clip", "stage3", "hybrid"))
 def _no_after_compute(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Side streams do not wait for what compute has made, or still uses."""
     wait_stream = Stream.wait_stream

@@ -40,11 +40,12 @@ for _stage in range(4):
     _add(f"stage{_stage}", stage=_stage)
     _add(f"stage{_stage}_bf16_clip", stage=_stage, precision=BF16, clip_grad_norm=1.0)
     _add(f"stage{_stage}_accumulate", stage=_stage, gradient_accumulation_steps=2, steps=4, precision=BF16)
+for _stage in (1, 3):
     _add(f"stage{_stage}_recompute", stage=_stage, recompute="unit", precision=BF16)
-for _stage in (1, 2, 3):
-    _add(f"stage{_stage}_bf16_wire", stage=_stage, precision=BF16 | {"reduce_dtype": "bfloat16"})
     _add(f"stage{_stage}_bf16_main", stage=_stage, precision=BF16 | {"main_dtype": "bfloat16"})
     _add(f"stage{_stage}_fp16", stage=_stage, precision={"param_dtype": "float16"}, may_sync=READS_NORM)
+for _stage in (2, 3):
+    _add(f"stage{_stage}_bf16_wire", stage=_stage, precision=BF16 | {"reduce_dtype": "bfloat16"})
 _add(
     "stage3_bf16_main_accumulate",
     stage=3,
