@@ -1,0 +1,227 @@
+"""Ways to break the engine that the pretend device must find, each with a scenario that shows it.
+
+They damage seams that are few and stable: waits for marks, marks, side streams, and an axis's collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.pretend.clocks import Stream
+from tests.pretend.findings import Kind
+from tests.pretend.scenario import Bench
+from zeroshard.comm import collectives, streams
+from zeroshard.comm.collectives import Axis, Handle
+from zeroshard.comm.streams import Mark, SideStream
+from zeroshard.sharding.unit import Unit
+
+Damage = Callable[[Bench, pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Break:
+    """A damage, and how it must show."""
+
+    apply: Damage
+    scenarios: tuple[str, ...]
+    """Each of them must show it."""
+    kinds: frozenset[Kind]
+    """Kinds of findings that each of them must show; if there are none, there must be no findings."""
+
+    @contextmanager
+    def damage(self, bench: Bench) -> Iterator[None]:
+        """Inside, the engine is broken."""
+        with pytest.MonkeyPatch.context() as patch:
+            self.apply(bench, patch)
+            yield
+
+
+BREAKS: dict[str, Break] = {}
+
+
+def _must_show(*kinds: Kind, scenarios: tuple[str, ...]) -> Callable[[Damage], Damage]:
+    def register(apply: Damage) -> Damage:
+        name = apply.__name__.removeprefix("_")
+        BREAKS[name] = Break(apply=apply, scenarios=scenarios, kinds=frozenset(kinds))
+        return apply
+
+    return register
+
+
+# -- waits and marks -----------------------------------------------------------------------------------------
+
+
+def _stream_of(mark: Mark) -> str:
+    event: Any = mark.event
+    return event.stream.name if event is not None else ""
+
+
+def _ignore_marks_of(stream: str, patch: pytest.MonkeyPatch) -> None:
+    wait = Mark.wait
+    patch.setattr(Mark, "wait", lambda mark: None if _stream_of(mark).startswith(stream) else wait(mark))
+
+
+@_must_show(Kind.RACE, scenarios=("stage0_bf16_clip", "stage3", "second_copy"))
+def _no_wait_for_gathers(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Compute does not wait until parameters are there."""
+    _ignore_marks_of("gather", patch)
+
+
+@_must_show(Kind.RACE, Kind.REUSE, scenarios=("stage2_bf16_wire", "stage3", "hybrid"))
+def _no_wait_for_reductions(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Compute uses reduced gradients, and the buffers that they were packed in, while a reduction runs."""
+    _ignore_marks_of("reduce", patch)
+
+
+@_must_show(Kind.RACE, scenarios=("stage0_bf16_clip", "stage3"))
+def _no_marks(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Nothing is noted in the side streams that compute could wait for."""
+    patch.setattr(streams, "mark_here", lambda device: Mark(None))
+    patch.setattr(SideStream, "mark", lambda side: Mark(None))
+
+
+@_must_show(Kind.RACE, scenarios=("step_after_a_failed_forward",))
+def _free_without_wait(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """A unit is freed while its gather is under way, and nobody waits for that gather."""
+    reshard = Unit.reshard
+
+    def freed(unit: Unit, *args: Any, **kwargs: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            _ignore_marks_of("gather", inner)
+            reshard(unit, *args, **kwargs)
+
+    patch.setattr(Unit, "reshard", freed)
+
+
+# -- streams -------------------------------------------------------------------------------------------------
+
+
+@_must_show(Kind.RACE, scenarios=("stage0_bf16_clip", "stage3", "hybrid"))
+def _no_after_compute(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Side streams do not wait for what compute has made, or still uses."""
+    wait_stream = Stream.wait_stream
+
+    def waits(stream: Stream, other: Stream) -> None:
+        if not stream.name.startswith(("gather", "reduce")):
+            wait_stream(stream, other)
+
+    patch.setattr(Stream, "wait_stream", waits)
+
+
+@_must_show(Kind.RACE, scenarios=("stage1", "stage3"))
+def _streams_of_communicators(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Collectives run on a stream of their communicator's own, which marks on side streams do not cover."""
+    transport = vars(collectives)["dist"]
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        function = getattr(transport, name)
+
+        def issue(*args: Any, function: Any = function, async_op: bool = False, **kwargs: Any) -> None:
+            function(*args, async_op=True, **kwargs)
+
+        patch.setattr(transport, name, issue, raising=False)
+
+
+# -- orders --------------------------------------------------------------------------------------------------
+
+
+class _Late:
+    """A collective that is issued later than it was asked for, on the stream that was current then."""
+
+    def __init__(self, bench: Bench, issue: Callable[[], Handle]) -> None:
+        self._timeline, self._issue = bench.trace.timeline, issue
+        self._stream = self._timeline.current
+        self._handle: Handle | None = None
+
+    def issue(self) -> None:
+        if self._handle is None:
+            here = self._timeline.current
+            is_other = here is not self._stream
+            with self._stream if is_other else contextlib.nullcontext():
+                self._handle = self._issue()
+
+    def wait(self) -> None:
+        self.issue()
+        assert self._handle is not None, "it has been issued"
+        self._handle.wait()
+
+
+def _hold_back(bench: Bench, patch: pytest.MonkeyPatch, behind: str, every: int = 1) -> None:
+    """On rank 1 a gather is issued behind the next call of another method, or when somebody waits for it."""
+    if bench.rank != 1:
+        return
+    held: list[_Late] = []
+    number = 0
+    gather, other = Axis.all_gather, getattr(Axis, behind)
+
+    def gathers(axis: Axis, *args: Any, **kwargs: Any) -> Handle:
+        nonlocal number
+        number += 1
+        if number % every == 0 and axis.size > 1:
+            held.append(_Late(bench, lambda: gather(axis, *args, **kwargs)))
+            return held[-1]
+        return gather(axis, *args, **kwargs)
+
+    def passes(axis: Axis, *args: Any, **kwargs: Any) -> Any:
+        waiting, held[:] = held[:], []
+        result = (gathers if behind == "all_gather" else other)(axis, *args, **kwargs)
+        for late in waiting:
+            late.issue()
+        return result
+
+    patch.setattr(Axis, "all_gather", gathers)
+    patch.setattr(Axis, behind, passes)
+
+
+@_must_show(Kind.ORDER, scenarios=("stage3_prefetch3", "second_copy"))
+def _another_order(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """One rank gathers two units in the other order."""
+    _hold_back(bench, patch, behind="all_gather", every=7)
+
+
+def _one_communicator_for_both(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Axis, "reduce_over", lambda axis, group: None)
+
+
+@_must_show(Kind.UNORDERED, scenarios=("stage3",))
+def _one_communicator(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Gathers and reductions share a communicator, from two streams."""
+    _one_communicator_for_both(patch)
+
+
+@_must_show(Kind.ORDER, scenarios=("stage3",))
+def _one_communicator_two_orders(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Gathers and reductions share a communicator, and one rank reduces before it gathers."""
+    _one_communicator_for_both(patch)
+    _hold_back(bench, patch, behind="reduce_scatter")
+
+
+@_must_show(Kind.CYCLE, scenarios=("stage3",))
+def _cycle(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Each collective waits for the one issued before, whatever its communicator; one rank reduces first."""
+    timeline = bench.trace.timeline
+    last: list[Stream] = []
+
+    def in_line(method: Callable[..., Handle]) -> Callable[..., Handle]:
+        def called(*args: Any, **kwargs: Any) -> Handle:
+            if last:
+                timeline.current.wait_stream(last[-1])
+            last[:] = [timeline.current]
+            return method(*args, **kwargs)
+
+        return called
+
+    for name in ("all_gather", "reduce_scatter"):
+        patch.setattr(Axis, name, in_line(getattr(Axis, name)))
+    _hold_back(bench, patch, behind="reduce_scatter")
+
+
+@_must_show(scenarios=("stage3",))
+def _interleaved(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """One rank reduces before it gathers, over two communicators: that is no mistake."""
+    _hold_back(bench, patch, behind="reduce_scatter")

@@ -1,0 +1,130 @@
+"""Put the pretend device under zeroshard, and take it away again.
+
+The engine's own streams.py and the accelerator's branches of collectives.py run unchanged; what they call
+of torch is replaced. Besides, `resize_` of a storage tells when memory is freed and refilled, and a few
+methods of tensors tell when the host reads values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pretend.clocks import Event, Stream, Timeline
+from tests.pretend.trace import Trace, TraceMode
+from tests.pretend.transport import Transport
+from zeroshard.comm import collectives, mesh, streams
+
+_resize = torch.UntypedStorage.resize_
+
+
+@contextmanager
+def pretend_device() -> Iterator[Trace]:
+    """Inside, zeroshard believes that it runs on an accelerator, and everything is noted.
+
+    A process group must be open. Nothing of the engine may be used any more after the end.
+    """
+    trace = Trace()
+    transport = Transport(trace)
+    with pytest.MonkeyPatch.context() as patch:
+        _install(patch, trace, transport)
+        with TraceMode(trace):
+            yield trace
+        with trace.paused():
+            gc.collect()  # what the engine does when it ends needs the device
+            transport.finish()
+
+
+def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> None:
+    pretend_torch = _Torch(trace.timeline)
+    patch.setattr(streams, "torch", pretend_torch)
+    patch.setattr(streams, "has_streams", lambda device: True)
+    patch.setattr(streams.Streams, "on", staticmethod(pretend_torch.naming_streams(streams.Streams.on)))
+    for module in (collectives, mesh):
+        patch.setattr(module, "dist", transport)
+    for name, method in inspect.getmembers(collectives.Axis, inspect.isfunction):
+        if not name.startswith("_") and "label" in inspect.signature(method).parameters:
+            patch.setattr(collectives.Axis, name, _labelling(method, transport))
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        before = storage.nbytes()
+        trace.resized(storage, before, size)
+        return _resize(storage, size)
+
+    patch.setattr(torch.UntypedStorage, "resize_", resize)
+    for name in ("cpu", "numpy", "tolist"):
+        patch.setattr(torch.Tensor, name, _reading(getattr(torch.Tensor, name), trace))
+
+
+def _reading(method: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
+    """The method of a tensor, by which the host gets its values."""
+
+    @functools.wraps(method)
+    def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        trace.read_on_host(tensor, method.__name__)
+        return method(tensor, *args, **kwargs)
+
+    return read
+
+
+def _labelling(method: Callable[..., Any], transport: Transport) -> Callable[..., Any]:
+    """The method of an axis; what it issues is noted with its label."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def labelled(*args: Any, **kwargs: Any) -> Any:
+        with transport.labelled(signature.bind(*args, **kwargs).arguments["label"]):
+            return method(*args, **kwargs)
+
+    return labelled
+
+
+class _Torch:
+    """Stands in for `torch` in comm/streams.py."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._names: deque[str] = deque()
+        self.accelerator = _Accelerator(timeline)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def Stream(self, device: torch.device | None = None, priority: int = 0) -> Stream:  # noqa: N802
+        return self._timeline.stream(self._names.popleft() if self._names else "side")
+
+    def Event(self, device: torch.device | None = None, **kwargs: Any) -> Event:  # noqa: N802
+        return Event(self._timeline, **kwargs)
+
+    def naming_streams(self, make: Callable[..., streams.Streams]) -> Callable[..., streams.Streams]:
+        """The streams that `make` makes are called as the fields that they are for."""
+
+        def named(*args: Any) -> streams.Streams:
+            self._names.extend(field.name for field in dataclasses.fields(streams.Streams))
+            made = make(*args)
+            self._names.clear()
+            return made
+
+        return named
+
+
+class _Accelerator:
+    """Stands in for `torch.accelerator`."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        return self._timeline.current
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        self._timeline.current.synchronize()

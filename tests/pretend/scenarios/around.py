@@ -1,0 +1,156 @@
+"""Around training: several losses, evaluation, checkpoints, optimizers, edits, streams of the user's."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from tests.pretend.scenario import Bench, add, scenario
+from tests.pretend.scenarios.plain import BF16
+from zeroshard.sharding.methods import held_unsharded
+
+
+def _two_forwards(stage: int) -> None:
+    def run(bench: Bench) -> None:
+        bench.start(bench.gpt(), stage=stage, precision=BF16)
+        for number in range(3):
+            bench.engine.backward(bench.loss(number) + bench.loss(number + 10))
+            bench.engine.step()
+
+    add(f"two_forwards_stage{stage}", run)
+
+
+def _edits(stage: int, precision: dict[str, str]) -> None:
+    """Parameters are changed in place between a step and the next forward."""
+
+    def run(bench: Bench) -> None:
+        bench.start(bench.gpt(), stage=stage, precision=precision)
+        for number in range(3):
+            bench.train(1, number)
+            with torch.no_grad():
+                for parameter in bench.engine.parameters():
+                    parameter.clamp_(-3, 3)
+
+    add(f"edits_after_step_stage{stage}{'_bf16' if precision else ''}", run)
+
+
+def _averages(stage: int, precision: dict[str, str]) -> None:
+    """Parameters are read between a step and the next forward."""
+
+    def run(bench: Bench) -> None:
+        bench.start(bench.gpt(), stage=stage, precision=precision)
+        average = [parameter.detach().clone() for parameter in bench.engine.parameters()]
+        for number in range(3):
+            bench.train(1, number)
+            with torch.no_grad():
+                for mean, parameter in zip(average, bench.engine.parameters(), strict=True):
+                    mean.lerp_(parameter, 0.1)
+
+    add(f"averages_after_step_stage{stage}{'_bf16' if precision else ''}", run)
+
+
+def _two_optimizers(stage: int, precision: dict[str, str]) -> None:
+    def run(bench: Bench) -> None:
+        engine = bench.start(bench.gpt(), None, stage=stage, precision=precision)
+        parameters = list(engine.parameters())
+        optimizers = [torch.optim.AdamW(parameters[:10], 1e-3), torch.optim.SGD(parameters[10:], 1e-3)]
+        for optimizer in optimizers:
+            engine._runtime.attach(optimizer)
+        for number in range(3):
+            bench.loss(number).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+    add(f"two_optimizers_stage{stage}{'_bf16' if precision else ''}", run)
+
+
+def _evaluation(stage: int) -> None:
+    def run(bench: Bench) -> None:
+        bench.start(bench.gpt(), stage=stage, precision=BF16)
+        for number in range(3):
+            bench.train(1, number)
+            bench.evaluate()
+
+    add(f"evaluation_between_stage{stage}", run)
+
+
+def _full_parameters(stage: int) -> None:
+    def run(bench: Bench) -> None:
+        engine = bench.start(bench.gpt(), stage=stage, precision=BF16)
+        bench.train(1)
+        with engine.unsharded(write_back=True), torch.no_grad():
+            engine.module.blocks[0].mlp[0].weight.mul_(0.5)
+        bench.train(1)
+        engine.full_state_dict()
+        bench.train(1)
+
+    add(f"full_parameters_stage{stage}", run, may_sync=("sharding/access.py",))
+
+
+for _stage in (1, 3):
+    _averages(_stage, {})
+    _averages(_stage, BF16)
+    _evaluation(_stage)
+    _full_parameters(_stage)
+for _stage in (1, 2, 3):
+    for _precision in ({}, BF16):
+        _edits(_stage, _precision)
+        _two_optimizers(_stage, _precision)
+_two_forwards(2)
+_two_forwards(3)
+
+
+@scenario()
+def two_backwards_no_sync(bench: Bench) -> None:
+    engine = bench.start(bench.gpt(), stage=3, precision=BF16)
+    for number in range(3):
+        with engine.no_sync():
+            bench.loss(number).backward()
+        bench.loss(number + 5).backward()
+        engine.step()
+
+
+@scenario(may_sync=("zeroshard/checkpoint/",))
+def saved_in_background(bench: Bench) -> None:
+    engine = bench.start(bench.gpt(2), stage=3, precision=BF16)
+    bench.train(1)
+    engine.save_checkpoint(bench.folder, blocking=False)
+    bench.train(2)
+    engine.load_checkpoint(bench.folder)
+    bench.train(1)
+
+
+@scenario()
+def generation_with_held_parameters(bench: Bench) -> None:
+    engine = bench.start(bench.gpt(), stage=3, precision=BF16)
+    bench.train(1)
+    with torch.no_grad(), held_unsharded(engine._runtime):
+        for _ in range(1 + 2 * bench.rank):
+            engine.module(bench.tokens(3))
+    bench.train(1)
+
+
+@scenario()
+def engines_dropped(bench: Bench) -> None:
+    for stage in (1, 2, 3):
+        bench.start(bench.gpt(), stage=stage, precision=BF16)
+        bench.train(1)
+        bench.engine = None
+        gc.collect()
+
+
+@scenario()
+def stream_of_the_user(bench: Bench) -> None:
+    """Steps in a stream of the user's, evaluation in the default one, each after the other."""
+    timeline = bench.trace.timeline
+    stream = timeline.stream("user")
+    bench.start(bench.gpt(), stage=3, precision=BF16)
+    for number in range(3):
+        stream.wait_stream(timeline.default)
+        with stream:
+            bench.train(1, number)
+        timeline.default.wait_stream(stream)
+        bench.evaluate()

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.pretend.breaks import BREAKS
+from tests.pretend.run import run_scenario
+from tests.pretend.scenarios import SCENARIOS
+from tests.ranks import Ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "scenario"), [(name, scenario) for name, b in BREAKS.items() for scenario in b.scenarios]
+)
+def test_a_broken_engine_is_found(ranks: Ranks, name: str, scenario: str) -> None:
+    outcome = run_scenario(ranks, SCENARIOS[scenario], name)
+    expected = BREAKS[name].kinds
+    assert expected <= outcome.kinds, outcome.describe() or "no findings"
+    assert outcome.kinds or not expected
+
+
+def test_a_finding_names_its_scenario(ranks: Ranks) -> None:
+    outcome = run_scenario(ranks, SCENARIOS["stage3"], "no_marks")
+    assert all(line.startswith("stage3: ") for line in outcome.describe().splitlines())

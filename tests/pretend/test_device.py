@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import zeroshard
+from tests.distributed.models import GPT
+from tests.pretend.device import pretend_device
+from tests.ranks import Ranks
+from zeroshard.comm import collectives, mesh, streams
+
+
+def trained(stage: int) -> dict[str, Tensor]:
+    """The weights after a few steps."""
+    torch.manual_seed(0)
+    model = GPT(tied=False, num_blocks=2, width=16, heads=2)
+    config = {"stage": stage, "clip_grad_norm": 1.0}
+    engine = zeroshard.initialize(model, lambda p: torch.optim.AdamW(p, lr=1e-2), config).engine
+    for number in range(3):
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        tokens = torch.randint(0, 500, (2, 8), generator=generator)
+        engine.backward(F.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten()))
+        engine.step()
+    return {name: value.clone() for name, value in engine.full_state_dict().items()}
+
+
+def differences(stage: int) -> list[str]:
+    """Weights that are others over the pretend device than without it, before and after."""
+    before = trained(stage)
+    with pretend_device() as trace:
+        pretended = trained(stage)
+    assert "reduce" in {stream for stream, _ in trace.kernels}
+    after = trained(stage)
+    return [
+        name
+        for name, value in before.items()
+        if not (torch.equal(value, pretended[name]) and torch.equal(value, after[name]))
+    ]
+
+
+def test_values_are_those_of_cpu_ranks_to_the_bit(ranks: Ranks) -> None:
+    for stage in (0, 1, 3):
+        assert ranks(2, differences, stage) == [[], []]
+
+
+def patched() -> list[object]:
+    return [
+        *(vars(module)[name] for module, name in ((collectives, "dist"), (mesh, "dist"), (streams, "torch"))),
+        streams.has_streams,
+        streams.Streams.on,
+        collectives.Axis.all_gather,
+        torch.UntypedStorage.resize_,
+        torch.Tensor.tolist,
+    ]
+
+
+def is_restored(fails: bool) -> tuple[bool, bool]:
+    before = patched()
+    with contextlib.suppress(LookupError), pretend_device():
+        changed = all(new is not old for new, old in zip(patched(), before, strict=True))
+        if fails:
+            raise LookupError
+    after = patched()
+    return changed, all(new is old for new, old in zip(after, before, strict=True))
+
+
+def test_the_process_is_left_as_it_was(ranks: Ranks) -> None:
+    assert ranks(1, is_restored, False) == [(True, True)]
+    assert ranks(1, is_restored, True) == [(True, True)]
+
+
+def other_threads() -> int:
+    """Kernels noted for what a thread beside the main one does."""
+    with pretend_device() as trace:
+        thread = threading.Thread(target=lambda: torch.ones(3) + 1)
+        thread.start()
+        thread.join()
+    return trace.kernels.total()
+
+
+def test_other_threads_are_not_noted(ranks: Ranks) -> None:
+    assert ranks(1, other_threads) == [0]

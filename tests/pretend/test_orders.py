@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from tests.pretend.clocks import Clock, Stream, Timeline
+from tests.pretend.findings import Kind
+from tests.pretend.orders import Collective, check_orders
+
+
+class Rank:
+    """One rank's streams, and the collectives that it has issued."""
+
+    def __init__(self) -> None:
+        timeline = Timeline()
+        self.gather, self.reduce = timeline.stream("gather"), timeline.stream("reduce")
+        self.issued: list[Collective] = []
+
+    def issue(
+        self, communicator: str, label: str, stream: Stream, members: tuple[int, ...] = (0, 1), numel: int = 8
+    ) -> None:
+        begins_after = Clock(stream.clock)
+        self.issued.append(
+            Collective(communicator, members, "op", label, numel, "float32", stream.issue(), begins_after)
+        )
+
+
+def kinds(*ranks: Rank) -> list[Kind]:
+    return [finding.kind for finding in check_orders([rank.issued for rank in ranks])]
+
+
+def test_equal_sequences_are_right() -> None:
+    ranks = Rank(), Rank()
+    for rank in ranks:
+        for label in "abab":
+            rank.issue("g", label, rank.gather)
+    assert kinds(*ranks) == []
+
+
+def test_another_order_within_a_communicator_is_found_and_named() -> None:
+    first, second = Rank(), Rank()
+    for label in "abc":
+        first.issue("g", label, first.gather)
+    for label in "acb":
+        second.issue("g", label, second.gather)
+    found = check_orders([first.issued, second.issued])
+    assert str(found[0]) == (
+        "order: g: collective 1 is op of 8 float32 (b) on rank 0 and op of 8 float32 (c) on rank 1; "
+        "the same ones in another order"
+    )
+
+
+def test_a_collective_that_one_rank_never_issues_is_found() -> None:
+    first, second = Rank(), Rank()
+    first.issue("g", "a", first.gather)
+    first.issue("g", "b", first.gather)
+    second.issue("g", "a", second.gather)
+    found = check_orders([first.issued, second.issued])
+    assert "nothing more on rank 1; not the same collectives" in found[0].text
+
+
+def test_a_communicator_that_one_member_never_uses_is_found() -> None:
+    first = Rank()
+    first.issue("g", "a", first.gather)
+    assert kinds(first, Rank()) == [Kind.ORDER]
+
+
+def test_sizes_that_differ_are_found() -> None:
+    first, second = Rank(), Rank()
+    first.issue("g", "a", first.gather, numel=8)
+    second.issue("g", "a", second.gather, numel=9)
+    assert kinds(first, second) == [Kind.ORDER]
+
+
+def test_ranks_outside_of_a_communicator_need_not_issue_its_collectives() -> None:
+    ranks = Rank(), Rank(), Rank()
+    for rank in ranks[1:]:
+        rank.issue("g", "a", rank.gather, members=(1, 2))
+    assert kinds(*ranks) == []
+
+
+def test_two_communicators_whose_streams_do_not_wait_for_each_other_may_interleave_differently() -> None:
+    first, second = Rank(), Rank()
+    first.issue("g", "a", first.gather)
+    first.issue("r", "b", first.reduce)
+    second.issue("r", "b", second.reduce)
+    second.issue("g", "a", second.gather)
+    assert kinds(first, second) == []
+
+
+def test_a_cycle_across_two_communicators_is_found() -> None:
+    first, second = Rank(), Rank()
+    first.issue("g", "a", first.gather)
+    first.reduce.wait_stream(first.gather)
+    first.issue("r", "b", first.reduce)
+    second.issue("r", "b", second.reduce)
+    second.gather.wait_stream(second.reduce)
+    second.issue("g", "a", second.gather)
+    found = check_orders([first.issued, second.issued])
+    assert [finding.kind for finding in found] == [Kind.CYCLE]
+    assert "op (a) of g" in found[0].text
+    assert "op (b) of r" in found[0].text
+
+
+def test_a_cycle_through_other_work_of_a_stream_is_found() -> None:
+    first, second = Rank(), Rank()
+    first.issue("g", "a", first.gather)
+    first.gather.issue()
+    first.reduce.wait_event(first.gather.record_event())
+    first.reduce.issue()
+    first.issue("r", "b", first.reduce)
+    second.issue("r", "b", second.reduce)
+    second.gather.wait_stream(second.reduce)
+    second.issue("g", "a", second.gather)
+    assert kinds(first, second) == [Kind.CYCLE]
+
+
+def test_a_cycle_over_three_ranks_and_three_communicators_is_found() -> None:
+    ranks = [Rank() for _ in range(3)]
+    pairs = {"x": (0, 1), "y": (1, 2), "z": (0, 2)}
+    for rank, (before, after) in zip(ranks, [("x", "z"), ("y", "x"), ("z", "y")], strict=True):
+        rank.issue(before, before, rank.gather, members=pairs[before])
+        rank.issue(after, after, rank.gather, members=pairs[after])
+    assert kinds(*ranks) == [Kind.CYCLE]

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from tests.pretend.clocks import Stream
+from tests.pretend.findings import Kind
+from tests.pretend.signatures import regions_of
+from tests.pretend.trace import Trace, TraceMode
+
+
+@pytest.fixture
+def trace() -> Iterator[Trace]:
+    trace = Trace()
+    with TraceMode(trace):
+        yield trace
+
+
+@pytest.fixture
+def side(trace: Trace) -> Stream:
+    return trace.timeline.stream("side")
+
+
+def kinds(trace: Trace) -> set[Kind]:
+    return {finding.kind for finding in trace.findings}
+
+
+def test_operations_on_two_streams_race(trace: Trace, side: Stream) -> None:
+    x = torch.zeros(3)
+    with side:
+        x.add_(1)
+    assert kinds(trace) == {Kind.RACE}
+
+
+def test_a_wait_orders_them(trace: Trace, side: Stream) -> None:
+    x = torch.zeros(3)
+    side.wait_stream(trace.timeline.default)
+    with side:
+        x.add_(1)
+    assert kinds(trace) == set()
+
+
+def test_a_view_shares_the_memory_of_its_base_and_is_no_access(trace: Trace, side: Stream) -> None:
+    x = torch.zeros(4)
+    with side:
+        y = x.view(2, 2)[0]
+        assert kinds(trace) == set()
+        y.mul_(2)
+    assert kinds(trace) == {Kind.RACE}
+
+
+def test_parts_of_one_storage_may_be_used_at_the_same_time(trace: Trace, side: Stream) -> None:
+    x = torch.zeros(4)
+    side.wait_stream(trace.timeline.default)
+    with side:
+        x[:2].add_(1)
+    x[2:].add_(1)
+    assert kinds(trace) == set()
+    x[1:3].add_(1)
+    assert kinds(trace) == {Kind.RACE}
+
+
+def test_a_strided_view_reaches_to_its_last_element(trace: Trace, side: Stream) -> None:
+    x = torch.zeros(2, 3)
+    side.wait_stream(trace.timeline.default)
+    with side:
+        x[:, 0].add_(1)
+    x[1, 1:].add_(1)
+    assert kinds(trace) == set()
+    x[0, 1:].add_(1)  # between two elements: the model takes whole ranges
+    assert kinds(trace) == {Kind.RACE}
+
+
+def test_tensors_in_lists_are_noted(trace: Trace, side: Stream) -> None:
+    x, y = torch.zeros(3), torch.zeros(3)
+    with side:
+        torch.cat([x, y])
+    assert trace.findings.total() == 2
+
+
+def test_out_arguments_are_written(trace: Trace, side: Stream) -> None:
+    x, y, z = torch.zeros(3), torch.zeros(3), torch.zeros(3)
+    side.wait_stream(trace.timeline.default)
+    with side:
+        torch.add(x, y, out=z)
+    z.sum()
+    assert kinds(trace) == {Kind.RACE}
+
+
+def test_backward_is_noted(trace: Trace, side: Stream) -> None:
+    layer = nn.Linear(3, 3)
+    loss = layer(torch.ones(1, 3)).sum()
+    with side:
+        layer.weight.data.mul_(1)
+    before = trace.kernels.total()
+    loss.backward()
+    assert trace.kernels.total() > before
+    assert any("mm at" in what for _, what in trace.kernels)
+
+
+def test_memory_given_back_to_the_allocator_may_be_reused_too_early(trace: Trace, side: Stream) -> None:
+    x = torch.zeros(3)
+    side.wait_stream(trace.timeline.default)
+    with side:
+        x.sum()
+    del x
+    torch.zeros(3)
+    assert kinds(trace) == {Kind.REUSE}
+
+
+def test_a_storage_ends_with_the_last_tensor_that_holds_it(trace: Trace, side: Stream) -> None:
+    x = torch.zeros(3)
+    view = x[1:]
+    side.wait_stream(trace.timeline.default)
+    with side:
+        x.sum()
+    del x
+    torch.zeros(3)
+    assert kinds(trace) == set()
+    del view
+    torch.zeros(3)
+    assert kinds(trace) == {Kind.REUSE}
+
+
+def test_an_operation_on_memory_that_was_given_back_is_refused_before_it_crashes(trace: Trace) -> None:
+    x = torch.zeros(3)
+    view = x[:2]
+    trace.resized(x.untyped_storage(), 12, 0)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="use after free"):
+        view.add_(1)
+    assert kinds(trace) == {Kind.FREED}
+
+
+def test_refilled_memory_belongs_to_the_stream_that_refills_it(trace: Trace, side: Stream) -> None:
+    x = torch.zeros(3)
+    trace.resized(x.untyped_storage(), 12, 0)
+    with side:
+        trace.resized(x.untyped_storage(), 0, 12)
+        x.zero_()
+    x.sum()
+    assert kinds(trace) == {Kind.RACE}
+
+
+def test_item_is_a_host_sync_and_orders_what_comes_later(trace: Trace, side: Stream) -> None:
+    x = torch.zeros(3)
+    x.sum().item()
+    with side:
+        x.add_(1)
+    assert kinds(trace) == {Kind.SYNC}
+
+
+def test_a_host_sync_does_not_order_what_the_current_stream_has_not_waited_for(
+    trace: Trace, side: Stream
+) -> None:
+    with side:
+        x = torch.zeros(3)
+    with trace.syncs_allowed():
+        torch.zeros(1).item()
+    x.sum()
+    assert kinds(trace) == {Kind.RACE}
+
+
+def test_values_computed_from_memory_of_the_host_alone_stay_there(trace: Trace, side: Stream) -> None:
+    x = torch.zeros(3)
+    trace.put_on_host([x])
+    with side:
+        total = x.sum()
+    assert total.item() == 0
+    assert kinds(trace) == set()
+
+
+def test_values_of_collectives_arrive_when_they_are_read(trace: Trace) -> None:
+    x = torch.zeros(3)
+    arrived = []
+    trace.arriving[regions_of(x)[0].key] = lambda: arrived.append(True)
+    x.view(3)
+    assert not arrived
+    x.sum()
+    assert arrived
+
+
+def test_nothing_is_noted_while_paused(trace: Trace, side: Stream) -> None:
+    x = torch.zeros(3)
+    with trace.paused(), side:
+        x.add_(1)
+    assert kinds(trace) == set()
+
+
+def test_findings_name_memory_and_code(trace: Trace, side: Stream) -> None:
+    x = torch.zeros(3)
+    trace.name(x, "full of 'blocks.0'")
+    optimizer = torch.optim.SGD([nn.Parameter(x)], lr=1.0)
+    optimizer.param_groups[0]["params"][0].grad = x
+    with side:
+        optimizer.step()
+    text = next(iter(trace.findings)).text
+    assert text.startswith("full of 'blocks.0': ")
+    assert "torch/optim(" in text

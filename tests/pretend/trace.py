@@ -1,0 +1,272 @@
+"""Note what each operation reads and writes, and on which stream it would run on a GPU.
+
+A dispatch mode sees every operation, those of a backward included: autograd runs the nodes of CPU tensors
+in the thread that called it, with its modes. Operations run at once on the CPU, so the values are right
+whatever the streams say; only the notes tell what a GPU might have done. Other threads than the main one
+are not noted.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.pretend.clocks import Point, Timeline
+from tests.pretend.findings import Finding, Kind
+from tests.pretend.memory import Access, Allocator, Block
+from tests.pretend.orders import Collective
+from tests.pretend.places import caller
+from tests.pretend.signatures import (
+    ALLOCATE_ONLY,
+    NO_KERNEL,
+    READ_BACK,
+    Region,
+    regions_of,
+    signature_of,
+    tensors_of,
+)
+
+
+@dataclass
+class Report:
+    """What one rank's run gave; picklable."""
+
+    findings: Counter[Finding]
+    collectives: list[Collective]
+    kernels: Counter[tuple[str, str]]
+    """By the stream and what was run there."""
+
+
+class _Thread(threading.local):
+    """What each thread has of its own."""
+
+    num_pauses = 0
+    num_permits = 0
+    """To wait for the device."""
+
+
+@dataclass
+class Trace:
+    """The notes of one rank.
+
+    A storage's key is the address of its C++ object; a block ends when that does.
+    """
+
+    timeline: Timeline = field(default_factory=Timeline)
+    collectives: list[Collective] = field(default_factory=list)
+    kernels: Counter[tuple[str, str]] = field(default_factory=Counter)
+    findings: Counter[Finding] = field(default_factory=Counter)
+    arriving: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """By a storage's key: to be called before its values are used; collectives put them there."""
+
+    def __post_init__(self) -> None:
+        self._allocator = Allocator(self.report)
+        self._blocks: dict[int, Block | None] = {}
+        """None for the host's memory, which no stream touches."""
+        self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._names: dict[int, str] = {}
+        self._thread = _Thread()
+
+    # -- what a scenario asks ---------------------------------------------------------------------------
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Note nothing: what runs inside would not run on the device."""
+        self._thread.num_pauses += 1
+        try:
+            yield
+        finally:
+            self._thread.num_pauses -= 1
+
+    @contextmanager
+    def syncs_allowed(self) -> Iterator[None]:
+        """The host may wait for the device inside."""
+        self._thread.num_permits += 1
+        try:
+            yield
+        finally:
+            self._thread.num_permits -= 1
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Call the memory of a tensor by this name, from its next allocation on as well."""
+        key = tensor.untyped_storage()._cdata
+        self._names.setdefault(key, name)
+        if (block := self._blocks.get(key)) is not None:
+            block.name = self._names[key]
+
+    def put_on_host(self, tensors: Iterable[Tensor]) -> None:
+        """These lie in the host's memory: so do all values computed from nothing else."""
+        for tensor in tensors:
+            self._remember(tensor.untyped_storage(), None)
+
+    def report(self, finding: Finding) -> None:
+        self.findings[finding] += 1
+
+    def to_report(self) -> Report:
+        return Report(self.findings, self.collectives, self.kernels)
+
+    # -- operations ---------------------------------------------------------------------------------------
+
+    @property
+    def is_paused(self) -> bool:
+        return bool(self._thread.num_pauses)
+
+    def await_values(self, regions: Iterable[Region]) -> None:
+        """Have the values of collectives arrive; the device would have waited, or there is a finding."""
+        for region in regions if self.arriving else ():
+            if (arrive := self.arriving.pop(region.key, None)) is not None:
+                arrive()
+
+    def run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation and note it."""
+        signature = signature_of(func)
+        reads: list[Region] = []
+        writes: list[Region] = []
+        for position, name, is_written in signature.arguments:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            (writes if is_written else reads).extend(regions_of(value))
+        if signature.name == "aten::lift_fresh":  # torch.tensor() has made it
+            fresh = [region for region in reads if region.key not in self._blocks]
+            self.note("tensor", (), fresh, fresh)
+        if signature.is_view or signature.name.startswith("c10d"):
+            return func(*args, **kwargs)
+        self.await_values([*reads, *writes])
+        self._refuse_freed(signature.name, [*reads, *writes])
+        out = func(*args, **kwargs)
+        known = {region.key for region in (*reads, *writes)}
+        made = [region for region in regions_of(out) if region.key not in known]
+        if known and all(self._blocks.get(key, self) is None for key in known):
+            self.put_on_host(tensors_of(out))
+        elif signature.name in ALLOCATE_ONLY:
+            for region in made:
+                self._allocate(region.storage)
+        elif signature.name in READ_BACK:
+            self._read_back(signature.name.removeprefix("aten::"), reads)
+        elif signature.name not in NO_KERNEL:
+            self.note(signature.name.removeprefix("aten::"), reads, [*writes, *made], made)
+        return out
+
+    def note(
+        self,
+        name: str,
+        reads: Iterable[Region],
+        writes: Iterable[Region],
+        made: Iterable[Region] = (),
+    ) -> Point:
+        """An operation on the current stream.
+
+        Args:
+            name: in findings.
+            reads: memory that it reads.
+            writes: memory that it writes.
+            made: memory that is allocated for it.
+        """
+        stream, what = self.timeline.current, f"{name} at {caller()}"
+        self.kernels[stream.name, what] += 1
+        for region in made:
+            self._allocate(region.storage)
+        point = stream.issue()
+        written = {(region.key, region.span): region for region in writes}
+        read = {(region.key, region.span): region for region in reads}
+        for regions, is_write in ((read, False), (written, True)):
+            for key, region in regions.items():
+                block = self.block_of(region.storage)
+                if block is not None and (is_write or key not in written):
+                    self._allocator.access(block, stream, Access(point, what, is_write, region.span))
+        return point
+
+    def read_on_host(self, tensor: Tensor, name: str) -> None:
+        """The host takes the values of a tensor past all operations: tolist(), numpy(), cpu()."""
+        if threading.current_thread() is threading.main_thread() and not self.is_paused:
+            regions = regions_of(tensor)
+            self.await_values(regions)
+            if any(self.block_of(region.storage) is not None for region in regions):
+                self._read_back(name, regions)
+
+    def resized(self, storage: torch.UntypedStorage, before: int, after: int) -> None:
+        """A storage gives its memory back, or gets new memory."""
+        if before and not after:
+            self.arriving.pop(storage._cdata, None)
+            if (block := self.block_of(storage)) is not None:
+                self._allocator.free(block)
+        elif after and not before:
+            self._allocate(storage, after)
+
+    def _read_back(self, name: str, reads: Iterable[Region]) -> None:
+        where = caller()
+        if where.startswith("torch/optim"):
+            return  # of a step's number, which optimizers keep on the host
+        self.note(name, reads, ())
+        self.timeline.current.synchronize()
+        if not self._thread.num_permits:
+            self.report(Finding(Kind.SYNC, f"{name} at {where}"))
+
+    def _refuse_freed(self, name: str, regions: Iterable[Region]) -> None:
+        """An operation would crash the process: its memory is really gone."""
+        for region in regions:
+            block = self._blocks.get(region.key)
+            if block is not None and block.is_freed and not region.storage.nbytes():
+                finding = Finding(Kind.FREED, f"{block.name}: {name} at {caller()} after its end")
+                self.report(finding)
+                raise RuntimeError(str(finding))
+
+    # -- blocks -------------------------------------------------------------------------------------------
+
+    def block_of(self, storage: torch.UntypedStorage) -> Block | None:
+        """The memory of a storage; None where it is the host's, or there is none."""
+        key = storage._cdata
+        if key not in self._blocks:
+            if not storage.nbytes():
+                return None
+            name = self._names.get(key, f"{storage.nbytes()} bytes first seen at {caller()}")
+            self._remember(storage, self._allocator.adopt(name, self.timeline.current))
+        return self._blocks[key]
+
+    def _allocate(self, storage: torch.UntypedStorage, num_bytes: int | None = None) -> None:
+        num_bytes = storage.nbytes() if num_bytes is None else num_bytes
+        if not num_bytes:
+            return
+        key = storage._cdata
+        name = self._names.get(key) or f"{num_bytes} bytes from {caller()}"
+        self._remember(storage, self._allocator.allocate(name, self.timeline.current))
+
+    def _remember(self, storage: torch.UntypedStorage, block: Block | None) -> None:
+        key = storage._cdata
+        if key not in self._ends:
+            self._ends[key] = weakref.ref(storage, lambda _: self._end(key))
+        self._blocks[key] = block
+
+    def _end(self, key: int) -> None:
+        self._names.pop(key, None)
+        self._ends.pop(key, None)
+        self.arriving.pop(key, None)
+        if (block := self._blocks.pop(key, None)) is not None:
+            self._allocator.free(block)
+
+
+class TraceMode(TorchDispatchMode):
+    """While entered, every operation is noted."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trace = trace
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self._trace.is_paused:
+            return func(*args, **(kwargs or {}))
+        return self._trace.run(func, args, kwargs or {})
