@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zeroshard.comm import streams
+
 Ranges = Sequence[slice]
 """Parts of a flat buffer."""
 
@@ -22,7 +24,7 @@ class BufferPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._keeps = device, device.type == "cpu"
+        self._device, self._keeps = device, not streams.has_streams(device)
         self._free: list[tuple[object, Tensor]] = []
         """Kinds and buffers, the one that was given back last at the end."""
         self._bytes_in_use = 0

@@ -67,6 +67,10 @@ class SideStream:
         with self._stream:
             yield
 
+    def join(self) -> None:
+        """Let the current stream wait for all that was issued here; the host goes on."""
+        self.mark().wait()
+
     def mark(self) -> Mark:
         """The point after the work issued here so far."""
         return Mark(None if self._stream is None else self._stream.record_event(), self._device)
@@ -78,6 +82,11 @@ class Streams:
 
     gather: SideStream
     reduce: SideStream
+
+    def join(self) -> None:
+        """Let the current stream wait for both."""
+        self.gather.join()
+        self.reduce.join()
 
     @staticmethod
     def on(device: torch.device) -> Streams:

@@ -58,6 +58,10 @@ class Phase:
     """What the sharded module is doing; its parameters share it."""
 
     is_in_forward = False
+    reads_main = False
+    """True while gathers that nobody has waited for may read the main parameters."""
+    before_edit: Callable[[], object] = object
+    """Waits for them."""
 
 
 class ShardedParameter(nn.Parameter):
@@ -140,14 +144,8 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:
         if func == _GET_GRAD:
             _check_grad_reader(args[0], sys._getframe(1))
-        elif not _only_describes(func) and (first := _first_sharded(args, kwargs)).phase.is_in_forward:
-            raise _used_outside(first, func)
-        elif func == _GET_DATA:
-            func = Tensor.detach  # the same, but edits count versions: replicated parameters follow them
-        elif func in _CHANGES:
-            _check_change(func, args, kwargs)
-        elif func in _LAYER_FUNCTIONS or (func in _PARTS and torch.is_grad_enabled()):
-            raise _used_outside(_first_sharded(args, kwargs), func)
+        else:
+            func = _checked(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             try:
                 result = func(*args, **(kwargs or {}))
@@ -195,6 +193,33 @@ _DESCRIBES = frozenset(
 _VALUES = frozenset(
     getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag", "grad")
 )
+
+
+def _checked(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> Callable[..., Any]:
+    """The function to call in the place of `func`, where that may be used on a sharded parameter at all."""
+    if not _only_describes(func):
+        first = _first_sharded(args, kwargs)
+        if first.phase.is_in_forward:
+            raise _used_outside(first, func)
+        if first.phase.reads_main and _may_change(func, kwargs):
+            first.phase.before_edit()
+    if func == _GET_DATA:
+        return Tensor.detach  # the same, but edits count versions: replicated parameters follow them
+    if func in _CHANGES:
+        _check_change(func, args, kwargs)
+    elif func in _LAYER_FUNCTIONS or (func in _PARTS and torch.is_grad_enabled()):
+        raise _used_outside(_first_sharded(args, kwargs), func)
+    return func
+
+
+def _may_change(func: Callable[..., Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """True for a function that writes to a tensor, or gives a tensor through which others may."""
+    name = getattr(func, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    is_written = is_in_place or name.startswith(("__i", "__setitem__")) or "out" in (kwargs or {})
+    return is_written or func in (_GET_DATA, Tensor.detach)
 
 
 def _only_describes(func: Callable[..., Any]) -> bool:

@@ -43,6 +43,11 @@ DRAIN_S = 5.0
 """Seconds to wait for exchanges under way when nobody needs them any more."""
 
 
+def _drain(context: Context) -> None:
+    context.axes.drain(DRAIN_S)
+    context.streams.join()
+
+
 class _Token:
     """Lives as long as a backward."""
 
@@ -103,6 +108,8 @@ class Runtime:
         """True while the forward under way may have a backward; all ranks alike."""
         self._has_warned = False
         self._phase = context.phase
+        finish = weakref.WeakMethod(self._finish_gathers)
+        self._phase.before_edit = lambda: (call := finish()) is not None and call()
         self.is_in_method = False
         """Whether the forward under way is another method of the root, which may call the root itself."""
         self.is_held = False
@@ -119,7 +126,7 @@ class Runtime:
         for unit in units:
             self._hook(unit)
         # An engine that is dropped may have gathers under way, into memory that goes with it.
-        weakref.finalize(self, context.axes.drain, DRAIN_S).atexit = False
+        weakref.finalize(self, _drain, context).atexit = False
 
     # -- what the outside asks ------------------------------------------------------------------------
 
@@ -164,6 +171,7 @@ class Runtime:
             RuntimeError: an exception left gradients that hold part of a micro-batch.
         """
         self._recover()
+        self._finish_gathers()
         self.reducer.before_step()
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -181,6 +189,15 @@ class Runtime:
         self._stepped.clear()
         for unit in reversed(self._order.of_reductions()):  # the same on all ranks; about that of a forward
             unit.refresh()
+        self._phase.reads_main = any(unit.state is UnitState.GATHERING for unit in self.units)
+
+    def _finish_gathers(self) -> None:
+        """Before main parameters change: wait for the gathers that read them."""
+        if self._phase.reads_main:
+            self._phase.reads_main = False
+            for unit in self.units:
+                if unit.state is UnitState.GATHERING:
+                    unit.wait()
 
     def drop_deferred(self) -> None:
         """Forget gradients that were not reduced yet, as zero_grad() does."""
