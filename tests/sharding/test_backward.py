@@ -165,8 +165,7 @@ def checkpointed(children, calls, checkpoints):
         span = min(call.began for call in inside), max(call.ended for call in inside)
         region = Region(*span) if number in checkpoints else None
         for call in inside:
-            if call.ended == call.unit.visit.ended:
-                call.unit.visit.region = region
+            call.unit.visit.region = region or call.unit.visit.region
         regions |= dict.fromkeys(inside, inside) if region else {}
     return regions
 

@@ -99,9 +99,9 @@ class Backward:
                     break
 
     def enter_again(self, unit: Unit) -> None:
-        """A second forward needs `unit`: take the turns up to the end of its checkpoint."""
+        """A second forward needs `unit`: take the turns up to the end of the last checkpoint around it."""
         if unit.visit is not None and unit.visit.region is not None:
-            self._take_until(unit.entered)
+            self._take_until(unit.visit.region.ended)
             self._repeated.add(unit.visit.region)
         elif unit in self._route[self._num_gathered :]:  # of a kind that is not known: nothing more is over
             self._gather(self._route.index(unit) + 1)

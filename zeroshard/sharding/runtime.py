@@ -310,7 +310,8 @@ class Runtime:
         self._num_open += 1
         if self._notes_calls:
             unit.visit = unit.visit or Visit(call.began)
-            call.region = unit.visit.region = self._find_region(unit, call.began)
+            call.region = self._find_region(unit, call.began)
+            unit.visit.region = call.region or unit.visit.region
 
     def _find_region(self, unit: Unit, tick: int) -> Region | None:
         """The activation checkpoint that the call of a unit that is freed is in."""

@@ -59,7 +59,7 @@ class Visit:
     ended: int = NEVER
     """The last call ended here."""
     region: Region | None = None
-    """The checkpoint that the last call is in, the outermost one."""
+    """The last checkpoint around a call, the outermost one."""
 
 
 class ForwardCall:
