@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from before import is_there, load
 from model import Shape, build_model, next_token_loss
 
 Step = Callable[[Tensor], Tensor]
@@ -194,6 +195,16 @@ def zeroshard_engine(setting: Setting, *, stage: int) -> Any:
     return zs.initialize(model, adamw(model.parameters()), config=config).engine
 
 
+def before(setting: Setting, *, stage: int) -> Step:
+    """zeroshard as the commit given with --before has it."""
+    config: dict[str, Any] = {"stage": stage}
+    if setting.bf16:
+        config["precision"] = {"param_dtype": "bfloat16"}
+    model = setting.model()
+    package = load()
+    return zeroshard_step(package.initialize(model, adamw(model.parameters()), config=config).engine)
+
+
 def zeroshard_step(engine: Any) -> Step:
     """The training step of `zeroshard_engine`."""
 
@@ -221,6 +232,7 @@ ENGINES: dict[str, Callable[[Setting], Step]] = {
     **{f"deepspeed-{stage}": partial(deepspeed, stage=stage, fused=False) for stage in (1, 2, 3)},
     **{f"deepspeed-fused-{stage}": partial(deepspeed, stage=stage, fused=True) for stage in (1, 2, 3)},
     **{f"zeroshard-{stage}": partial(zeroshard, stage=stage) for stage in (0, 1, 2, 3)},
+    **{f"before-{stage}": partial(before, stage=stage) for stage in (0, 1, 2, 3)},
 }
 
 LABELS = {
@@ -233,6 +245,7 @@ LABELS = {
     **{f"deepspeed-{stage}": f"DeepSpeed stage {stage}" for stage in (1, 2, 3)},
     **{f"deepspeed-fused-{stage}": f"DeepSpeed stage {stage}, fused AdamW" for stage in (1, 2, 3)},
     **{f"zeroshard-{stage}": f"zeroshard stage {stage}" for stage in (0, 1, 2, 3)},
+    **{f"before-{stage}": f"zeroshard stage {stage} of an earlier commit" for stage in (0, 1, 2, 3)},
 }
 
 
@@ -240,6 +253,8 @@ def why_not(name: str, precision: str) -> str | None:
     """Why an engine can't be part of a run, or None if it can."""
     if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
         return "DeepSpeed is not installed"
+    if name.startswith("before") and not is_there():
+        return "no commit was given with --before"
     if name == "plain-main" and precision != "bf16":
         return "fp32 has no separate main parameters"
     return None

@@ -27,6 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 import record
+from before import package_of
 from engines import ENGINES, LABELS, Setting, Step, select
 from launch import inside_rank, leave, process_group, run_ranks
 from medians import median_of, median_ratio
@@ -51,6 +52,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--lead-in", type=int, default=0, help="untimed steps in each turn, before the timed one"
     )
     parser.add_argument("--engines", help=f"comma-separated, of {', '.join(ENGINES)}; default all")
+    parser.add_argument("--before", metavar="COMMIT", help="also time zeroshard as that commit has it")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     add_shape_arguments(parser)
@@ -224,7 +226,8 @@ def main() -> int:
         with process_group(args.device, args.threads) as device:
             measure(args, device)
         leave()
-    return run_ranks(__file__, sys.argv[1:], args.ranks)
+    with package_of(args.before):
+        return run_ranks(__file__, sys.argv[1:], args.ranks)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,61 @@
+"""zeroshard as another commit has it, under a name of its own, so that both run in the same process."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+NAME = "zeroshard_before"
+FOLDER = "ZEROSHARD_BEFORE"
+"""Environment variable of the ranks: where the renamed package lies."""
+
+_FIRST_TAG_RANGE = 1 << 10
+"""Its engines exchange with other tags than those of the package itself."""
+
+
+@contextmanager
+def package_of(commit: str | None) -> Iterator[None]:
+    """Inside, started ranks can import the package of `commit` as `zeroshard_before`; None: there is none."""
+    if commit is None:
+        yield
+        return
+    root = Path(__file__).parent.parent
+    archive = subprocess.run(
+        ["git", "archive", commit, "zeroshard"], cwd=root, check=True, capture_output=True
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+            files.extractall(folder, filter="data")
+        package = Path(folder, "zeroshard").rename(Path(folder, NAME))
+        for path in package.rglob("*.py"):
+            path.write_text(re.sub(r"\bzeroshard\b", NAME, path.read_text()))
+        os.environ[FOLDER] = folder
+        try:
+            yield
+        finally:
+            del os.environ[FOLDER]
+
+
+def is_there() -> bool:
+    """True in ranks that were started inside `package_of` with a commit."""
+    return FOLDER in os.environ
+
+
+def load() -> Any:
+    """The renamed package."""
+    if os.environ[FOLDER] not in sys.path:
+        sys.path.append(os.environ[FOLDER])
+    package = importlib.import_module(NAME)
+    mesh = importlib.import_module(f"{NAME}.comm.mesh")
+    mesh._tag_ranges_used = max(_FIRST_TAG_RANGE, mesh._tag_ranges_used)
+    return package
