@@ -1,12 +1,13 @@
 """The hooks: gather a unit just before it is used, free it right after, reduce its gradients.
 
-before forward    unshard this, prefetch the next, wait for this
-after forward     put the sharded parameters back; the storage goes when the next unit begins
-before backward   take the turns of the backward up to this unit, see `backward.py`; wait for it. It begins
-with the first gradient of an output, or of a layer inside whose values have left beside
-the outputs
-a gradient        pack it; when the unit has all of its gradients and it is its turn, start the reduction
-end of backward   take the turns that are left, agree on which parameters were used, deliver, free
+    before forward    unshard this, prefetch the next, wait for this
+    after forward     put the sharded parameters back; the storage goes when the next unit begins
+    before backward   take the turns of the backward up to this unit, wait for it. It begins with the first
+                      gradient of an output, or of a layer inside whose values have left beside the outputs
+    a gradient        pack it; when the unit has all of its gradients and it is its turn, start the reduction
+    end of backward   take the turns that are left, agree on which parameters were used, deliver, free
+
+`calls.py` notes the calls of a forward, `backward.py` makes the turns of a backward of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -26,9 +26,10 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.pool import BufferPool
 from zeroshard.sharding.attach import follow
-from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward, outermost_checkpoint
+from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward
 from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.buffer import Context, FlatBuffer
+from zeroshard.sharding.calls import CallLog
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.nested import cast_floats, cast_inputs, find_tensors, view_tensors
 from zeroshard.sharding.norms import NormsOverRanks, UsesNorms
@@ -36,7 +37,7 @@ from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.rounding import Rounding
-from zeroshard.sharding.unit import NEVER, ForwardCall, Region, Unit, UnitInfo, UnitState, Visit
+from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
 from zeroshard.sharding.widening import widen_steps
 
 DRAIN_S = 5.0
@@ -90,22 +91,13 @@ class Runtime:
         self._reshard_after_forward, self._output_dtype = reshard_after_forward, output_dtype
         self._is_alone = context.axes.dp.size == 1 and all(unit.is_resident for unit in units)
         """Whether there is nothing to gather, free or reduce: then only the root's outputs are watched."""
+        self._calls = CallLog(units)
         self._called: list[Unit] = []
         self._kept: frozenset[Unit] = frozenset()
         self._idle: list[Unit] = []
         """Units whose forward has ended and whose storage goes when another unit begins."""
         self._staying: set[Unit] = set()
         """Units that stay gathered from this forward to its backward."""
-        self._clock = 0
-        """Ticks at each beginning and end of a forward of a unit."""
-        self._num_open = 0
-        """Forwards of units that are running."""
-        self._root_frame: FrameType | None = None
-        """Whoever called the root, while it runs."""
-        self._regions: dict[FrameType, Region] = {}
-        """The activation checkpoints of the forward under way."""
-        self._notes_calls = False
-        """True while the forward under way may have a backward; all ranks alike."""
         self._has_warned = False
         self._phase = context.phase
         finish = weakref.WeakMethod(self._finish_gathers)
@@ -208,11 +200,7 @@ class Runtime:
         """If a forward was begun, it has ended in an exception. Gradients stay as they are."""
         if self._phase.is_in_forward and not is_in_backward():
             self._phase.is_in_forward = False
-            for unit in self.units:
-                if unit.visit is not None and unit.visit.began >= self.root.call.began:
-                    unit.visit = None
-            self._num_open = 0
-            self._forget_frames()
+            self._calls.drop_failed()
             self._idle, self._called, self._staying = [], [], set()
             self.put_away()
 
@@ -285,7 +273,12 @@ class Runtime:
             else:
                 self._called.append(unit)
             self._free_idle(unit)
-            self._begin_call(unit)
+            if self._has_had_backward:
+                self._has_had_backward = False
+                self._calls.forget()
+            caller = sys._getframe(2)  # of the module, whose hook led here
+            is_outermost = unit is self.root or not self._phase.is_in_forward
+            self._calls.begin(unit, caller, is_outermost=is_outermost)
         unit.unshard()
         if not is_in_backward():
             for upcoming in self._order.following(unit, self._num_prefetch):
@@ -295,68 +288,11 @@ class Runtime:
         if not is_in_backward():
             self.here.enter("the forward of ", unit.described)
 
-    def _begin_call(self, unit: Unit) -> None:
-        """Note that a call begins; ranks whose graphs differ note the same."""
-        if self._has_had_backward:
-            self._has_had_backward = False
-            for other in self.units:
-                other.visit = None
-        if not self._phase.is_in_forward or unit is self.root:
-            self._notes_calls = torch.is_grad_enabled()
-        call = ForwardCall(unit, self._tick())
-        if unit.call.ended == NEVER and unit.call.began != NEVER:
-            call.outer = unit.call
-        unit.call = call
-        self._num_open += 1
-        if self._notes_calls:
-            unit.visit = unit.visit or Visit(call.began)
-            call.region = self._find_region(unit, call.began)
-            unit.visit.region = call.region or unit.visit.region
-
-    def _find_region(self, unit: Unit, tick: int) -> Region | None:
-        """The activation checkpoint that the call of a unit that is freed is in."""
-        if unit.is_resident:
-            return None
-        frame = sys._getframe(4)  # who called the module, whose hooks led here
-        checkpoint = outermost_checkpoint(frame, self._root_frame)
-        if unit is self.root:
-            self._root_frame = frame
-        if checkpoint is None:
-            return self.root.call.region if self._phase.is_in_forward and unit is not self.root else None
-        return self._regions.setdefault(checkpoint, Region(tick))
-
     def _begin_second_call(self, unit: Unit) -> None:
         """Gather a unit whose forward runs again inside a backward, in the order of all ranks."""
-        unit.call = self._walk.repeat(unit, self._tick())
+        unit.call = self._walk.repeat(unit, self._calls.tick())
         if self._is_in_backward:
             self._walk.enter_again(unit)
-
-    def _end_call(self, unit: Unit) -> None:
-        call = unit.call
-        if call.ended == NEVER:
-            call.ended = self._tick()
-            if not is_in_backward():
-                self._end_first_call(call)
-        if call.outer is not None:
-            unit.call = call.outer
-
-    def _end_first_call(self, call: ForwardCall) -> None:
-        if call.unit.visit is not None and self._notes_calls:
-            call.unit.visit.ended = call.ended
-        if call.region is not None:
-            call.region.ended = call.ended
-        self._num_open -= 1
-        if not self._num_open:
-            self._forget_frames()
-
-    def _forget_frames(self) -> None:
-        """They hold the variables of the functions that they are of."""
-        self._root_frame = None
-        self._regions.clear()
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
         """Hook the outputs for backward; the output, or views of it."""
@@ -382,7 +318,7 @@ class Runtime:
         """A forward is over, perhaps by an exception; then the root's has not come to its end."""
         if self._is_within_method(unit):
             return
-        self._end_call(unit)
+        self._calls.end(unit)
         if not is_in_backward():
             if not self.is_held:
                 unit.uninstall()
