@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.ledger import KEPT, Entries, Ledger, find_difference, is_proven
+from zeroshard.comm.ledger import CONTROL, GATHER, KEPT, REDUCE, Entries, Ledger, find_difference, is_proven
 
 CPU = torch.device("cpu")
 A, B, C = (f"all-gather of unit '{name}'" for name in "abc")
@@ -15,7 +15,7 @@ A, B, C = (f"all-gather of unit '{name}'" for name in "abc")
 def ledger_of(*labels):
     ledger = Ledger()
     for label in labels:
-        ledger.note(label)
+        ledger.note(label, GATHER)
     return ledger
 
 
@@ -44,16 +44,15 @@ def test_digests_are_proven_equal_by_maxima_only_for_the_same_labels_in_the_same
 def test_a_difference_long_ago_is_not_forgotten_by_the_digest():
     one, other = ledger_of(A, B), ledger_of(B, A)
     for _ in range(1000):
-        one.note(C)
-        other.note(C)
+        one.note(C, GATHER)
+        other.note(C, GATHER)
     assert not is_proven(maxima(one, other))
     assert find_difference({0: one.entries(), 1: other.entries()}) is None  # no label is kept that long
 
 
 def test_a_ledger_keeps_the_last_labels_with_their_numbers():
     ledger = ledger_of(*map(str, range(1, 101)))
-    assert ledger.count == 100
-    assert list(ledger.entries().labels) == [(n, str(n)) for n in range(101 - KEPT, 101)]
+    assert list(ledger.entries().labels) == [(GATHER, n, str(n)) for n in range(101 - KEPT, 101)]
 
 
 def test_the_first_difference_is_told_with_number_ranks_and_labels():
@@ -78,6 +77,29 @@ def test_a_rank_that_is_behind_or_of_another_engine_or_far_ahead_is_no_differenc
     assert find_difference({0: waiting, 1: Entries(65536, ledger_of(B, A).entries().labels)}) is None
     assert find_difference({0: waiting, 1: ahead}) is None
     assert find_difference({0: waiting}) is None
+
+
+def test_the_order_between_two_communicators_may_differ_and_that_of_one_may_not():
+    one, other, swapped = Ledger(), Ledger(), Ledger()
+    for ledger, lines in ((one, "grgr"), (other, "ggrr"), (swapped, "ggrr")):
+        labels = {"g": iter((A, B)), "r": iter((A, B) if ledger is not swapped else (B, A))}
+        for line in lines:
+            ledger.note(next(labels[line]), GATHER if line == "g" else REDUCE)
+    assert is_proven(maxima(one, other))
+    assert find_difference({0: one.entries(), 1: other.entries()}) is None
+    assert not is_proven(maxima(one, swapped))
+    assert find_difference({0: one.entries(), 1: swapped.entries()}) is not None
+
+
+def test_gathers_of_different_shard_groups_are_not_compared():
+    ledgers = [ledger_of(A, B), ledger_of(B, A), ledger_of(B, A)]
+    for ledger, group in zip(ledgers, (0, 2, 2), strict=True):
+        ledger.group = group
+    ledgers[2].note(C, GATHER)
+    assert is_proven(maxima(*ledgers))
+    assert find_difference({rank: ledger.entries() for rank, ledger in enumerate(ledgers)}) is None
+    ledgers[1].note(A, GATHER)
+    assert find_difference({1: ledgers[1].entries(), 2: ledgers[2].entries()}) is not None
 
 
 def gather_in_order(order, compares):
@@ -121,5 +143,5 @@ def issue_from_derived_axes():
 
 
 def test_all_axes_of_an_engine_count_in_one_ledger_and_one_rank_alone_issues_nothing(ranks):
-    expected = [(1, "first"), (2, "second"), (3, "third"), (4, "fourth")]
+    expected = [(CONTROL, n, label) for n, label in enumerate(("first", "second", "third", "fourth"), 1)]
     assert ranks(2, issue_from_derived_axes) == [(expected, True)] * 2

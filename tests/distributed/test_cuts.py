@@ -292,6 +292,103 @@ def packed_bytes(sizes, stage, cut):
     return packed.most, root + max(a + b for a, b in pairwise(blocks)), packed.pooled
 
 
+class TwoSegments(Segments):
+    """A block is in two checkpoints."""
+
+    def forward(self, x, cut=(), how="detach"):
+        x = self.first(x)
+        for numbers_of_blocks in ((0, 1, 2), (1, 3, 4)):
+            x = checkpoint(self.run_blocks, x, numbers_of_blocks, cut, how, use_reentrant=self.reentrant)
+        return self.last(x)
+
+    def run_blocks(self, x, numbers_of_blocks, cut, how):
+        for number in numbers_of_blocks:
+            x = x + self.call(self.blocks[number], x, number in cut, how)
+        return x
+
+
+class SomeCheckpoint(Segments):
+    """Only rank 1 recomputes, and nothing is cut."""
+
+    def forward(self, x, cut=(), how="detach"):
+        x = self.first(x)
+        for begin in (0, 2, 4):
+            segment = begin, (), how
+            run = self.run_segment
+            x = checkpoint(run, x, *segment, use_reentrant=False) if dist.get_rank() else run(x, *segment)
+        return self.last(x)
+
+
+def odd_checkpoints():
+    found = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        found += follow(TwoSegments(5, 3, reentrant=False), Plan(seed), stage=3)
+        found += follow(SomeCheckpoint(6, 2, reentrant=False), Plan(seed), stage=3)
+    return found
+
+
+def test_a_block_in_two_checkpoints_and_checkpoints_on_one_rank_alone(ranks):
+    assert ranks(2, odd_checkpoints) == [[], []]
+
+
+class Grouped(Chain):
+    """Each shard group calls its blocks in another order."""
+
+    def forward(self, x, cut=(), how="detach"):
+        x = self.first(x)
+        for block in self.blocks if dist.get_rank() < 2 else reversed(self.blocks):
+            x = x + block(x)
+        return self.last(x)
+
+
+def orders_of_groups():
+    torch.manual_seed(0)
+    model = Grouped(4)
+    _, want = reference(copy.deepcopy(model), Plan(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, _ = start(model, optimizer, stage=3, shard_group_size=2)
+    for step in range(Plan(0).num_steps):
+        engine.backward(loss_of(engine, Plan(0), step))
+        engine.step()
+    got = engine.full_state_dict()
+    return {name for name, value in got.items() if not torch.allclose(value, want[name], atol=1e-5, rtol=0)}
+
+
+def test_shard_groups_may_call_blocks_in_different_orders(ranks):
+    """1e-5: two groups of two are summed in another order than four ranks."""
+    assert ranks(4, orders_of_groups) == [set()] * 4
+
+
+def packed_with_other_forwards(stage, how):
+    """(most packed bytes, those of a forward alone) where other forwards have had no backward."""
+    torch.manual_seed(0)
+    engine, _ = start(Chain(8), "SGD", stage=stage)
+
+    def loss(number):
+        return engine(numbers(number, 5, 7)).square().mean()
+
+    found = []
+    for other in (None, how):
+        packed = PackedBytes(engine)
+        for number in range(3):
+            first = loss(10 + number) if other else None
+            if other == "dropped":
+                del first
+            loss(number).backward()
+            if other == "reversed":
+                first.backward()
+            engine.step()
+        found.append(packed.most)
+    return found
+
+
+@pytest.mark.parametrize(("stage", "how"), [(2, "dropped"), (3, "dropped"), (2, "reversed")])
+def test_other_forwards_leave_no_more_gradients_packed(ranks, stage, how):
+    for alone, most in ranks(2, packed_with_other_forwards, stage, how):
+        assert most <= alone
+
+
 @pytest.mark.parametrize("sizes", [(40,) * 8, tuple(range(20, 420, 50)), tuple(range(420, 20, -50))])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("cut", [(), (3, 4)])

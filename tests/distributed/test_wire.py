@@ -189,40 +189,65 @@ def test_evaluation_gathers_each_unit_once_at_stage_3_and_sends_nothing_at_other
             assert sent == (0.5 if stage == 3 else 0.0, 0)
 
 
-def traffic_of_two_optimizers(stage):
-    """Both hold parameters of the same units; in the last step one of them is not stepped."""
+def traffic_of_two_optimizers(stage, together):
+    """Both hold parameters of the same units."""
     engine, _ = start(build("tied GPT"), None, stage=stage, precision={"param_dtype": "bf16"})
     parameters = list(engine.parameters())
     optimizers = [torch.optim.SGD(parameters[0::2], lr=0.1), torch.optim.SGD(parameters[1::2], lr=0.1)]
-    for optimizer in optimizers:
-        engine._runtime.attach(optimizer)
+    for some in [optimizers] if together else [[optimizer] for optimizer in optimizers]:
+        engine._runtime.attach(*some)
     sent = []
-    for number in range(4):
+    for number in range(3):
         token_loss(engine, number).backward()
         engine.reset_comm_report()
-        for optimizer in optimizers[: 1 if number == 3 else 2]:
+        for optimizer in optimizers:
             optimizer.step()
-        with torch.no_grad():
-            token_loss(engine, number)
         sent.append(engine.comm_report().bytes_sent["all_gather"] / 2)
     return sent, padded_size(engine) // 2
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_parameters_are_gathered_once_after_the_steps_of_two_optimizers(ranks, stage):
-    for sent, expected in ranks(2, traffic_of_two_optimizers, stage):
-        assert sent == [expected] * 4
+def test_parameters_are_gathered_once_after_the_steps_of_two_optimizers_together(ranks, stage, together):
+    for sent, expected in ranks(2, traffic_of_two_optimizers, stage, together):
+        assert sent == [expected if together else 2 * expected] * 3
+
+
+def half_steps(stage):
+    """The errors of a forward, and of a part of the model, after one of two optimizers has stepped."""
+    engine, _ = start(build("tied GPT"), None, stage=stage)
+    parameters = list(engine.parameters())
+    optimizers = [torch.optim.SGD(parameters[0::2], lr=0.1), torch.optim.SGD(parameters[1::2], lr=0.1)]
+    engine._runtime.attach(*optimizers)
+    token_loss(engine, 0).backward()
+    optimizers[0].step()
+    messages = []
+    for call in (lambda: token_loss(engine, 1), lambda: engine.module.blocks[0](torch.ones(1, 4, 84))):
+        try:
+            call()
+        except RuntimeError as error:
+            messages.append(str(error))
+    optimizers[1].step()
+    return messages, token_loss(engine, 1).isfinite().item()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_forward_between_the_steps_of_optimizers_that_step_together_is_an_error(ranks, stage):
+    for messages, is_finite in ranks(2, half_steps, stage):
+        assert is_finite
+        assert len(messages) == 2
+        assert all("attached together" in message for message in messages)
 
 
 def reductions_of_groups():
     """The labels of collectives in a backward, in order, with two shard groups of two ranks."""
     engine, _ = start(build("GPT", num_blocks=6), stage=3, shard_group_size=2)
     for number in range(3):
-        first = engine._axes.dp.ledger.count
+        before = set(engine._axes.dp.ledger.entries().labels)
         engine.backward(token_loss(engine, number))
         entries = engine._axes.dp.ledger.entries().labels
         engine.step()
-    return [label for number, label in entries if number > first]
+    return [label for line, number, label in entries if (line, number, label) not in before]
 
 
 def test_exchanges_between_shard_groups_go_on_while_the_backward_does(ranks):

@@ -12,7 +12,7 @@ from zeroshard.sharding.unit import ForwardCall, Region, Unit, Visit
 class Noting:
     """A unit that notes its collectives in a log that all units share."""
 
-    joins_backward, entered = True, Unit.entered
+    joins_backward, is_resident, entered = True, False, Unit.entered
 
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -93,7 +93,7 @@ def test_a_unit_is_entered_at_its_last_call_and_left_at_its_first():
 def test_units_inside_a_checkpoint_are_entered_together_the_last_one_first():
     units, _ = forward(("root", [("a", leaves("x", "y")), ("z", [])]), [])
     root, a, x, y, z = units
-    x.visit.region = y.visit.region = Region(x.visit.began, y.visit.ended)
+    x.visit.regions = y.visit.regions = (Region(x.visit.began, y.visit.ended),)
     words = "enter root, enter z, leave z, enter a, enter y, enter x, leave y, leave x, leave a, leave root"
     assert described(plan_turns([z, root, x, a, y])) == words.split(", ")
 
@@ -165,7 +165,8 @@ def checkpointed(children, calls, checkpoints):
         span = min(call.began for call in inside), max(call.ended for call in inside)
         region = Region(*span) if number in checkpoints else None
         for call in inside:
-            call.unit.visit.region = region or call.unit.visit.region
+            if region and region not in call.unit.visit.regions:
+                call.unit.visit.regions += (region,)
         regions |= dict.fromkeys(inside, inside) if region else {}
     return regions
 
@@ -234,7 +235,7 @@ def test_a_second_forward_in_a_checkpoint_leaves_the_units_behind_it_and_gathers
     by_name = {call.unit.name: call for call in calls}
     region = Region(by_name["a"].began, by_name["c"].ended)
     for name in "abc":
-        by_name[name].unit.visit.region = region
+        by_name[name].unit.visit.regions = (region,)
     walk = Backward(units, NotingReducer(log), num_prefetch=0, keeps=False)
     walk.enter(by_name["d"])
     walk.enter_again(by_name["a"].unit)
@@ -248,7 +249,7 @@ def test_a_unit_that_was_left_stays_for_the_second_forward_of_its_checkpoint():
     by_name = {call.unit.name: call for call in calls}
     region = Region(by_name["b"].began, by_name["c"].ended)
     for name in "bc":
-        by_name[name].unit.visit.region = region
+        by_name[name].unit.visit.regions = (region,)
     c = by_name["c"].unit
     walk = Backward(units, NotingReducer(log), num_prefetch=0, keeps=False)
     walk.enter(by_name["b"])
@@ -267,7 +268,7 @@ def test_a_unit_in_a_checkpoint_without_a_second_forward_is_freed_when_the_check
     by_name = {call.unit.name: call for call in calls}
     region = Region(by_name["b"].began, by_name["c"].ended)
     for name in "bc":
-        by_name[name].unit.visit.region = region
+        by_name[name].unit.visit.regions = (region,)
     walk = Backward(units, NotingReducer(log), num_prefetch=0, keeps=False)
     walk.enter(by_name["a"])
     assert [unit.name for unit in units if unit.is_gathered] == ["root", "a"]

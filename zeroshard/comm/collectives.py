@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zeroshard.comm import streams
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.ledger import Entries, Ledger, find_difference, is_proven
+from zeroshard.comm.ledger import CONTROL, GATHER, REDUCE, Entries, Ledger, find_difference, is_proven
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.waits import Waits
 from zeroshard.comm.watchdog import Watchdog
@@ -38,8 +38,8 @@ Parts = Mapping[int, Tensor] | Sequence[Tensor]
 class Channel(Enum):
     """The communicator that carries a collective: one communicator runs its collectives one by one."""
 
-    GATHER = "parameter gathers"
-    REDUCE = "gradient reductions"
+    GATHER = GATHER
+    REDUCE = REDUCE
 
 
 class Part(NamedTuple):
@@ -208,7 +208,7 @@ class Axis:
             if flat.data_ptr() != own.data_ptr():
                 flat.copy_(own)
             return self._copied()
-        self._note("all_gather", own.numel() * own.element_size() * (self.size - 1), label)
+        self._note("all_gather", own.nbytes * (self.size - 1), label, channel.value)
         if not self.exchanges:
             with self.waits.naming(label):
                 dist.all_gather_into_tensor(flat, own, group=self._groups[channel], async_op=False)
@@ -234,7 +234,7 @@ class Axis:
         # when it changes.
         with self.waits.naming(label), dist._coalescing_manager(group=group, async_ops=False):
             for part in parts:
-                self._note("all_gather", part.own.nbytes * (self.size - 1), label)
+                self._note("all_gather", part.own.nbytes * (self.size - 1), label, GATHER)
                 dist.all_gather_into_tensor(part.flat, part.own, group=group, async_op=False)
         return _Issued(self.waits.issue(label))
 
@@ -257,7 +257,7 @@ class Axis:
         if self.size == 1 or not flat.numel():
             out.copy_(own)
             return self._copied()
-        self._note("reduce_scatter", own.numel() * own.element_size() * (self.size - 1), label)
+        self._note("reduce_scatter", own.nbytes * (self.size - 1), label, REDUCE)
         if not self.exchanges:
             target = out if out.dtype == flat.dtype else torch.empty_like(own)
             group = self._groups[Channel.REDUCE]
@@ -374,10 +374,10 @@ class Axis:
         )
         return parts
 
-    def _note(self, kind: str, num_bytes: int, label: str) -> None:
+    def _note(self, kind: str, num_bytes: int, label: str, line: str = CONTROL) -> None:
         """A collective is issued; `num_bytes` are sent."""
         self.counter.add(kind, num_bytes)
-        self.ledger.note(label)
+        self.ledger.note(label, line)
 
     def close(self, drain_s: float) -> None:
         """Wait up to `drain_s` for what is under way and forget the process groups.

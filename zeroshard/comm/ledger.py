@@ -13,8 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from zlib import crc32
 
+GATHER, REDUCE, CONTROL = LINES = ("gather", "reduce", "control")
+"""Parameter gathers, gradient reductions, small agreements."""
+
 KEPT = 64
-"""Labels that are kept. A rank that waits is at most a few units behind another; 64 labels are about 4 kB."""
+"""Labels that are kept of each line. A rank that waits is at most a few units behind another; 64 labels are
+about 4 kB."""
 
 _DIGEST_BYTES = 8
 _FACTOR = 6364136223846793005
@@ -28,35 +32,58 @@ class Entries(NamedTuple):
     ledger: int
     """The ledger's name."""
     labels: Sequence[Sequence[int | str]]
-    """(number, label) of each, the oldest first."""
+    """(line, number, label) of each; on each line the oldest first."""
+
+
+class _Line:
+    """The collectives of one communicator."""
+
+    __slots__ = ("count", "digest", "last")
+
+    def __init__(self) -> None:
+        self.count = self.digest = 0
+        self.last: deque[tuple[int, str]] = deque(maxlen=KEPT)
 
 
 class Ledger:
-    """Counts the collectives that this rank issues over the axes of one engine."""
+    """Counts the collectives that this rank issues over the axes of one engine, a line for each communicator.
 
-    __slots__ = ("_digest", "_last", "count", "name")
+    Between two communicators the order may differ: ranks whose second forwards differ gather earlier or later
+    than they reduce.
+    """
+
+    __slots__ = ("_lines", "group", "name")
 
     def __init__(self) -> None:
         self.name = -1
         """The same on all ranks, and of no other engine; -1 until an engine has its axes."""
-        self.count = 0
-        self._digest = 0
-        self._last: deque[tuple[int, str]] = deque(maxlen=KEPT)
+        self.group: int | None = None
+        """The shard group of this rank, where there are several: each gathers as its own ranks call."""
+        self._lines = {line: _Line() for line in LINES}
 
-    def note(self, label: str) -> None:
-        """The next collective has been issued, or will be before any other."""
-        self.count += 1
-        self._digest = (self._digest * _FACTOR + crc32(label.encode())) & _MASK
-        self._last.append((self.count, label))
+    def note(self, label: str, line: str) -> None:
+        """The next collective of a line has been issued, or will be before any other of that line."""
+        noted = self._lines[line]
+        noted.count += 1
+        noted.digest = (noted.digest * _FACTOR + crc32(label.encode())) & _MASK
+        noted.last.append((noted.count, label))
 
     def entries(self) -> Entries:
-        """The last `KEPT` collectives; called from any thread."""
-        return Entries(self.name, tuple(self._last))
+        """The last `KEPT` collectives of each line; called from any thread."""
+        lines = ((self._told(name), tuple(line.last)) for name, line in self._lines.items())
+        return Entries(self.name, tuple((name, *entry) for name, last in lines for entry in last))
 
     def proof(self) -> list[int]:
-        """Bytes whose maxima over the ranks tell `is_proven` if all ranks have the same digest."""
-        digest = self._digest.to_bytes(_DIGEST_BYTES, "little")
-        return [*digest, *(255 - byte for byte in digest)]
+        """Bytes whose maxima over the ranks tell `is_proven` if all ranks have the same digests.
+
+        Where there are several shard groups, gathers are left out.
+        """
+        lines = (line for name, line in self._lines.items() if self.group is None or name != GATHER)
+        digests = b"".join(line.digest.to_bytes(_DIGEST_BYTES, "little") for line in lines)
+        return [*digests, *(255 - byte for byte in digests)]
+
+    def _told(self, line: str) -> str:
+        return line if self.group is None or line != GATHER else f"{line} of group {self.group}"
 
 
 def is_proven(maxima: Sequence[int]) -> bool:
@@ -72,23 +99,28 @@ def find_difference(by_rank: Mapping[int, Entries]) -> str | None:
     """
     (first, expected), *others = by_rank.items()
     labels = _by_number(expected)
-    found: list[tuple[int, int, str]] = []
+    found: list[tuple[bool, int, str, int, str]] = []
     for rank, entries in others:
         if entries.ledger == expected.ledger:
             theirs = _by_number(entries)
-            different = [n for n in theirs.keys() & labels.keys() if theirs[n] != labels[n]]
-            found += [(min(different), rank, theirs[min(different)])] if different else []
+            different = [key for key in theirs.keys() & labels.keys() if theirs[key] != labels[key]]
+            if different:
+                # Forwards only gather: where these differ, other lines do because of it.
+                is_later, number, line = min((not key[0].startswith(GATHER), *key[::-1]) for key in different)
+                found.append((is_later, number, line, rank, theirs[line, number]))
     if not found:
         return None
-    number, rank, label = min(found)
-    text = f"collective {number} of rank {first} is the {labels[number]}, that of rank {rank} is the {label}"
+    _, number, line, rank, label = min(found)
+    own = labels[line, number]
+    text = f"collective {number} of rank {first} is the {own}, that of rank {rank} is the {label}"
     if "all-gather of unit" in text:
         text += (
-            ": at stage 3 all ranks must call the same units in the same order; where ranks choose between "
-            "modules, config.units must name what holds the choice"
+            ": at stage 3 all ranks must call the same units in the same order, in forwards that may have a "
+            "backward on all ranks or on none; where ranks choose between modules, config.units must name "
+            "what holds the choice"
         )
     return text
 
 
-def _by_number(entries: Entries) -> dict[int, str]:
-    return {int(number): str(label) for number, label in entries.labels}
+def _by_number(entries: Entries) -> dict[tuple[str, int], str]:
+    return {(str(line), int(number)): str(label) for line, number, label in entries.labels}

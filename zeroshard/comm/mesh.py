@@ -201,6 +201,8 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
     first_tag = _next_tag_range(axes.dp) % _NUM_TAG_RANGES * _TAGS_PER_ENGINE
     for axis in axes.members:
         axis.first_tag = axis.ledger.name = first_tag
+    if axes.dp_replicate.size > 1:
+        axes.dp.ledger.group = axes.dp_shard.global_ranks[0]
     return axes
 
 

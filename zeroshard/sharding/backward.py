@@ -39,12 +39,14 @@ class Turn(NamedTuple):
 def plan_turns(units: Iterable[Unit]) -> list[Turn]:
     """List the turns of a backward through the calls that the units have noted, in the order of the walk.
 
-    Units inside an activation checkpoint are entered together: its second forward needs all of them.
+    Units inside an activation checkpoint are entered together: its second forward needs all of them. A unit
+    that is always gathered is only left.
     """
     turns = []
     for unit in units:
         if (visit := unit.visit) is not None:
-            turns.append(((unit.entered, visit.ended), Turn(unit.entered, unit, enters=True)))
+            if not unit.is_resident:
+                turns.append(((unit.entered, visit.ended), Turn(unit.entered, unit, enters=True)))
             turns.append(((visit.began, visit.began), Turn(visit.began, unit, enters=False)))
     turns.sort(key=lambda item: item[0], reverse=True)
     return [turn for _, turn in turns]
@@ -68,11 +70,11 @@ class Backward:
         self._num_entered = self._num_gathered = 0
         """The lengths of the parts of the route whose units were entered, and whose gathers were started."""
         self._reducer, self._num_prefetch, self._keeps = reducer, num_prefetch, keeps
-        self._inside: set[Unit] = set()
+        self._inside = {turn.unit for turn in self._turns if turn.unit.is_resident}
         self._repeated: set[Region] = set()
         """Checkpoints whose second forward has begun."""
-        self._kept: list[tuple[Region, Unit]] = []
-        """Units that were left, but which the second forward of their checkpoint may still call."""
+        self._kept: list[Unit] = []
+        """Units that were left, but which the second forward of a checkpoint may still call."""
         self._now = self._turns[0].tick if self._turns else 0
 
     @property
@@ -100,9 +102,10 @@ class Backward:
 
     def enter_again(self, unit: Unit) -> None:
         """A second forward needs `unit`: take the turns up to the end of the last checkpoint around it."""
-        if unit.visit is not None and unit.visit.region is not None:
-            self._take_until(unit.visit.region.ended)
-            self._repeated.add(unit.visit.region)
+        if unit.visit is not None and unit.visit.regions:
+            self._take_until(unit.visit.regions[-1].ended)
+            if len(unit.visit.regions) == 1:
+                self._repeated.add(unit.visit.regions[0])
         elif unit in self._route[self._num_gathered :]:  # of a kind that is not known: nothing more is over
             self._gather(self._route.index(unit) + 1)
 
@@ -139,25 +142,30 @@ class Backward:
     def _leave(self, unit: Unit) -> None:
         self._inside.discard(unit)
         self._reducer.start(unit)
-        if unit.visit is not None and unit.visit.region is not None:
-            self._kept.append((unit.visit.region, unit))
+        if unit.visit is not None and unit.visit.regions:
+            self._kept.append(unit)
         else:
             self._free(unit)
 
     def _free_kept(self, tick: int) -> None:
-        """Free units whose checkpoint has run its second forward to the end, or will not run it here.
+        """Free units whose checkpoints have run their second forward to the end, or will not run it here.
 
         Args:
             tick: the place of the walk; a gradient has come there.
         """
         if not self._kept:
             return
+
+        def is_over(region: Region) -> bool:
+            return region in self._repeated or region.began > tick
+
         kept, self._kept = self._kept, []
-        for region, unit in kept:
-            if region in self._repeated or region.began > tick:
+        for unit in kept:
+            assert unit.visit is not None, "it was kept for the checkpoints around its calls"
+            if all(is_over(region) for region in unit.visit.regions):
                 self._free(unit)
             else:
-                self._kept.append((region, unit))
+                self._kept.append(unit)
 
     def _free(self, unit: Unit) -> None:
         unit.uninstall()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import FrameType
+from weakref import WeakSet
 
 import torch
 
@@ -15,8 +16,17 @@ from zeroshard.sharding.autograd import is_in_backward, outermost_checkpoint
 from zeroshard.sharding.unit import NEVER, ForwardCall, Region, Unit, Visit
 
 
+class _Forward:
+    """The calls of one forward."""
+
+    def __init__(self) -> None:
+        self.visits: dict[Unit, Visit] = {}
+        self.alive: WeakSet[ForwardCall] = WeakSet()
+        """Calls that a graph still holds, and the last one of each unit."""
+
+
 class CallLog:
-    """Notes the calls of the forwards that may have a backward, in `Unit.visit`.
+    """Notes the calls of forwards, and tells in `Unit.visit` those that a backward may come to.
 
     Args:
         units: the root unit first.
@@ -26,8 +36,10 @@ class CallLog:
         self._units, self._root = tuple(units), units[0]
         self._tick = 0
         """The clock: it goes on at each beginning and end of a call."""
-        self._notes = False
-        """True while the forward under way may have a backward; all ranks alike."""
+        self._now: _Forward | None = None
+        """The forward under way, where it may have a backward; all ranks alike."""
+        self._forwards: list[_Forward] = []
+        """Those since the last backward, except for those whose graphs are gone."""
         self._num_open = 0
         """Calls that are under way."""
         self._root_caller: FrameType | None = None
@@ -40,65 +52,79 @@ class CallLog:
         self._tick += 1
         return self._tick
 
-    def begin(self, unit: Unit, caller: FrameType, *, is_outermost: bool) -> None:
+    def begin(self, unit: Unit, caller: FrameType) -> None:
         """A forward of a unit begins, outside of any backward.
 
         Args:
             unit: its `call` is the new call until that ends.
             caller: a frame that runs as long as the call does.
-            is_outermost: True for the root, and for a part that is called without the root.
         """
-        if is_outermost:  # a part of it may be under no_grad on some ranks
-            self._notes = torch.is_grad_enabled()
+        if not self._num_open:  # the outermost: parts of it may be under no_grad on some ranks
+            self._now = _Forward() if torch.is_grad_enabled() else None
+            self._forwards = [
+                one for one in (*self._forwards, self._now) if one is not None and self._may_come(one)
+            ]
         call = ForwardCall(unit, self.tick())
         if unit.call.ended == NEVER and unit.call.began != NEVER:
             call.outer = unit.call
         unit.call = call
         self._num_open += 1
-        if self._notes:
-            unit.visit = unit.visit or Visit(call.began)
-            call.region = None if unit.is_resident else self._find_region(unit, caller, is_outermost)
-            unit.visit.region = call.region or unit.visit.region
+        if self._now is not None:
+            self._now.alive.add(call)
+            visit = self._now.visits.setdefault(unit, Visit(call.began))
+            call.region = None if unit.is_resident else self._find_region(unit, caller)
+            if call.region is not None and call.region not in visit.regions:
+                visit.regions = (*visit.regions, call.region)
+
+    def _may_come(self, forward: _Forward) -> bool:
+        return forward is self._now or bool(forward.alive)
 
     def end(self, unit: Unit) -> None:
         """The call of a unit is over, perhaps by an exception; also that of a second forward."""
         call = unit.call
-        if call.ended == NEVER:
+        if call.ended == NEVER and call.began != NEVER:  # a hook before ours may have failed
             call.ended = self.tick()
             if not is_in_backward():
                 self._end_first(call)
         if call.outer is not None:
             unit.call = call.outer
 
+    def collect(self) -> None:
+        """A backward begins: tell each unit of its calls in all forwards that the backward may come to."""
+        for unit in self._units:
+            unit.visit = None
+        for forward in filter(self._may_come, self._forwards):
+            for unit, visit in forward.visits.items():
+                unit.visit = visit if unit.visit is None else unit.visit.and_then(visit)
+
     def drop_failed(self) -> None:
         """The root's forward has ended in an exception: it will have no backward."""
-        for unit in self._units:
-            if unit.visit is not None and unit.visit.began >= self._root.call.began:
-                unit.visit = None
+        self._forwards = [forward for forward in self._forwards if forward is not self._now]
+        self._now = None
         self._num_open = 0
         self._forget_frames()
 
     def forget(self) -> None:
         """The calls so far have had their backward."""
-        for unit in self._units:
-            unit.visit = None
+        self._forwards = []
 
     def _end_first(self, call: ForwardCall) -> None:
-        if call.unit.visit is not None and self._notes:
-            call.unit.visit.ended = call.ended
+        if self._now is not None and call.unit in self._now.visits:
+            self._now.visits[call.unit].ended = call.ended
         if call.region is not None:
             call.region.ended = call.ended
         self._num_open -= 1
         if not self._num_open:
             self._forget_frames()
 
-    def _find_region(self, unit: Unit, caller: FrameType, is_outermost: bool) -> Region | None:
+    def _find_region(self, unit: Unit, caller: FrameType) -> Region | None:
         checkpoint = outermost_checkpoint(caller, self._root_caller)
+        is_in_root = self._root_caller is not None
         if unit is self._root:
             self._root_caller = caller
         if checkpoint is not None:
             return self._regions.setdefault(checkpoint, Region(unit.call.began))
-        return None if is_outermost else self._root.call.region
+        return self._root.call.region if is_in_root else None
 
     def _forget_frames(self) -> None:
         """They hold the variables of their functions."""

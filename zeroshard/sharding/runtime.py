@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -80,10 +80,11 @@ class Runtime:
         self.root, self.units, self.context = units[0], tuple(units), context
         self.rounding = rounding
         makes_same_calls = context.placements.frees_parameters and context.axes.dp_replicate.size == 1
-        self._optimizers: WeakSet[Optimizer] = WeakSet()
-        """Those over the sharded parameters."""
+        self._together: WeakKeyDictionary[Optimizer, WeakSet[Optimizer]] = WeakKeyDictionary()
+        """For each optimizer over the sharded parameters, those that step together with it."""
         self._stepped: WeakSet[Optimizer] = WeakSet()
-        """Those that have stepped since replicated parameters were last gathered."""
+        """Optimizers that have stepped, while others that step together with them have not."""
+        self._is_half_stepped = False
         self._order = UnitOrder(units, is_common=makes_same_calls)
         self.reducer = Reducer(units, context.axes.dp, pool, self._order)
         self.here = context.axes.dp.here
@@ -143,18 +144,24 @@ class Runtime:
             if unit.buffers
         ]
 
-    def attach(self, optimizer: Optimizer) -> None:
-        """Follow an optimizer over the sharded parameters, whoever steps it.
+    def attach(self, *optimizers: Optimizer) -> None:
+        """Follow optimizers over the sharded parameters, whoever steps them.
+
+        Args:
+            optimizers: replicated parameters are gathered again after the last of them has stepped, so they
+                must step together, one after the other. One that steps alone is attached by itself.
 
         Raises:
-            ValueError: it is one of bitsandbytes', which `zeroshard.initialize` takes over.
+            ValueError: one is of bitsandbytes', which `zeroshard.initialize` takes over.
         """
-        follow(self, optimizer)
-        self._optimizers.add(optimizer)
-        if isinstance(optimizer, UsesNorms):
-            optimizer.norms_of = NormsOverRanks(self.buffers, self.context.axis)
-        if self.rounding is not None:
-            widen_steps(optimizer, [unit.starts() for unit in self.units], self.rounding)
+        together = WeakSet(optimizers)
+        for optimizer in optimizers:
+            follow(self, optimizer)
+            self._together[optimizer] = together
+            if isinstance(optimizer, UsesNorms):
+                optimizer.norms_of = NormsOverRanks(self.buffers, self.context.axis)
+            if self.rounding is not None:
+                widen_steps(optimizer, [unit.starts() for unit in self.units], self.rounding)
 
     def before_step(self) -> None:
         """Make the gradients ready for an optimizer: reduce what was deferred.
@@ -167,18 +174,16 @@ class Runtime:
         self.reducer.before_step()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Main parameters changed: replicated parameters are gathered again while the host goes on.
-
-        With several optimizers that begins after the last one, or with the next forward.
-        """
+        """Main parameters changed: replicated parameters are gathered again while the host goes on."""
         for buffer in self.buffers:
             buffer.mark_stale()
         self._stepped.add(optimizer)
-        if len(self._stepped) == len(self._optimizers):
+        self._is_half_stepped = not set(self._together[optimizer]) <= set(self._stepped)
+        if not self._is_half_stepped:
+            self._stepped.clear()
             self._refresh()
 
     def _refresh(self) -> None:
-        self._stepped.clear()
         for unit in reversed(self._order.of_reductions()):  # the same on all ranks; about that of a forward
             unit.refresh()
         self._phase.reads_main = any(unit.state is UnitState.GATHERING for unit in self.units)
@@ -268,17 +273,21 @@ class Runtime:
         if is_in_backward():
             self._begin_second_call(unit)
         else:
+            if self._is_half_stepped:
+                raise RuntimeError(
+                    "a forward between the steps of optimizers that were attached together, after whose last "
+                    "step parameters are gathered: step all of them, or attach each one by itself"
+                )
             if unit is self.root:
                 self._begin_forward()
-            else:
+            elif self._phase.is_in_forward:
                 self._called.append(unit)
             self._free_idle(unit)
             if self._has_had_backward:
                 self._has_had_backward = False
                 self._calls.forget()
             caller = sys._getframe(2)  # of the module, whose hook led here
-            is_outermost = unit is self.root or not self._phase.is_in_forward
-            self._calls.begin(unit, caller, is_outermost=is_outermost)
+            self._calls.begin(unit, caller)
         unit.unshard()
         if not is_in_backward():
             for upcoming in self._order.following(unit, self._num_prefetch):
@@ -441,6 +450,7 @@ class Runtime:
     def _begin_backward(self) -> None:
         self._is_in_backward = True
         self._makes_graph = torch.is_grad_enabled()
+        self._calls.collect()
         self._walk = self._begin_walk()
         self._order.leave(self._walk.left)
         self.reducer.begin()

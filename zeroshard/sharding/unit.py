@@ -52,14 +52,18 @@ class Region:
 
 @dataclass(slots=True)
 class Visit:
-    """The calls of a unit since the last backward, in ticks of the runtime's clock."""
+    """The calls of a unit in one or several forwards, in ticks of the clock of a `CallLog`."""
 
     began: int
     """The first call began here."""
     ended: int = NEVER
     """The last call ended here."""
-    region: Region | None = None
-    """The last checkpoint around a call, the outermost one."""
+    regions: tuple[Region, ...] = ()
+    """The checkpoints around its calls, of nested ones the outermost, the last one at the end."""
+
+    def and_then(self, later: Visit) -> Visit:
+        """These calls and those of a later forward."""
+        return Visit(self.began, later.ended, (*self.regions, *later.regions))
 
 
 class ForwardCall:
@@ -129,7 +133,7 @@ class Unit:
         self.call = ForwardCall(self, NEVER)
         """The forward under way, or the last one."""
         self.visit: Visit | None = None
-        """Its calls since the last backward, if there are any."""
+        """Its calls in the forwards that a backward may come to, if there are any."""
         self.recomputed_in: list[Unit] = []
         """The units around it whose forward is run again in backward."""
         self.open_calls: WeakSet[ForwardCall] = WeakSet()
@@ -168,8 +172,7 @@ class Unit:
         """
         assert self.visit is not None, "it was called"
         around = [outer.visit.ended for outer in self.recomputed_in if outer.visit is not None]
-        region = self.visit.region
-        return max([self.visit.ended, *around, region.ended if region is not None else NEVER])
+        return max([self.visit.ended, *around, *(region.ended for region in self.visit.regions)])
 
     # -- parameters -----------------------------------------------------------------------------------
 
