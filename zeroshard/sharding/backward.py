@@ -11,10 +11,12 @@ To enter a unit is to gather its parameters, and those of the next units ahead. 
 reduction of its gradients and to free it. A unit with several calls is entered at its last call and left at
 its first.
 
-[Note: One order of collectives] All ranks make the same calls where parameters are gathered in a forward. So
-all ranks have the same list of turns, whatever part of the graph the loss of a rank depends on. They take the
-turns in the order of the list: a turn that nothing led to on this rank is taken when a later turn comes.
-Therefore all ranks issue the same gathers and reductions in the same order, on however many communicators.
+[Note: One order of collectives] All ranks of a shard group make the same calls, as each call gathers. So they
+have the same list of turns, whatever part of the graph the loss of a rank depends on. They take the turns in
+the order of the list: a turn that nothing led to on this rank is taken when a later turn comes. Therefore
+they issue the same gathers and reductions in the same order, on however many communicators. The list is of
+the forwards whose graphs are alive, and of torch's own activation checkpoints; docs/architecture.md tells
+what is outside.
 """
 
 from __future__ import annotations
