@@ -168,12 +168,12 @@ class Axis:
 
     @property
     def here(self) -> Whereabouts:
-        """Where this rank is; the watchdog's, once there is one."""
+        """The place of this rank; the watchdog's, once there is one."""
         return self.waits.here
 
     @property
     def ledger(self) -> Ledger:
-        """What this rank has issued, over this axis and those made from it."""
+        """The collectives that this rank has issued, over this axis and those made from it."""
         return self.waits.ledger
 
     @property

@@ -1,4 +1,4 @@
-"""Which device this rank computes on.
+"""The device on which this rank computes.
 
 `Config.device` is taken as it is. Where it has no index or is None, the rest follows from the surroundings:
 
@@ -25,7 +25,7 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What the choice of a device depends on, beside what was asked for."""
+    """The facts that the choice of a device depends on, beside the config."""
 
     environment: Mapping[str, str]
     accelerator: str | None
@@ -35,11 +35,11 @@ class Surroundings:
     rank: int
     num_ranks: int
     backends: str | None
-    """Of the process group that the user has opened ("cpu:gloo,cuda:nccl"); None: there is none."""
+    """The backends of the process group that the user has opened ("cpu:gloo,cuda:nccl"); None without one."""
 
     @staticmethod
     def here() -> Surroundings:
-        """Those of this process."""
+        """Read the facts of this process."""
         has_group = dist.is_initialized()
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return Surroundings(

@@ -32,7 +32,7 @@ class Mark:
     event: torch.Event | None
     """None on CPU, where all that was issued is over."""
     device: torch.device | None = None
-    """Of the event."""
+    """The device of the event."""
 
     def wait(self) -> None:
         """Let the current stream of the device wait; the host goes on."""

@@ -1,4 +1,4 @@
-"""How this rank waits for collectives: noted for the watchdog, limited in time, errors in one form."""
+"""The waits of this rank for collectives: noted for the watchdog, limited in time, errors in one form."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Waits:
     def __init__(self, who: str, device: torch.device, timeout_s: float) -> None:
         self.who, self._device, self._timeout_s = who, device, timeout_s
         self.here = Whereabouts()
-        """Where this rank is; the watchdog's, once there is one."""
+        """The place of this rank; the watchdog's, once there is one."""
         self.ledger = Ledger()
-        """What this rank has issued."""
+        """The collectives that this rank has issued."""
         self.watchdog: Watchdog | None = None
         self.have_failed = False
         """True when a collective has ended in an error, also because of an alarm."""
@@ -116,7 +116,7 @@ class Waits:
             raise RuntimeError("there is an alarm")
 
     def error(self, label: str, error: RuntimeError) -> RuntimeError:
-        """What is raised for an error in a collective: names this rank, and where the others are."""
+        """Make the error to raise for one in a collective: it names this rank, and where the others are."""
         self.have_failed = True
         reason = str(error).strip().splitlines()[0]
         text = (

@@ -226,7 +226,7 @@ class Watchdog:
         return find_lost(self._sightings(), self._limit_s) or self._difference()
 
     def _difference(self) -> str | None:
-        """How what this rank has issued differs from what another one has, while both wait."""
+        """The first collective that this rank and another one have issued differently, while both wait."""
         own = self.here.issued_when_waiting(self._patience_s)
         if own is None:
             return None
@@ -265,7 +265,7 @@ class Watchdog:
 
 
 def _stacks(of: str) -> str:
-    """Where all threads but this one are, the main thread last: hooks may run in autograd's threads."""
+    """The stacks of all threads but this one, the main thread last: hooks may run in autograd's threads."""
     names = {thread.ident: f"thread '{thread.name}'" for thread in threading.enumerate()}
     main = threading.main_thread().ident
     names[main] = "main thread"

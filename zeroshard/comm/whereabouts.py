@@ -31,7 +31,7 @@ class Status(NamedTuple):
     has_failed: bool = False
     """Whether it ended with an exception."""
     issued: Entries | None = None
-    """Of a rank that waits for a while: the collectives that it has issued last."""
+    """The collectives that a rank has issued last, when it has waited for a while."""
 
     @staticmethod
     def parse(values: Sequence[Any]) -> Status:
@@ -87,11 +87,11 @@ class Wait(NamedTuple):
     since: float
     limit_s: float
     is_over: Callable[[], bool] = _never
-    """Of one that was left to the device: True when the device has come past it."""
+    """Tells, for a collective that was left to the device, when the device has come past it."""
     ledger: Ledger | None = None
-    """Where it was noted."""
+    """The ledger in which it was noted."""
     works: Sequence[dist.Work | None] = ()
-    """Of one that the host waits for."""
+    """The works that the host waits for."""
 
 
 class Whereabouts:

@@ -1,4 +1,4 @@
-"""What is known of a backward to autograd's engine, and of a second forward to torch's checkpoint, alone.
+"""Facts that only autograd's engine and torch's activation checkpoint know of a backward.
 
 Nothing public offers it. tests/sharding/test_autograd.py notices a change.
 """

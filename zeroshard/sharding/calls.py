@@ -39,7 +39,7 @@ class CallLog:
         self._now: _Forward | None = None
         """The forward under way, where it may have a backward; all ranks alike."""
         self._forwards: list[_Forward] = []
-        """Those since the last backward, except for those whose graphs are gone."""
+        """The forwards since the last backward, except for those whose graphs are gone."""
         self._num_open = 0
         """Calls that are under way."""
         self._root_caller: FrameType | None = None
