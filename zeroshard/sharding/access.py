@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.slots import ShownParameter
 
 Opened = Sequence[tuple[FlatBuffer, Tensor]]
 """Buffers with their whole main parameters, [total]."""
@@ -36,7 +37,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         raise RuntimeError("unsharded(write_back=True) inside unsharded() of the same parameters")
     opened = [(buffer, buffer.gather_main()) for unit in units for buffer in unit.buffers]
     shown = {
-        id(sharded): nn.Parameter(view, requires_grad=sharded.requires_grad)
+        id(sharded): ShownParameter.over(view, sharded.requires_grad)
         for buffer, whole in opened
         for sharded, view in zip(buffer.sharded, buffer.main_views(whole), strict=True)
     }

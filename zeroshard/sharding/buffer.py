@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,14 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Streams
 from zeroshard.sharding.deferred import has_memory, is_stored, read_part, values_of
 from zeroshard.sharding.layout import Layout, Span
-from zeroshard.sharding.parameter import Phase, ShardedParameter, describe_unit
+from zeroshard.sharding.original import retire
+from zeroshard.sharding.parameter import (
+    DataNote,
+    Phase,
+    ShardedParameter,
+    UnshardedParameter,
+    describe_unit,
+)
 from zeroshard.sharding.placement import DtypePolicy, Placements, plan_buffer
 
 
@@ -111,6 +118,9 @@ class FlatBuffer:
             own = values[self.main_span.slice]
             self.full = values.to(self.plan.compute_dtype)
             self.main = own if self.plan.is_alias else own.clone()
+        for original in self.originals:
+            retire(original.parameter, original.fqn)
+        self.data_note = DataNote()
         self.sharded = self._make_sharded()
         self.unsharded = self._make_unsharded()
         self._version = self.main._version
@@ -172,16 +182,19 @@ class FlatBuffer:
             for index, original in enumerate(self.originals)
         )
 
-    def _make_unsharded(self) -> tuple[nn.Parameter, ...]:
+    def _make_unsharded(self) -> tuple[UnshardedParameter, ...]:
         parameters = []
         for index, sharded in enumerate(self.sharded):
-            parameter = nn.Parameter(self.full.new_empty(0))
+            plain = nn.Parameter(self.full.new_empty(0))
             # Through .data it gets a version counter of its own: a refill of `full` is then no in-place
             # change to autograd, as it would be for a Parameter made of the view.
-            parameter.data = self.full[self.layout.parameter(index).slice].view(self.shapes[index])
+            plain.data = self.full[self.layout.parameter(index).slice].view(self.shapes[index])
+            plain.__class__ = UnshardedParameter
+            parameter = cast(UnshardedParameter, plain)
+            parameter.fqn, parameter.note = sharded.fqn, self.data_note
             if not self.trainable:
-                parameter.register_post_accumulate_grad_hook(_refuse_gradient(sharded.fqn))
-                parameter.requires_grad_(False)
+                plain.register_post_accumulate_grad_hook(_refuse_gradient(sharded.fqn))
+                plain.requires_grad_(False)
             sharded.unsharded = weakref.ref(parameter)  # weak: who keeps a slice need not keep the whole
             parameters.append(parameter)
         return tuple(parameters)
@@ -218,6 +231,10 @@ class FlatBuffer:
         """An optimizer stepped; not every one counts versions (`parameter.data` does not)."""
         if self.trainable:
             self._version = -1
+
+    def follow_own(self) -> None:
+        """This rank's part of `full` was written to `main`: neither is newer than the other."""
+        self._version = self.main._version
 
     def begin_gather(self) -> Gather | None:
         """Allocate `full` and write this rank's part, on the current stream.

@@ -231,6 +231,7 @@ class Runtime:
             raise RuntimeError("full parameters can be had between steps, not inside a forward or backward")
         self._recover()
         for unit in self.units:
+            unit.check_slots()
             if unit.state is UnitState.GATHERING:
                 unit.wait()
 
@@ -328,6 +329,7 @@ class Runtime:
         if self._is_within_method(unit):
             return
         self._calls.end(unit)
+        unit.keep_edits()
         if not is_in_backward():
             if not self.is_held:
                 unit.uninstall()
