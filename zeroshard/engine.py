@@ -68,6 +68,7 @@ class Engine(nn.Module):
         self._micro_step = 0
         self._is_ready = False
         """Whether `step()` has made the gradients ready for the optimizer."""
+        weakref.finalize(self, saver.leave_alone)
         if parts.optimizer is not None:
             self._attach(parts.optimizer)
         if hasattr(module, "save_pretrained"):
