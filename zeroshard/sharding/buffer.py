@@ -282,6 +282,12 @@ class FlatBuffer:
             meter.add(-self._second.nbytes)
             self._second = None
 
+    def release(self) -> None:
+        """Forget all values; what others hold of them stays."""
+        self.drop_second()
+        self.full = self.main = self.main.new_empty(0)
+        self.sharded, self.unsharded, self.originals = (), (), ()
+
     def gather_main(self) -> Tensor:
         """[total], main dtype: the whole main parameters, a copy."""
         whole = torch.empty(self.layout.total, dtype=self.main.dtype, device=self.main.device)

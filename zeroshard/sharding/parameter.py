@@ -62,6 +62,8 @@ class Phase:
     """True while gathers that nobody has waited for may read the main parameters."""
     before_edit: Callable[[], object] = object
     """Waits for them."""
+    refusal: str | None = None
+    """Why sharded parameters cannot be used any more, once the engine is closed."""
 
 
 class ShardedParameter(nn.Parameter):
@@ -201,6 +203,8 @@ def _checked(
     """The function to call in the place of `func`, where that may be used on a sharded parameter at all."""
     if not _only_describes(func):
         first = _first_sharded(args, kwargs)
+        if first.phase.refusal is not None:
+            raise RuntimeError(f"{first.describe()} {first.phase.refusal}")
         if first.phase.is_in_forward:
             raise _used_outside(first, func)
         if first.phase.reads_main and _may_change(func, kwargs):
@@ -238,6 +242,8 @@ def _count_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> N
     """Let replicated parameters follow a step whose kernels autograd does not see, attached or not."""
     stepped = [p for group in optimizer.param_groups for p in group["params"] if type(p) is ShardedParameter]
     if stepped:
+        if (refusal := stepped[0].phase.refusal) is not None:
+            raise RuntimeError(f"{type(optimizer).__name__}.step(): {stepped[0].describe()} {refusal}")
         torch.autograd.graph.increment_version(stepped)
 
 

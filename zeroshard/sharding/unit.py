@@ -310,6 +310,15 @@ class Unit:
                 parameter.grad = None
         self.open_calls.clear()
 
+    def release(self) -> None:
+        """Forget the module and all parameters: the engine was closed."""
+        self.module = nn.Identity()  # unit and call hold each other, and the module goes before garbage does
+        for gradients in self.gradients:
+            gradients.drop()
+        for buffer in self.buffers:
+            buffer.release()
+        self._slots.clear()
+
     def _move(self, state: UnitState) -> None:
         if _MOVES[self.state] is not state:
             raise RuntimeError(
