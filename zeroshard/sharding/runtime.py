@@ -294,6 +294,8 @@ class Runtime:
                 upcoming.unshard()
         unit.wait()
         unit.install()
+        if not torch.is_grad_enabled():
+            unit.note_views()
         if not is_in_backward():
             self.here.enter("the forward of ", unit.described)
 
@@ -331,6 +333,8 @@ class Runtime:
         if not is_in_backward():
             if not self.is_held:
                 unit.uninstall()
+                if not torch.is_grad_enabled():
+                    unit.leave_views()
             if unit is self.root:
                 self.abandon_forward()
             if self._phase.is_in_forward:

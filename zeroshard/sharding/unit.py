@@ -244,12 +244,23 @@ class Unit:
             else:
                 setattr(owner, attribute, parameter)
 
+    def note_views(self) -> None:
+        """Before a forward without a graph: count the views of parameters that are there already."""
+        for buffer in self.buffers:
+            buffer.note_views()
+
+    def leave_views(self) -> None:
+        """After a forward without a graph: whoever keeps a view of a parameter keeps its memory."""
+        for buffer in self.buffers:
+            buffer.leave_views()
+
     def copy_own(self, output: Any) -> Any:
-        """What a forward returned, without views of parameters, whose memory is about to be freed."""
+        """Return the output of a forward without views of parameters, whose memory is about to be freed."""
         places = [(b.full.data_ptr(), b.full.data_ptr() + b.full_bytes) for b in self.buffers]
 
         def is_own(tensor: Tensor) -> bool:
-            at = tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+            has_place = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+            at = tensor.data_ptr() if has_place else 0
             return any(start <= at < stop for start, stop in places)
 
         return copy_tensors(output, is_own)
