@@ -31,6 +31,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         RuntimeError: `write_back`, and the ranks made different edits; then none is kept.
     """
     runtime.settle()
+    runtime.check_slots()
     members = {member for module in modules for member in module.modules()}
     units = [unit for unit in runtime.units if not members.isdisjoint(unit.owners)]
     if write_back and any(unit.is_shown for unit in units):
@@ -97,6 +98,7 @@ def full_state_dict(runtime: Runtime) -> dict[str, Tensor]:
     own dtype.
     """
     runtime.settle()
+    runtime.check_slots()
     is_first = runtime.context.axes.dp.rank == 0
     whole: dict[int, Tensor] = {}
     for buffer in runtime.buffers:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 _DESCRIBES = frozenset(
-    getattr(Tensor, name).__get__ for name in ("dtype", "device", "layout", "is_leaf", "requires_grad")
+    getattr(Tensor, name).__get__
+    for name in ("dtype", "device", "layout", "is_leaf", "is_meta", "requires_grad")
 ) | {Tensor.__hash__, Tensor.is_floating_point, Tensor.is_complex}
 """What an original parameter still tells: nothing about its shape or its values."""
 
@@ -19,9 +20,11 @@ class OriginalParameter(nn.Parameter):
 
     Attributes:
         fqn: its name in the model.
+        was: its class.
     """
 
     fqn: str
+    was: type[nn.Parameter]
 
     @classmethod
     def __torch_function__(
@@ -53,9 +56,18 @@ def retire(parameter: nn.Parameter, fqn: str) -> None:
         parameter: its data was taken over.
         fqn: its name in the model.
     """
+    was = type(parameter)
     parameter.__class__ = OriginalParameter
     assert isinstance(parameter, OriginalParameter)
-    parameter.fqn = fqn
+    parameter.fqn, parameter.was = fqn, was
+
+
+def revive(parameter: nn.Parameter) -> None:
+    """Make a parameter again what it was before `retire`; its data is still empty."""
+    if isinstance(parameter, OriginalParameter):
+        was = parameter.was
+        del parameter.fqn, parameter.was
+        cast(nn.Parameter, parameter).__class__ = was
 
 
 def _first(values: tuple[Any, ...]) -> OriginalParameter | None:

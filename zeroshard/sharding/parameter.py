@@ -293,6 +293,23 @@ class UnshardedParameter(nn.Parameter):
         with torch.no_grad():
             _GET_DATA(self).copy_(new)
 
+    @staticmethod
+    def over(view: Tensor, fqn: str, note: DataNote) -> UnshardedParameter:
+        """One whose memory is that of `view`, with a version counter of its own.
+
+        A refill of the buffer is then no in-place change to autograd.
+        """
+        parameter = nn.Parameter(view.new_empty(0))
+        parameter.data = view
+        parameter.__class__ = UnshardedParameter
+        assert isinstance(parameter, UnshardedParameter)
+        parameter.fqn, parameter.note = fqn, note
+        return parameter
+
+    def move(self, view: Tensor) -> None:
+        """Go on over other memory, of the same shape."""
+        _SET_DATA(self, view)
+
 
 REMEDY = (
     "It can be used where it is whole: inside the forward of its unit, or under engine.unsharded(module). "

@@ -229,6 +229,15 @@ class Runtime:
                 "it after the block; inside, the model's own methods see full parameters"
             )
 
+    def check_slots(self) -> None:
+        """Before parameters are read: refuse those that others have put into the modules.
+
+        Raises:
+            RuntimeError: naming the first one, on the rank that has it.
+        """
+        for unit in self.units:
+            unit.check_slots()
+
     def settle(self) -> None:
         """Wait for every exchange under way, and clean up after an exception.
 
@@ -239,7 +248,6 @@ class Runtime:
             raise RuntimeError("full parameters can be had between steps, not inside a forward or backward")
         self._recover()
         for unit in self.units:
-            unit.check_slots()
             if unit.state is UnitState.GATHERING:
                 unit.wait()
 
@@ -305,6 +313,8 @@ class Runtime:
                 upcoming.unshard()
         unit.wait()
         unit.install()
+        if not torch.is_grad_enabled():
+            unit.note_views()
         if not is_in_backward():
             self.here.enter("the forward of ", unit.described)
 
@@ -343,6 +353,8 @@ class Runtime:
         if not is_in_backward():
             if not self.is_held:
                 unit.uninstall()
+                if not torch.is_grad_enabled():
+                    unit.leave_views()
             if unit is self.root:
                 self.abandon_forward()
             if self.phase.is_in_forward:

@@ -130,6 +130,10 @@ class Slots:
             if current is not shown and current is not unsharded:
                 raise RuntimeError(self._describe(owner, attribute, current))
 
+    def clear(self) -> None:
+        """Forget modules and parameters."""
+        self._places, self._at_rest, self._stand_ins = [], [], {}
+
     def _check_shown(self) -> None:
         for _, _, unsharded, shown in self._at_rest:
             if self._versions.get(id(shown)) != (shown._version, shown.data_ptr()):

@@ -237,12 +237,23 @@ class Unit:
         """Keep what a forward edited; see `Edits.keep`."""
         self._edits.keep()
 
+    def note_views(self) -> None:
+        """Before a forward without a graph: count the views of parameters that are there already."""
+        for buffer in self.buffers:
+            buffer.note_views()
+
+    def leave_views(self) -> None:
+        """After a forward without a graph: whoever keeps a view of a parameter keeps its memory."""
+        for buffer in self.buffers:
+            buffer.leave_views()
+
     def copy_own(self, output: Any) -> Any:
-        """What a forward returned, without views of parameters, whose memory is about to be freed."""
+        """Return the output of a forward without views of parameters, whose memory is about to be freed."""
         places = [(b.full.data_ptr(), b.full.data_ptr() + b.full_bytes) for b in self.buffers]
 
         def is_own(tensor: Tensor) -> bool:
-            at = tensor.data_ptr() if type(tensor) in (Tensor, UnshardedParameter) else 0
+            has_place = type(tensor) in (Tensor, UnshardedParameter) and tensor.layout is torch.strided
+            at = tensor.data_ptr() if has_place else 0
             return any(start <= at < stop for start, stop in places)
 
         return copy_tensors(output, is_own)
@@ -318,6 +329,7 @@ class Unit:
         for buffer in self.buffers:
             buffer.release()
         self._slots.clear()
+        self._edits = Edits(())
 
     def _move(self, state: UnitState) -> None:
         if _MOVES[self.state] is not state:
