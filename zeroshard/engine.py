@@ -27,8 +27,10 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.guard import StepGuard
 from zeroshard.sharding import access
+from zeroshard.sharding import restore as restoring
 from zeroshard.sharding.methods import WholeOnly, as_forward, held_unsharded
 from zeroshard.sharding.nested import cast_inputs
+from zeroshard.sharding.restore import Closed
 from zeroshard.sharding.unit import UnitInfo
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -68,10 +70,12 @@ class Engine(nn.Module):
         self._micro_step = 0
         self._is_ready = False
         """Whether `step()` has made the gradients ready for the optimizer."""
+        weakref.finalize(self, saver.leave_alone)
         if parts.optimizer is not None:
             self._attach(parts.optimizer)
         if hasattr(module, "save_pretrained"):
-            object.__setattr__(module, "save_pretrained", WholeOnly(parts.runtime, module, "save_pretrained"))
+            whole_only = WholeOnly(parts.runtime, module, "save_pretrained")
+            parts.runtime.changes.set(module, "save_pretrained", whole_only)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes are the engine's own: nn.Module's way would register them in the model."""
@@ -417,7 +421,7 @@ class Engine(nn.Module):
             raise ValueError(f"expected a method of {type(self.module).__name__}, got {name!r}")
         wrapped = as_forward(self._runtime, method)
         setattr(self, name, wrapped)
-        setattr(self.module, name, wrapped)
+        self._runtime.changes.set(self.module, name, wrapped)
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -436,6 +440,31 @@ class Engine(nn.Module):
             args, kwargs = cast_inputs(self.module, args, kwargs, dtype=dtype)
         with held_unsharded(self._runtime):
             return generate(*args, **kwargs)
+
+    # -- the end --------------------------------------------------------------------------------------
+
+    def close(self, restore: bool = True) -> None:
+        """End the engine: the model becomes an ordinary module again; collective. A second call does nothing.
+
+        The model has its original parameters again, with the trained values, whole on every rank, in the
+        main dtype; hooks are gone and methods are its own. It may be used as it is, or given to `initialize`
+        again. Gradients are dropped. The optimizer cannot step any more: its states are of slices.
+
+        Args:
+            restore: False only gives back memory and waits for no other rank. The model cannot be used then.
+
+        Raises:
+            RuntimeError: inside forward, backward or `unsharded()`; a parameter was replaced. Then the
+                engine is not closed. Or the last save in the background has failed; then it is.
+        """
+        if isinstance(self._runtime, Closed):
+            return
+        runtime, axes, saver = self._runtime, self._axes, self._saver
+        restoring.restore(runtime) if restore else restoring.dismantle(runtime)
+        axes.dp.unwatch()
+        closed: Any = Closed()
+        self._parts = self._runtime = self._axes = self._saver = self._guard = closed
+        saver.finish() if restore else saver.leave_alone()
 
     # -- reports --------------------------------------------------------------------------------------
 

@@ -24,7 +24,14 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Streams
 from zeroshard.sharding.deferred import has_memory, is_stored, read_part, values_of
 from zeroshard.sharding.layout import Layout, Span
-from zeroshard.sharding.parameter import Phase, ShardedParameter, describe_unit
+from zeroshard.sharding.original import retire
+from zeroshard.sharding.parameter import (
+    DataNote,
+    Phase,
+    ShardedParameter,
+    UnshardedParameter,
+    describe_unit,
+)
 from zeroshard.sharding.placement import DtypePolicy, Placements, plan_buffer
 from zeroshard.sharding.storage import allocate, count_views, release
 
@@ -112,6 +119,9 @@ class FlatBuffer:
             own = values[self.main_span.slice]
             self.full = values.to(self.plan.compute_dtype)
             self.main = own if self.plan.is_alias else own.clone()
+        for original in self.originals:
+            retire(original.parameter, original.fqn)
+        self.data_note = DataNote()
         self.sharded = self._make_sharded()
         self.unsharded = self._make_unsharded()
         self._version = self.main._version
@@ -176,15 +186,14 @@ class FlatBuffer:
             for index, original in enumerate(self.originals)
         )
 
-    def _make_unsharded(self) -> tuple[nn.Parameter, ...]:
+    def _make_unsharded(self) -> tuple[UnshardedParameter, ...]:
         parameters = []
         for index, sharded in enumerate(self.sharded):
-            parameter = nn.Parameter(self.full.new_empty(0))
-            # Through .data it gets a version counter of its own: a refill of `full` is then no in-place
-            # change to autograd, as it would be for a Parameter made of the view.
-            parameter.data = self.full[self.layout.parameter(index).slice].view(self.shapes[index])
+            view = self.full[self.layout.parameter(index).slice].view(self.shapes[index])
+            parameter = UnshardedParameter.over(view, sharded.fqn, self.data_note)
             if not self.trainable:
-                parameter.register_post_accumulate_grad_hook(_refuse_gradient(sharded.fqn))
+                refuse = _refuse_gradient(sharded.fqn)
+                parameter.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(False)
             sharded.unsharded = weakref.ref(parameter)  # weak: who keeps a slice need not keep the whole
             parameters.append(parameter)
@@ -222,6 +231,10 @@ class FlatBuffer:
         """An optimizer stepped; not every one counts versions (`parameter.data` does not)."""
         if self.trainable:
             self._version = -1
+
+    def follow_own(self) -> None:
+        """This rank's part of `full` was written to `main`: neither is newer than the other."""
+        self._version = self.main._version
 
     def begin_gather(self) -> Gather | None:
         """Allocate `full` and write this rank's part, on the current stream.
@@ -270,7 +283,7 @@ class FlatBuffer:
         with torch.inference_mode(False):
             self.full = self.full.clone()
             for index, parameter in enumerate(self.unsharded):
-                parameter.data = self.full[self.layout.parameter(index).slice].view(self.shapes[index])
+                parameter.move(self.full[self.layout.parameter(index).slice].view(self.shapes[index]))
 
     def _describe_freed(self) -> str:
         names = [original.fqn for original in self.originals]
@@ -293,6 +306,12 @@ class FlatBuffer:
         elif not keep and self._second is not None:
             meter.add(-self._second.nbytes)
             self._second = None
+
+    def release(self) -> None:
+        """Forget all values; what others hold of them stays."""
+        self.drop_second()
+        self.full = self.main = self.main.new_empty(0)
+        self.sharded, self.unsharded, self.originals = (), (), ()
 
     def gather_main(self) -> Tensor:
         """[total], main dtype: the whole main parameters, a copy."""
