@@ -495,7 +495,7 @@ class Engine(nn.Module):
 
     @property
     def units(self) -> list[UnitInfo]:
-        """Name, padded size, and whether it is kept from forward to backward, of each unit."""
+        """Name, padded size, whether it is kept from forward to backward, and why it is one, of each unit."""
         return self._runtime.unit_infos
 
     def memory_report(self) -> MemoryReport:

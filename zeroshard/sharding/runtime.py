@@ -157,7 +157,7 @@ class Runtime:
     @property
     def unit_infos(self) -> list[UnitInfo]:
         return [
-            UnitInfo(name=unit.name, numel=unit.numel, kept=self._is_kept(unit))
+            UnitInfo(name=unit.name, numel=unit.numel, kept=self._is_kept(unit), reason=unit.reason)
             for unit in self.units
             if unit.buffers
         ]
