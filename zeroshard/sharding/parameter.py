@@ -251,6 +251,66 @@ def _count_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> N
 torch_optimizer.register_optimizer_step_pre_hook(_count_change)
 
 
+class DataNote:
+    """Whether somebody was given the data of a buffer's parameters, through which edits count no version."""
+
+    __slots__ = ("is_taken",)
+
+    def __init__(self) -> None:
+        self.is_taken = False
+
+
+class UnshardedParameter(nn.Parameter):
+    """The full parameter inside the forward of its unit, a view of a flat buffer.
+
+    Attributes:
+        fqn: the original name.
+        note: of its buffer.
+    """
+
+    fqn = ""
+    note = DataNote()
+
+    @property
+    def data(self) -> Tensor:
+        self.note.is_taken = True
+        data: Tensor = _GET_DATA(self)
+        return data
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        """Take over the values; the memory stays that of the buffer.
+
+        Raises:
+            RuntimeError: of another shape.
+        """
+        if new.shape != self.shape:
+            raise RuntimeError(
+                f"the data of '{self.fqn}' is a view of a flat buffer: expected new data of the shape "
+                f"{list(self.shape)}, got {list(new.shape)}. Change shapes before initialize"
+            )
+        self.note.is_taken = True
+        with torch.no_grad():
+            _GET_DATA(self).copy_(new)
+
+    @staticmethod
+    def over(view: Tensor, fqn: str, note: DataNote) -> UnshardedParameter:
+        """One whose memory is that of `view`, with a version counter of its own.
+
+        A refill of the buffer is then no in-place change to autograd.
+        """
+        parameter = nn.Parameter(view.new_empty(0))
+        parameter.data = view
+        parameter.__class__ = UnshardedParameter
+        assert isinstance(parameter, UnshardedParameter)
+        parameter.fqn, parameter.note = fqn, note
+        return parameter
+
+    def move(self, view: Tensor) -> None:
+        """Go on over other memory, of the same shape."""
+        _SET_DATA(self, view)
+
+
 REMEDY = (
     "It can be used where it is whole: inside the forward of its unit, or under engine.unsharded(module). "
     "To share it between modules, choose units= such that the forward of one unit holds every use"

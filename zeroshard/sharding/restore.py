@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.sharding.buffer import Original
+from zeroshard.sharding.original import revive
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -112,6 +113,7 @@ def _dtype_of(original: Original, view: Tensor, runtime: Runtime) -> torch.dtype
 @torch.no_grad()
 def _give_back(original: Original, sharded: ShardedParameter, values: Tensor) -> None:
     parameter = original.parameter
+    revive(parameter)
     if parameter.is_meta:
         parameter = nn.Parameter(values)
     else:

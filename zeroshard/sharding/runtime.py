@@ -229,6 +229,15 @@ class Runtime:
                 "it after the block; inside, the model's own methods see full parameters"
             )
 
+    def check_slots(self) -> None:
+        """Before parameters are read: refuse those that others have put into the modules.
+
+        Raises:
+            RuntimeError: naming the first one, on the rank that has it.
+        """
+        for unit in self.units:
+            unit.check_slots()
+
     def settle(self) -> None:
         """Wait for every exchange under way, and clean up after an exception.
 
@@ -304,6 +313,8 @@ class Runtime:
                 upcoming.unshard()
         unit.wait()
         unit.install()
+        if not torch.is_grad_enabled():
+            unit.note_views()
         if not is_in_backward():
             self.here.enter("the forward of ", unit.described)
 
@@ -338,9 +349,12 @@ class Runtime:
         if self._is_within_method(unit):
             return
         self._calls.end(unit)
+        unit.keep_edits()
         if not is_in_backward():
             if not self.is_held:
                 unit.uninstall()
+                if not torch.is_grad_enabled():
+                    unit.leave_views()
             if unit is self.root:
                 self.abandon_forward()
             if self.phase.is_in_forward:
