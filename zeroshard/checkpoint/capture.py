@@ -62,6 +62,7 @@ def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_sta
     """
     runtime, optimizer, axis = parts.runtime, parts.optimizer, parts.runtime.context.axes.dp
     runtime.settle()
+    runtime.check_slots()
     runtime.require_slices("save_checkpoint()")
     if any(gradients.has_deferred for unit in runtime.units for gradients in unit.gradients):
         raise RuntimeError(

@@ -22,7 +22,7 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
         runtime = reference()
-        if runtime is None or runtime.is_in_method or runtime.is_in_forward:
+        if runtime is None or runtime.is_closed or runtime.is_in_method or runtime.is_in_forward:
             return method(*args, **kwargs)
         root = runtime.root
         if (dtype := runtime.context.dtypes.param_dtype) is not None:

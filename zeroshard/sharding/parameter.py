@@ -23,6 +23,7 @@ import torch.optim.optimizer as torch_optimizer
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from zeroshard.sharding.mixing import check_parts, explain
 from zeroshard.sharding.targets import backward_to, no_grad_of
 
 _LAYER_FUNCTIONS = frozenset(
@@ -73,6 +74,8 @@ class Phase:
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
     forget_gradient: Callable[[ShardedParameter], object]
     """Drops these of one parameter; set by the runtime."""
+    refusal: str | None = None
+    """Why sharded parameters cannot be used any more, once the engine is closed."""
 
 
 class ShardedParameter(nn.Parameter):
@@ -189,8 +192,11 @@ class ShardedParameter(nn.Parameter):
             try:
                 result = func(*args, **(kwargs or {}))
             except (RuntimeError, IndexError) as error:
+                first = _first_sharded(args, kwargs)
                 if torch.is_grad_enabled():  # not an optimizer: a model that computes with a slice
-                    raise _used_outside(_first_sharded(args, kwargs), func) from error
+                    raise _used_outside(first, func) from error
+                if (explained := explain(error, first)) is not None:
+                    raise explained from error
                 raise
         if func in _CASTS and type(result) is Tensor and result.requires_grad:
             result = result.as_subclass(_CastSlice)
@@ -241,10 +247,13 @@ def _checked(
     """The function to call in the place of `func`, where that may be used on a sharded parameter at all."""
     if not _only_describes(func):
         first = _first_sharded(args, kwargs)
+        if first.phase.refusal is not None:
+            raise RuntimeError(f"{first.describe()} {first.phase.refusal}")
         if first.phase.is_in_forward:
             raise _used_outside(first, func)
         if first.phase.reads_main and _may_change(func, kwargs):
             first.phase.before_edit()
+        check_parts(func, args, ShardedParameter)
     if func is torch.autograd.grad:
         raise no_grad_of(_first_sharded(args, kwargs).describe())
     if func == _GET_DATA:
@@ -280,11 +289,73 @@ def _count_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> N
     """Let replicated parameters follow a step whose kernels autograd does not see, attached or not."""
     stepped = [p for group in optimizer.param_groups for p in group["params"] if type(p) is ShardedParameter]
     if stepped:
+        if (refusal := stepped[0].phase.refusal) is not None:
+            raise RuntimeError(f"{type(optimizer).__name__}.step(): {stepped[0].describe()} {refusal}")
         torch.autograd.graph.increment_version(stepped)
 
 
 # Before the step: what is attached to a runtime gathers right after it, and must not be told once more.
 torch_optimizer.register_optimizer_step_pre_hook(_count_change)
+
+
+class DataNote:
+    """Whether somebody was given the data of a buffer's parameters, through which edits count no version."""
+
+    __slots__ = ("is_taken",)
+
+    def __init__(self) -> None:
+        self.is_taken = False
+
+
+class UnshardedParameter(nn.Parameter):
+    """The full parameter inside the forward of its unit, a view of a flat buffer.
+
+    Attributes:
+        fqn: the original name.
+        note: of its buffer.
+    """
+
+    fqn = ""
+    note = DataNote()
+
+    @property
+    def data(self) -> Tensor:
+        self.note.is_taken = True
+        data: Tensor = _GET_DATA(self)
+        return data
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        """Take over the values; the memory stays that of the buffer.
+
+        Raises:
+            RuntimeError: of another shape.
+        """
+        if new.shape != self.shape:
+            raise RuntimeError(
+                f"the data of '{self.fqn}' is a view of a flat buffer: expected new data of the shape "
+                f"{list(self.shape)}, got {list(new.shape)}. Change shapes before initialize"
+            )
+        self.note.is_taken = True
+        with torch.no_grad():
+            _GET_DATA(self).copy_(new)
+
+    @staticmethod
+    def over(view: Tensor, fqn: str, note: DataNote) -> UnshardedParameter:
+        """One whose memory is that of `view`, with a version counter of its own.
+
+        A refill of the buffer is then no in-place change to autograd.
+        """
+        parameter = nn.Parameter(view.new_empty(0))
+        parameter.data = view
+        parameter.__class__ = UnshardedParameter
+        assert isinstance(parameter, UnshardedParameter)
+        parameter.fqn, parameter.note = fqn, note
+        return parameter
+
+    def move(self, view: Tensor) -> None:
+        """Go on over other memory, of the same shape."""
+        _SET_DATA(self, view)
 
 
 REMEDY = (
