@@ -27,6 +27,7 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.clipping import check_clipping
 from zeroshard.optim.guard import StepGuard
+from zeroshard.optim.halfway import Arguments, Halfway
 from zeroshard.sharding import access
 from zeroshard.sharding import restore as restoring
 from zeroshard.sharding.methods import EnginesOwn, WholeOnly, as_forward, held_unsharded
@@ -69,6 +70,7 @@ class Engine(nn.Module):
         self.skipped_steps = 0
         """Steps that were not taken because gradients were not finite."""
         self._guard = StepGuard(parts.runtime, parts.config)
+        self._halfway = Halfway()
         self._micro_step = 0
         self._is_ready = False
         """Whether `step()` has made the gradients ready for the optimizer."""
@@ -152,6 +154,7 @@ class Engine(nn.Module):
                 self._is_ready = False
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
+            self._halfway.end()
         else:
             self.skipped_steps += 1
         self._guard.loss_scale = self._guard.loss_scale.after(overflow=not is_taken)
@@ -258,41 +261,48 @@ class Engine(nn.Module):
         """Follow the optimizer, however it is stepped: by this engine or by the user."""
         engine = weakref.ref(self)
 
-        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (self := engine()) is None or self._is_ready:
-                return
-            self._saver.check(self._axes.dp)
-            if self._guard.may_skip:
-                raise RuntimeError(
-                    "with float16 or nonfinite='skip' a step may have to be left out, with that of the LR "
-                    "scheduler: call engine.step(), not optimizer.step()"
-                )
-            has_closure = any(value is not None for value in (*args[1:], kwargs.get("closure")))
-            if has_closure and self._guard.needs_gradients:
-                raise RuntimeError(
-                    "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
-                )
-            if not has_closure:
-                self._runtime.reducer.pace.expect_backwards(self.config.gradient_accumulation_steps)
-            self._guard.make_ready()
+        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+            if (self := engine()) is None:
+                return None
+            if not self._is_ready:
+                self._check_own_step(any(value is not None for value in (*args[1:], kwargs.get("closure"))))
+                self._guard.make_ready()
+            return self._halfway.begin(args, kwargs)
 
         def after(*_: Any) -> None:
             if (self := engine()) is not None:
                 self.global_step += 1
+                if not self._is_ready:
+                    self._halfway.end()
 
         self._runtime.attach(optimizer)
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
+    def _check_own_step(self, has_closure: bool) -> None:
+        """Refuse a step by the user where it needs the engine's."""
+        self._saver.check(self._axes.dp)
+        if self._guard.may_skip:
+            raise RuntimeError(
+                "with float16 or nonfinite='skip' a step may have to be left out, with that of the LR "
+                "scheduler: call engine.step(), not optimizer.step()"
+            )
+        if has_closure and self._guard.needs_gradients:
+            raise RuntimeError(
+                "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
+            )
+        if not has_closure:
+            self._runtime.reducer.pace.expect_backwards(self.config.gradient_accumulation_steps)
+
     # -- parameters -----------------------------------------------------------------------------------
 
     @contextmanager
     def unsharded(self, *modules: nn.Module, write_back: bool = False) -> Iterator[None]:
-        """Show full parameters, in the main dtype, on every rank.
+        """Show full parameters, in the main dtype, on every rank, with the gradients that they have.
 
         Args:
             modules: parts of the model; none means all of it. Whole units are gathered.
-            write_back: keep edits; every rank must make the same ones.
+            write_back: keep edits of parameters and gradients; every rank must make the same ones.
 
         Raises:
             ValueError: a module that is not part of the model.
@@ -333,6 +343,7 @@ class Engine(nn.Module):
             ValueError: a bad tag; a value that can't be saved, by its key; different places on the ranks.
             RuntimeError: it could not be written; in the middle of a step; or the last save failed.
         """
+        self._halfway.check("save_checkpoint()")
         if self._micro_step:
             raise RuntimeError(
                 f"save_checkpoint() after {self._micro_step} micro-batches of an unfinished step, whose "
@@ -378,6 +389,7 @@ class Engine(nn.Module):
                 convert_states=convert_states,
             )
         self.zero_grad()
+        self._halfway.end()
         progress = loaded.progress
         self.global_step, self.skipped_steps = progress.global_step, progress.skipped_steps
         self._guard.loss_scale = progress.loss_scale
