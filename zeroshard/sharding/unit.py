@@ -99,6 +99,8 @@ class UnitInfo:
     """Elements, padding included."""
     kept: bool
     """Whether backward needs no second gather: it stays gathered, or backward needs no parameters."""
+    reason: str = ""
+    """Why its module is a unit."""
 
 
 def needs_parameters_in_backward(module: nn.Module) -> bool:
@@ -115,6 +117,7 @@ class Unit:
         buffers: one for each dtype and `requires_grad`.
         gradients: one for each trained buffer.
         stream: on which its parameters are gathered.
+        reason: why the module is a unit, for people.
     """
 
     def __init__(
@@ -124,7 +127,9 @@ class Unit:
         buffers: list[FlatBuffer],
         gradients: list[Gradients],
         stream: SideStream,
+        reason: str = "",
     ) -> None:
+        self.reason = reason
         self.name, self.module, self.described = name, module, describe_unit(name)
         self.buffers, self.gradients, self._stream = buffers, gradients, stream
         self.is_resident = all(buffer.is_resident for buffer in buffers)
