@@ -155,6 +155,12 @@ class Runtime:
         return self.phase.refusal is not None
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients, delivered or deferred."""
+        deferred = any(gradients.has_deferred for unit in self.units for gradients in unit.gradients)
+        return deferred or any(parameter.grad is not None for parameter in self.parameters)
+
+    @property
     def unit_infos(self) -> list[UnitInfo]:
         return [
             UnitInfo(name=unit.name, numel=unit.numel, kept=self._is_kept(unit), reason=unit.reason)
@@ -383,6 +389,7 @@ class Runtime:
     def _begin_forward(self) -> None:
         self.abandon_forward()
         self._recover()
+        self.reducer.forget_announced()
         self.phase.is_in_forward = True
         self.reducer.pace.num_forwards += torch.is_grad_enabled()
         self._called, self._staying = [], set()
@@ -550,10 +557,23 @@ class Runtime:
         parameter.register_post_accumulate_grad_hook(arrived)
         redirect_hooks(parameter, gradients.buffer.sharded[index])
 
+    def announce(self, more: bool, *, send: bool, loss_scale: float) -> None:
+        """Tell what a backward that has just begun means; see `Reducer.announce`."""
+        if self._is_in_backward and self._backward() is None:
+            self._abandon_backward()
+        self.reducer.announce(more, send=send, loss_scale=loss_scale)
+
+        def forget() -> None:
+            if not self._is_in_backward:  # it did not come here; else its end forgets
+                self.reducer.forget_announced()
+
+        at_end_of_backward(forget)
+
     def _end_backward(self) -> None:
         self._walk.finish()
         self._is_in_backward, self._has_had_backward = False, True
         self.reducer.end()
+        self.reducer.forget_announced()
         for unit in self.units if self._makes_graph else ():
             unit.uninstall()
         if not self._makes_graph:
@@ -578,5 +598,6 @@ class Runtime:
         self._walk.finish()  # as the other ranks do
         self._is_in_backward, self._has_had_backward = False, True
         self.reducer.abandon()
+        self.reducer.forget_announced()
         self.put_away()
         self.here.leave()
