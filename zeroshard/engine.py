@@ -30,10 +30,12 @@ from zeroshard.optim.guard import StepGuard
 from zeroshard.optim.halfway import Arguments, Halfway
 from zeroshard.sharding import access
 from zeroshard.sharding import restore as restoring
+from zeroshard.sharding.autograd import outside_transforms
 from zeroshard.sharding.methods import EnginesOwn, WholeOnly, as_forward, held_unsharded
 from zeroshard.sharding.nested import cast_inputs
 from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.restore import Closed
+from zeroshard.sharding.tracers import refuse_proxies
 from zeroshard.sharding.unit import UnitInfo
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -90,8 +92,11 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward."""
+        if type(args) is not tuple:
+            refuse_proxies()
         if self._runtime.context.placements.frees_parameters or self._axes.dp.size == 1:
-            self._saver.check(self._axes.dp)  # elsewhere the ranks may call forward unevenly
+            with outside_transforms():
+                self._saver.check(self._axes.dp)  # elsewhere the ranks may call forward unevenly
         try:
             return self.module(*args, **kwargs)
         except BaseException:

@@ -26,6 +26,7 @@ from zeroshard.sharding.gradients import Gradients, ReducedGradients
 from zeroshard.sharding.materialize import check_values, materialize_others, record_resets
 from zeroshard.sharding.parameter import Phase, ShardedParameter
 from zeroshard.sharding.placement import STAGES, DtypePolicy
+from zeroshard.sharding.recorder import refuse_recording
 from zeroshard.sharding.rounding import Rounding
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -57,6 +58,7 @@ def shard(
         ValueError: what `config` asks for does not fit the module or the ranks.
         RuntimeError: there is no process group.
     """
+    refuse_recording("shard")
     config = Config.parse(config)
     device = use_device(config.device or _device_of(module, mesh))
     world = open_world(device, Counter(), config.watchdog_s)
