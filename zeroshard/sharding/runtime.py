@@ -16,7 +16,7 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -82,6 +82,8 @@ class Runtime:
     ) -> None:
         self.root, self.units, self.context = units[0], tuple(units), context
         self.rounding, self.changes = rounding, changes
+        self.ignored: Mapping[nn.Parameter, str] = {}
+        """Parameters that are not sharded, which optimizers may step beside the others."""
         makes_same_calls = context.placements.frees_parameters and context.axes.dp_replicate.size == 1
         self._together: WeakKeyDictionary[Optimizer, WeakSet[Optimizer]] = WeakKeyDictionary()
         """For each optimizer over the sharded parameters, those that step together with it."""
