@@ -31,6 +31,7 @@ from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.calls import CallLog
 from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.fastpaths import allows_no_hooks, layers_without_hooks, show_first_layers, surround
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.nested import cast_floats, cast_inputs, find_tensors, view_tensors
 from zeroshard.sharding.norms import NormsOverRanks, UsesNorms
@@ -123,6 +124,7 @@ class Runtime:
         """Gives None when the backward that was begun has ended in an exception."""
         for unit in units:
             self._hook(unit)
+        show_first_layers(units, self.root.module, changes)
         # An engine that is dropped may have gathers under way, into memory that goes with it.
         weakref.finalize(self, _drain, context).atexit = False
 
@@ -268,16 +270,21 @@ class Runtime:
         def at_last(module: nn.Module, args: Any, output: Any) -> None:
             self.leave_forward(unit)
 
+        cast = None
         if (dtype := self.context.dtypes.param_dtype) is not None:
             cast = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is self.root)
-            self.changes.hook(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
-        self.changes.hook(
-            unit.module.register_forward_pre_hook(before, prepend=True),
-            unit.module.register_forward_hook(after),
-            unit.module.register_forward_hook(at_last, always_call=True),
-        )
+        if allows_no_hooks(unit.module):
+            surround(unit.module, self.changes, cast=cast, before=before, after=after, at_last=at_last)
+        else:
+            if cast is not None:
+                self.changes.hook(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
+            self.changes.hook(
+                unit.module.register_forward_pre_hook(before, prepend=True),
+                unit.module.register_forward_hook(after),
+                unit.module.register_forward_hook(at_last, always_call=True),
+            )
         if not unit.is_resident and not unit.is_compiled:
-            for layer in unit.owners - {unit.module}:
+            for layer in unit.owners - {unit.module} - layers_without_hooks(unit.module):
                 self.changes.hook(layer.register_forward_hook(after_layer))
         for gradients in unit.gradients:
             for index, parameter in enumerate(gradients.buffer.unsharded):
