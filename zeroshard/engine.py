@@ -25,11 +25,19 @@ from zeroshard.checkpoint.weights import MAX_SHARD_BYTES
 from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.memory.report import MemoryReport, measure
+from zeroshard.optim.clipping import check_clipping
 from zeroshard.optim.guard import StepGuard
 from zeroshard.sharding import access
 from zeroshard.sharding import restore as restoring
-from zeroshard.sharding.methods import WholeOnly, as_forward, held_unsharded, register_method_of_part
+from zeroshard.sharding.methods import (
+    EnginesOwn,
+    WholeOnly,
+    as_forward,
+    held_unsharded,
+    register_method_of_part,
+)
 from zeroshard.sharding.nested import cast_inputs
+from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.restore import Closed
 from zeroshard.sharding.unit import UnitInfo
 
@@ -73,6 +81,7 @@ class Engine(nn.Module):
         weakref.finalize(self, saver.leave_alone)
         if parts.optimizer is not None:
             self._attach(parts.optimizer)
+        parts.runtime.changes.set(module, "zero_grad", EnginesOwn(self, module, "zero_grad"))
         if hasattr(module, "save_pretrained"):
             whole_only = WholeOnly(parts.runtime, module, "save_pretrained")
             parts.runtime.changes.set(module, "save_pretrained", whole_only)
@@ -120,7 +129,7 @@ class Engine(nn.Module):
         """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
 
         Where gradients are not finite on any rank, in float16 or with `nonfinite="skip"`, all ranks leave out
-        the steps of optimizer and LR scheduler.
+        the steps of optimizer and LR scheduler. Without any gradient they do so too, with a warning.
 
         Returns:
             Whether parameters changed.
@@ -136,6 +145,10 @@ class Engine(nn.Module):
             self._micro_step += 1
             return False
         self._runtime.before_step()
+        if not self._runtime.has_gradients:
+            warn_no_gradients()
+            self.zero_grad()
+            return False
         is_taken = self._guard.make_ready()
         if is_taken:
             self._is_ready = True
@@ -156,7 +169,7 @@ class Engine(nn.Module):
         self._micro_step = 0
         self._runtime.drop_deferred()
         with torch._C.DisableTorchFunctionSubclass():  # its guards take longer than the rest
-            self.module.zero_grad(set_to_none)
+            type(self.module).zero_grad(self.module, set_to_none)
 
     def train_batch(self, inputs: Any, targets: Any = None) -> Tensor:
         """One optimizer step on this rank's batch, cut along dim 0 into the accumulation steps.
@@ -195,15 +208,25 @@ class Engine(nn.Module):
         """Within it, backward adds gradients up on this rank and sends nothing."""
         return self._runtime.reducer.deferring(True)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients by min(1, max_norm / (norm + 1e-6)).
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); collective.
+
+        Args:
+            max_norm: the norm that is left at most.
+            norm_type: the order of the norm, above 0; inf gives the largest magnitude.
+            error_if_nonfinite: raise where the norm is inf or nan.
 
         Returns:
-            The global 2-norm before that; 0-dim, float32.
+            The norm over the gradients of all parameters before that; 0-dim, float32.
+
+        Raises:
+            RuntimeError: `error_if_nonfinite`, by the names of the parameters; gradients are as they were.
         """
-        _check_max_norm(max_norm)
+        order = check_clipping(max_norm, norm_type)
         self._runtime.before_step()
-        return self._guard.clip(max_norm)
+        return self._guard.clip(max_norm, order, error_if_nonfinite)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -255,6 +278,8 @@ class Engine(nn.Module):
                 raise RuntimeError(
                     "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
                 )
+            if not has_closure:
+                self._runtime.reducer.pace.expect_backwards(self.config.gradient_accumulation_steps)
             self._guard.make_ready()
 
         def after(*_: Any) -> None:
@@ -543,8 +568,3 @@ def _check_loss(loss: object) -> None:
     else:
         came = f"{loss!r:.80}"
     raise ValueError(f"backward: expected a loss of one element that requires a gradient, got {came}")
-
-
-def _check_max_norm(max_norm: object) -> None:
-    if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
-        raise ValueError(f"clip_grad_norm_: expected a number >= 0, got {max_norm!r}")

@@ -166,7 +166,7 @@ def _describe(
         config=_describe_config(parts.config),
         global_step=progress.global_step,
         skipped_steps=progress.skipped_steps,
-        loss_scale=asdict(progress.loss_scale) if is_half else None,
+        loss_scale=progress.loss_scale.state() if is_half else None,
         rounding=None if progress.rounding is None else asdict(progress.rounding),
         seed=torch.initial_seed(),
         data=None if parts.loader is None else parts.loader.state_dict(),

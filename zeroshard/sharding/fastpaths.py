@@ -1,8 +1,8 @@
 """torch's fast paths for transformer encoders in evaluation, which change what is computed.
 
 `nn.TransformerEncoder` leaves padded positions out and returns 0 there, if the parameters of its first layer
-are plain tensors; it reads them before it calls the layer. Then `nn.TransformerEncoderLayer` must take its own
-fast path, which it does only if no hook is on it or on a module inside. So a unit that is such a layer is
+are plain tensors; it reads them before it calls the layer. Then `nn.TransformerEncoderLayer` must take its
+own fast path, which it does only if no hook is on it or on a module inside. So a unit that is such a layer is
 gathered by a function around its forward, and the first layer is there when the encoder begins.
 """
 

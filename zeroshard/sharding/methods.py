@@ -115,6 +115,23 @@ class WholeOnly:
         return types.MethodType(getattr(type(module), self._name), memo.get(id(module), module))
 
 
+class EnginesOwn:
+    """A method of a model that calls the engine's of the same name, as long as there is one."""
+
+    def __init__(self, engine: nn.Module, module: nn.Module, name: str) -> None:
+        self._engine, self._module, self._name = weakref.ref(engine), weakref.ref(module), name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine, module = self._engine(), self._module()
+        if engine is None:
+            return getattr(type(module), self._name)(module, *args, **kwargs)
+        return getattr(engine, self._name)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = self._module()
+        return types.MethodType(getattr(type(module), self._name), memo.get(id(module), module))
+
+
 @contextmanager
 def held_unsharded(runtime: Runtime) -> Iterator[None]:
     """Gather everything, in the compute dtype, and keep it in the modules: forwards inside exchange nothing.

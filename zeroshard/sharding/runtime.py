@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.comm.ledger import REDUCE, STEP
 from zeroshard.comm.pool import BufferPool
 from zeroshard.sharding.attach import follow
 from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward
@@ -33,6 +34,7 @@ from zeroshard.sharding.calls import CallLog
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.fastpaths import allows_no_hooks, layers_without_hooks, show_first_layers, surround
 from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.hooks import redirect_hooks
 from zeroshard.sharding.nested import cast_floats, cast_inputs, find_tensors, view_tensors
 from zeroshard.sharding.norms import NormsOverRanks, UsesNorms
 from zeroshard.sharding.order import UnitOrder
@@ -92,7 +94,7 @@ class Runtime:
         """Optimizers that have stepped, while others that step together with them have not."""
         self._is_half_stepped = False
         self._order = UnitOrder(units, is_common=makes_same_calls)
-        self.reducer = Reducer(units, context.axes.dp, pool, self._order)
+        self.reducer = Reducer(units, context.axes.dp, pool, self._order, context.phase)
         self.here = context.axes.dp.here
         self._num_prefetch = num_prefetch
         self._reshard_after_forward, self._output_dtype = reshard_after_forward, output_dtype
@@ -109,6 +111,8 @@ class Runtime:
         self.phase = context.phase
         finish = weakref.WeakMethod(self._finish_gathers)
         self.phase.before_edit = lambda: (call := finish()) is not None and call()
+        forget = weakref.WeakMethod(self._forget_gradient)
+        self.phase.forget_gradient = lambda parameter: (call := forget()) is not None and call(parameter)
         self.is_in_method = False
         """Whether the forward under way is another method of the root, which may call the root itself."""
         self.is_held = False
@@ -137,6 +141,12 @@ class Runtime:
     @property
     def parameters(self) -> Iterator[ShardedParameter]:
         return (parameter for buffer in self.buffers for parameter in buffer.sharded)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient that an optimizer may step with."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(parameter.grad is not None for parameter in self.parameters)
 
     @property
     def is_in_forward(self) -> bool:
@@ -187,6 +197,8 @@ class Runtime:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Main parameters changed: replicated parameters are gathered again while the host goes on."""
+        self.context.axes.dp.ledger.note(STEP, REDUCE)
+        self.reducer.pace.num_backwards = 0
         for buffer in self.buffers:
             buffer.mark_stale()
         self._stepped.add(optimizer)
@@ -212,6 +224,12 @@ class Runtime:
         """Forget gradients that were not reduced yet, as zero_grad() does."""
         self._recover()
         self.reducer.drop_deferred()
+
+    def _forget_gradient(self, parameter: ShardedParameter) -> None:
+        """Forget what was added up of the gradient of one parameter and was not reduced yet."""
+        if not is_in_backward():
+            self._recover()
+            self.reducer.forget(parameter)
 
     def abandon_forward(self) -> None:
         """If a forward was begun, it has ended in an exception. Gradients stay as they are."""
@@ -375,6 +393,7 @@ class Runtime:
         self.abandon_forward()
         self._recover()
         self.phase.is_in_forward = True
+        self.reducer.pace.num_forwards += torch.is_grad_enabled()
         self._called, self._staying = [], set()
         self._refresh()
 
@@ -538,6 +557,7 @@ class Runtime:
                 runtime._walk.note_gradient(unit)
 
         parameter.register_post_accumulate_grad_hook(arrived)
+        redirect_hooks(parameter, gradients.buffer.sharded[index])
 
     def _end_backward(self) -> None:
         self._walk.finish()
@@ -548,6 +568,7 @@ class Runtime:
         if not self._makes_graph:
             self.put_away()
         self.here.leave()
+        self.reducer.call_hooks()
 
     def put_away(self) -> None:
         """Show sharded parameters and free the others, unless they are held."""

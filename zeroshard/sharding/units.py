@@ -120,8 +120,8 @@ def _check(parameter: nn.Parameter, name: str) -> None:
         raise ValueError(f"parameter '{name}' is sharded already")
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise ValueError(
-            f"parameter '{name}' has gradient hooks, which sharding would drop; change gradients between "
-            "backward and step instead, where p.grad is this rank's slice"
+            f"parameter '{name}' has gradient hooks, which sharding would drop: register them after "
+            "initialize, on the parameter of that name in engine.named_parameters()"
         )
     if nn.parameter.is_lazy(parameter):
         raise ValueError(f"parameter '{name}' is lazy: run the model once before it is sharded")
