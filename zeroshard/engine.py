@@ -31,7 +31,13 @@ from zeroshard.optim.halfway import Arguments, Halfway
 from zeroshard.sharding import access
 from zeroshard.sharding import restore as restoring
 from zeroshard.sharding.autograd import outside_transforms
-from zeroshard.sharding.methods import EnginesOwn, WholeOnly, as_forward, held_unsharded
+from zeroshard.sharding.methods import (
+    EnginesOwn,
+    WholeOnly,
+    as_forward,
+    held_unsharded,
+    register_method_of_part,
+)
 from zeroshard.sharding.nested import cast_inputs
 from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.restore import Closed
@@ -491,10 +497,17 @@ class Engine(nn.Module):
         Inside it parameters are gathered and freed, and gradients reduced, as in `forward`. `generate` has
         a method of its own already.
 
+        Args:
+            name: of a method of the model; of a part of it with the name of the part, "encoder.encode". Such
+                a method is called as `engine.module.encoder.encode(...)`, by all ranks.
+
         Raises:
             ValueError: the model has no such method, or the engine has something of that name.
         """
         if name == "generate":
+            return
+        if "." in name:
+            register_method_of_part(self._runtime, name)
             return
         if hasattr(Engine, name):
             raise ValueError(f"the engine has a method {name!r} itself; call the model's another name")

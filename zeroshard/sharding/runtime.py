@@ -16,7 +16,7 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import FrameType
 from typing import Any
@@ -34,6 +34,7 @@ from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.calls import CallLog
 from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.fastpaths import allows_no_hooks, layers_without_hooks, show_first_layers, surround
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.hooks import redirect_hooks
 from zeroshard.sharding.nested import cast_floats, cast_inputs, find_tensors, view_tensors
@@ -87,6 +88,8 @@ class Runtime:
     ) -> None:
         self.root, self.units, self.context = units[0], tuple(units), context
         self.rounding, self.changes = rounding, changes
+        self.ignored: Mapping[nn.Parameter, str] = {}
+        """Parameters that are not sharded, which optimizers may step beside the others."""
         makes_same_calls = context.placements.frees_parameters and context.axes.dp_replicate.size == 1
         self._together: WeakKeyDictionary[Optimizer, WeakSet[Optimizer]] = WeakKeyDictionary()
         """For each optimizer over the sharded parameters, those that step together with it."""
@@ -132,6 +135,7 @@ class Runtime:
         """Gives None when the backward that was begun has ended in an exception."""
         for unit in units:
             self._hook(unit)
+        show_first_layers(units, self.root.module, changes)
         # An engine that is dropped may have gathers under way, into memory that goes with it.
         weakref.finalize(self, _drain, context).atexit = False
 
@@ -296,16 +300,21 @@ class Runtime:
         def at_last(module: nn.Module, args: Any, output: Any) -> None:
             self.leave_forward(unit)
 
+        cast = None
         if (dtype := self.context.dtypes.param_dtype) is not None:
             cast = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is self.root)
-            self.changes.hook(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
-        self.changes.hook(
-            unit.module.register_forward_pre_hook(before, prepend=True),
-            unit.module.register_forward_hook(after),
-            unit.module.register_forward_hook(at_last, always_call=True),
-        )
+        if allows_no_hooks(unit.module):
+            surround(unit.module, self.changes, cast=cast, before=before, after=after, at_last=at_last)
+        else:
+            if cast is not None:
+                self.changes.hook(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
+            self.changes.hook(
+                unit.module.register_forward_pre_hook(before, prepend=True),
+                unit.module.register_forward_hook(after),
+                unit.module.register_forward_hook(at_last, always_call=True),
+            )
         if not unit.is_resident and not unit.is_compiled:
-            for layer in unit.owners - {unit.module}:
+            for layer in unit.owners - {unit.module} - layers_without_hooks(unit.module):
                 self.changes.hook(layer.register_forward_hook(after_layer))
         for gradients in unit.gradients:
             for index, parameter in enumerate(gradients.buffer.unsharded):
