@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,18 @@ from zeroshard.checkpoint.save import Saver
 from zeroshard.checkpoint.weights import MAX_SHARD_BYTES
 from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
+from zeroshard.comm.wrappers import refuse_wrappers
+from zeroshard.deepspeed.habits import DeepSpeedNames
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.guard import StepGuard
-from zeroshard.sharding import access
+from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.methods import WholeOnly, as_forward, held_unsharded
 from zeroshard.sharding.nested import cast_inputs
-from zeroshard.sharding.unit import UnitInfo
 
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-class Engine(nn.Module):
+class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
     """A sharded model with its optimizer. Made by `zeroshard.initialize`.
 
     Its parameters and buffers are the model's, under their original names; between steps the parameters
@@ -70,6 +70,7 @@ class Engine(nn.Module):
         """Whether `step()` has made the gradients ready for the optimizer."""
         if parts.optimizer is not None:
             self._attach(parts.optimizer)
+        refuse_wrappers([self])
         if hasattr(module, "save_pretrained"):
             object.__setattr__(module, "save_pretrained", WholeOnly(parts.runtime, module, "save_pretrained"))
 
@@ -177,7 +178,7 @@ class Engine(nn.Module):
             )
         num_steps = self.config.gradient_accumulation_steps
         device = self._runtime.context.device
-        total = torch.zeros((), device=device)
+        total = torch.zeros((), dtype=torch.float32, device=device)
         pieces = zip(split_batch(inputs, num_steps), split_batch(targets, num_steps), strict=True)
         for piece, target in pieces:
             loss = self._loss(to_device(piece, device), to_device(target, device))
@@ -187,19 +188,10 @@ class Engine(nn.Module):
         axis = self._axes.dp
         return axis.sum(total / num_steps, "mean of the loss") / axis.size
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, backward adds gradients up on this rank and sends nothing."""
-        return self._runtime.reducer.deferring(True)
-
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients by min(1, max_norm / (norm + 1e-6)).
-
-        Returns:
-            The global 2-norm before that; 0-dim, float32.
-        """
-        _check_max_norm(max_norm)
-        self._runtime.before_step()
-        return self._guard.clip(max_norm)
+        """As that of `Sharded`; the norm is `grad_norm` from then on."""
+        self.grad_norm = super().clip_grad_norm_(max_norm)
+        return self.grad_norm
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -260,32 +252,6 @@ class Engine(nn.Module):
         self._runtime.attach(optimizer)
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
-
-    # -- parameters -----------------------------------------------------------------------------------
-
-    @contextmanager
-    def unsharded(self, *modules: nn.Module, write_back: bool = False) -> Iterator[None]:
-        """Show full parameters, in the main dtype, on every rank.
-
-        Args:
-            modules: parts of the model; none means all of it. Whole units are gathered.
-            write_back: keep edits; every rank must make the same ones.
-
-        Raises:
-            ValueError: a module that is not part of the model.
-            RuntimeError: the ranks made different edits.
-        """
-        inside = set(self.module.modules())
-        parts = [self.module if module is self else module for module in modules or (self.module,)]
-        for part in parts:
-            if part not in inside:
-                raise ValueError(f"unsharded: expected modules of the model, got {type(part).__name__}")
-        with access.unsharded(self._runtime, parts, write_back):
-            yield
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Rank 0: CPU tensors under the model's original names, parameters in float32; {} elsewhere."""
-        return access.full_state_dict(self._runtime)
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
@@ -445,11 +411,6 @@ class Engine(nn.Module):
         assert self._axes.mesh is not None, "the interpreter has not ended"
         return self._axes.mesh
 
-    @property
-    def units(self) -> list[UnitInfo]:
-        """Name, padded size, and whether it is kept from forward to backward, of each unit."""
-        return self._runtime.unit_infos
-
     def memory_report(self) -> MemoryReport:
         """Measured bytes on this rank, by kind."""
         return measure(self._runtime, self.optimizer)
@@ -507,8 +468,3 @@ def _check_loss(loss: object) -> None:
     else:
         came = f"{loss!r:.80}"
     raise ValueError(f"backward: expected a loss of one element that requires a gradient, got {came}")
-
-
-def _check_max_norm(max_norm: object) -> None:
-    if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
-        raise ValueError(f"clip_grad_norm_: expected a number >= 0, got {max_norm!r}")

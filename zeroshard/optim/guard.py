@@ -7,7 +7,7 @@ import warnings
 from torch import Tensor
 
 from zeroshard.config import Config
-from zeroshard.optim.clipping import clip_grad_norm_, global_norm, limit_norm
+from zeroshard.optim.clipping import global_norm, limit_norm
 from zeroshard.optim.nonfinite import all_finite, describe_nonfinite
 from zeroshard.optim.scaling import LossScale
 from zeroshard.sharding.runtime import Runtime
@@ -30,11 +30,6 @@ class StepGuard:
     def needs_gradients(self) -> bool:
         """Whether gradients must be there before the optimizer's step begins."""
         return self._judges or self._max_norm is not None
-
-    def clip(self, max_norm: float) -> Tensor:
-        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); the norm before that."""
-        self.grad_norm = clip_grad_norm_(self._runtime, max_norm)
-        return self.grad_norm
 
     def make_ready(self) -> bool:
         """Clip the gradients and, where that was asked for, judge them: then the host waits for a device.

@@ -6,16 +6,19 @@ import functools
 import weakref
 from typing import Any, Protocol
 
+from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.comm.whereabouts import Whereabouts
 from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.unit import Unit
 
 
 class Stepped(Protocol):
     """What a runtime does around the steps of an optimizer."""
 
     here: Whereabouts
+    root: Unit
 
     def before_step(self) -> None:
         """Make the gradients ready."""
@@ -43,7 +46,7 @@ def follow(runtime: Stepped, optimizer: Optimizer) -> None:
 
     def before(optimizer: Optimizer, *_: Any) -> None:
         if (runtime := weak()) is not None:
-            _check_sharded(optimizer)
+            _check_sharded(optimizer, runtime.root.module)
             runtime.before_step()
             runtime.here.enter("the optimizer step")
 
@@ -63,12 +66,19 @@ def follow(runtime: Stepped, optimizer: Optimizer) -> None:
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]
 
 
-def _check_sharded(optimizer: Optimizer) -> None:
+def _check_sharded(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse a parameter that came after sharding: its gradient is this rank's alone."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if not isinstance(parameter, ShardedParameter):
+                names = (name for name, member in model.named_parameters() if member is parameter)
+                name = next(names, None)
+                which = (
+                    f"the parameter '{name}'" if name is not None else "a parameter that is not the model's"
+                )
                 raise RuntimeError(
-                    f"group {number} of the optimizer holds a parameter of shape {list(parameter.shape)} "
-                    "that was added after the model was sharded: add modules and groups before initialize"
+                    f"group {number} of the optimizer holds {which}, of shape {list(parameter.shape)}, that "
+                    "was added after the model was sharded, so its gradient is this rank's alone: add "
+                    "layers to the model, and their parameters to the optimizer, before initialize; to train "
+                    "some of them later, freeze them until then: requires_grad_(False) after initialize"
                 )

@@ -23,6 +23,8 @@ import torch.optim.optimizer as torch_optimizer
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from zeroshard.sharding import counts
+
 _LAYER_FUNCTIONS = frozenset(
     function
     for namespace in (F, torch, Tensor)
@@ -62,6 +64,8 @@ class Phase:
     """True while gathers that nobody has waited for may read the main parameters."""
     before_edit: Callable[[], object] = object
     """Waits for them."""
+    has_warned_of_counts = False
+    has_warned_of_norms = False
 
 
 class ShardedParameter(nn.Parameter):
@@ -146,6 +150,10 @@ class ShardedParameter(nn.Parameter):
             _check_grad_reader(args[0], sys._getframe(1))
         else:
             func = _checked(func, args, kwargs)
+            if func in counts.ASKED and isinstance(args[0], ShardedParameter):
+                whole = counts.answer(args[0], func, sys._getframe(1))
+                if whole is not None:
+                    return whole
         with torch._C.DisableTorchFunctionSubclass():
             try:
                 result = func(*args, **(kwargs or {}))

@@ -1,10 +1,6 @@
-"""The composable layer: shard a module in place."""
+"""A module becomes units and a runtime, in place."""
 
 from __future__ import annotations
-
-import os
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +13,12 @@ from zeroshard.comm.lifecycle import watch
 from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
+from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config import Config, require_supported
 from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
+from zeroshard.sharding.copies import guard_copies
 from zeroshard.sharding.deferred import has_memory
-from zeroshard.sharding.forwards import compile_forwards, recompute_forwards
+from zeroshard.sharding.forwards import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.sharding.gradients import Gradients, ReducedGradients
 from zeroshard.sharding.materialize import check_values, materialize_others, record_resets
 from zeroshard.sharding.parameter import Phase, ShardedParameter
@@ -36,27 +34,8 @@ Replacements = dict[nn.Parameter, ShardedParameter]
 """Original parameter -> what replaced it."""
 
 
-def shard(
-    module: nn.Module,
-    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    mesh: DeviceMesh | None = None,
-) -> Runtime:
-    """Shard a module in place over the ranks of the default process group.
-
-    Afterwards `module.parameters()` yields this rank's sharded parameters; make an optimizer over them
-    and hand it to `runtime.attach(optimizer)`.
-
-    Args:
-        module: its parameters have values, rank 0's count; or it was built under `deferred_init`.
-        config: stage, precision, units, prefetch; a Config, a dict or a path, as `initialize` takes it.
-        mesh: with an axis `dp_shard`, and `dp_replicate` for hybrid sharding; None: over all ranks. Its
-            type of devices is used where neither `config` nor the module tells one.
-
-    Raises:
-        ValueError: what `config` asks for does not fit the module or the ranks.
-        RuntimeError: there is no process group.
-    """
-    config = Config.parse(config)
+def shard_in_place(module: nn.Module, config: Config, mesh: DeviceMesh | None) -> Runtime:
+    """Shard a module over the ranks of the default process group, or of a mesh."""
     device = use_device(config.device or _device_of(module, mesh))
     world = open_world(device, Counter(), config.watchdog_s)
     watch(world)
@@ -108,6 +87,7 @@ def shard_over(
         compile_forwards(units)
     if config.recompute == "unit":
         recompute_forwards(units)
+    leave_untraced()
     runtime = Runtime(
         units,
         context,
@@ -117,6 +97,8 @@ def shard_over(
         output_dtype=config.precision.output_dtype,
         rounding=Rounding.agreed(axes.dp) if config.precision.main_dtype is torch.bfloat16 else None,
     )
+    guard_copies(runtime)
+    refuse_wrappers(module.modules())
     return runtime, replacements
 
 
