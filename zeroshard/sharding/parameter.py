@@ -254,7 +254,8 @@ torch_optimizer.register_optimizer_step_pre_hook(_count_change)
 
 
 REMEDY = (
-    "It can be used where it is whole: inside the forward of its unit, or under engine.unsharded(module). "
+    "It can be used where it is whole: inside the forward of its unit, inside a method that was given to "
+    "engine.register_forward_method(name), or under engine.unsharded(module). "
     "To share it between modules, choose units= such that the forward of one unit holds every use"
 )
 
