@@ -28,8 +28,11 @@ from zeroshard.deepspeed.habits import DeepSpeedNames
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.guard import StepGuard
 from zeroshard.sharded import ShardedCalls
-from zeroshard.sharding.methods import WholeOnly, as_forward, held_unsharded
+from zeroshard.sharding import restore as restoring
+from zeroshard.sharding.methods import EnginesOwn, WholeOnly, as_forward, held_unsharded
 from zeroshard.sharding.nested import cast_inputs
+from zeroshard.sharding.pace import warn_no_gradients
+from zeroshard.sharding.restore import Closed
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -68,11 +71,14 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
         self._micro_step = 0
         self._is_ready = False
         """Whether `step()` has made the gradients ready for the optimizer."""
+        weakref.finalize(self, saver.leave_alone)
         if parts.optimizer is not None:
             self._attach(parts.optimizer)
-        refuse_wrappers([self])
+        refuse_wrappers([self], object.__setattr__)
+        parts.runtime.changes.set(module, "zero_grad", EnginesOwn(self, module, "zero_grad"))
         if hasattr(module, "save_pretrained"):
-            object.__setattr__(module, "save_pretrained", WholeOnly(parts.runtime, module, "save_pretrained"))
+            whole_only = WholeOnly(parts.runtime, module, "save_pretrained")
+            parts.runtime.changes.set(module, "save_pretrained", whole_only)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes are the engine's own: nn.Module's way would register them in the model."""
@@ -117,7 +123,7 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
         """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
 
         Where gradients are not finite on any rank, in float16 or with `nonfinite="skip"`, all ranks leave out
-        the steps of optimizer and LR scheduler.
+        the steps of optimizer and LR scheduler. Without any gradient they do so too, with a warning.
 
         Returns:
             Whether parameters changed.
@@ -133,6 +139,10 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
             self._micro_step += 1
             return False
         self._runtime.before_step()
+        if not self._runtime.has_gradients:
+            warn_no_gradients()
+            self.zero_grad()
+            return False
         is_taken = self._guard.make_ready()
         if is_taken:
             self._is_ready = True
@@ -153,7 +163,7 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
         self._micro_step = 0
         self._runtime.drop_deferred()
         with torch._C.DisableTorchFunctionSubclass():  # its guards take longer than the rest
-            self.module.zero_grad(set_to_none)
+            type(self.module).zero_grad(self.module, set_to_none)
 
     def train_batch(self, inputs: Any, targets: Any = None) -> Tensor:
         """One optimizer step on this rank's batch, cut along dim 0 into the accumulation steps.
@@ -187,11 +197,6 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
             self.step()
         axis = self._axes.dp
         return axis.sum(total / num_steps, "mean of the loss") / axis.size
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As that of `Sharded`; the norm is `grad_norm` from then on."""
-        self.grad_norm = super().clip_grad_norm_(max_norm)
-        return self.grad_norm
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -243,6 +248,8 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
                 raise RuntimeError(
                     "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
                 )
+            if not has_closure:
+                self._runtime.reducer.pace.expect_backwards(self.config.gradient_accumulation_steps)
             self._guard.make_ready()
 
         def after(*_: Any) -> None:
@@ -383,7 +390,7 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
             raise ValueError(f"expected a method of {type(self.module).__name__}, got {name!r}")
         wrapped = as_forward(self._runtime, method)
         setattr(self, name, wrapped)
-        setattr(self.module, name, wrapped)
+        self._runtime.changes.set(self.module, name, wrapped)
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -402,6 +409,31 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
             args, kwargs = cast_inputs(self.module, args, kwargs, dtype=dtype)
         with held_unsharded(self._runtime):
             return generate(*args, **kwargs)
+
+    # -- the end --------------------------------------------------------------------------------------
+
+    def close(self, restore: bool = True) -> None:
+        """End the engine: the model becomes an ordinary module again; collective. A second call does nothing.
+
+        The model has its original parameters again, with the trained values, whole on every rank, in the
+        main dtype; hooks are gone and methods are its own. It may be used as it is, or given to `initialize`
+        again. Gradients are dropped. The optimizer cannot step any more: its states are of slices.
+
+        Args:
+            restore: False only gives back memory and waits for no other rank. The model cannot be used then.
+
+        Raises:
+            RuntimeError: inside forward, backward or `unsharded()`; a parameter was replaced. Then the
+                engine is not closed. Or the last save in the background has failed; then it is.
+        """
+        if isinstance(self._runtime, Closed):
+            return
+        runtime, axes, saver = self._runtime, self._axes, self._saver
+        restoring.restore(runtime) if restore else restoring.dismantle(runtime)
+        axes.dp.unwatch()
+        closed: Any = Closed()
+        self._parts = self._runtime = self._axes = self._saver = self._guard = closed
+        saver.finish() if restore else saver.leave_alone()
 
     # -- reports --------------------------------------------------------------------------------------
 

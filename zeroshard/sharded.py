@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zeroshard.config import Config
-from zeroshard.optim.clipping import clip_grad_norm_
+from zeroshard.optim.clipping import check_clipping
+from zeroshard.optim.guard import StepGuard
 from zeroshard.sharding import access
 from zeroshard.sharding.copies import NotCopied
 from zeroshard.sharding.counts import count
@@ -25,20 +26,31 @@ class ShardedCalls(NotCopied):
     """The calls around the parameters and gradients of a sharded module."""
 
     _runtime: Runtime
+    _guard: StepGuard
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward adds gradients up on this rank and sends nothing."""
         return self._runtime.reducer.deferring(True)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients by min(1, max_norm / (norm + 1e-6)).
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); collective.
+
+        Args:
+            max_norm: the norm that is left at most.
+            norm_type: the order of the norm, above 0; inf gives the largest magnitude.
+            error_if_nonfinite: raise where the norm is inf or nan.
 
         Returns:
-            The global 2-norm before that; 0-dim, float32.
+            The norm over the gradients of all parameters before that; 0-dim, float32.
+
+        Raises:
+            RuntimeError: `error_if_nonfinite`, by the names of the parameters; gradients are as they were.
         """
-        _check_max_norm(max_norm)
+        order = check_clipping(max_norm, norm_type)
         self._runtime.before_step()
-        return clip_grad_norm_(self._runtime, max_norm)
+        return self._guard.clip(max_norm, order, error_if_nonfinite)
 
     @contextmanager
     def unsharded(self, *modules: Any, write_back: bool = False) -> Iterator[None]:
@@ -71,7 +83,7 @@ class ShardedCalls(NotCopied):
 
     @property
     def units(self) -> list[UnitInfo]:
-        """Name, padded size, and whether it is kept from forward to backward, of each unit."""
+        """Name, padded size, whether it is kept from forward to backward, and why it is one, of each unit."""
         return self._runtime.unit_infos
 
 
@@ -82,8 +94,8 @@ class Sharded(ShardedCalls):
     calls here (checkpoints, accumulation, loss scale, nonfinite steps) it does not have.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, config: Config) -> None:
+        self._runtime, self._guard = runtime, StepGuard(runtime, config)
 
     @property
     def module(self) -> nn.Module:
@@ -124,9 +136,5 @@ def shard(
         ValueError: what `config` asks for does not fit the module, the mesh or the ranks.
         RuntimeError: there is no process group.
     """
-    return Sharded(shard_in_place(module, Config.parse(config), mesh))
-
-
-def _check_max_norm(max_norm: object) -> None:
-    if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
-        raise ValueError(f"clip_grad_norm_: expected a number >= 0, got {max_norm!r}")
+    config = Config.parse(config)
+    return Sharded(shard_in_place(module, config, mesh), config)

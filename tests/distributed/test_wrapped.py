@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
-from tests.distributed.models import Tiny
+from tests.sharding.test_copies import build
 
 
 def refusal(model):
@@ -22,15 +22,15 @@ def refusal(model):
 def distributed_already():
     """The errors for models that something else distributes, and whether the inner model trains after."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    partly = Tiny()
+    partly = build()
     partly.outer.bias = nn.Parameter(distribute_tensor(partly.outer.bias.detach(), mesh, [Replicate()]))
-    inside = nn.Sequential(fully_shard(Tiny(), mesh=mesh), nn.ReLU())
-    wrapped = DistributedDataParallel(Tiny())
+    inside = nn.Sequential(fully_shard(build(), mesh=mesh), nn.ReLU())
+    wrapped = DistributedDataParallel(build())
     models = [
         partly,
-        fully_shard(Tiny(), mesh=mesh),
+        fully_shard(build(), mesh=mesh),
         inside,
-        FullyShardedDataParallel(Tiny(), device_id=torch.device("cpu")),
+        FullyShardedDataParallel(build(), device_id=torch.device("cpu")),
     ]
     return [refusal(model) for model in (*models, wrapped)] + [
         zeroshard.initialize(wrapped.module, torch.optim.AdamW).engine.global_step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -15,11 +15,15 @@ _IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Names that DistributedDataParallel leaves alone: it reads them before it looks at any parameter."""
 
 
-def refuse_wrappers(modules: Iterable[nn.Module]) -> None:
-    """Have DistributedDataParallel and fully_shard raise an error before they change one of these modules."""
+def refuse_wrappers(modules: Iterable[nn.Module], give: Callable[[nn.Module, str, Any], None]) -> None:
+    """Have DistributedDataParallel and fully_shard raise an error before they change one of these modules.
+
+    Args:
+        give: sets an attribute of a module.
+    """
     for module in modules:
-        module.__dict__[_IGNORED_BY_DDP] = _NoNames()
-        module.__dict__[STATE_KEY] = _NoState(module.__dict__.get(STATE_KEY, {}))
+        give(module, _IGNORED_BY_DDP, _NoNames())
+        give(module, STATE_KEY, _NoState(vars(module).get(STATE_KEY, {})))
 
 
 class _NoNames:

@@ -43,11 +43,11 @@ COPIED = (
 def guard_copies(runtime: Runtime) -> None:
     """Let deep copies of the model and of its units be plain; warn where a state dict of slices is saved."""
     for module in runtime.root.module.modules():
-        module._register_state_dict_hook(_mark_slices)
+        runtime.changes.hook(module._register_state_dict_hook(_mark_slices))
     for unit in runtime.units:
         copies = _Copies(unit.module)
         for name, method in zip(_COPYING, (copies.deepcopy, copies.reduce), strict=True):
-            object.__setattr__(unit.module, name, method)
+            runtime.changes.set(unit.module, name, method)
 
 
 class NotCopied:
@@ -104,9 +104,15 @@ def _strip(twin: nn.Module, original: nn.Module, memo: dict[int, Any]) -> None:
             del hooks[number]
             for numbers in _KINDS_OF_HOOKS:
                 getattr(twin, numbers).pop(number, None)
+    for parameter in twin._parameters.values():
+        if type(parameter).__module__.startswith("zeroshard."):
+            parameter.__class__ = nn.Parameter  # tied ones stay one object
     for name, value in vars(original).items():
         inner = _innermost(value)
-        if isinstance(inner, types.MethodType) and inner.__func__ is getattr(type(original), name, None):
+        is_of_class = isinstance(inner, types.MethodType) and inner.__func__ is getattr(
+            type(original), name, None
+        )
+        if is_of_class or type(value).__module__.startswith("zeroshard."):
             twin.__dict__.pop(name, None)
         elif inner is not value:
             twin.__dict__[name] = copy.deepcopy(inner, memo)
