@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,12 @@ from zeroshard.checkpoint.save import Saver
 from zeroshard.checkpoint.weights import MAX_SHARD_BYTES
 from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
+from zeroshard.comm.wrappers import refuse_wrappers
+from zeroshard.deepspeed.habits import DeepSpeedNames
 from zeroshard.memory.report import MemoryReport, measure
-from zeroshard.optim.clipping import check_clipping
 from zeroshard.optim.guard import StepGuard
 from zeroshard.optim.halfway import Arguments, Halfway
-from zeroshard.sharding import access
+from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding import restore as restoring
 from zeroshard.sharding.autograd import outside_transforms
 from zeroshard.sharding.methods import (
@@ -42,12 +42,11 @@ from zeroshard.sharding.nested import cast_inputs
 from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.restore import Closed
 from zeroshard.sharding.tracers import refuse_proxies
-from zeroshard.sharding.unit import UnitInfo
 
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-class Engine(nn.Module):
+class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
     """A sharded model with its optimizer. Made by `zeroshard.initialize`.
 
     Its parameters and buffers are the model's, under their original names; between steps the parameters
@@ -85,6 +84,7 @@ class Engine(nn.Module):
         weakref.finalize(self, saver.leave_alone)
         if parts.optimizer is not None:
             self._attach(parts.optimizer)
+        refuse_wrappers([self], object.__setattr__)
         parts.runtime.changes.set(module, "zero_grad", EnginesOwn(self, module, "zero_grad"))
         if hasattr(module, "save_pretrained"):
             whole_only = WholeOnly(parts.runtime, module, "save_pretrained")
@@ -226,7 +226,7 @@ class Engine(nn.Module):
             )
         num_steps = self._num_micro_batches
         device = self._runtime.context.device
-        total = torch.zeros((), device=device)
+        total = torch.zeros((), dtype=torch.float32, device=device)
         pieces = zip(split_batch(inputs, num_steps), split_batch(targets, num_steps), strict=True)
         for piece, target in pieces:
             loss = self._loss(to_device(piece, device), to_device(target, device))
@@ -235,50 +235,21 @@ class Engine(nn.Module):
         axis = self._axes.dp
         return axis.sum(total / num_steps, "mean of the loss") / axis.size
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, backward adds gradients up on this rank and sends nothing."""
-        return self._runtime.reducer.deferring(True)
+    def set_gradient_accumulation_steps(self, number: int) -> None:
+        """Take another number of micro-batches in each step from now on; on all ranks alike.
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); collective.
-
-        Args:
-            max_norm: the norm that is left at most.
-            norm_type: the order of the norm, above 0; inf gives the largest magnitude.
-            error_if_nonfinite: raise where the norm is inf or nan.
-
-        Returns:
-            The norm over the gradients of all parameters before that; 0-dim, float32.
-
-        Raises:
-            RuntimeError: `error_if_nonfinite`, by the names of the parameters; gradients are as they were.
-        """
-        order = check_clipping(max_norm, norm_type)
-        self._runtime.before_step()
-        return self._guard.clip(max_norm, order, error_if_nonfinite)
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """The number of micro-batches in a step; the config's, until another one is assigned.
-
-        Assign it between steps, on all ranks alike: before a last step of fewer micro-batches, for example.
+        For a last step of fewer micro-batches, for example. The config keeps its number.
 
         Raises:
             ValueError: another value than an integer >= 1.
             RuntimeError: in the middle of a step, whose gradients are divided by another number.
         """
-        return self._num_micro_batches
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, number: int) -> None:
         if type(number) is not int or number < 1:
             raise ValueError(f"gradient_accumulation_steps: expected an integer >= 1, got {number!r}")
         if self._micro_step or self._runtime.has_gradients:
             raise RuntimeError(
-                f"gradient_accumulation_steps = {number} in the middle of a step, whose gradients are "
-                f"divided by {self._num_micro_batches}: assign it after step() or zero_grad()"
+                f"set_gradient_accumulation_steps({number}) in the middle of a step, whose gradients are "
+                f"divided by {self._num_micro_batches}: call it after step() or zero_grad()"
             )
         self._num_micro_batches = number
 
@@ -349,33 +320,7 @@ class Engine(nn.Module):
                 "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
             )
         if not has_closure:
-            self._runtime.reducer.pace.expect_backwards(self.config.gradient_accumulation_steps)
-
-    # -- parameters -----------------------------------------------------------------------------------
-
-    @contextmanager
-    def unsharded(self, *modules: nn.Module, write_back: bool = False) -> Iterator[None]:
-        """Show full parameters, in the main dtype, on every rank, with the gradients that they have.
-
-        Args:
-            modules: parts of the model; none means all of it. Whole units are gathered.
-            write_back: keep edits of parameters and gradients; every rank must make the same ones.
-
-        Raises:
-            ValueError: a module that is not part of the model.
-            RuntimeError: the ranks made different edits.
-        """
-        inside = set(self.module.modules())
-        parts = [self.module if module is self else module for module in modules or (self.module,)]
-        for part in parts:
-            if part not in inside:
-                raise ValueError(f"unsharded: expected modules of the model, got {type(part).__name__}")
-        with access.unsharded(self._runtime, parts, write_back):
-            yield
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Rank 0: CPU tensors under the model's original names, parameters in float32; {} elsewhere."""
-        return access.full_state_dict(self._runtime)
+            self._runtime.reducer.pace.expect_backwards(self._num_micro_batches)
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
@@ -568,11 +513,6 @@ class Engine(nn.Module):
         """The device mesh; gone once the interpreter ends."""
         assert self._axes.mesh is not None, "the interpreter has not ended"
         return self._axes.mesh
-
-    @property
-    def units(self) -> list[UnitInfo]:
-        """Name, padded size, whether it is kept from forward to backward, and why it is one, of each unit."""
-        return self._runtime.unit_infos
 
     def memory_report(self) -> MemoryReport:
         """Measured bytes on this rank, by kind."""

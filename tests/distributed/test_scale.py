@@ -160,7 +160,7 @@ def uneven_steps(stage, as_batches):
     engine.loss_fn = lambda output, target: (output - target).square().mean()
     number = 0
     for count in (2, 3, 1, 2):
-        engine.gradient_accumulation_steps = count
+        engine.set_gradient_accumulation_steps(count)
         batches = [numbers(number + index, 4, 7) for index in range(count)]
         number += count
         if as_batches:
@@ -201,7 +201,7 @@ def assignments(stage):
     engine, _ = start(net(), stage=stage, gradient_accumulation_steps=2)
 
     def assign(value):
-        return caught(lambda: setattr(engine, "gradient_accumulation_steps", value))
+        return caught(lambda: engine.set_gradient_accumulation_steps(value))
 
     wrong = [assign(value) for value in (0, -1, 1.5, True, None, "2")]
     engine.backward(loss_of(engine, 0))
@@ -213,7 +213,7 @@ def assignments(stage):
         wrong,
         inside,
         assign(3),
-        engine.gradient_accumulation_steps,
+        engine.gradient_accumulation_steps(),
         engine.config.gradient_accumulation_steps,
     )
 
