@@ -30,10 +30,18 @@ from zeroshard.optim.guard import StepGuard
 from zeroshard.optim.halfway import Arguments, Halfway
 from zeroshard.sharding import access
 from zeroshard.sharding import restore as restoring
-from zeroshard.sharding.methods import EnginesOwn, WholeOnly, as_forward, held_unsharded
+from zeroshard.sharding.autograd import outside_transforms
+from zeroshard.sharding.methods import (
+    EnginesOwn,
+    WholeOnly,
+    as_forward,
+    held_unsharded,
+    register_method_of_part,
+)
 from zeroshard.sharding.nested import cast_inputs
 from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.restore import Closed
+from zeroshard.sharding.tracers import refuse_proxies
 from zeroshard.sharding.unit import UnitInfo
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -71,7 +79,7 @@ class Engine(nn.Module):
         """Steps that were not taken because gradients were not finite."""
         self._guard = StepGuard(parts.runtime, parts.config)
         self._halfway = Halfway()
-        self._micro_step = 0
+        self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
         self._is_ready = False
         """Whether `step()` has made the gradients ready for the optimizer."""
         weakref.finalize(self, saver.leave_alone)
@@ -90,15 +98,18 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward."""
+        if type(args) is not tuple:
+            refuse_proxies()
         if self._runtime.context.placements.frees_parameters or self._axes.dp.size == 1:
-            self._saver.check(self._axes.dp)  # elsewhere the ranks may call forward unevenly
+            with outside_transforms():
+                self._saver.check(self._axes.dp)  # elsewhere the ranks may call forward unevenly
         try:
             return self.module(*args, **kwargs)
         except BaseException:
             self._runtime.abandon_forward()
             raise
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> Tensor:
         """Compute gradients of `loss` / `gradient_accumulation_steps`, averaged over the ranks.
 
         In float16 the loss is multiplied by `loss_scale` and the gradients are divided by it again: `p.grad`
@@ -107,19 +118,43 @@ class Engine(nn.Module):
         Args:
             loss: 0-dim, this rank's mean over its micro-batch.
 
+        Returns:
+            The loss as it was given, detached: for sums that are to be logged.
+
         Raises:
             ValueError: something else was given.
         """
         _check_loss(loss)
-        num_steps, reducer = self.config.gradient_accumulation_steps, self._runtime.reducer
-        if reducer.is_half:
+        reducer, send = self._runtime.reducer, not self._runtime.context.placements.accumulates_locally
+        with reducer.deferring(not self._is_at_boundary, send=send), reducer.scaled(self.loss_scale):
+            self._factored(loss).backward()
+        return loss.detach()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss whose own `backward()` does what `engine.backward(loss)` does, once.
+
+        For one backward over the losses of several engines, each with its own scale:
+        `(first.scale(loss_1) + second.scale(loss_2)).backward()`. Then call `step()` of each engine. A loss
+        that depends on several engines needs the same `loss_scale` in all of them.
+
+        Args:
+            loss: as for `backward`.
+
+        Raises:
+            ValueError: something else was given.
+        """
+        _check_loss(loss)
+        scaled = self._factored(loss.view_as(loss))
+        runtime, more, value = self._runtime, not self._is_at_boundary, self.loss_scale
+        send = not runtime.context.placements.accumulates_locally
+        scaled.register_hook(lambda _: runtime.announce(more, send=send, loss_scale=value))
+        return scaled
+
+    def _factored(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, over the number of micro-batches."""
+        if self._runtime.reducer.is_half:
             loss = loss * self.loss_scale
-        if num_steps > 1:
-            loss = loss / num_steps
-        placements = self._runtime.context.placements
-        more, send = not self._is_at_boundary, not placements.accumulates_locally
-        with reducer.deferring(more, send=send), reducer.scaled(self.loss_scale):
-            loss.backward()
+        return loss / self._num_micro_batches if self._num_micro_batches > 1 else loss
 
     def step(self) -> bool:
         """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
@@ -189,14 +224,13 @@ class Engine(nn.Module):
                 f"train_batch() after {self._micro_step} micro-batches of an unfinished step: end it with "
                 "backward() and step(), or drop it with zero_grad()"
             )
-        num_steps = self.config.gradient_accumulation_steps
+        num_steps = self._num_micro_batches
         device = self._runtime.context.device
         total = torch.zeros((), device=device)
         pieces = zip(split_batch(inputs, num_steps), split_batch(targets, num_steps), strict=True)
         for piece, target in pieces:
             loss = self._loss(to_device(piece, device), to_device(target, device))
-            self.backward(loss)
-            total += loss.detach().float()
+            total += self.backward(loss).float()
             self.step()
         axis = self._axes.dp
         return axis.sum(total / num_steps, "mean of the loss") / axis.size
@@ -226,6 +260,29 @@ class Engine(nn.Module):
         return self._guard.clip(max_norm, order, error_if_nonfinite)
 
     @property
+    def gradient_accumulation_steps(self) -> int:
+        """The number of micro-batches in a step; the config's, until another one is assigned.
+
+        Assign it between steps, on all ranks alike: before a last step of fewer micro-batches, for example.
+
+        Raises:
+            ValueError: another value than an integer >= 1.
+            RuntimeError: in the middle of a step, whose gradients are divided by another number.
+        """
+        return self._num_micro_batches
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, number: int) -> None:
+        if type(number) is not int or number < 1:
+            raise ValueError(f"gradient_accumulation_steps: expected an integer >= 1, got {number!r}")
+        if self._micro_step or self._runtime.has_gradients:
+            raise RuntimeError(
+                f"gradient_accumulation_steps = {number} in the middle of a step, whose gradients are "
+                f"divided by {self._num_micro_batches}: assign it after step() or zero_grad()"
+            )
+        self._num_micro_batches = number
+
+    @property
     def grad_norm(self) -> Tensor | None:
         """The global gradient norm before the last clipping, 0-dim; None before."""
         return self._guard.grad_norm
@@ -241,7 +298,7 @@ class Engine(nn.Module):
 
     @property
     def _is_at_boundary(self) -> bool:
-        return self._micro_step + 1 >= self.config.gradient_accumulation_steps
+        return self._micro_step + 1 >= self._num_micro_batches
 
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
         named = dict(inputs) if isinstance(inputs, Mapping) else {}
@@ -440,10 +497,17 @@ class Engine(nn.Module):
         Inside it parameters are gathered and freed, and gradients reduced, as in `forward`. `generate` has
         a method of its own already.
 
+        Args:
+            name: of a method of the model; of a part of it with the name of the part, "encoder.encode". Such
+                a method is called as `engine.module.encoder.encode(...)`, by all ranks.
+
         Raises:
             ValueError: the model has no such method, or the engine has something of that name.
         """
         if name == "generate":
+            return
+        if "." in name:
+            register_method_of_part(self._runtime, name)
             return
         if hasattr(Engine, name):
             raise ValueError(f"the engine has a method {name!r} itself; call the model's another name")
@@ -507,7 +571,7 @@ class Engine(nn.Module):
 
     @property
     def units(self) -> list[UnitInfo]:
-        """Name, padded size, and whether it is kept from forward to backward, of each unit."""
+        """Name, padded size, whether it is kept from forward to backward, and why it is one, of each unit."""
         return self._runtime.unit_infos
 
     def memory_report(self) -> MemoryReport:

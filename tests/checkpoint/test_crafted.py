@@ -374,7 +374,6 @@ MANIFESTS: dict[str, Callable[[Path], None]] = {
         f"{key} {value!r}": edit_manifest(lambda content, key=key, value=value: content.update({key: value}))
         for key in ("files", "parameters", "global_step", "buffers", "loss_scale", "rounding", "data", "seed")
         for value in (-0.5, "x", [[1]], {"x": 1})
-        if value != {"x": 1} or key not in ("loss_scale", "rounding", "data")
     },
     "newer": edit_manifest(lambda content: content.update(format=99)),
     "shape": edit_manifest(lambda content: some_parameter(content).update(shape=["1"])),
@@ -440,6 +439,7 @@ RECORDS: dict[str, Callable[[Path], None]] = {
         lambda index: [setattr(info, "offset", 1) for info in index.storage_data.values()]
     ),
 }
+
 
 KINDS = {INDEX: INDICES, VALUES: CONTENTS, MANIFEST: MANIFESTS, TENSORS: RECORDS}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -70,13 +71,20 @@ def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_sta
             "step first, or drop them with zero_grad()"
         )
     state = OptimizerState([], {}, {}, {})
-    model = ModelState({}, {}, {})
+    model = ModelState({}, {}, {}, {})
     schedule = None
 
     def prepare() -> tuple[str, dict[str, Any]]:
         nonlocal state, schedule, model
         check_tag(tag)
         model = read_model(runtime)
+        if model.ignored:
+            warnings.warn(
+                f"the checkpoint leaves out parameters that each rank keeps for itself (Config.ignored), and "
+                f"their optimizer states: {', '.join(map(repr, model.ignored))}. Give them as client_state "
+                "if they are the same on all ranks, or write a file for each rank",
+                stacklevel=5,
+            )
         if optimizer is not None:
             state = read_optimizer(optimizer)
             check_plain(state.groups, "parameter groups")
@@ -158,7 +166,7 @@ def _describe(
         config=_describe_config(parts.config),
         global_step=progress.global_step,
         skipped_steps=progress.skipped_steps,
-        loss_scale=asdict(progress.loss_scale) if is_half else None,
+        loss_scale=progress.loss_scale.state() if is_half else None,
         rounding=None if progress.rounding is None else asdict(progress.rounding),
         seed=torch.initial_seed(),
         data=None if parts.loader is None else parts.loader.state_dict(),

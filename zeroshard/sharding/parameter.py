@@ -68,14 +68,14 @@ class Phase:
     """True while gathers that nobody has waited for may read the main parameters."""
     before_edit: Callable[[], object] = object
     """Waits for them."""
+    refusal: str | None = None
+    """Why sharded parameters cannot be used any more, once the engine is closed."""
     has_hooks = False
     """True once a post-accumulate hook was registered on a sharded parameter."""
     has_sums = False
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
     forget_gradient: Callable[[ShardedParameter], object]
     """Drops these of one parameter; set by the runtime."""
-    refusal: str | None = None
-    """Why sharded parameters cannot be used any more, once the engine is closed."""
 
 
 class ShardedParameter(nn.Parameter):

@@ -23,9 +23,11 @@ from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.deferred import has_memory
 from zeroshard.sharding.forwards import compile_forwards, recompute_forwards
 from zeroshard.sharding.gradients import Gradients, ReducedGradients
+from zeroshard.sharding.ignored import find_ignored, place_ignored
 from zeroshard.sharding.materialize import check_values, materialize_others, record_resets
 from zeroshard.sharding.parameter import Phase, ShardedParameter
 from zeroshard.sharding.placement import STAGES, DtypePolicy
+from zeroshard.sharding.recorder import refuse_recording
 from zeroshard.sharding.rounding import Rounding
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -57,6 +59,7 @@ def shard(
         ValueError: what `config` asks for does not fit the module or the ranks.
         RuntimeError: there is no process group.
     """
+    refuse_recording("shard")
     config = Config.parse(config)
     device = use_device(config.device or _device_of(module, mesh))
     world = open_world(device, Counter(), config.watchdog_s)
@@ -81,7 +84,8 @@ def shard_over(
     require_supported(config)
     record_resets(module)
     check_values(module)
-    specs = find_units(module, config.units)
+    ignored = find_ignored(module, config.ignored)
+    specs = find_units(module, config.units, config.ignored)
     context = Context(
         axes=axes,
         placements=STAGES[config.stage],
@@ -92,6 +96,7 @@ def shard_over(
         phase=Phase(),
     )
     _take_over_buffers(module, context)
+    place_ignored(ignored, device)
     pool = BufferPool(device)
     replacements: Replacements = {}
     tags = 0
@@ -120,6 +125,7 @@ def shard_over(
         rounding=Rounding.agreed(axes.dp) if config.precision.main_dtype is torch.bfloat16 else None,
         changes=changes,
     )
+    runtime.ignored = ignored
     return runtime, replacements
 
 
@@ -141,7 +147,7 @@ def _build_unit(spec: UnitSpec, buffers: list[FlatBuffer], context: Context, poo
         else ReducedGradients(buffer, context, pool, buffer.tag + 1)
         for buffer in trained
     ]
-    return Unit(spec.name, spec.module, buffers, gradients, context.streams.gather)
+    return Unit(spec.name, spec.module, buffers, gradients, context.streams.gather, spec.reason)
 
 
 def _take_over_buffers(module: nn.Module, context: Context) -> None:

@@ -77,7 +77,7 @@ class ForwardCall:
         began: the tick at which it begins.
     """
 
-    __slots__ = ("__weakref__", "began", "ended", "entered_in", "outer", "region", "unit")
+    __slots__ = ("__weakref__", "began", "ended", "entered_in", "is_transformed", "outer", "region", "unit")
 
     def __init__(self, unit: Unit, began: int) -> None:
         self.unit, self.began, self.ended = unit, began, NEVER
@@ -85,6 +85,8 @@ class ForwardCall:
         """The call of the same unit that this one is inside of."""
         self.region: Region | None = None
         """The activation checkpoint that it is in."""
+        self.is_transformed = False
+        """True inside a transform of torch.func or a tracer: its outputs have no hooks."""
         self.entered_in: object = None
         """The last backward that has come to it."""
 
@@ -99,6 +101,8 @@ class UnitInfo:
     """Elements, padding included."""
     kept: bool
     """Whether backward needs no second gather: it stays gathered, or backward needs no parameters."""
+    reason: str = ""
+    """Why its module is a unit."""
 
 
 def needs_parameters_in_backward(module: nn.Module) -> bool:
@@ -115,6 +119,7 @@ class Unit:
         buffers: one for each dtype and `requires_grad`.
         gradients: one for each trained buffer.
         stream: on which its parameters are gathered.
+        reason: why the module is a unit, for people.
     """
 
     def __init__(
@@ -124,7 +129,9 @@ class Unit:
         buffers: list[FlatBuffer],
         gradients: list[Gradients],
         stream: SideStream,
+        reason: str = "",
     ) -> None:
+        self.reason = reason
         self.name, self.module, self.described = name, module, describe_unit(name)
         self.buffers, self.gradients, self._stream = buffers, gradients, stream
         self.is_resident = all(buffer.is_resident for buffer in buffers)
@@ -146,6 +153,11 @@ class Unit:
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
         self._handles: list[Handle] = []
         self._slots, self._edits = Slots(buffers), Edits(buffers)
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of it is under way."""
+        return self.call.began != NEVER and self.call.ended == NEVER
 
     @property
     def owners(self) -> set[nn.Module]:
