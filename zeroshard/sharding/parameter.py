@@ -391,8 +391,11 @@ def _used_outside(parameter: Guarded, func: Callable[..., Any]) -> RuntimeError:
 
 
 def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Guarded:
-    if args and isinstance(args[0], Guarded):
-        return args[0]
+    first = args[0] if args else None
+    if isinstance(first, list | tuple) and first:  # of a for-each function
+        first = first[0]
+    if isinstance(first, Guarded):
+        return first
     for value in pytree.tree_leaves((args, dict(kwargs or {}))):
         if isinstance(value, Guarded):
             return value

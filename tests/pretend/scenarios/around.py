@@ -63,6 +63,26 @@ def _averages(stage: int, precision: dict[str, str]) -> None:
     add(f"averages_after_step_stage{stage}{'_bf16' if precision else ''}", run)
 
 
+def _hooks_and_shown_gradients(stage: int, precision: dict[str, str]) -> None:
+    """Hooks edit gradients, which are then read and edited whole, and clipped by their largest element."""
+
+    def run(bench: Bench) -> None:
+        engine = bench.start(bench.gpt(), stage=stage, precision=precision)
+        for parameter in engine.parameters():
+            parameter.register_hook(lambda gradient: gradient * 0.5)
+            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))
+        for number in range(3):
+            engine.backward(bench.loss(number))
+            with engine.unsharded(write_back=True):
+                for parameter in engine.parameters():
+                    parameter.grad.mul_(2)
+            engine.clip_grad_norm_(0.1, norm_type=float("inf"))
+            engine.step()
+
+    name = f"hooks_and_shown_gradients_stage{stage}{'_bf16' if precision else ''}"
+    add(name, run, may_sync=("sharding/access.py", "sharding/shown.py"))
+
+
 def _two_optimizers(stage: int, precision: dict[str, str]) -> None:
     def run(bench: Bench) -> None:
         engine = bench.start(bench.gpt(), None, stage=stage, precision=precision)
@@ -113,6 +133,8 @@ for _stage in (1, 2, 3):
         _edits(_stage, _precision)
         _edits_in_forward(_stage, _precision)
         _two_optimizers(_stage, _precision)
+for _stage in (1, 3):
+    _hooks_and_shown_gradients(_stage, BF16)
 _two_forwards(2)
 _two_forwards(3)
 
