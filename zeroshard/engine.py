@@ -261,7 +261,7 @@ class Engine(nn.Module):
     def gradient_accumulation_steps(self, number: int) -> None:
         if type(number) is not int or number < 1:
             raise ValueError(f"gradient_accumulation_steps: expected an integer >= 1, got {number!r}")
-        if self._micro_step or self._runtime.has_gradients:
+        if self._micro_step or self._runtime.is_within_step:
             raise RuntimeError(
                 f"gradient_accumulation_steps = {number} in the middle of a step, whose gradients are "
                 f"divided by {self._num_micro_batches}: assign it after step() or zero_grad()"
@@ -319,7 +319,7 @@ class Engine(nn.Module):
                     "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
                 )
             if not has_closure:
-                self._runtime.reducer.pace.expect_backwards(self.config.gradient_accumulation_steps)
+                self._runtime.reducer.pace.expect_backwards(self._num_micro_batches)
             self._guard.make_ready()
 
         def after(*_: Any) -> None:

@@ -155,10 +155,10 @@ class Runtime:
         return self.phase.refusal is not None
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether there are gradients, delivered or deferred."""
-        deferred = any(gradients.has_deferred for unit in self.units for gradients in unit.gradients)
-        return deferred or any(parameter.grad is not None for parameter in self.parameters)
+    def is_within_step(self) -> bool:
+        """Whether there are gradients of a step that has not been taken."""
+        deferred = (gradients.has_deferred for unit in self.units for gradients in unit.gradients)
+        return self.has_gradients or any(deferred)
 
     @property
     def unit_infos(self) -> list[UnitInfo]:
