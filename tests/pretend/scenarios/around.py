@@ -22,6 +22,19 @@ def _two_forwards(stage: int) -> None:
     add(f"two_forwards_stage{stage}", run)
 
 
+def _closed(stage: int) -> None:
+    """An engine is closed while gathers after its step are under way; another one goes on."""
+
+    def run(bench: Bench) -> None:
+        model = bench.gpt()
+        for number in range(2):
+            bench.start(model, stage=stage, precision=BF16)
+            bench.train(2, 2 * number)
+            bench.engine.close()
+
+    add(f"closed_stage{stage}", run)
+
+
 def _edits(stage: int, precision: dict[str, str]) -> None:
     """Parameters are changed in place between a step and the next forward."""
 
@@ -135,6 +148,8 @@ for _stage in (1, 2, 3):
         _two_optimizers(_stage, _precision)
 for _stage in (1, 3):
     _hooks_and_shown_gradients(_stage, BF16)
+_closed(1)
+_closed(3)
 _two_forwards(2)
 _two_forwards(3)
 
