@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -302,12 +301,15 @@ class Engine(nn.Module):
             dir: a folder that all ranks share. The checkpoint appears in it at once, when it is complete.
             tag: its name; None: "step-<global_step>". An older checkpoint of that name is replaced.
             client_state: values of the user's, rank 0's: tensors, numbers, strings, lists and dicts of them.
+                Of others some come back as these: numbers of NumPy as Python's, arrays as tensors, paths as
+                strings, dataclasses as dicts, enums as their values, NamedTuples as tuples.
             blocking: return when it is there. Otherwise when it is copied: a thread writes it beside further
                 training, and a failure is raised, on all ranks, by a later step, save or load, or where
                 parameters are sharded by a forward.
 
         Raises:
-            ValueError: a bad tag; a value that can't be saved, by its key; different places on the ranks.
+            ValueError: a bad tag or path; a value that can't be saved, by its key; other places on
+                other ranks.
             RuntimeError: it could not be written; in the middle of a step; or the last save failed.
         """
         if self._micro_step:
@@ -317,8 +319,7 @@ class Engine(nn.Module):
             )
         self._saver.finish()
         tag = f"step-{self.global_step}" if tag is None else tag
-        folder = Path(dir).absolute()  # what the thread writes to, wherever the process goes meanwhile
-        snapshot = capture(self._parts, self._progress, folder, tag, client_state)
+        snapshot = capture(self._parts, self._progress, dir, tag, client_state)
         (self._saver.save if blocking else self._saver.start)(snapshot)
 
     def load_checkpoint(
@@ -348,7 +349,7 @@ class Engine(nn.Module):
         with torch.inference_mode(False):  # what is made here is trained on
             loaded = load(
                 self._parts,
-                Path(dir),
+                dir,
                 tag,
                 self._progress,
                 restore_hyperparameters=restore_hyperparameters,
@@ -386,7 +387,7 @@ class Engine(nn.Module):
         """
         how = Format(dtype=dtype, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
         export = export_adapters if has_adapters(self.module) else export_engine
-        export(self._runtime, Path(dir), how)
+        export(self._runtime, dir, how)
 
     @property
     def _progress(self) -> Progress:

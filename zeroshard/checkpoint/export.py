@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zeroshard.checkpoint.agreed import on_first
 from zeroshard.checkpoint.description import describe_model, saved_names
-from zeroshard.checkpoint.files import write_synced
+from zeroshard.checkpoint.files import as_folder, write_synced
 from zeroshard.checkpoint.format import Format
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.reader import Stored, StoredTensor, TensorReader, open_checkpoint
@@ -128,8 +128,13 @@ def _read(
 # ----------------------------------------------------------------------------------------- an engine
 
 
-def export_engine(runtime: Runtime, folder: Path, how: Format) -> None:
+def export_engine(runtime: Runtime, dir: object, how: Format) -> None:
     """Write the model that is being trained; collective. Rank 0 writes and holds one unit at a time.
+
+    Args:
+        runtime: of the model.
+        dir: the folder, as rank 0 was given it.
+        how: dtype and size of files.
 
     Raises:
         ValueError, RuntimeError: rank 0 could not write, on all ranks.
@@ -137,6 +142,7 @@ def export_engine(runtime: Runtime, folder: Path, how: Format) -> None:
     runtime.settle()
     runtime.require_slices("save_pretrained()")
     axis = runtime.context.axes.dp
+    folder = on_first(axis, "start of an export", lambda: as_folder(dir))
     weights, names = _plan(runtime, how.dtype)
     on_first(axis, "start of an export", lambda: check_folder(folder, weights.tensors))
     slices = _gather(runtime, weights.buffers, names)

@@ -17,7 +17,7 @@ from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts, Progress
 from zeroshard.checkpoint.checks import MAX_STEPS, check_group, check_schedule, naming_file
 from zeroshard.checkpoint.conversion import convert_group, family_of
-from zeroshard.checkpoint.files import MANIFEST, find
+from zeroshard.checkpoint.files import MANIFEST, as_folder, find
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.optimizers import HOW, match_groups, place_scalar, reorder_schedule, restore_groups
 from zeroshard.checkpoint.reader import INDEX, Stored, TensorReader, open_checkpoint
@@ -63,7 +63,7 @@ class _Plan:
 
 def load(
     parts: Parts,
-    path: Path,
+    dir: object,
     tag: str | None,
     progress: Progress,
     *,
@@ -84,12 +84,12 @@ def load(
 
     def prepare() -> str:
         nonlocal plan
-        plan = _prepare(parts, find(path, tag), restore_hyperparameters, convert_states)
+        plan = _prepare(parts, find(as_folder(dir), tag), restore_hyperparameters, convert_states)
         return plan.stored.directory.name
 
     found = on_all(axis, "start of loading a checkpoint", prepare)
     if len(set(found)) > 1:
-        raise ValueError(f"'{path}': the ranks see different checkpoints: {', '.join(found)}")
+        raise ValueError(f"'{dir}': the ranks see different checkpoints: {', '.join(found)}")
     assert plan is not None, "prepared without an error"
     stored = plan.stored
     if parts.config.checkpoint.verify:
