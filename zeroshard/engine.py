@@ -24,10 +24,15 @@ from zeroshard.checkpoint.weights import MAX_SHARD_BYTES
 from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.memory.report import MemoryReport, measure
+from zeroshard.optim.clipping import check_clipping
 from zeroshard.optim.guard import StepGuard
+from zeroshard.optim.halfway import Arguments, Halfway
 from zeroshard.sharding import access
-from zeroshard.sharding.methods import WholeOnly, as_forward, held_unsharded
+from zeroshard.sharding import restore as restoring
+from zeroshard.sharding.methods import EnginesOwn, WholeOnly, as_forward, held_unsharded
 from zeroshard.sharding.nested import cast_inputs
+from zeroshard.sharding.pace import warn_no_gradients
+from zeroshard.sharding.restore import Closed
 from zeroshard.sharding.unit import UnitInfo
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -64,13 +69,17 @@ class Engine(nn.Module):
         self.skipped_steps = 0
         """Steps that were not taken because gradients were not finite."""
         self._guard = StepGuard(parts.runtime, parts.config)
+        self._halfway = Halfway()
         self._micro_step = 0
         self._is_ready = False
         """Whether `step()` has made the gradients ready for the optimizer."""
+        weakref.finalize(self, saver.leave_alone)
         if parts.optimizer is not None:
             self._attach(parts.optimizer)
+        parts.runtime.changes.set(module, "zero_grad", EnginesOwn(self, module, "zero_grad"))
         if hasattr(module, "save_pretrained"):
-            object.__setattr__(module, "save_pretrained", WholeOnly(parts.runtime, module, "save_pretrained"))
+            whole_only = WholeOnly(parts.runtime, module, "save_pretrained")
+            parts.runtime.changes.set(module, "save_pretrained", whole_only)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes are the engine's own: nn.Module's way would register them in the model."""
@@ -115,7 +124,7 @@ class Engine(nn.Module):
         """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
 
         Where gradients are not finite on any rank, in float16 or with `nonfinite="skip"`, all ranks leave out
-        the steps of optimizer and LR scheduler.
+        the steps of optimizer and LR scheduler. Without any gradient they do so too, with a warning.
 
         Returns:
             Whether parameters changed.
@@ -131,6 +140,10 @@ class Engine(nn.Module):
             self._micro_step += 1
             return False
         self._runtime.before_step()
+        if not self._runtime.has_gradients:
+            warn_no_gradients()
+            self.zero_grad()
+            return False
         is_taken = self._guard.make_ready()
         if is_taken:
             self._is_ready = True
@@ -140,6 +153,7 @@ class Engine(nn.Module):
                 self._is_ready = False
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
+            self._halfway.end()
         else:
             self.skipped_steps += 1
         self._guard.loss_scale = self._guard.loss_scale.after(overflow=not is_taken)
@@ -151,7 +165,7 @@ class Engine(nn.Module):
         self._micro_step = 0
         self._runtime.drop_deferred()
         with torch._C.DisableTorchFunctionSubclass():  # its guards take longer than the rest
-            self.module.zero_grad(set_to_none)
+            type(self.module).zero_grad(self.module, set_to_none)
 
     def train_batch(self, inputs: Any, targets: Any = None) -> Tensor:
         """One optimizer step on this rank's batch, cut along dim 0 into the accumulation steps.
@@ -190,15 +204,25 @@ class Engine(nn.Module):
         """Within it, backward adds gradients up on this rank and sends nothing."""
         return self._runtime.reducer.deferring(True)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients by min(1, max_norm / (norm + 1e-6)).
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); collective.
+
+        Args:
+            max_norm: the norm that is left at most.
+            norm_type: the order of the norm, above 0; inf gives the largest magnitude.
+            error_if_nonfinite: raise where the norm is inf or nan.
 
         Returns:
-            The global 2-norm before that; 0-dim, float32.
+            The norm over the gradients of all parameters before that; 0-dim, float32.
+
+        Raises:
+            RuntimeError: `error_if_nonfinite`, by the names of the parameters; gradients are as they were.
         """
-        _check_max_norm(max_norm)
+        order = check_clipping(max_norm, norm_type)
         self._runtime.before_step()
-        return self._guard.clip(max_norm)
+        return self._guard.clip(max_norm, order, error_if_nonfinite)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -236,39 +260,48 @@ class Engine(nn.Module):
         """Follow the optimizer, however it is stepped: by this engine or by the user."""
         engine = weakref.ref(self)
 
-        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (self := engine()) is None or self._is_ready:
-                return
-            self._saver.check(self._axes.dp)
-            if self._guard.may_skip:
-                raise RuntimeError(
-                    "with float16 or nonfinite='skip' a step may have to be left out, with that of the LR "
-                    "scheduler: call engine.step(), not optimizer.step()"
-                )
-            has_closure = any(value is not None for value in (*args[1:], kwargs.get("closure")))
-            if has_closure and self._guard.needs_gradients:
-                raise RuntimeError(
-                    "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
-                )
-            self._guard.make_ready()
+        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+            if (self := engine()) is None:
+                return None
+            if not self._is_ready:
+                self._check_own_step(any(value is not None for value in (*args[1:], kwargs.get("closure"))))
+                self._guard.make_ready()
+            return self._halfway.begin(args, kwargs)
 
         def after(*_: Any) -> None:
             if (self := engine()) is not None:
                 self.global_step += 1
+                if not self._is_ready:
+                    self._halfway.end()
 
         self._runtime.attach(optimizer)
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
+    def _check_own_step(self, has_closure: bool) -> None:
+        """Refuse a step by the user where it needs the engine's."""
+        self._saver.check(self._axes.dp)
+        if self._guard.may_skip:
+            raise RuntimeError(
+                "with float16 or nonfinite='skip' a step may have to be left out, with that of the LR "
+                "scheduler: call engine.step(), not optimizer.step()"
+            )
+        if has_closure and self._guard.needs_gradients:
+            raise RuntimeError(
+                "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
+            )
+        if not has_closure:
+            self._runtime.reducer.pace.expect_backwards(self.config.gradient_accumulation_steps)
+
     # -- parameters -----------------------------------------------------------------------------------
 
     @contextmanager
     def unsharded(self, *modules: nn.Module, write_back: bool = False) -> Iterator[None]:
-        """Show full parameters, in the main dtype, on every rank.
+        """Show full parameters, in the main dtype, on every rank, with the gradients that they have.
 
         Args:
             modules: parts of the model; none means all of it. Whole units are gathered.
-            write_back: keep edits; every rank must make the same ones.
+            write_back: keep edits of parameters and gradients; every rank must make the same ones.
 
         Raises:
             ValueError: a module that is not part of the model.
@@ -312,6 +345,7 @@ class Engine(nn.Module):
                 other ranks.
             RuntimeError: it could not be written; in the middle of a step; or the last save failed.
         """
+        self._halfway.check("save_checkpoint()")
         if self._micro_step:
             raise RuntimeError(
                 f"save_checkpoint() after {self._micro_step} micro-batches of an unfinished step, whose "
@@ -356,6 +390,7 @@ class Engine(nn.Module):
                 convert_states=convert_states,
             )
         self.zero_grad()
+        self._halfway.end()
         progress = loaded.progress
         self.global_step, self.skipped_steps = progress.global_step, progress.skipped_steps
         self._guard.loss_scale = progress.loss_scale
@@ -418,7 +453,7 @@ class Engine(nn.Module):
             raise ValueError(f"expected a method of {type(self.module).__name__}, got {name!r}")
         wrapped = as_forward(self._runtime, method)
         setattr(self, name, wrapped)
-        setattr(self.module, name, wrapped)
+        self._runtime.changes.set(self.module, name, wrapped)
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -438,6 +473,31 @@ class Engine(nn.Module):
         with held_unsharded(self._runtime):
             return generate(*args, **kwargs)
 
+    # -- the end --------------------------------------------------------------------------------------
+
+    def close(self, restore: bool = True) -> None:
+        """End the engine: the model becomes an ordinary module again; collective. A second call does nothing.
+
+        The model has its original parameters again, with the trained values, whole on every rank, in the
+        main dtype; hooks are gone and methods are its own. It may be used as it is, or given to `initialize`
+        again. Gradients are dropped. The optimizer cannot step any more: its states are of slices.
+
+        Args:
+            restore: False only gives back memory and waits for no other rank. The model cannot be used then.
+
+        Raises:
+            RuntimeError: inside forward, backward or `unsharded()`; a parameter was replaced. Then the
+                engine is not closed. Or the last save in the background has failed; then it is.
+        """
+        if isinstance(self._runtime, Closed):
+            return
+        runtime, axes, saver = self._runtime, self._axes, self._saver
+        restoring.restore(runtime) if restore else restoring.dismantle(runtime)
+        axes.dp.unwatch()
+        closed: Any = Closed()
+        self._parts = self._runtime = self._axes = self._saver = self._guard = closed
+        saver.finish() if restore else saver.leave_alone()
+
     # -- reports --------------------------------------------------------------------------------------
 
     @property
@@ -448,7 +508,7 @@ class Engine(nn.Module):
 
     @property
     def units(self) -> list[UnitInfo]:
-        """Name, padded size, and whether it is kept from forward to backward, of each unit."""
+        """Name, padded size, whether it is kept from forward to backward, and why it is one, of each unit."""
         return self._runtime.unit_infos
 
     def memory_report(self) -> MemoryReport:
@@ -508,8 +568,3 @@ def _check_loss(loss: object) -> None:
     else:
         came = f"{loss!r:.80}"
     raise ValueError(f"backward: expected a loss of one element that requires a gradient, got {came}")
-
-
-def _check_max_norm(max_norm: object) -> None:
-    if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
-        raise ValueError(f"clip_grad_norm_: expected a number >= 0, got {max_norm!r}")

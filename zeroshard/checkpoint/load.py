@@ -183,9 +183,12 @@ def _read_loss_scale(stored: Stored) -> LossScale | None:
         return None
     match saved:
         case {"value": float(value), "is_dynamic": bool(is_dynamic), "num_steps": int(num_steps), **rest}:
+            num_spared = rest.pop("num_spared", 0)
             limits = torch.finfo(torch.float32)  # in which gradients are divided by it
-            if limits.tiny <= value <= limits.max and num_steps >= 0 and not rest:
-                return LossScale(value=value, num_steps=num_steps, is_dynamic=True) if is_dynamic else None
+            is_counted = isinstance(num_spared, int) and min(num_steps, num_spared) >= 0
+            if limits.tiny <= value <= limits.max and is_counted and not rest:
+                scale = LossScale(value=value, num_steps=num_steps, num_spared=num_spared)
+                return scale if is_dynamic else None
     raise RuntimeError(f"{stored.directory / MANIFEST}: damaged (a loss scale of {saved!r})")
 
 
@@ -368,7 +371,7 @@ def _restore_progress(plan: _Plan, present: Progress) -> Progress:
         present,
         global_step=manifest.global_step,
         skipped_steps=manifest.skipped_steps,
-        loss_scale=plan.loss_scale if scale.is_dynamic and plan.loss_scale is not None else scale,
+        loss_scale=scale.resumed(plan.loss_scale),
         rounding=plan.rounding or (present.rounding and replace(present.rounding, step=manifest.global_step)),
     )
 
