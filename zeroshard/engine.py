@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -327,6 +328,8 @@ class Engine(nn.Module):
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         blocking: bool = True,
+        *,
+        optimizer: bool = True,
     ) -> None:
         """Save all that training goes on from, for any number of ranks, stage and precision; collective.
 
@@ -339,6 +342,7 @@ class Engine(nn.Module):
             blocking: return when it is there. Otherwise when it is copied: a thread writes it beside further
                 training, and a failure is raised, on all ranks, by a later step, save or load, or where
                 parameters are sharded by a forward.
+            optimizer: False leaves out the states of the optimizer and of the LR scheduler.
 
         Raises:
             ValueError: a bad tag or path; a value that can't be saved, by its key; other places on
@@ -353,7 +357,8 @@ class Engine(nn.Module):
             )
         self._saver.finish()
         tag = f"step-{self.global_step}" if tag is None else tag
-        snapshot = capture(self._parts, self._progress, dir, tag, client_state)
+        parts = self._parts if optimizer else replace(self._parts, optimizer=None, lr_scheduler=None)
+        snapshot = capture(parts, self._progress, dir, tag, client_state)
         (self._saver.save if blocking else self._saver.start)(snapshot)
 
     def load_checkpoint(
@@ -363,6 +368,7 @@ class Engine(nn.Module):
         *,
         restore_hyperparameters: bool = True,
         convert_states: bool = False,
+        optimizer: bool = True,
     ) -> dict[str, Any]:
         """Go on from a checkpoint, whatever layout wrote it; collective. Gradients are dropped.
 
@@ -371,6 +377,8 @@ class Engine(nn.Module):
             tag: which one of the folder; None: the latest.
             restore_hyperparameters: False keeps the present learning rates, decays, ... and LR schedule.
             convert_states: accept states of another optimizer of the same family, or number of bits.
+            optimizer: False loads the model alone: parameters, buffers and the extra states of modules.
+                Optimizer, LR scheduler, counts of steps, generators and the place in the data stay.
 
         Returns:
             The `client_state` that was saved; {} where none was given.
@@ -388,6 +396,7 @@ class Engine(nn.Module):
                 self._progress,
                 restore_hyperparameters=restore_hyperparameters,
                 convert_states=convert_states,
+                weights_only=not optimizer,
             )
         self.zero_grad()
         self._halfway.end()

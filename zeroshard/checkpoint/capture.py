@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.clientstate import to_plain
 from zeroshard.checkpoint.description import describe_model
 from zeroshard.checkpoint.files import as_folder, check_free, check_tag
+from zeroshard.checkpoint.frozen import Piece, frozen_names, join_pieces, measure_pieces
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord
 from zeroshard.checkpoint.optimizers import OptimizerState, keep_few, read_optimizer
 from zeroshard.checkpoint.plain import check_plain, to_bytes
@@ -54,6 +55,17 @@ class Progress:
     """Of updates into bfloat16."""
 
 
+class _Answer(NamedTuple):
+    """What a rank tells the others of its part of a checkpoint."""
+
+    place: str
+    rng: dict[str, Any]
+    few: list[str]
+    """As in `OptimizerState`."""
+    frozen: list[Piece]
+    """Of the parameters that are left out."""
+
+
 def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_state: Any) -> Snapshot:
     """A snapshot whose slices are views of what the engine goes on to change; collective.
 
@@ -74,7 +86,9 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
     model = ModelState({}, {}, {})
     schedule, folder, kept = None, Path(), {}
 
-    def prepare() -> tuple[str, dict[str, Any], list[str]]:
+    left_out = [] if parts.config.checkpoint.frozen else frozen_names(runtime)
+
+    def prepare() -> _Answer:
         nonlocal state, schedule, model, folder, kept
         folder = as_folder(dir)
         check_tag(tag)
@@ -95,24 +109,28 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
         kept = to_plain(dict(client_state or {}), "client_state")
         _check_whole(kept)
         check_plain(kept, "client_state")
-        return f"'{folder}' with tag '{tag}'", rng.capture(runtime.context.device), state.few
+        states = rng.capture(runtime.context.device)
+        return _Answer(f"'{folder}' with tag '{tag}'", states, state.few, measure_pieces(runtime, left_out))
 
     answers = on_all(axis, "agreement on a checkpoint", prepare)
-    for rank, (place, *_) in enumerate(answers):
-        if place != answers[0][0]:
-            raise ValueError(f"save_checkpoint: rank 0 saves to {answers[0][0]}, rank {rank} to {place}")
+    for rank, answer in enumerate(answers):
+        if answer.place != answers[0].place:
+            raise ValueError(
+                f"save_checkpoint: rank 0 saves to {answers[0].place}, rank {rank} to {answer.place}"
+            )
     values = {
         "groups": state.groups,
         "scalars": state.scalars,
         "other": state.other,
         "lr_scheduler": schedule,
-        "rng": [states for _, states, _ in answers],
+        "rng": [answer.rng for answer in answers],
         "extra": model.extra,
         "client_state": _copy_tensors(kept),
     }
     snapshots: list[Snapshot] = []
 
-    few = {key for *_, keys in answers for key in keys}
+    few = {key for answer in answers for key in answer.few}
+    frozen = join_pieces(piece for answer in answers for piece in answer.frozen)
 
     def build() -> str:
         told = "" if optimizer is None else keep_few(optimizer, state, few)
@@ -120,9 +138,12 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
             folder=folder,
             tag=tag,
             keep_last=parts.config.checkpoint.keep_last,
-            slices=written_slices(runtime, state.tensors, model.buffers),
+            slices=written_slices(runtime, state.tensors, model.buffers, left_out),
             aliases=model.aliases,
-            manifest=_describe(parts, progress, model.aliases, tuple(model.buffers)),
+            manifest=replace(
+                _describe(parts, progress, model.aliases, tuple(model.buffers)),
+                frozen={name: frozen.get(name, 0) for name in left_out},
+            ),
             values=to_bytes(values) if axis.rank == 0 else b"",
         )
         snapshots.append(snapshot)

@@ -76,12 +76,18 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
         verify: compare checksums of all files first.
 
     Raises:
-        ValueError: the checkpoint is of a model with adapters.
+        ValueError: the checkpoint is of a model with adapters, or without what was frozen.
         RuntimeError: it is damaged; or there is too little space.
         OSError: a file can't be written.
     """
     stored = open_checkpoint(directory)
     manifest = stored.manifest
+    if manifest.frozen:
+        raise ValueError(
+            f"'{directory}': was saved without its {len(manifest.frozen)} frozen parameters, such as "
+            f"'{next(iter(manifest.frozen))}': load it into an engine over the same ones and call "
+            "engine.save_pretrained()"
+        )
     if manifest.model.get("adapters"):
         raise ValueError(
             f"'{directory}': has adapters of peft, which need their model to be exported: load it "

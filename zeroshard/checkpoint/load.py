@@ -18,6 +18,7 @@ from zeroshard.checkpoint.capture import Parts, Progress
 from zeroshard.checkpoint.checks import MAX_STEPS, check_group, check_schedule, naming_file
 from zeroshard.checkpoint.conversion import convert_group, family_of
 from zeroshard.checkpoint.files import MANIFEST, as_folder, find
+from zeroshard.checkpoint.frozen import check_frozen
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.optimizers import HOW, match_groups, place_scalar, reorder_schedule, restore_groups
 from zeroshard.checkpoint.reader import INDEX, Stored, TensorReader, open_checkpoint
@@ -69,6 +70,7 @@ def load(
     *,
     restore_hyperparameters: bool,
     convert_states: bool,
+    weights_only: bool = False,
 ) -> Loaded:
     """Read parameters, states and all else; collective. Arguments as `Engine.load_checkpoint` has them.
 
@@ -76,6 +78,8 @@ def load(
         ValueError: there is no checkpoint, or it is of another model or optimizer; nothing has changed.
         RuntimeError: a file is missing or damaged; nothing has changed unless the message says so.
     """
+    if weights_only:
+        parts = replace(parts, optimizer=None, lr_scheduler=None, loader=None)
     runtime = parts.runtime
     axis = runtime.context.axes.dp
     runtime.settle()
@@ -95,6 +99,7 @@ def load(
     if parts.config.checkpoint.verify:
         share = sorted(stored.manifest.files)[axis.rank :: axis.size]
         on_all(axis, "verifying a checkpoint", lambda: check_sums(stored.directory, stored.manifest, share))
+    check_frozen(runtime, stored, plan.names)
     found_plan = plan
 
     def restore() -> None:
@@ -108,7 +113,8 @@ def load(
             parts.lr_scheduler.load_state_dict(found_plan.schedule)
         if parts.loader is not None and stored.manifest.data is not None:
             parts.loader.load_state_dict(stored.manifest.data)
-        _restore_rng(runtime, found_plan)
+        if not weights_only:
+            _restore_rng(runtime, found_plan)
 
     try:
         on_all(axis, "loading a checkpoint", restore)
@@ -118,7 +124,8 @@ def load(
         ) from error
     finally:
         _mark_changed(runtime)
-    return Loaded(_restore_progress(plan, progress), plan.values["client_state"])
+    progress = progress if weights_only else _restore_progress(plan, progress)
+    return Loaded(progress, plan.values["client_state"])
 
 
 # -------------------------------------------------------------------------------------------- checking
@@ -280,6 +287,8 @@ def _match_parameters(
 
 def _check_shape(stored: Stored, name: str, shape: tuple[int, ...]) -> None:
     """Whether index and manifest say the same of a parameter."""
+    if name in stored.manifest.frozen and name not in stored.tensors:
+        return
     tensor = stored.tensors.get(name)
     if tensor is None or tensor.shape != shape:
         found = "none" if tensor is None else f"shape {tensor.shape}"
@@ -329,6 +338,8 @@ def _read_tensors(runtime: Runtime, plan: _Plan, targets: Targets) -> None:
     as_they_are = {p: targets[p] for p in targets.keys() - set(converted.values())}
     with TensorReader(plan.stored) as reader:
         for part in held_slices(runtime, as_they_are, plan.names):
+            if part.name in plan.stored.manifest.frozen:
+                continue
             reader.read(part)
             if (parameter := converted.get(part.name)) is not None:
                 read_converted(reader, part, plan.states[parameter], targets[parameter])
