@@ -68,7 +68,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
             "nvme_path": None,
             "num_threads": None,
         },
-        "checkpoint": {"keep_last": None, "verify": True},
+        "checkpoint": {"keep_last": None, "verify": True, "frozen": True},
         "loader": {"num_workers": 0, "pin_memory": None, "drop_last": False},
         "mesh": {"pp": 1, "tp": 1},
         "pipeline": {"schedule": "1f1b", "num_microbatches": 1, "split": None, "num_chunks": 1},
@@ -451,7 +451,9 @@ configs = st.builds(
     recompute=st.sampled_from(["none", "unit"]),
     compile=st.booleans(),
     offload=offloads,
-    checkpoint=st.builds(Checkpoint, keep_last=st.none() | counts, verify=st.booleans()),
+    checkpoint=st.builds(
+        Checkpoint, keep_last=st.none() | counts, verify=st.booleans(), frozen=st.booleans()
+    ),
     mesh=st.builds(Mesh, pp=st.integers(2, 64), tp=counts),
     pipeline=st.builds(
         Pipeline,

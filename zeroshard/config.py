@@ -359,6 +359,9 @@ class Checkpoint(_Checked):
     # Number of checkpoints that are kept, the newest ones. None: all.
     keep_last: Annotated[int | None, _integer(1)] = None
     verify: bool = True  # whether checksums are compared on load
+    frozen: bool = (
+        True  # False leaves out what is frozen: such checkpoints load over the same frozen parameters
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

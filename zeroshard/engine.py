@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -330,6 +330,8 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         blocking: bool = True,
+        *,
+        optimizer: bool = True,
     ) -> None:
         """Save all that training goes on from, for any number of ranks, stage and precision; collective.
 
@@ -337,12 +339,16 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
             dir: a folder that all ranks share. The checkpoint appears in it at once, when it is complete.
             tag: its name; None: "step-<global_step>". An older checkpoint of that name is replaced.
             client_state: values of the user's, rank 0's: tensors, numbers, strings, lists and dicts of them.
+                Of others some come back as these: numbers of NumPy as Python's, arrays as tensors, paths as
+                strings, dataclasses as dicts, enums as their values, NamedTuples as tuples.
             blocking: return when it is there. Otherwise when it is copied: a thread writes it beside further
                 training, and a failure is raised, on all ranks, by a later step, save or load, or where
                 parameters are sharded by a forward.
+            optimizer: False leaves out the states of the optimizer and of the LR scheduler.
 
         Raises:
-            ValueError: a bad tag; a value that can't be saved, by its key; different places on the ranks.
+            ValueError: a bad tag or path; a value that can't be saved, by its key; other places on
+                other ranks.
             RuntimeError: it could not be written; in the middle of a step; or the last save failed.
         """
         self._halfway.check("save_checkpoint()")
@@ -353,8 +359,8 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
             )
         self._saver.finish()
         tag = f"step-{self.global_step}" if tag is None else tag
-        folder = Path(dir).absolute()  # what the thread writes to, wherever the process goes meanwhile
-        snapshot = capture(self._parts, self._progress, folder, tag, client_state)
+        parts = self._parts if optimizer else replace(self._parts, optimizer=None, lr_scheduler=None)
+        snapshot = capture(parts, self._progress, dir, tag, client_state)
         (self._saver.save if blocking else self._saver.start)(snapshot)
 
     def load_checkpoint(
@@ -364,6 +370,7 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
         *,
         restore_hyperparameters: bool = True,
         convert_states: bool = False,
+        optimizer: bool = True,
     ) -> dict[str, Any]:
         """Go on from a checkpoint, whatever layout wrote it; collective. Gradients are dropped.
 
@@ -372,6 +379,8 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
             tag: which one of the folder; None: the latest.
             restore_hyperparameters: False keeps the present learning rates, decays, ... and LR schedule.
             convert_states: accept states of another optimizer of the same family, or number of bits.
+            optimizer: False loads the model alone: parameters, buffers and the extra states of modules.
+                Optimizer, LR scheduler, counts of steps, generators and the place in the data stay.
 
         Returns:
             The `client_state` that was saved; {} where none was given.
@@ -384,11 +393,12 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
         with torch.inference_mode(False):  # what is made here is trained on
             loaded = load(
                 self._parts,
-                Path(dir),
+                dir,
                 tag,
                 self._progress,
                 restore_hyperparameters=restore_hyperparameters,
                 convert_states=convert_states,
+                weights_only=not optimizer,
             )
         self.zero_grad()
         self._halfway.end()
@@ -423,7 +433,7 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
         """
         how = Format(dtype=dtype, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
         export = export_adapters if has_adapters(self.module) else export_engine
-        export(self._runtime, Path(dir), how)
+        export(self._runtime, dir, how)
 
     @property
     def _progress(self) -> Progress:

@@ -17,7 +17,8 @@ from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts, Progress
 from zeroshard.checkpoint.checks import MAX_STEPS, check_group, check_schedule, naming_file
 from zeroshard.checkpoint.conversion import convert_group, family_of
-from zeroshard.checkpoint.files import MANIFEST, find
+from zeroshard.checkpoint.files import MANIFEST, as_folder, find
+from zeroshard.checkpoint.frozen import check_frozen
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.optimizers import HOW, match_groups, place_scalar, reorder_schedule, restore_groups
 from zeroshard.checkpoint.reader import INDEX, Stored, TensorReader, open_checkpoint
@@ -64,12 +65,13 @@ class _Plan:
 
 def load(
     parts: Parts,
-    path: Path,
+    dir: object,
     tag: str | None,
     progress: Progress,
     *,
     restore_hyperparameters: bool,
     convert_states: bool,
+    weights_only: bool = False,
 ) -> Loaded:
     """Read parameters, states and all else; collective. Arguments as `Engine.load_checkpoint` has them.
 
@@ -77,6 +79,8 @@ def load(
         ValueError: there is no checkpoint, or it is of another model or optimizer; nothing has changed.
         RuntimeError: a file is missing or damaged; nothing has changed unless the message says so.
     """
+    if weights_only:
+        parts = replace(parts, optimizer=None, lr_scheduler=None, loader=None)
     runtime = parts.runtime
     axis = runtime.context.axes.dp
     runtime.settle()
@@ -85,17 +89,18 @@ def load(
 
     def prepare() -> str:
         nonlocal plan
-        plan = _prepare(parts, find(path, tag), restore_hyperparameters, convert_states)
+        plan = _prepare(parts, find(as_folder(dir), tag), restore_hyperparameters, convert_states)
         return plan.stored.directory.name
 
     found = on_all(axis, "start of loading a checkpoint", prepare)
     if len(set(found)) > 1:
-        raise ValueError(f"'{path}': the ranks see different checkpoints: {', '.join(found)}")
+        raise ValueError(f"'{dir}': the ranks see different checkpoints: {', '.join(found)}")
     assert plan is not None, "prepared without an error"
     stored = plan.stored
     if parts.config.checkpoint.verify:
         share = sorted(stored.manifest.files)[axis.rank :: axis.size]
         on_all(axis, "verifying a checkpoint", lambda: check_sums(stored.directory, stored.manifest, share))
+    check_frozen(runtime, stored, plan.names)
     found_plan = plan
 
     def restore() -> None:
@@ -109,7 +114,8 @@ def load(
             parts.lr_scheduler.load_state_dict(found_plan.schedule)
         if parts.loader is not None and stored.manifest.data is not None:
             parts.loader.load_state_dict(stored.manifest.data)
-        _restore_rng(runtime, found_plan)
+        if not weights_only:
+            _restore_rng(runtime, found_plan)
 
     try:
         on_all(axis, "loading a checkpoint", restore)
@@ -119,7 +125,8 @@ def load(
         ) from error
     finally:
         _mark_changed(runtime)
-    return Loaded(_restore_progress(plan, progress), plan.values["client_state"])
+    progress = progress if weights_only else _restore_progress(plan, progress)
+    return Loaded(progress, plan.values["client_state"])
 
 
 # -------------------------------------------------------------------------------------------- checking
@@ -281,6 +288,8 @@ def _match_parameters(
 
 def _check_shape(stored: Stored, name: str, shape: tuple[int, ...]) -> None:
     """Whether index and manifest say the same of a parameter."""
+    if name in stored.manifest.frozen and name not in stored.tensors:
+        return
     tensor = stored.tensors.get(name)
     if tensor is None or tensor.shape != shape:
         found = "none" if tensor is None else f"shape {tensor.shape}"
@@ -330,6 +339,8 @@ def _read_tensors(runtime: Runtime, plan: _Plan, targets: Targets) -> None:
     as_they_are = {p: targets[p] for p in targets.keys() - set(converted.values())}
     with TensorReader(plan.stored) as reader:
         for part in held_slices(runtime, as_they_are, plan.names):
+            if part.name in plan.stored.manifest.frozen:
+                continue
             reader.read(part)
             if (parameter := converted.get(part.name)) is not None:
                 read_converted(reader, part, plan.states[parameter], targets[parameter])

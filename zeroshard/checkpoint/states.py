@@ -84,7 +84,9 @@ def match_states(
                 "convert_states=True"
             )
         if converted is None:
-            dtypes = _kept_dtypes(optimizer, parameter, tensors, stored.tensors[name].dtype)
+            main = stored.tensors.get(name)  # none where it was frozen and left out
+            main_dtype = parameter.dtype if main is None else main.dtype
+            dtypes = _kept_dtypes(optimizer, parameter, tensors, main_dtype)
         else:
             dtypes = _new_dtypes(optimizer, parameter, converted, bits)
         states[parameter] = SavedState(
