@@ -258,6 +258,33 @@ def _came(value: object) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DynamicLossScale(_Checked):
+    """How the loss scale of float16 follows overflows; the defaults are those of torch.amp.GradScaler."""
+
+    _prefix = "precision.loss_scale."
+    start: Annotated[float, _POSITIVE] = 65536.0  # the scale of the first step
+    window: Annotated[int, _integer(1)] = 2000  # steps without overflow after which the scale is doubled
+    minimum: Annotated[float, _POSITIVE] = 1.0  # an overflow halves the scale, but not below this
+    # Overflows since the scale was last doubled, of which only the last one and later ones halve it.
+    hysteresis: Annotated[int, _integer(1)] = 1
+
+    def _requirements(self) -> list[_Requirement]:
+        needed = f">= minimum={self.minimum:g}"
+        return [_Requirement(True, "start", self.start >= self.minimum, "start", needed)]
+
+
+def _dynamic_loss_scale(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return DynamicLossScale.from_dict(value)
+    return value if isinstance(value, DynamicLossScale) else _REFUSED
+
+
+_LOSS_SCALE = _either(
+    _choice("dynamic"), _POSITIVE, _Rule("a dict of start, window, minimum, hysteresis", _dynamic_loss_scale)
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Precision(_Checked):
     """Dtypes of what is computed, sent and kept: torch dtypes, or names such as "bf16"."""
 
@@ -271,8 +298,9 @@ class Precision(_Checked):
     main_dtype: Annotated[torch.dtype | None, _DTYPE] = None
     # To which the model's float outputs are cast. None: they are left as they are.
     output_dtype: Annotated[torch.dtype | None, _DTYPE] = None
-    # Factor on the loss against underflow of float16 gradients. None: "dynamic", which adapts it.
-    loss_scale: Annotated[float | str | None, _either(_choice("dynamic"), _POSITIVE)] = None
+    # Factor on the loss against underflow of float16 gradients. None: "dynamic", which adapts it; a dict of
+    # start, window, minimum and hysteresis tells how.
+    loss_scale: Annotated[float | str | DynamicLossScale | None, _LOSS_SCALE] = None
 
     def _requirements(self) -> list[_Requirement]:
         is_half = self.param_dtype == torch.float16

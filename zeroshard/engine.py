@@ -25,11 +25,15 @@ from zeroshard.checkpoint.weights import MAX_SHARD_BYTES
 from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.memory.report import MemoryReport, measure
+from zeroshard.optim.clipping import check_clipping
 from zeroshard.optim.guard import StepGuard
 from zeroshard.sharding import access
+from zeroshard.sharding import restore as restoring
 from zeroshard.sharding.autograd import outside_transforms
-from zeroshard.sharding.methods import WholeOnly, as_forward, held_unsharded
+from zeroshard.sharding.methods import EnginesOwn, WholeOnly, as_forward, held_unsharded
 from zeroshard.sharding.nested import cast_inputs
+from zeroshard.sharding.pace import warn_no_gradients
+from zeroshard.sharding.restore import Closed
 from zeroshard.sharding.tracers import refuse_proxies
 from zeroshard.sharding.unit import UnitInfo
 
@@ -70,10 +74,13 @@ class Engine(nn.Module):
         self._micro_step = 0
         self._is_ready = False
         """Whether `step()` has made the gradients ready for the optimizer."""
+        weakref.finalize(self, saver.leave_alone)
         if parts.optimizer is not None:
             self._attach(parts.optimizer)
+        parts.runtime.changes.set(module, "zero_grad", EnginesOwn(self, module, "zero_grad"))
         if hasattr(module, "save_pretrained"):
-            object.__setattr__(module, "save_pretrained", WholeOnly(parts.runtime, module, "save_pretrained"))
+            whole_only = WholeOnly(parts.runtime, module, "save_pretrained")
+            parts.runtime.changes.set(module, "save_pretrained", whole_only)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes are the engine's own: nn.Module's way would register them in the model."""
@@ -121,7 +128,7 @@ class Engine(nn.Module):
         """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
 
         Where gradients are not finite on any rank, in float16 or with `nonfinite="skip"`, all ranks leave out
-        the steps of optimizer and LR scheduler.
+        the steps of optimizer and LR scheduler. Without any gradient they do so too, with a warning.
 
         Returns:
             Whether parameters changed.
@@ -137,6 +144,10 @@ class Engine(nn.Module):
             self._micro_step += 1
             return False
         self._runtime.before_step()
+        if not self._runtime.has_gradients:
+            warn_no_gradients()
+            self.zero_grad()
+            return False
         is_taken = self._guard.make_ready()
         if is_taken:
             self._is_ready = True
@@ -157,7 +168,7 @@ class Engine(nn.Module):
         self._micro_step = 0
         self._runtime.drop_deferred()
         with torch._C.DisableTorchFunctionSubclass():  # its guards take longer than the rest
-            self.module.zero_grad(set_to_none)
+            type(self.module).zero_grad(self.module, set_to_none)
 
     def train_batch(self, inputs: Any, targets: Any = None) -> Tensor:
         """One optimizer step on this rank's batch, cut along dim 0 into the accumulation steps.
@@ -196,15 +207,25 @@ class Engine(nn.Module):
         """Within it, backward adds gradients up on this rank and sends nothing."""
         return self._runtime.reducer.deferring(True)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients by min(1, max_norm / (norm + 1e-6)).
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); collective.
+
+        Args:
+            max_norm: the norm that is left at most.
+            norm_type: the order of the norm, above 0; inf gives the largest magnitude.
+            error_if_nonfinite: raise where the norm is inf or nan.
 
         Returns:
-            The global 2-norm before that; 0-dim, float32.
+            The norm over the gradients of all parameters before that; 0-dim, float32.
+
+        Raises:
+            RuntimeError: `error_if_nonfinite`, by the names of the parameters; gradients are as they were.
         """
-        _check_max_norm(max_norm)
+        order = check_clipping(max_norm, norm_type)
         self._runtime.before_step()
-        return self._guard.clip(max_norm)
+        return self._guard.clip(max_norm, order, error_if_nonfinite)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -256,6 +277,8 @@ class Engine(nn.Module):
                 raise RuntimeError(
                     "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
                 )
+            if not has_closure:
+                self._runtime.reducer.pace.expect_backwards(self.config.gradient_accumulation_steps)
             self._guard.make_ready()
 
         def after(*_: Any) -> None:
@@ -422,7 +445,7 @@ class Engine(nn.Module):
             raise ValueError(f"expected a method of {type(self.module).__name__}, got {name!r}")
         wrapped = as_forward(self._runtime, method)
         setattr(self, name, wrapped)
-        setattr(self.module, name, wrapped)
+        self._runtime.changes.set(self.module, name, wrapped)
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -442,6 +465,31 @@ class Engine(nn.Module):
         with held_unsharded(self._runtime):
             return generate(*args, **kwargs)
 
+    # -- the end --------------------------------------------------------------------------------------
+
+    def close(self, restore: bool = True) -> None:
+        """End the engine: the model becomes an ordinary module again; collective. A second call does nothing.
+
+        The model has its original parameters again, with the trained values, whole on every rank, in the
+        main dtype; hooks are gone and methods are its own. It may be used as it is, or given to `initialize`
+        again. Gradients are dropped. The optimizer cannot step any more: its states are of slices.
+
+        Args:
+            restore: False only gives back memory and waits for no other rank. The model cannot be used then.
+
+        Raises:
+            RuntimeError: inside forward, backward or `unsharded()`; a parameter was replaced. Then the
+                engine is not closed. Or the last save in the background has failed; then it is.
+        """
+        if isinstance(self._runtime, Closed):
+            return
+        runtime, axes, saver = self._runtime, self._axes, self._saver
+        restoring.restore(runtime) if restore else restoring.dismantle(runtime)
+        axes.dp.unwatch()
+        closed: Any = Closed()
+        self._parts = self._runtime = self._axes = self._saver = self._guard = closed
+        saver.finish() if restore else saver.leave_alone()
+
     # -- reports --------------------------------------------------------------------------------------
 
     @property
@@ -452,7 +500,7 @@ class Engine(nn.Module):
 
     @property
     def units(self) -> list[UnitInfo]:
-        """Name, padded size, and whether it is kept from forward to backward, of each unit."""
+        """Name, padded size, whether it is kept from forward to backward, and why it is one, of each unit."""
         return self._runtime.unit_infos
 
     def memory_report(self) -> MemoryReport:
@@ -512,8 +560,3 @@ def _check_loss(loss: object) -> None:
     else:
         came = f"{loss!r:.80}"
     raise ValueError(f"backward: expected a loss of one element that requires a gradient, got {came}")
-
-
-def _check_max_norm(max_norm: object) -> None:
-    if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
-        raise ValueError(f"clip_grad_norm_: expected a number >= 0, got {max_norm!r}")

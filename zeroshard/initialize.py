@@ -16,7 +16,7 @@ from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, watch
-from zeroshard.comm.mesh import open_aside, open_world, start_process_group
+from zeroshard.comm.mesh import open_world, start_process_group
 from zeroshard.config import Config, require_supported
 from zeroshard.data import EpochLoader
 from zeroshard.engine import Engine, LossFunction
@@ -92,8 +92,7 @@ def initialize(
     watch(world)
     check_agreement(world, model, config, optimizer, overrides)
     axes = open_data_parallel(config, world)
-    aside = open_aside(world)
-    close_at_exit(axes, *axes.members, aside)
+    close_at_exit(axes, *axes.members)
     runtime, replacements = shard_over(model, config, axes, device)
     if optimizer is not None:
         take_over(optimizer, replacements, overrides)
@@ -106,7 +105,7 @@ def initialize(
     parts = Parts(
         runtime=runtime, config=config, optimizer=optimizer, lr_scheduler=lr_scheduler, loader=dataloader
     )
-    engine = Engine(model, parts, axes, Saver(aside), loss_fn)
+    engine = Engine(model, parts, axes, Saver(axes.dp), loss_fn)
     engine.reset_comm_report()
     return Initialized(engine, optimizer, dataloader, lr_scheduler)
 

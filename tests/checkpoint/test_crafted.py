@@ -161,6 +161,35 @@ def rename_a_parameter(index: dcp.Metadata) -> None:
     index.state_dict_metadata["another"] = index.state_dict_metadata.pop(name)
 
 
+def bomb(leaf: Any = (), depth: int = 60, pair: Callable[[Any, Any], Any] = lambda *both: both) -> Any:
+    """A pair of twice the same pair, and so on: small, but it takes 2**depth steps to walk through it."""
+    for _ in range(depth):
+        leaf = pair(leaf, leaf)
+    return leaf
+
+
+def deep(num: int) -> bytes:
+    """The pickle of a tuple in a tuple in a tuple, ...: Python itself cannot write it."""
+    return b"\x80\x02)" + num * pickle.TUPLE1 + b"."
+
+
+def place_of(fqn: Any, offset: Any) -> dcp.MetadataIndex:
+    """A key of the index whose attributes are of any kind."""
+    made = object.__new__(dcp.MetadataIndex)
+    vars(made).update(fqn=fqn, offset=offset)
+    return made
+
+
+def as_key(make: Callable[[], Any]) -> Callable[[Path], None]:
+    """What is hashed when the index is read. A dict here would hash it too, so the dict is put together."""
+
+    def craft(directory: Path) -> None:
+        key = pickle.dumps(make(), protocol=4)[11:-1]  # without its frame
+        write_index(directory, b"\x80\x04}" + key + b"Ns.")
+
+    return craft
+
+
 INDICES: dict[str, Callable[[Path], None]] = {
     "another file that is listed": point_outside("../outside"),
     "another file by its whole path": lambda directory: point_outside(f"{directory.parent}/outside")(
@@ -198,6 +227,14 @@ INDICES: dict[str, Callable[[Path], None]] = {
     "prefix": lambda directory: write_index(directory, filesystem._StoragePrefix("x")),
     "nothing": lambda directory: write_index(directory, b""),
     "attributes of a class": pollute,
+    "tuple of tuples as a key": as_key(bomb),
+    "deep tuple": lambda directory: write_index(directory, deep(1_000_000)),
+    "deep tuple as a key": lambda directory: write_index(
+        directory, b"\x80\x02}" + deep(1_000_000)[2:-1] + b"Ns."
+    ),
+    "wide tuple as a key": as_key(lambda: (tuple(range(3000)),) * 3000),
+    "places of places as a key": as_key(lambda: bomb("x", 60, place_of)),
+    "tuple of tuples as a shape": edit_index(lambda index: setattr(first(index), "size", bomb())),
     **{
         f"memory {opcode!r}": lambda directory, opcode=opcode, size=size: write_index(
             directory, b"\x80\x05]" + opcode + size + b"."
@@ -295,6 +332,17 @@ CONTENTS: dict[str, Callable[[Path], None]] = {
             b"torch.sparse\nFloatTensor",
         )
     },
+    "tuple of tuples": edit_values(lambda values: values["client_state"].update(x=bomb())),
+    "tuple of tuples as a key": with_pickle(
+        b"\x80\x02})" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(60)) + b"Ns."
+    ),
+    "list of lists": edit_values(
+        lambda values: values["client_state"].update(x=bomb([], 60, lambda *both: list(both)))
+    ),
+    "tuple of tuples as a hyperparameter": edit_values(lambda values: values["groups"][0].update(x=bomb())),
+    "deep tuple": with_pickle(deep(1_000_000)),
+    "deep tuple as a key": with_pickle(b"\x80\x02}" + deep(1_000_000)[2:-1] + b"Ns."),
+    "a list that holds itself": with_pickle(b"\x80\x02]q\x00h\x00a."),
     "no client state": edit_values(lambda values: values.pop("client_state")),
     **{
         f"call {number}": lambda directory, number=number: edit_values(
@@ -326,7 +374,6 @@ MANIFESTS: dict[str, Callable[[Path], None]] = {
         f"{key} {value!r}": edit_manifest(lambda content, key=key, value=value: content.update({key: value}))
         for key in ("files", "parameters", "global_step", "buffers", "loss_scale", "rounding", "data", "seed")
         for value in (-0.5, "x", [[1]], {"x": 1})
-        if value != {"x": 1} or key not in ("loss_scale", "rounding", "data")
     },
     "newer": edit_manifest(lambda content: content.update(format=99)),
     "shape": edit_manifest(lambda content: some_parameter(content).update(shape=["1"])),
@@ -392,6 +439,7 @@ RECORDS: dict[str, Callable[[Path], None]] = {
         lambda index: [setattr(info, "offset", 1) for info in index.storage_data.values()]
     ),
 }
+
 
 KINDS = {INDEX: INDICES, VALUES: CONTENTS, MANIFEST: MANIFESTS, TENSORS: RECORDS}
 

@@ -178,12 +178,21 @@ def test_a_config_with_all_that_people_write_is_read_as_a_whole():
     )
     assert config == Config(
         stage=3,
-        precision=Precision(param_dtype="fp16", loss_scale="dynamic"),
+        precision=Precision(
+            param_dtype="fp16",
+            loss_scale={"start": 65536, "window": 1000, "minimum": 1, "hysteresis": 2},
+        ),
         micro_batch_size=8,
         gradient_accumulation_steps=2,
         clip_grad_norm=1.0,
         offload=Offload(optimizer="cpu", parameters="cpu"),
     )
+
+
+def test_a_constant_loss_scale_has_no_window():
+    fp16 = {"enabled": True, "loss_scale": 128, "loss_scale_window": 1000, "min_loss_scale": 1}
+    config, _ = warned({"fp16": fp16})
+    assert config.precision == Precision(param_dtype="fp16", loss_scale=128)
 
 
 def test_a_config_that_is_read_is_left_as_it_was():

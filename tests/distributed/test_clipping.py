@@ -4,6 +4,7 @@ The norm is within 1e-6 (its sum has another order); the clipped run has the sam
 """
 
 import copy
+import math
 
 import pytest
 import torch
@@ -178,3 +179,95 @@ def no_gradients():
 
 def test_without_gradients_the_norm_is_zero(ranks):
     assert ranks(2, no_gradients) == [(0.0, True, True)] * 2
+
+
+# ------------------------------------------------------------------------------------------- other norms
+
+
+def other_norms(orders):
+    """By order and stage, distances of the norm and of what is left from those of torch on DDP."""
+    model, found = build("tied GPT"), []
+    for order in orders:
+        replica = replicate(model)
+        token_loss(replica, 0).backward()
+        whole = torch.cat(list(flat_gradients(replica).values())).double()
+        want_norm = torch.linalg.vector_norm(whole, float(order))
+        torch.nn.utils.clip_grad_norm_(replica.parameters(), 0.01, norm_type=order)
+        want = flat_gradients(replica)
+        for stage in STAGES:
+            engine, _ = start(copy.deepcopy(model), stage=stage)
+            token_loss(engine, 0).backward()
+            norm = engine.clip_grad_norm_(0.01, norm_type=order)
+            assert norm is engine.grad_norm
+            off = abs(norm.item() / want_norm.item() - 1)
+            found.append((order, stage, off, distance_of_all(full_gradients(engine), want)))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_norms_of_any_order_are_those_of_torch(ranks, num_ranks):
+    """The norm is that of float64; what is left is that of torch, which adds up in float32."""
+    for found in ranks(num_ranks, other_norms, (1, 3.0, "inf")):
+        assert [line for line in found if line[2] > 1e-6 or line[3] > 3e-5] == []
+
+
+def nonfinite_norms():
+    """What is raised where a gradient of one rank's slice is inf, and whether gradients stay."""
+    found = []
+    for stage in STAGES:
+        engine, _ = start(build("tied GPT"), stage=stage)
+        token_loss(engine, 0).backward()
+        parameters = dict(engine.named_parameters())
+        if parameters["head.weight" if "head.weight" in parameters else "tokens.weight"].grad.numel():
+            parameters["gain"].grad.fill_(math.nan)
+        before = full_gradients(engine)
+        for order in (1, 2, math.inf):
+            with pytest.raises(RuntimeError) as error:
+                engine.clip_grad_norm_(1.0, norm_type=order, error_if_nonfinite=True)
+            found += [] if "'gain'" in str(error.value) else [(stage, order, str(error.value))]
+        after = full_gradients(engine)
+        found += [
+            (stage, n) for n in before if not torch.equal(before[n].nan_to_num(), after[n].nan_to_num())
+        ]
+        engine.clip_grad_norm_(1.0)
+        found += [] if engine.grad_norm.isnan() else [(stage, engine.grad_norm)]
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_norm_that_is_not_finite_may_be_an_error_that_names_the_parameter(ranks, num_ranks):
+    assert ranks(num_ranks, nonfinite_norms) == [[]] * num_ranks
+
+
+def clip_by_value():
+    model, found = build("tied GPT"), []
+    replica = replicate(model)
+    token_loss(replica, 0).backward()
+    torch.nn.utils.clip_grad_value_(replica.parameters(), 1e-4)
+    want = flat_gradients(replica)
+    for stage in STAGES:
+        engine, _ = start(copy.deepcopy(model), stage=stage)
+        token_loss(engine, 0).backward()
+        torch.nn.utils.clip_grad_value_(engine.parameters(), 1e-4)
+        found.append(distance_of_all(full_gradients(engine), want))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_clip_grad_value_of_torch_clips_slices_as_the_whole(ranks, num_ranks):
+    for found in ranks(num_ranks, clip_by_value):
+        assert max(found) <= 1e-6
+
+
+def refused_orders():
+    engine, _ = start(build("tied GPT"), stage=1)
+    messages = []
+    for order in (0, -1, -math.inf, math.nan, "two", None):
+        with pytest.raises(ValueError, match="norm_type") as error:
+            engine.clip_grad_norm_(1.0, norm_type=order)
+        messages.append(repr(order) in str(error.value))
+    return messages
+
+
+def test_an_order_that_is_not_above_zero_is_refused(ranks):
+    assert ranks(1, refused_orders) == [[True] * 6]

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,9 @@ class _Thread(threading.local):
 class Transport:
     """The functions that comm/ uses; everything else is torch.distributed's own."""
 
+    _cpu_groups: ClassVar[weakref.WeakSet[dist.ProcessGroup]] = weakref.WeakSet()
+    """Of all transports: a group outlives the one that made it."""
+
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._thread = _Thread()
@@ -52,7 +55,6 @@ class Transport:
         """By communicator: where its last collective is."""
         self._num_sent: Counter[tuple[str, str, str]] = Counter()
         self._transfers: dict[Transfer, None] = {}
-        self._cpu_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)

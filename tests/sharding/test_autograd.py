@@ -247,6 +247,7 @@ TRANSPARENT = {
     "object in a dataclass": (Plain(A, Opaque(B)), [A, B]),
     "user dict": (collections.UserDict(a=A), [A]),
     "namespace": (types.SimpleNamespace(a=A), [A]),
+    "set": ({A}, [A]),
 }
 
 
@@ -259,7 +260,11 @@ def test_every_tensor_in_nested_containers_and_dataclasses_is_found(what):
 
 
 OPAQUE = {
-    "set": ({A}, []),
+    "iterator": (iter([A]), []),
+    "generator": ((each for each in [A]), []),
+    "array": (A.numpy(), []),
+    "method": (torch.nn.Identity().forward, []),
+    "object with an iterator": ((A, Opaque(zip([B], strict=True))), [A]),
     "function": (lambda: A, []),
 }
 

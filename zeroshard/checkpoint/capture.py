@@ -62,6 +62,7 @@ def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_sta
     """
     runtime, optimizer, axis = parts.runtime, parts.optimizer, parts.runtime.context.axes.dp
     runtime.settle()
+    runtime.check_slots()
     runtime.require_slices("save_checkpoint()")
     if any(gradients.has_deferred for unit in runtime.units for gradients in unit.gradients):
         raise RuntimeError(
@@ -157,7 +158,7 @@ def _describe(
         config=_describe_config(parts.config),
         global_step=progress.global_step,
         skipped_steps=progress.skipped_steps,
-        loss_scale=asdict(progress.loss_scale) if is_half else None,
+        loss_scale=progress.loss_scale.state() if is_half else None,
         rounding=None if progress.rounding is None else asdict(progress.rounding),
         seed=torch.initial_seed(),
         data=None if parts.loader is None else parts.loader.state_dict(),

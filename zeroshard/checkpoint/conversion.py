@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from zeroshard.checkpoint.checks import MAX_STEPS
 from zeroshard.optim.eightbit import rules
 from zeroshard.optim.eightbit.rules import Rule
 from zeroshard.optim.layerwise import LARS
@@ -50,10 +51,6 @@ _ABSENT = {
     **dict.fromkeys(("t_alpha", "t_beta3")),
 }
 """With which value of a hyperparameter an optimizer is one that does not have it."""
-
-
-_MOST_STEPS = 1 << 53
-"""Float64 can't count further."""
 
 
 def family_of(name: str | None) -> Family | None:
@@ -103,7 +100,7 @@ def convert_scalars(optimizer: Optimizer, saved: Mapping[str, Any], global_step:
         return dict(saved)
     scalars = {key: value for key, value in saved.items() if key != "step"}
     step = saved.get("step", global_step)
-    if not 0 <= step < _MOST_STEPS or step != int(step):
+    if not 0 <= step < MAX_STEPS or step != int(step):
         raise ValueError(f"step: expected a count of steps, came {step!r}")
     if kind in (SGD, LARS):
         return scalars

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +15,11 @@ from torch.optim import Optimizer
 from zeroshard.checkpoint import plain, rng
 from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts, Progress
+from zeroshard.checkpoint.checks import MAX_STEPS, check_group, check_schedule, naming_file
 from zeroshard.checkpoint.conversion import convert_group, family_of
-from zeroshard.checkpoint.files import find
+from zeroshard.checkpoint.files import MANIFEST, find
 from zeroshard.checkpoint.manifest import check_sums
-from zeroshard.checkpoint.optimizers import match_groups, place_scalar, reorder_schedule, restore_groups
+from zeroshard.checkpoint.optimizers import HOW, match_groups, place_scalar, reorder_schedule, restore_groups
 from zeroshard.checkpoint.reader import INDEX, Stored, TensorReader, open_checkpoint
 from zeroshard.checkpoint.save import VALUES
 from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, match_states, read_converted
@@ -126,7 +126,7 @@ def load(
 
 def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_states: bool) -> _Plan:
     stored = open_checkpoint(directory)
-    values = _read_values(stored)
+    values = _read_values(stored, parts.runtime.context.device)
     model = read_model(parts.runtime)
     names = _match_parameters(stored, parts.runtime, model.aliases)
     _check_buffers(stored, model.buffers)
@@ -140,15 +140,16 @@ def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_state
         else:
             _check_optimizer(stored, parts, convert_states, hyperparameters)
             if hyperparameters:
-                matches = match_groups(parts.optimizer, values["groups"], names)
-                groups = _convert_groups(parts.optimizer, values["groups"], matches)
-                schedule = _match_schedule(stored, parts.lr_scheduler, values["lr_scheduler"], matches)
+                with naming_file(directory / VALUES):
+                    matches = match_groups(parts.optimizer, values["groups"], names)
+                    groups = _convert_groups(parts.optimizer, values["groups"], matches)
+                    schedule = _match_schedule(stored, parts.lr_scheduler, values["lr_scheduler"], matches)
             states = match_states(parts.optimizer, stored, values["scalars"], names, convert_states)
     try:
         if stored.manifest.data is not None:
             parse_place(stored.manifest.data)
     except ValueError as error:
-        raise RuntimeError(f"{directory}: damaged ({error})") from None
+        raise RuntimeError(f"{directory / MANIFEST}: damaged ({error})") from None
     return _Plan(
         stored=stored,
         values=values,
@@ -168,6 +169,8 @@ def _convert_groups(
         None if source is None else convert_group(optimizer, saved[source], group)
         for group, source in zip(optimizer.param_groups, matches, strict=True)
     ]
+    for number, (group, values) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        check_group(number, values or {}, group)
     if isinstance(optimizer, BlockwiseOptimizer | LayerWise):
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             optimizer.check_group({**group, **(values or {})})
@@ -180,9 +183,13 @@ def _read_loss_scale(stored: Stored) -> LossScale | None:
         return None
     match saved:
         case {"value": float(value), "is_dynamic": bool(is_dynamic), "num_steps": int(num_steps), **rest}:
-            if 0 < value < math.inf and num_steps >= 0 and not rest:
-                return LossScale(value=value, num_steps=num_steps, is_dynamic=True) if is_dynamic else None
-    raise RuntimeError(f"{stored.directory}: damaged (a loss scale of {saved!r})")
+            num_spared = rest.pop("num_spared", 0)
+            limits = torch.finfo(torch.float32)  # in which gradients are divided by it
+            is_counted = isinstance(num_spared, int) and min(num_steps, num_spared) >= 0
+            if limits.tiny <= value <= limits.max and is_counted and not rest:
+                scale = LossScale(value=value, num_steps=num_steps, num_spared=num_spared)
+                return scale if is_dynamic else None
+    raise RuntimeError(f"{stored.directory / MANIFEST}: damaged (a loss scale of {saved!r})")
 
 
 def _read_rounding(stored: Stored) -> Rounding | None:
@@ -190,9 +197,9 @@ def _read_rounding(stored: Stored) -> Rounding | None:
     if saved is None:
         return None
     match saved:
-        case {"seed": int(seed), "step": int(step), **rest} if not rest:
+        case {"seed": int(seed), "step": int(step), **rest} if not rest and 0 <= step < MAX_STEPS:
             return Rounding(seed, step)
-    raise RuntimeError(f"{stored.directory}: damaged (stochastic rounding of {saved!r})")
+    raise RuntimeError(f"{stored.directory / MANIFEST}: damaged (stochastic rounding of {saved!r})")
 
 
 def _match_schedule(
@@ -204,10 +211,12 @@ def _match_schedule(
     if saved is None:
         warnings.warn(f"'{stored.directory}' holds no LR schedule: it starts anew", stacklevel=7)
         return None
-    return reorder_schedule(saved, scheduler.state_dict(), matches)
+    schedule = reorder_schedule(saved, scheduler.state_dict(), matches)
+    check_schedule(schedule, scheduler)
+    return schedule
 
 
-def _read_values(stored: Stored) -> Mapping[str, Any]:
+def _read_values(stored: Stored, device: torch.device) -> Mapping[str, Any]:
     """What is neither a tensor nor in the manifest; its parts are of the kinds that are taken for granted."""
     file = stored.directory / VALUES
     if VALUES not in stored.manifest.files:
@@ -216,10 +225,13 @@ def _read_values(stored: Stored) -> Mapping[str, Any]:
     values = plain.read(file)
     try:
         is_sound = all(isinstance(values[key], kinds) for key, kinds in _VALUES.items())
-        is_sound &= all(isinstance(name, str) for group in values["groups"] for name in group["names"])
+        known = stored.manifest.parameters.keys()
+        is_sound &= all(isinstance(g["names"], list) and known >= set(g["names"]) for g in values["groups"])
         is_sound &= all(isinstance(scalars, dict) for scalars in values["scalars"].values())
+        is_sound &= not any(HOW & group.keys() for group in values["groups"])
+        is_sound &= all(isinstance(key, str) for kind in ("other", "extra") for key in values[kind])
         for states in values["rng"]:
-            rng.check(states)
+            rng.check(states, device)
     except Exception as error:  # whatever other things end in
         raise RuntimeError(f"{file}: damaged ({type(error).__name__}: {error})") from None
     if not is_sound:
@@ -359,7 +371,7 @@ def _restore_progress(plan: _Plan, present: Progress) -> Progress:
         present,
         global_step=manifest.global_step,
         skipped_steps=manifest.skipped_steps,
-        loss_scale=plan.loss_scale if scale.is_dynamic and plan.loss_scale is not None else scale,
+        loss_scale=scale.resumed(plan.loss_scale),
         rounding=plan.rounding or (present.rounding and replace(present.rounding, step=manifest.global_step)),
     )
 

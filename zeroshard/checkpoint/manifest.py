@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from zeroshard.checkpoint.checks import MAX_STEPS
 from zeroshard.checkpoint.files import MANIFEST
 
 FORMAT = 1
@@ -75,6 +76,7 @@ def read_manifest(directory: Path) -> Manifest:
         RuntimeError: it is damaged, or written by a newer zeroshard.
     """
     file = directory / MANIFEST
+    _check_own(file)
     try:
         outer = json.loads(file.read_bytes())
         content = outer["content"]
@@ -118,8 +120,14 @@ def _check_kinds(content: Mapping[str, Any]) -> None:
     for kinds, others in ((_KINDS, ()), (_KINDS_OR_NONE, (type(None),))):
         for kind, names in kinds.items():
             for name in names:
-                _expect(isinstance(content[name], (kind, *others)), name)
-    _expect(all(isinstance(name, str) for name in content["buffers"]), "buffers")
+                _expect(type(content[name]) in (kind, *others), name)
+    for name in ("global_step", "skipped_steps"):
+        _expect(0 <= content[name] < MAX_STEPS, name)
+    model = content["model"]
+    _expect(isinstance(model.get("class", ""), str), "model")
+    _expect(all(isinstance(model.get(key, {}), dict) for key in ("config", "generation_config")), "model")
+    _expect(all(_are_names(model.get(key, ())) for key in ("not_saved", "tied", "adapters")), "model")
+    _expect(_are_names(content["buffers"]), "buffers")
     for name, record in content["files"].items():
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise ValueError(f"it lists {name!r}, which is not in its directory")
@@ -127,6 +135,11 @@ def _check_kinds(content: Mapping[str, Any]) -> None:
     for name, record in content["parameters"].items():
         _expect(all(isinstance(size, int) and size >= 0 for size in record["shape"]), name)
         _expect(all(isinstance(other, str) for other in (record["dtype"], *record["aliases"])), name)
+
+
+def _are_names(values: Any) -> bool:
+    """True for strings in a sequence or as the keys of a dict."""
+    return isinstance(values, list | tuple | dict) and all(isinstance(name, str) for name in values)
 
 
 def _expect(is_so: bool, name: str) -> None:
@@ -138,14 +151,24 @@ def _crc_of(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
+def _check_own(file: Path) -> None:
+    """Raise unless a file lies in the checkpoint itself: a link may lead to any file of the machine."""
+    if file.is_symlink():
+        raise RuntimeError(
+            f"{file}: a symbolic link, to '{os.readlink(file)}': expected the file itself. "
+            "The directory of a checkpoint may be a link, what is in it may not"
+        )
+
+
 def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Whether all files are there, whole.
+    """Whether all files are there, whole, and no links.
 
     Raises:
         RuntimeError: naming the first one that is not.
     """
     for name, record in manifest.files.items():
         file = directory / name
+        _check_own(file)
         if not file.is_file():
             raise RuntimeError(f"{file}: missing; the checkpoint is incomplete")
         if (size := file.stat().st_size) != record.num_bytes:

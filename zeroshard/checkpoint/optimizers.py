@@ -14,7 +14,7 @@ from zeroshard.checkpoint.blockwise import shape_of
 from zeroshard.optim.statenames import to_common
 from zeroshard.sharding.parameter import ShardedParameter
 
-_HOW = frozenset(
+HOW = frozenset(
     (
         *("params", "param_names", "fused", "foreach", "capturable", "differentiable"),
         "decoupled_weight_decay",  # by which torch tells AdamW from Adam
@@ -51,7 +51,7 @@ def read_optimizer(optimizer: Optimizer) -> OptimizerState:
     """
     state = OptimizerState([], {}, {}, {})
     for group in optimizer.param_groups:
-        hyperparameters = {key: value for key, value in group.items() if key not in _HOW}
+        hyperparameters = {key: value for key, value in group.items() if key not in HOW}
         state.groups.append({"names": [p.fqn for p in group["params"]], **hyperparameters})
     saved: Mapping[Any, Any] = optimizer.state
     for parameter, values in saved.items():

@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from zeroshard.checkpoint.pickles import check_form
+
 _GLOBALS = {
     *("collections.OrderedDict", "collections.Counter", "_codecs.encode", "builtins.set", "builtins.complex"),
     *("torch.Size", "torch.device", "torch.serialization._get_layout"),
@@ -60,7 +62,7 @@ def _checked_records(stream: BinaryIO) -> list[zipfile.ZipInfo]:
 
     Raises:
         zipfile.BadZipFile: they are compressed, or overlap: a small file could fill the memory.
-        pickle.UnpicklingError: as `_check_globals`.
+        pickle.UnpicklingError: as `_check_globals` and `check_form`.
     """
     num_bytes = stream.seek(0, os.SEEK_END)
     with zipfile.ZipFile(stream) as archive:
@@ -71,7 +73,9 @@ def _checked_records(stream: BinaryIO) -> list[zipfile.ZipInfo]:
         raise zipfile.BadZipFile("its records are longer than the file")
     for record in records:
         if record.filename.lower().endswith("data.pkl"):  # torch's reader knows no case
-            _check_globals(_read_record(stream, record))
+            code = _read_record(stream, record)
+            _check_globals(code)
+            check_form(code)
     return records
 
 

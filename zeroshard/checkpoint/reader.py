@@ -7,7 +7,7 @@ import math
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,10 @@ _OPCODES = b"".join(
 """What pickle writes an index with. Others may take memory by a number in the file, as BYTEARRAY8 does."""
 
 
+_MAX_DIMS = 64
+"""As many dimensions as torch computes with."""
+
+
 def _refuse(_: Any) -> None:
     raise pickle.UnpicklingError("it holds what no index has")
 
@@ -66,11 +70,39 @@ class _IndexUnpickler(pickle._Unpickler):
 
     def load_build(self) -> None:
         """Set the attributes of an object, but not those of a class or function."""
-        if type(self.stack[-2]) not in _STATEFUL:  # type: ignore[attr-defined]
+        state, target = self.stack[-1], self.stack[-2]  # type: ignore[attr-defined]
+        if type(target) not in _STATEFUL:
             raise pickle.UnpicklingError("it changes what is not its own")
         super().load_build()  # type: ignore[misc]
+        if isinstance(target, metadata.MetadataIndex):
+            _check_hashable(target, state)
 
     dispatch[pickle.BUILD[0]] = load_build
+
+    def append_tuple(self, items: Sequence[Any]) -> None:
+        """Put a tuple on the stack.
+
+        Raises:
+            pickle.UnpicklingError: it is longer or deeper than an index needs. Whoever hashes a tuple that
+                holds the one before it twice, 60 times over, never comes to an end.
+        """
+        inner = [item for item in items if isinstance(item, tuple)]
+        if len(items) > _MAX_DIMS or any(isinstance(value, tuple) for item in inner for value in item):
+            raise pickle.UnpicklingError("it holds a tuple that is no shape or place")
+        self.append(tuple(items))  # type: ignore[attr-defined]
+
+    def load_tuple(self) -> None:
+        """Make a tuple of what is above the mark."""
+        self.append_tuple(self.pop_mark())  # type: ignore[attr-defined]
+
+    dispatch[pickle.TUPLE[0]] = load_tuple
+    for _num, _code in enumerate((pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3), start=1):
+
+        def load_short_tuple(self, num: int = _num) -> None:
+            """Make a tuple of the topmost items."""
+            self.append_tuple([self.stack.pop() for _ in range(num)][::-1])  # type: ignore[attr-defined]
+
+        dispatch[_code[0]] = load_short_tuple
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
@@ -87,6 +119,14 @@ def _get_layout(name: str) -> torch.layout:
     if not isinstance(layout, torch.layout):
         raise pickle.UnpicklingError(f"it refers to a layout {name!r}")
     return layout
+
+
+def _check_hashable(key: metadata.MetadataIndex, state: Any) -> None:
+    """Raise unless the state of a key has what torch gives it, which is hashed in one step."""
+    kinds = {"fqn": str, "offset": torch.Size | None, "index": int | None}
+    is_plain = isinstance(state, dict) and state.keys() <= kinds.keys()
+    if not is_plain or not all(isinstance(getattr(key, name), kind) for name, kind in kinds.items()):
+        raise pickle.UnpicklingError("it holds a place of something else than a tensor")
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,12 +31,20 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
         numpy.random.set_state(tuple(states["numpy"]))
 
 
-def check(states: dict[str, Any]) -> None:
+def check(states: dict[str, Any], device: torch.device) -> None:
     """Whether they are states of generators; no generator changes. Raises whatever these raise."""
     random.Random().setstate(states["python"])
+    if not isinstance(states["python"][2], float | None):
+        raise ValueError("expected the next number of Python's generator, or None")
     torch.Generator().set_state(states["torch"])
+    if device.type != "cpu" and device.type in states:
+        torch.Generator(device).set_state(states[device.type])
     if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.RandomState().set_state(tuple(states["numpy"]))
+        kind, keys, position, has_gauss, gauss = states["numpy"]
+        # NumPy reads its words at any position that it is given.
+        if type(position) is not int or not 0 <= position <= len(keys) or has_gauss not in (0, 1):
+            raise ValueError(f"expected a position among the words of NumPy's generator, came {position!r}")
+        numpy.random.RandomState().set_state((kind, keys, position, has_gauss, float(gauss)))
 
 
 def derive(seed: int, rank: int, step: int) -> None:

@@ -16,6 +16,7 @@ from zeroshard.checkpoint.hostcopies import HostCopies
 from zeroshard.checkpoint.manifest import FileRecord, Manifest
 from zeroshard.checkpoint.tensors import TensorSlice
 from zeroshard.checkpoint.writer import Written, write_index, write_part
+from zeroshard.comm.aside import Aside, open_aside
 from zeroshard.comm.collectives import Axis
 
 VALUES = "values.pt"
@@ -103,14 +104,18 @@ class Saver:
     """Writes snapshots, one at a time.
 
     Args:
-        axis: all ranks, over a group that nothing else uses.
+        axis: all ranks.
     """
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
         self._copies = HostCopies()
+        self._aside: Aside | None = None
+        """Where a thread exchanges; None before the first save in the background."""
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._is_alone = False
+        """True when nobody will ask any more how a save in the background has ended."""
 
     def save(self, snapshot: Snapshot) -> None:
         """Write and return when it is done. Raises what `write` raises."""
@@ -129,9 +134,27 @@ class Saver:
             snapshot = replace(snapshot, slices=slices, wait=wait)
 
         on_all(self._axis, "copy of what is to be saved", copy)
-        # Not a daemon: the interpreter waits for it, so that the last checkpoint of a run is written.
-        self._thread = threading.Thread(target=self._run, args=(snapshot,), name="zeroshard-checkpoint")
-        self._thread.start()
+        aside = self._aside = self._aside or open_aside(self._axis)
+
+        def run() -> None:
+            try:
+                write(snapshot, aside.axis)
+            except Exception as error:  # whatever it is, it is told to whoever trains on
+                self._failure = error
+                if self._is_alone or not threading.main_thread().is_alive():
+                    self._warn()
+
+        self._thread = aside.start(run, "zeroshard-checkpoint")
+
+    def leave_alone(self) -> None:
+        """Let the save in the background go on when its engine is gone; a failure becomes a warning."""
+        self._is_alone = True
+        self._warn()
+
+    def _warn(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            warnings.warn(f"the checkpoint that was saved in the background failed: {failure}", stacklevel=1)
 
     def check(self, axis: Axis) -> None:
         """See how the save in the background is getting on, if there is one; collective over `axis`.
@@ -161,11 +184,3 @@ class Saver:
             raise RuntimeError(
                 f"the checkpoint that was saved in the background failed: {failure}"
             ) from failure
-
-    def _run(self, snapshot: Snapshot) -> None:
-        try:
-            write(snapshot, self._axis)
-        except Exception as error:  # whatever it is, it is told to whoever trains on
-            self._failure = error
-            if not threading.main_thread().is_alive():  # nobody will ask
-                warnings.warn(f"checkpoint '{snapshot.tag}' was not saved: {error}", stacklevel=1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.checkpoint.blockwise import Dtypes, blocks_of, find_unpaired, is_codes, is_scales, shape_of
+from zeroshard.checkpoint.checks import check_scalars
 from zeroshard.checkpoint.conversion import Family, convert_scalars, family_of
 from zeroshard.checkpoint.reader import INDEX, Stored, StoredTensor, TensorReader
 from zeroshard.checkpoint.save import VALUES
@@ -143,11 +144,17 @@ def _match_scalars(
     if not saved and not has_tensors:  # the parameter has had no step
         return {}
     try:
-        return convert_scalars(optimizer, saved, stored.manifest.global_step)
+        check_scalars(optimizer, name, saved)
+        scalars = convert_scalars(optimizer, saved, stored.manifest.global_step)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise RuntimeError(f"{stored.directory / VALUES}: damaged ({error})") from None
+    family = family_of(type(optimizer).__name__)
+    if family is not None and "step" in scalars and not has_tensors:
         raise RuntimeError(
-            f"{stored.directory / VALUES}: damaged (the steps of '{name}' are {saved.get('step')!r}: {error})"
-        ) from None
+            f"{stored.directory / INDEX}: expected state '{next(iter(family.states))}' of '{name}', whose "
+            "steps were counted; found none"
+        )
+    return scalars
 
 
 def _kept_dtypes(

@@ -191,6 +191,11 @@ class Axis:
         self.waits.watchdog, self.waits.here = watchdog, watchdog.here
         watchdog.watch(self, self.timeout_s)
 
+    def unwatch(self) -> None:
+        """Be watched no more: what happens to other ranks is no alarm for this axis."""
+        if self.waits.watchdog is not None:
+            self.waits.watchdog.unwatch(self)
+
     def all_gather(
         self, flat: Tensor, own: Tensor, *, tag: int, label: str, channel: Channel = Channel.GATHER
     ) -> Handle:

@@ -16,6 +16,9 @@ from zlib import crc32
 GATHER, REDUCE, CONTROL = LINES = ("gather", "reduce", "control")
 """Parameter gathers, gradient reductions, small agreements."""
 
+STEP = "step of the optimizer"
+"""The label of a step, which is no collective: so ranks that have taken different steps differ."""
+
 KEPT = 64
 """Labels that are kept of each line. A rank that waits is at most a few units behind another; 64 labels are
 about 4 kB."""
@@ -118,6 +121,11 @@ def find_difference(by_rank: Mapping[int, Entries]) -> str | None:
             ": at stage 3 all ranks must call the same units in the same order, in forwards that may have a "
             "backward on all ranks or on none; where ranks choose between modules, config.units must name "
             "what holds the choice"
+        )
+    elif STEP in text:
+        text += (
+            ": a rank has left out a step or a batch, perhaps after an exception that it caught; all ranks "
+            "must take a step or none"
         )
     return text
 

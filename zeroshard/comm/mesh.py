@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
+from zeroshard.comm.groups import shared_group
 from zeroshard.comm.rendezvous import check_device_types, open_store
 from zeroshard.config import Config
 
@@ -23,7 +25,9 @@ _MARGIN_S = 30.0
 notice, some seconds to collect where all ranks are, and 2 s of grace."""
 
 _TAGS_PER_ENGINE, _NUM_TAG_RANGES = 1 << 16, 1 << 14
-_tag_ranges_used = 0
+_numbers_used = 0
+_numbers: WeakKeyDictionary[Axes, int] = WeakKeyDictionary()
+"""The numbers of the engines that are alive in this process."""
 
 
 def start_process_group(device: torch.device, timeout_s: float) -> bool:
@@ -97,7 +101,10 @@ def build_mesh(config: Config, device: torch.device) -> DeviceMesh:
         )
     # Not by init_device_mesh: its groups would have the default timeout.
     ranks = torch.arange(num_ranks).view(-1, group_size)
-    groups = [_own_group(parts.tolist(), config.watchdog_s) for parts in (ranks.T, ranks)]
+    groups = [
+        _own_group(purpose, parts.tolist(), config.watchdog_s)
+        for purpose, parts in ((DP_REPLICATE, ranks.T), (DP_SHARD, ranks))
+    ]
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(DP_REPLICATE, DP_SHARD))
 
 
@@ -155,17 +162,6 @@ def open_world(device: torch.device, counter: Counter, timeout_s: float) -> Axis
     return Axis(world, device=device, counter=counter, timeout_s=timeout_s, control=control)
 
 
-def open_aside(world: Axis) -> Axis:
-    """All ranks over a Gloo group of its own, for a thread that works beside this one; collective.
-
-    The watchdog does not look after it.
-    """
-    ranks = world.global_ranks
-    group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=world.timeout_s))
-    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-    return Axis(group, device=torch.device("cpu"), counter=Counter(), timeout_s=world.timeout_s)
-
-
 def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
     """This rank's view of `mesh`; collective: all ranks must call it in the same order.
 
@@ -195,12 +191,12 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
         axes = Axes.of_one_group(mesh, world.over(shard, _control_group(shard, world.timeout_s)))
     if not axes.dp_shard.exchanges and axes.dp_shard.size > 1:
         # The other axes need no second one: dp_inner only gathers, dp_replicate only reduces.
-        axes.dp_shard.reduce_over(_shard_subgroup(axes, axes.dp_shard.size))
+        axes.dp_shard.reduce_over(_shard_subgroup("reductions", axes, axes.dp_shard.size))
     if 1 < inner_size != axes.dp_shard.size:
-        axes.dp_inner = world.over(_shard_subgroup(axes, inner_size))
-    first_tag = _next_tag_range(axes.dp) % _NUM_TAG_RANGES * _TAGS_PER_ENGINE
+        axes.dp_inner = world.over(_shard_subgroup("dp_inner", axes, inner_size))
+    number = _take_number(axes)
     for axis in axes.members:
-        axis.first_tag = axis.ledger.name = first_tag
+        axis.first_tag, axis.ledger.name = number % _NUM_TAG_RANGES * _TAGS_PER_ENGINE, number
     if axes.dp_replicate.size > 1:
         axes.dp.ledger.group = axes.dp_shard.global_ranks[0]
     return axes
@@ -210,14 +206,14 @@ def _control_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGr
     """A group of the same ranks for small CPU tensors, where `group` is not one itself."""
     if dist.get_backend(group) == "gloo" or dist.get_world_size(group) == 1:
         return None
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_s))
-    assert isinstance(made, dist.ProcessGroup), "this rank is a member"
-    return made
+    ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_s)
+    return shared_group(
+        "control", [ranks], timeout_s, lambda: dist.new_group(ranks, backend="gloo", timeout=timeout)
+    )
 
 
-def _shard_subgroup(axes: Axes, size: int) -> dist.ProcessGroup:
-    """A new group: the part of `size` consecutive ranks of the shard group that this rank is in. Collective.
+def _shard_subgroup(purpose: str, axes: Axes, size: int) -> dist.ProcessGroup:
+    """A group of the part of `size` consecutive ranks of the shard group that this rank is in. Collective.
 
     All ranks make the groups of all parts, in the same order: the names of groups and NCCL need that.
     """
@@ -231,20 +227,36 @@ def _shard_subgroup(axes: Axes, size: int) -> dist.ProcessGroup:
     everyone: list[list[int]] = axes.dp.all_gather_object(own, "agreement on shard groups")
     groups = sorted({tuple(ranks) for ranks in everyone})
     parts = [list(ranks[start : start + size]) for ranks in groups for start in range(0, group_size, size)]
-    return _own_group(parts, axes.dp.timeout_s)
+    return _own_group(purpose, parts, axes.dp.timeout_s)
 
 
-def _own_group(parts: list[list[int]], timeout_s: float) -> dist.ProcessGroup:
-    """Make a group of each part of the ranks; that of this rank. Collective."""
+def _own_group(purpose: str, parts: list[list[int]], timeout_s: float) -> dist.ProcessGroup:
+    """Make a group of each part of the ranks, unless there are such groups; that of this rank. Collective."""
     timeout = group_timeout(dist.get_backend(), timeout_s)
-    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-    return group
+    return shared_group(
+        purpose,
+        parts,
+        timeout_s,
+        lambda: dist.new_subgroups_by_enumeration(parts, timeout=timeout)[0],
+    )
 
 
-def _next_tag_range(axis: Axis) -> int:
-    """A number that no engine of any of these ranks has had: they may have been in other groups before."""
-    global _tag_ranges_used
-    number: int = max(axis.all_gather_object(_tag_ranges_used, "agreement on tags"))
-    _tag_ranges_used = number + 1
+def _take_number(axes: Axes) -> int:
+    """A number that no engine of any of these ranks has had: they may have been in other groups before.
+
+    Nor does an engine that is alive on any of the ranks have the same range of tags.
+
+    Raises:
+        RuntimeError: too many engines are alive.
+    """
+    global _numbers_used
+    own = _numbers_used, [number % _NUM_TAG_RANGES for number in _numbers.values()]
+    everyone: list[tuple[int, list[int]]] = axes.dp.all_gather_object(own, "agreement on tags")
+    number = max(used for used, _ in everyone)
+    taken = {tags for _, alive in everyone for tags in alive}
+    if len(taken) == _NUM_TAG_RANGES:
+        raise RuntimeError(f"{_NUM_TAG_RANGES} engines are alive: close() or delete those that are not used")
+    while number % _NUM_TAG_RANGES in taken:
+        number += 1
+    _numbers_used, _numbers[axes] = number + 1, number
     return number

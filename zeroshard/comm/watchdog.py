@@ -25,7 +25,7 @@ from datetime import timedelta
 from textwrap import shorten
 from typing import Any
 from uuid import uuid4
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -66,8 +66,10 @@ class Watchdog:
         self.name, self.here = name, Whereabouts()
         self._store: dist.Store | None = store
         self._rank, self._size = rank, size
-        self._engines: WeakSet[Any] = WeakSet()
-        self._limit_s, self._pause_s = float("inf"), _MAX_PAUSE_S
+        self._limits: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+        """Of each engine that is watched, the seconds that its ranks may wait."""
+        self._limits_lock = threading.Lock()
+        self._pause_s = _MAX_PAUSE_S
         self._heard: dict[int, tuple[Status, float]] = {}
         """By rank, the last status and when it was first read."""
         self._beat = 0
@@ -87,12 +89,18 @@ class Watchdog:
 
     def watch(self, engine: object, limit_s: float) -> None:
         """Be on guard as long as `engine` exists, whose ranks may wait `limit_s`."""
-        self._engines.add(engine)
-        self._limit_s = min(self._limit_s, limit_s)
-        self._pause_s = min(_MAX_PAUSE_S, self._limit_s / _PAUSES_PER_LIMIT)
+        with self._limits_lock:
+            self._limits[engine] = limit_s
+        # Never longer again: others, where an engine lives on that is gone here, expect news as often.
+        self._pause_s = min(self._pause_s, limit_s / _PAUSES_PER_LIMIT)
         if not self._thread.is_alive():
             self._thread.start()
         self._wake.set()
+
+    def unwatch(self, engine: object) -> None:
+        """Be on guard for `engine` no more: it was closed."""
+        with self._limits_lock:
+            self._limits.pop(engine, None)
 
     def raise_alarm(self, reason: str) -> str:
         """Have all ranks end; the caller raises an error.
@@ -133,6 +141,12 @@ class Watchdog:
     # -- the thread -----------------------------------------------------------------------------------
 
     @property
+    def _limit_s(self) -> float | None:
+        """The fewest seconds that ranks may wait in an engine that is watched; None where there is none."""
+        with self._limits_lock:
+            return min(self._limits.values(), default=None)
+
+    @property
     def _silence_s(self) -> float:
         return max(_SILENT_PAUSES * self._pause_s, _MIN_SILENCE_S)
 
@@ -144,8 +158,8 @@ class Watchdog:
         ends_at = float("inf")
         while not self._may_close():
             self._exchange({0, (self._rank + 1) % self._size})
-            if self._ending is None and self._engines:
-                self._alarm = self._alarm or self._reason()
+            if self._ending is None and (limit_s := self._limit_s) is not None:
+                self._alarm = self._alarm or self._reason(limit_s)
                 if self._alarm is not None and self._report is None:
                     self._collect_report()
                     self.here.interrupt()
@@ -167,7 +181,7 @@ class Watchdog:
         return sighting.status.has_ended or sighting.silent_s >= self._silence_s
 
     def _rest(self) -> None:
-        is_busy = self._closes_at is not None or (self._alarm is not None and self._engines)
+        is_busy = self._closes_at is not None or (self._alarm is not None and self._limit_s is not None)
         self._wake.wait(_BUSY_PAUSE_S if is_busy else self._pause_s)
         self._wake.clear()
 
@@ -219,11 +233,11 @@ class Watchdog:
         found[self._rank] = Sighting(self.here.status(), 0.0)
         return found
 
-    def _reason(self) -> str | None:
+    def _reason(self, limit_s: float) -> str | None:
         """Why this rank raises the alarm, if it does."""
         if (label := self.here.find_overdue(self._pause_s)) is not None:
             return f"rank {self._rank} waits too long in the {label}"
-        return find_lost(self._sightings(), self._limit_s) or self._difference()
+        return find_lost(self._sightings(), limit_s) or self._difference()
 
     def _difference(self) -> str | None:
         """The first collective that this rank and another one have issued differently, while both wait."""

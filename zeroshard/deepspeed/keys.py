@@ -70,6 +70,8 @@ _PATH = Rule(
 )
 _CLIPPING = Rule("a number >= 0", is_number, lambda norm: {"clip_grad_norm": norm} if norm else {})
 _LOSS_SCALE = Rule("a number >= 0", is_number, lambda scale: {"precision.loss_scale": scale or "dynamic"})
+_DYNAMIC = "precision.loss_scale."
+"""The options that tell how a dynamic scale follows overflows."""
 _RATIO = Rule(
     "a number from 0 to 1",
     lambda value: is_number(value) and value <= 1,
@@ -110,6 +112,12 @@ MAPPED: dict[str, Rule] = {
     "bf16.bf16_optimizer_states": _flag(precision__main_dtype="bfloat16"),
     "fp16.enabled": _flag(precision__param_dtype="float16"),
     "fp16.loss_scale": _LOSS_SCALE,
+    "fp16.initial_scale_power": _integer(0, lambda power: {f"{_DYNAMIC}start": 2.0**power}),
+    "fp16.loss_scale_window": _integer(1, lambda steps: {f"{_DYNAMIC}window": steps}),
+    "fp16.min_loss_scale": Rule(
+        "a number >= 0", is_number, lambda scale: {f"{_DYNAMIC}minimum": scale} if scale else {}
+    ),
+    "fp16.hysteresis": _integer(1, lambda overflows: {f"{_DYNAMIC}hysteresis": overflows}),
     "fp16.fp16_master_weights_and_grads": _flag(precision__main_dtype="float16"),
     "data_types.param_dtype": _choice("precision.param_dtype", _DTYPES),
     "activation_checkpointing.partition_activations": _RECOMPUTE,
@@ -183,8 +191,7 @@ _REPORTING = [
 ]
 _PRECISION = [
     *_under("bf16", "immediate_grad_update check_grad_overflow check_overflow"),
-    *_under("fp16", "auto_cast initial_scale_power loss_scale_window hysteresis consecutive_hysteresis"),
-    "fp16.min_loss_scale",
+    *_under("fp16", "auto_cast consecutive_hysteresis"),
     *_under("data_types", "grad_accum_dtype keep_in_fp32_modules"),
 ]
 _OTHERS = [

@@ -110,7 +110,16 @@ def _options(leaves: Mapping[str, Any]) -> tuple[Options, list[str]]:
     options = {option: value for option, (value, _) in wanted.items()}
     if options.get("precision.param_dtype") == "float16":
         options.setdefault("precision.loss_scale", "dynamic")
+    _tell_dynamic(options)
     return options, conflicts
+
+
+def _tell_dynamic(options: Options) -> None:
+    """Put what is asked of a dynamic loss scale into one option; beside a number it means nothing."""
+    keys = [key for key in options if key.startswith("precision.loss_scale.")]
+    asked = {key.rpartition(".")[2]: options.pop(key) for key in keys}
+    if asked and options.get("precision.loss_scale") == "dynamic":
+        options["precision.loss_scale"] = asked
 
 
 def _resolve_batch(options: Options, num_ranks: int | None) -> tuple[list[str], list[str]]:

@@ -7,12 +7,13 @@ parameters it has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from zeroshard.sharding.norms import sum_of_squares
+from zeroshard.sharding.norms import sum_of_powers
 from zeroshard.sharding.runs import contiguous_runs
 from zeroshard.sharding.runtime import Runtime
 
@@ -20,15 +21,21 @@ _EPSILON = 1e-6
 """Of torch.nn.utils.clip_grad_norm_, so that factors agree."""
 
 
-def clip_grad_norm_(runtime: Runtime, max_norm: float) -> Tensor:
-    """Scale all gradients by min(1, max_norm / (norm + 1e-6)).
+def check_clipping(max_norm: object, norm_type: object) -> float:
+    """Return the order of the norm.
 
-    Returns:
-        The 2-norm of all gradients before that, over the parameters of the whole model: 0-dim, float32.
+    Raises:
+        ValueError: one of the two is no number of its range.
     """
-    norm = global_norm(runtime)
-    limit_norm(runtime, norm, max_norm)
-    return norm
+    if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
+        raise ValueError(f"clip_grad_norm_: expected a number >= 0, got {max_norm!r}")
+    try:
+        order = float(norm_type)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        order = math.nan
+    if not order > 0:
+        raise ValueError(f"clip_grad_norm_: expected a norm_type above 0, or inf, got {norm_type!r}")
+    return order
 
 
 @torch.no_grad()
@@ -56,18 +63,30 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 @torch.no_grad()
-def global_norm(runtime: Runtime) -> Tensor:
-    """The 2-norm over all gradients, each element counted once; one exchange of a number.
+def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
+    """The norm over all gradients, each element counted once; one exchange of a number.
 
-    Every rank adds up the squares of the elements that the layout gives it, at every stage alike, in float64.
+    Every rank adds up the powers of the elements that the layout gives it, at every stage alike, in float64.
     So the norm does not depend on the stage: to the bit on CPU ranks, which add up each parameter by itself;
     on accelerators as `norms.foreach_sum_of_squares` tells.
+
+    Args:
+        order: above 0; inf gives the largest magnitude.
+
+    Returns:
+        0-dim, float32.
     """
-    axis = runtime.context.axis
+    axis, own = runtime.context.axis, own_gradients(runtime)
+    if math.isinf(order):
+        largest = torch.zeros(axis.size, dtype=torch.float64, device=runtime.context.device)
+        if parts := [tensor for tensor in own if tensor.numel()]:
+            largest[axis.rank] = torch.stack([tensor.abs().max().double() for tensor in parts]).max()
+        return axis.sum(largest, "largest gradients").max().float()
     total = torch.zeros((), dtype=torch.float64, device=runtime.context.device)
-    if own := own_gradients(runtime):
-        total += sum_of_squares(own).sum()
-    return axis.sum(total, "sum of the squared gradient norms").sqrt().float()
+    if own:
+        total += sum_of_powers(own, order).sum()
+    total = axis.sum(total, f"sum of the gradient norms to the power of {order:g}")
+    return (total.sqrt() if order == 2.0 else total.pow(1.0 / order)).float()
 
 
 def own_gradients(runtime: Runtime) -> list[Tensor]:

@@ -7,7 +7,7 @@ import warnings
 from torch import Tensor
 
 from zeroshard.config import Config
-from zeroshard.optim.clipping import clip_grad_norm_, global_norm, limit_norm
+from zeroshard.optim.clipping import global_norm, limit_norm
 from zeroshard.optim.nonfinite import all_finite, describe_nonfinite
 from zeroshard.optim.scaling import LossScale
 from zeroshard.sharding.runtime import Runtime
@@ -31,10 +31,18 @@ class StepGuard:
         """Whether gradients must be there before the optimizer's step begins."""
         return self._judges or self._max_norm is not None
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); the norm before that."""
-        self.grad_norm = clip_grad_norm_(self._runtime, max_norm)
-        return self.grad_norm
+    def clip(self, max_norm: float, order: float, must_be_finite: bool) -> Tensor:
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); the norm before that.
+
+        Raises:
+            RuntimeError: `must_be_finite`, and the norm is not; gradients are as they were.
+        """
+        self.grad_norm = norm = global_norm(self._runtime, order)
+        if must_be_finite and not norm.isfinite():
+            what = describe_nonfinite(self._runtime, order)
+            raise RuntimeError(f"{what}. Nothing was clipped: clip_grad_norm_(error_if_nonfinite=True)")
+        limit_norm(self._runtime, norm, max_norm)
+        return norm
 
     def make_ready(self) -> bool:
         """Clip the gradients and, where that was asked for, judge them: then the host waits for a device.

@@ -40,7 +40,7 @@ def largest(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(foreach_norm(tensors, math.inf))
 
 
-def describe_nonfinite(runtime: Runtime) -> str:
+def describe_nonfinite(runtime: Runtime, order: float = 2.0) -> str:
     """The norm, and the first parameters that made it so on any rank."""
     parameters = list(runtime.parameters)
     own = [p.grad is not None and not bool(p.grad.isfinite().all()) for p in parameters]
@@ -48,5 +48,5 @@ def describe_nonfinite(runtime: Runtime) -> str:
     names = [p.fqn for p, is_bad in zip(parameters, answer(), strict=True) if is_bad]
     shown = ", ".join(map(repr, names[:_NUM_SHOWN])) or "none: they are too large to be added up"
     more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-    norm = global_norm(runtime).item()
+    norm = global_norm(runtime, order).item()
     return f"the gradient norm is {norm}; not finite are the gradients of {shown}{more}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.slots import ShownParameter
 
 Opened = Sequence[tuple[FlatBuffer, Tensor]]
 """Buffers with their whole main parameters, [total]."""
@@ -30,13 +31,14 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         RuntimeError: `write_back`, and the ranks made different edits; then none is kept.
     """
     runtime.settle()
+    runtime.check_slots()
     members = {member for module in modules for member in module.modules()}
     units = [unit for unit in runtime.units if not members.isdisjoint(unit.owners)]
     if write_back and any(unit.is_shown for unit in units):
         raise RuntimeError("unsharded(write_back=True) inside unsharded() of the same parameters")
     opened = [(buffer, buffer.gather_main()) for unit in units for buffer in unit.buffers]
     shown = {
-        id(sharded): nn.Parameter(view, requires_grad=sharded.requires_grad)
+        id(sharded): ShownParameter.over(view, sharded.requires_grad)
         for buffer, whole in opened
         for sharded, view in zip(buffer.sharded, buffer.main_views(whole), strict=True)
     }
@@ -96,6 +98,7 @@ def full_state_dict(runtime: Runtime) -> dict[str, Tensor]:
     own dtype.
     """
     runtime.settle()
+    runtime.check_slots()
     is_first = runtime.context.axes.dp.rank == 0
     whole: dict[int, Tensor] = {}
     for buffer in runtime.buffers:

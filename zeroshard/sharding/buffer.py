@@ -24,8 +24,16 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Streams
 from zeroshard.sharding.deferred import has_memory, is_stored, read_part, values_of
 from zeroshard.sharding.layout import Layout, Span
-from zeroshard.sharding.parameter import Phase, ShardedParameter, describe_unit
+from zeroshard.sharding.original import retire
+from zeroshard.sharding.parameter import (
+    DataNote,
+    Phase,
+    ShardedParameter,
+    UnshardedParameter,
+    describe_unit,
+)
 from zeroshard.sharding.placement import DtypePolicy, Placements, plan_buffer
+from zeroshard.sharding.storage import allocate, count_views, release
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +119,18 @@ class FlatBuffer:
             own = values[self.main_span.slice]
             self.full = values.to(self.plan.compute_dtype)
             self.main = own if self.plan.is_alias else own.clone()
+        for original in self.originals:
+            retire(original.parameter, original.fqn)
+        self.data_note = DataNote()
         self.sharded = self._make_sharded()
         self.unsharded = self._make_unsharded()
         self._version = self.main._version
         self._second: Tensor | None = None
+        self._num_views = 0
+        """Tensors over `full` before a forward without a graph."""
+        self._freed = self._describe_freed()
         if not self.is_resident:
-            self.full.untyped_storage().resize_(0)
+            release(self.full, self._freed)
 
     @property
     def full_bytes(self) -> int:
@@ -172,15 +186,14 @@ class FlatBuffer:
             for index, original in enumerate(self.originals)
         )
 
-    def _make_unsharded(self) -> tuple[nn.Parameter, ...]:
+    def _make_unsharded(self) -> tuple[UnshardedParameter, ...]:
         parameters = []
         for index, sharded in enumerate(self.sharded):
-            parameter = nn.Parameter(self.full.new_empty(0))
-            # Through .data it gets a version counter of its own: a refill of `full` is then no in-place
-            # change to autograd, as it would be for a Parameter made of the view.
-            parameter.data = self.full[self.layout.parameter(index).slice].view(self.shapes[index])
+            view = self.full[self.layout.parameter(index).slice].view(self.shapes[index])
+            parameter = UnshardedParameter.over(view, sharded.fqn, self.data_note)
             if not self.trainable:
-                parameter.register_post_accumulate_grad_hook(_refuse_gradient(sharded.fqn))
+                refuse = _refuse_gradient(sharded.fqn)
+                parameter.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(False)
             sharded.unsharded = weakref.ref(parameter)  # weak: who keeps a slice need not keep the whole
             parameters.append(parameter)
@@ -219,6 +232,10 @@ class FlatBuffer:
         if self.trainable:
             self._version = -1
 
+    def follow_own(self) -> None:
+        """This rank's part of `full` was written to `main`: neither is newer than the other."""
+        self._version = self.main._version
+
     def begin_gather(self) -> Gather | None:
         """Allocate `full` and write this rank's part, on the current stream.
 
@@ -232,7 +249,7 @@ class FlatBuffer:
             return None
         axes, own = self._context.axes, self.main.detach()
         if not self.is_resident:
-            self.full.untyped_storage().resize_(self.full_bytes)
+            allocate(self.full, self.full_bytes)
             self._context.meter.add(self.full_bytes)
         if self._second is not None:
             return Gather(axes.dp_inner, Part(self.full, self._second, self.tag))
@@ -249,8 +266,33 @@ class FlatBuffer:
         """
         if not self.is_resident:
             self._keep_second(keep_second and self.is_partial)
-            self.full.untyped_storage().resize_(0)
+            release(self.full, self._freed)
             self._context.meter.add(-self.full_bytes)
+
+    def note_views(self) -> None:
+        """Count the tensors over `full`, before a forward without a graph."""
+        self._num_views = 0 if self.is_resident else count_views(self.full)
+
+    def leave_views(self) -> None:
+        """Leave the memory of `full` to those who keep views of it from a forward without a graph.
+
+        The parameters move to memory of their own, which the next gather fills.
+        """
+        if self.is_resident or count_views(self.full) <= self._num_views:
+            return
+        with torch.inference_mode(False):
+            self.full = self.full.clone()
+            for index, parameter in enumerate(self.unsharded):
+                parameter.move(self.full[self.layout.parameter(index).slice].view(self.shapes[index]))
+
+    def _describe_freed(self) -> str:
+        names = [original.fqn for original in self.originals]
+        shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+        return (
+            f"a parameter of {self.describe()}, or a view of one ({shown}), was kept from the forward and "
+            "read where the parameters are freed: keep a copy (parameter.detach().clone()), return it from "
+            "the forward, or read parameters under engine.unsharded()"
+        )
 
     def drop_second(self) -> None:
         """Forget the copy that a few ranks keep among them."""
@@ -264,6 +306,12 @@ class FlatBuffer:
         elif not keep and self._second is not None:
             meter.add(-self._second.nbytes)
             self._second = None
+
+    def release(self) -> None:
+        """Forget all values; what others hold of them stays."""
+        self.drop_second()
+        self.full = self.main = self.main.new_empty(0)
+        self.sharded, self.unsharded, self.originals = (), (), ()
 
     def gather_main(self) -> Tensor:
         """[total], main dtype: the whole main parameters, a copy."""

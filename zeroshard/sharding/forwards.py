@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.unit import Unit
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -20,20 +21,21 @@ Copies = list[tuple[nn.Module, dict[str, torch.Tensor]]]
 """Modules and copies of their buffers."""
 
 
-def compile_forwards(units: Sequence[Unit]) -> None:
+def compile_forwards(units: Sequence[Unit], changes: Changes) -> None:
     """Compile the units that have no unit inside: hooks stay outside of what is compiled.
 
     Args:
         units: the root unit first; it is left as it is.
+        changes: of their modules.
     """
     with_hooks = {unit.module: unit for unit in units}
     for module in _branches(units):
         if with_hooks.keys().isdisjoint(set(module.modules()) - {module}):
-            module.forward = torch.compile(module.forward)
+            changes.set(module, "forward", torch.compile(module.forward))
             with_hooks[module].is_compiled = True
 
 
-def recompute_forwards(units: Sequence[Unit]) -> None:
+def recompute_forwards(units: Sequence[Unit], changes: Changes) -> None:
     """Keep only the inputs of each outermost unit for backward, which computes the rest again.
 
     Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". The unit is gathered for its backward
@@ -41,6 +43,7 @@ def recompute_forwards(units: Sequence[Unit]) -> None:
 
     Args:
         units: the root unit first; it is left as it is.
+        changes: of their modules.
     """
     with_hooks = {unit.module: unit for unit in units}
     inside: set[nn.Module] = set()
@@ -49,7 +52,7 @@ def recompute_forwards(units: Sequence[Unit]) -> None:
             for part in set(module.modules()) & with_hooks.keys() - {module}:
                 with_hooks[part].recomputed_in.append(with_hooks[module])
             inside.update(module.modules())
-            module.forward = _checkpointed(module)
+            changes.set(module, "forward", _checkpointed(module))
 
 
 def _branches(units: Sequence[Unit]) -> Iterator[nn.Module]:

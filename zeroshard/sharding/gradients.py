@@ -142,6 +142,11 @@ class Gradients:
         self.used = [False] * len(self.used)
         self._held, self._sums = {}, []
 
+    def forget(self, index: int) -> None:
+        """Forget what was added up of the gradient of one parameter and is not in its p.grad yet."""
+        self.used[index] = False
+        self._held.pop(index, None)
+
     def _flatten(self, index: int, gradient: Tensor) -> Tensor:
         if gradient.layout is not torch.strided:
             name = self.buffer.originals[index].fqn
@@ -360,6 +365,12 @@ class ReducedGradients(Gradients):
         self._arrived, self._filled = [False] * num, [False] * num
         self.num_missing = num
         self.state = GradientState.EMPTY
+
+    def forget(self, index: int) -> None:
+        super().forget(index)
+        self._filled[index] = False
+        if self._reduced is not None:
+            self._reduced[self._own_slices[index]].zero_()
 
     def _move(self, state: GradientState) -> None:
         if state is self.state:

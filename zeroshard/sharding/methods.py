@@ -22,7 +22,7 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
         runtime = reference()
-        if runtime is None or runtime.is_in_method or runtime.is_in_forward:
+        if runtime is None or runtime.is_closed or runtime.is_in_method or runtime.is_in_forward:
             return method(*args, **kwargs)
         root = runtime.root
         if (dtype := runtime.context.dtypes.param_dtype) is not None:
@@ -56,6 +56,23 @@ class WholeOnly:
                 f"engine.{self._name}(), or call it under engine.unsharded()"
             )
         return getattr(type(module), self._name)(module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = self._module()
+        return types.MethodType(getattr(type(module), self._name), memo.get(id(module), module))
+
+
+class EnginesOwn:
+    """A method of a model that calls the engine's of the same name, as long as there is one."""
+
+    def __init__(self, engine: nn.Module, module: nn.Module, name: str) -> None:
+        self._engine, self._module, self._name = weakref.ref(engine), weakref.ref(module), name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine, module = self._engine(), self._module()
+        if engine is None:
+            return getattr(type(module), self._name)(module, *args, **kwargs)
+        return getattr(engine, self._name)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = self._module()

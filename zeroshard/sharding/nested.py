@@ -8,11 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_PLAIN = (str, bytes, int, float, complex, bool, type, type(None), torch.dtype, torch.device)
+from zeroshard.sharding.objects import look_into, twin_of
+
+_PLAIN = frozenset(
+    (str, bytes, int, float, complex, bool, range, type(None), type(...), torch.dtype, torch.device)
+)
+"""Types without attributes; their subclasses may have some."""
 MAX_OBJECTS = 10_000
 """More than this is not looked through."""
 
@@ -30,18 +36,21 @@ def find_tensors(value: Any) -> tuple[list[Tensor], bool]:
     is_opaque = False
     to_visit = pytree.tree_leaves(value)
     for leaf in to_visit:  # grows on the way
-        if isinstance(leaf, _PLAIN) or id(leaf) in seen:
+        if type(leaf) in _PLAIN or id(leaf) in seen:
             continue
         seen.add(id(leaf))
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
-        elif is_dataclass(leaf):
-            to_visit += pytree.tree_leaves([getattr(leaf, field.name, None) for field in fields(leaf)])
-        elif callable(leaf) or not hasattr(leaf, "__dict__") or len(seen) > MAX_OBJECTS:
-            is_opaque = True
-        else:
-            to_visit += pytree.tree_leaves(vars(leaf))
+        elif not isinstance(leaf, type | np.generic):
+            parts = _parts(leaf) if len(seen) <= MAX_OBJECTS else None
+            is_opaque |= parts is None
+            to_visit += pytree.tree_leaves(parts)
     return tensors, is_opaque
+
+
+def _parts(leaf: Any) -> list[Any] | None:
+    """The values inside an object; None where it may hide some, as a function and a module do."""
+    return look_into(leaf) if is_dataclass(leaf) or not callable(leaf) else None
 
 
 def cast_floats(
@@ -88,8 +97,45 @@ def view_tensors(value: Any) -> Any:
 
 
 def copy_tensors(value: Any, which: Callable[[Tensor], bool]) -> Any:
-    """The same nested value with copies of some tensors, through which gradients flow."""
-    return _map(value, lambda t: t.clone() if which(t) else t)
+    """The same nested value with copies of some tensors, through which gradients flow.
+
+    A container or object with such a tensor in it becomes a twin: who else holds it sees no change. What has
+    none in it stays the same object.
+    """
+    chosen = {id(tensor): tensor for tensor in find_tensors(value)[0] if which(tensor)}
+    done: dict[int, Any] = {}
+
+    def visit(part: Any) -> Any:
+        if type(part) in _PLAIN or isinstance(part, type):
+            return part
+        if id(part) not in done:
+            done[id(part)] = part  # what refers to itself keeps referring to the first
+            if isinstance(part, Tensor):
+                done[id(part)] = part.clone() if id(part) in chosen else part
+            elif (inside := _inside(part)) and any(visit(each) is not each for each in inside):
+                done[id(part)] = _twin(part, visit)
+        return done[id(part)]
+
+    return visit(value) if chosen else value
+
+
+def _inside(part: Any) -> list[Any] | None:
+    if pytree.tree_is_leaf(part):
+        return _parts(part)
+    return _children(part)[0]
+
+
+def _children(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The values in a container that torch knows, and what makes such a container of others."""
+    children, structure = pytree.tree_flatten(node, is_leaf=lambda part: part is not node)
+    return children, functools.partial(pytree.tree_unflatten, treespec=structure)
+
+
+def _twin(part: Any, change: Callable[[Any], Any]) -> Any:
+    if pytree.tree_is_leaf(part):
+        return twin_of(part, change)
+    children, make = _children(part)
+    return make([change(child) for child in children])
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor], is_leaf: Callable[[Any], bool] | None = None) -> Any:

@@ -41,6 +41,13 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     return foreach_sum_of_squares(tensors)
 
 
+def sum_of_powers(tensors: Sequence[Tensor], order: float) -> Tensor:
+    """[n], float64: of each tensor, the sum of its magnitudes to the power of `order`, above 0 and finite."""
+    if order == 2.0:
+        return sum_of_squares(tensors)
+    return torch.stack([_sum_in_chunks(tensor, order) for tensor in tensors])
+
+
 def foreach_sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """[n], float64: the sum of squares of each tensor, by one operator for all tensors of a dtype.
 
@@ -111,8 +118,8 @@ class NormsOverRanks:
         return own
 
 
-def _sum_in_chunks(tensor: Tensor) -> Tensor:
+def _sum_in_chunks(tensor: Tensor, order: float = 2.0) -> Tensor:
     """0-dim, float64."""
     chunks = tensor.reshape(-1).split(_CHUNK)
-    norms = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]
-    return torch.stack(norms).square().sum()
+    norms = [torch.linalg.vector_norm(chunk, order, dtype=torch.float64) for chunk in chunks]
+    return torch.stack(norms).pow(order).sum()

@@ -23,6 +23,8 @@ import torch.optim.optimizer as torch_optimizer
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from zeroshard.sharding.targets import backward_to, no_grad_of
+
 _LAYER_FUNCTIONS = frozenset(
     function
     for namespace in (F, torch, Tensor)
@@ -48,6 +50,9 @@ _GRAD_READERS = {
 }
 """Functions of torch that would take a slice of the gradient for the whole, and what to use instead."""
 
+_GRAD_FORGETTERS = {("torch.nn.modules.module", "zero_grad"), ("torch.optim.optimizer", "zero_grad")}
+"""Functions of torch that drop gradients, and leave alone those whose `grad` is None."""
+
 
 def describe_unit(name: str) -> str:
     """How errors speak of a unit."""
@@ -62,6 +67,14 @@ class Phase:
     """True while gathers that nobody has waited for may read the main parameters."""
     before_edit: Callable[[], object] = object
     """Waits for them."""
+    refusal: str | None = None
+    """Why sharded parameters cannot be used any more, once the engine is closed."""
+    has_hooks = False
+    """True once a post-accumulate hook was registered on a sharded parameter."""
+    has_sums = False
+    """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
+    forget_gradient: Callable[[ShardedParameter], object]
+    """Drops these of one parameter; set by the runtime."""
 
 
 class ShardedParameter(nn.Parameter):
@@ -103,8 +116,31 @@ class ShardedParameter(nn.Parameter):
         parameter.is_trained, parameter.unsharded = requires_grad, lambda: None
         if requires_grad:
             refuse = _Refuse(f"the loss depends on {parameter.describe()}")
-            parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
+            Tensor.register_hook(parameter, refuse)  # type: ignore[no-untyped-call]
         return parameter
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Register a hook on the unsharded parameter, where autograd's gradient arrives.
+
+        The hook gets the whole gradient of this rank's micro-batch, before it is averaged over the ranks.
+        """
+        return self._hookable().register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """Register a hook that gets this parameter when `grad` holds this rank's slice of the mean."""
+        self._hookable()
+        self.phase.has_hooks = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _hookable(self) -> nn.Parameter:
+        """The unsharded parameter, whose gradients lead to hooks."""
+        if (unsharded := self.unsharded()) is None:
+            raise RuntimeError(
+                f"{self.describe()} is a copy, or its engine is gone, so a hook would never be called: "
+                "expected a parameter of engine.named_parameters()"
+            )
+        return unsharded
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         with torch._C.DisableTorchFunctionSubclass():
@@ -144,6 +180,11 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:
         if func == _GET_GRAD:
             _check_grad_reader(args[0], sys._getframe(1))
+        elif func == _SET_GRAD:
+            if args[1] is None and args[0].phase.has_sums:
+                args[0].phase.forget_gradient(args[0])
+        elif func is torch.autograd.backward:
+            return backward_to(*args, **(kwargs or {}))
         else:
             func = _checked(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -175,6 +216,7 @@ _CASTS = frozenset(
 
 # Compared with ==: each access of a getter makes a new object.
 _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
+_SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
@@ -201,10 +243,14 @@ def _checked(
     """The function to call in the place of `func`, where that may be used on a sharded parameter at all."""
     if not _only_describes(func):
         first = _first_sharded(args, kwargs)
+        if first.phase.refusal is not None:
+            raise RuntimeError(f"{first.describe()} {first.phase.refusal}")
         if first.phase.is_in_forward:
             raise _used_outside(first, func)
         if first.phase.reads_main and _may_change(func, kwargs):
             first.phase.before_edit()
+    if func is torch.autograd.grad:
+        raise no_grad_of(_first_sharded(args, kwargs).describe())
     if func == _GET_DATA:
         return Tensor.detach  # the same, but edits count versions: replicated parameters follow them
     if func in _CHANGES:
@@ -238,11 +284,73 @@ def _count_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> N
     """Let replicated parameters follow a step whose kernels autograd does not see, attached or not."""
     stepped = [p for group in optimizer.param_groups for p in group["params"] if type(p) is ShardedParameter]
     if stepped:
+        if (refusal := stepped[0].phase.refusal) is not None:
+            raise RuntimeError(f"{type(optimizer).__name__}.step(): {stepped[0].describe()} {refusal}")
         torch.autograd.graph.increment_version(stepped)
 
 
 # Before the step: what is attached to a runtime gathers right after it, and must not be told once more.
 torch_optimizer.register_optimizer_step_pre_hook(_count_change)
+
+
+class DataNote:
+    """Whether somebody was given the data of a buffer's parameters, through which edits count no version."""
+
+    __slots__ = ("is_taken",)
+
+    def __init__(self) -> None:
+        self.is_taken = False
+
+
+class UnshardedParameter(nn.Parameter):
+    """The full parameter inside the forward of its unit, a view of a flat buffer.
+
+    Attributes:
+        fqn: the original name.
+        note: of its buffer.
+    """
+
+    fqn = ""
+    note = DataNote()
+
+    @property
+    def data(self) -> Tensor:
+        self.note.is_taken = True
+        data: Tensor = _GET_DATA(self)
+        return data
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        """Take over the values; the memory stays that of the buffer.
+
+        Raises:
+            RuntimeError: of another shape.
+        """
+        if new.shape != self.shape:
+            raise RuntimeError(
+                f"the data of '{self.fqn}' is a view of a flat buffer: expected new data of the shape "
+                f"{list(self.shape)}, got {list(new.shape)}. Change shapes before initialize"
+            )
+        self.note.is_taken = True
+        with torch.no_grad():
+            _GET_DATA(self).copy_(new)
+
+    @staticmethod
+    def over(view: Tensor, fqn: str, note: DataNote) -> UnshardedParameter:
+        """One whose memory is that of `view`, with a version counter of its own.
+
+        A refill of the buffer is then no in-place change to autograd.
+        """
+        parameter = nn.Parameter(view.new_empty(0))
+        parameter.data = view
+        parameter.__class__ = UnshardedParameter
+        assert isinstance(parameter, UnshardedParameter)
+        parameter.fqn, parameter.note = fqn, note
+        return parameter
+
+    def move(self, view: Tensor) -> None:
+        """Go on over other memory, of the same shape."""
+        _SET_DATA(self, view)
 
 
 REMEDY = (
@@ -309,10 +417,12 @@ def _check_grad_reader(parameter: Tensor, frame: FrameType | None) -> None:
     """Refuse the functions of torch that would take a slice of the gradient for the whole."""
     while frame is not None and frame.f_code.co_name.startswith("<"):
         frame = frame.f_back  # a comprehension has a frame of its own on Python 3.11
-    if frame is None or not isinstance(parameter, ShardedParameter) or not parameter.is_partial:
+    if frame is None or not isinstance(parameter, ShardedParameter):
         return
     reader = (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
-    if reader in _GRAD_READERS:
+    if parameter.phase.has_sums and reader in _GRAD_FORGETTERS:
+        parameter.phase.forget_gradient(parameter)
+    if parameter.is_partial and reader in _GRAD_READERS:
         raise RuntimeError(
             f"{'.'.join(reader)} would see only this rank's slice of the gradient of '{parameter.fqn}'; "
             f"use {_GRAD_READERS[reader]} instead"

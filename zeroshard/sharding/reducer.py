@@ -18,7 +18,11 @@ import torch
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.pool import BufferPool
+from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.hooks import PostAccumulateHooks
 from zeroshard.sharding.order import UnitOrder
+from zeroshard.sharding.pace import Pace
+from zeroshard.sharding.parameter import Phase, ShardedParameter
 from zeroshard.sharding.unit import Unit
 
 
@@ -33,6 +37,8 @@ class _Agreed(NamedTuple):
     """True if any rank has met another order of units."""
     has_failed: bool
     """True if any rank's backward has ended in an exception."""
+    pace: list[bool]
+    """`Pace.flags`, each set if it is on any rank."""
 
 
 class Reducer:
@@ -43,12 +49,19 @@ class Reducer:
         axis: whose ranks take part.
         pool: the buffers that gradients are packed into; emptied after each delivery.
         order: of the units; agreed on here.
+        phase: of the module.
     """
 
-    def __init__(self, units: Sequence[Unit], axis: Axis, pool: BufferPool, order: UnitOrder) -> None:
+    def __init__(
+        self, units: Sequence[Unit], axis: Axis, pool: BufferPool, order: UnitOrder, phase: Phase
+    ) -> None:
         self._units, self._axis, self._pool = tuple(units), axis, pool
         self._all = tuple(gradients for unit in units for gradients in unit.gradients)
         self._order = order
+        self.pace = Pace()
+        self._phase, self._hooks = phase, PostAccumulateHooks(phase)
+        self._places: dict[int, tuple[Gradients, int]] = {}
+        """The gradients and the index of each parameter, by its id; made when they are asked for."""
         self._must_agree = True
         """Whether the next reductions begin with an agreement on the order of units; on all ranks alike."""
         self._to_start: deque[Unit] = deque()
@@ -65,7 +78,6 @@ class Reducer:
         """Whether gradients pass through float16, where small ones vanish: the loss must be scaled."""
         self.lacks_scale = self.is_half
         """True if a gradient that arrives now is one of a loss that was not scaled."""
-        self._has_deferred = False
         self._is_open = False
         """True from the beginning of a backward that reduces to the agreement at its end."""
         self._is_tainted = False
@@ -169,8 +181,9 @@ class Reducer:
 
     def end(self) -> None:
         """A backward has ended: reduce what is left and deliver, or keep the sums."""
+        self.pace.num_backwards += 1
         if self.is_deferring:
-            self._has_deferred = True
+            self._phase.has_sums = True
             for gradients in self._all:
                 gradients.keep_deferred()
         else:
@@ -187,15 +200,33 @@ class Reducer:
                 "an exception in backward left gradients that hold only a part of a micro-batch; "
                 "call zero_grad() and repeat the micro-batches since the last step"
             )
-        if self._has_deferred:
+        if self._phase.has_sums:
             for gradients in self._all:
                 gradients.is_kept = False
             self._open()
             self._deliver()
+        self._hooks.call()
+
+    def call_hooks(self) -> None:
+        """A backward is over: call the hooks of its gradients, unless a later one adds to them."""
+        if not self._has_more:
+            self._hooks.call()
+
+    def forget(self, parameter: ShardedParameter) -> None:
+        """Forget what was added up of one gradient and was not reduced yet, as `p.grad = None` does."""
+        if not self._places:
+            for gradients in self._all:
+                places = enumerate(gradients.buffer.sharded)
+                self._places.update((id(one), (gradients, index)) for index, one in places)
+        if (place := self._places.get(id(parameter))) is not None:
+            gradients, index = place
+            gradients.forget(index)
 
     def drop_deferred(self) -> None:
         """Forget gradients that were not reduced yet, as zero_grad() does."""
-        self._is_tainted = self._has_deferred = False
+        self._is_tainted = self._phase.has_sums = False
+        self.pace.num_backwards = 0
+        self._hooks.drop()
         for gradients in self._all:
             if gradients.has_deferred:
                 gradients.drop()
@@ -209,12 +240,13 @@ class Reducer:
         if self._is_open:
             self._start_rest()
             self._agree(has_failed=True)
+            self.pace.num_forwards = 0
         self._drop()
 
     def _drop(self) -> None:
         delivered = any(p.grad is not None for gradients in self._all for p in gradients.buffer.sharded)
-        self._is_tainted |= delivered or self._has_deferred
-        self._has_deferred = False
+        self._is_tainted |= delivered or self._phase.has_sums
+        self._phase.has_sums = False
         for unit in self._units:
             unit.drop_gradients()
         self._pool.release()
@@ -229,6 +261,7 @@ class Reducer:
         self._start_rest()
         agreed = self._agree(has_failed=False)
         if agreed.has_failed:
+            self.pace.num_forwards = 0
             self._drop()
             raise RuntimeError(
                 "the backward of another rank has ended in an exception: the gradients of this micro-batch "
@@ -239,15 +272,18 @@ class Reducer:
         self._finish()
         for gradients, used in zip(self._all, agreed.used, strict=True):
             gradients.deliver(used)
+            self._hooks.note(gradients, used)
         self._must_agree = agreed.has_changed
         self._pool.release()
-        self._has_deferred = any(gradients.is_kept for gradients in self._all)
+        self._phase.has_sums = any(gradients.is_kept for gradients in self._all)
+        self.pace.compare(agreed.pace)
 
     def _agree(self, has_failed: bool) -> _Agreed:
         """Tell all ranks how this backward has ended here; meanwhile reductions come to their end."""
         units = self._order.of_reductions()
         flags = [flag for gradients in self._all for flag in gradients.used]
         flags += [*(unit.has_more for unit in units), self._order.has_changed, has_failed]
+        flags += self.pace.flags()
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
         self._finish()
         self._is_open = False
@@ -257,4 +293,5 @@ class Reducer:
             again=[unit for unit in units if next(flag)],
             has_changed=next(flag),
             has_failed=next(flag),
+            pace=list(flag),
         )

@@ -26,20 +26,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.comm.ledger import REDUCE, STEP
 from zeroshard.comm.pool import BufferPool
 from zeroshard.sharding.attach import follow
 from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward, is_transformed, outside_transforms
 from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.calls import CallLog
+from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.hooks import redirect_hooks
 from zeroshard.sharding.nested import cast_floats, cast_inputs, find_tensors, view_tensors
 from zeroshard.sharding.norms import NormsOverRanks, UsesNorms
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.rounding import Rounding
-from zeroshard.sharding.tracers import is_traced
+from zeroshard.sharding.tracers import refuse_tracers
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
 from zeroshard.sharding.widening import widen_steps
 
@@ -67,6 +70,7 @@ class Runtime:
         reshard_after_forward: whether freed parameters are gathered again for backward.
         output_dtype: floating-point outputs of the root are cast to it.
         rounding: of updates into main parameters of bfloat16; None where they are wider.
+        changes: of the modules; hooks are added to them.
     """
 
     def __init__(
@@ -79,9 +83,10 @@ class Runtime:
         reshard_after_forward: bool,
         output_dtype: torch.dtype | None,
         rounding: Rounding | None,
+        changes: Changes,
     ) -> None:
         self.root, self.units, self.context = units[0], tuple(units), context
-        self.rounding = rounding
+        self.rounding, self.changes = rounding, changes
         makes_same_calls = context.placements.frees_parameters and context.axes.dp_replicate.size == 1
         self._together: WeakKeyDictionary[Optimizer, WeakSet[Optimizer]] = WeakKeyDictionary()
         """For each optimizer over the sharded parameters, those that step together with it."""
@@ -89,7 +94,7 @@ class Runtime:
         """Optimizers that have stepped, while others that step together with them have not."""
         self._is_half_stepped = False
         self._order = UnitOrder(units, is_common=makes_same_calls)
-        self.reducer = Reducer(units, context.axes.dp, pool, self._order)
+        self.reducer = Reducer(units, context.axes.dp, pool, self._order, context.phase)
         self.here = context.axes.dp.here
         self._num_prefetch = num_prefetch
         self._reshard_after_forward, self._output_dtype = reshard_after_forward, output_dtype
@@ -103,11 +108,11 @@ class Runtime:
         self._staying: set[Unit] = set()
         """Units that stay gathered from this forward to its backward."""
         self._has_warned = False
-        self._is_traced = False
-        """Whether a tracer records the operations of the forward under way."""
-        self._phase = context.phase
+        self.phase = context.phase
         finish = weakref.WeakMethod(self._finish_gathers)
-        self._phase.before_edit = lambda: (call := finish()) is not None and call()
+        self.phase.before_edit = lambda: (call := finish()) is not None and call()
+        forget = weakref.WeakMethod(self._forget_gradient)
+        self.phase.forget_gradient = lambda parameter: (call := forget()) is not None and call(parameter)
         self.is_in_method = False
         """Whether the forward under way is another method of the root, which may call the root itself."""
         self.is_held = False
@@ -139,14 +144,25 @@ class Runtime:
         return (parameter for buffer in self.buffers for parameter in buffer.sharded)
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient that an optimizer may step with."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(parameter.grad is not None for parameter in self.parameters)
+
+    @property
     def is_in_forward(self) -> bool:
         """Whether the root's forward, or a method that counts as one, is running."""
-        return self._phase.is_in_forward
+        return self.phase.is_in_forward
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the module is not sharded by this runtime any more."""
+        return self.phase.refusal is not None
 
     @property
     def unit_infos(self) -> list[UnitInfo]:
         return [
-            UnitInfo(name=unit.name, numel=unit.numel, kept=self._is_kept(unit))
+            UnitInfo(name=unit.name, numel=unit.numel, kept=self._is_kept(unit), reason=unit.reason)
             for unit in self.units
             if unit.buffers
         ]
@@ -183,6 +199,8 @@ class Runtime:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Main parameters changed: replicated parameters are gathered again while the host goes on."""
+        self.context.axes.dp.ledger.note(STEP, REDUCE)
+        self.reducer.pace.num_backwards = 0
         for buffer in self.buffers:
             buffer.mark_stale()
         self._stepped.add(optimizer)
@@ -194,12 +212,12 @@ class Runtime:
     def _refresh(self) -> None:
         for unit in reversed(self._order.of_reductions()):  # the same on all ranks; about that of a forward
             unit.refresh()
-        self._phase.reads_main = any(unit.state is UnitState.GATHERING for unit in self.units)
+        self.phase.reads_main = any(unit.state is UnitState.GATHERING for unit in self.units)
 
     def _finish_gathers(self) -> None:
         """Before main parameters change: wait for the gathers that read them."""
-        if self._phase.reads_main:
-            self._phase.reads_main = False
+        if self.phase.reads_main:
+            self.phase.reads_main = False
             for unit in self.units:
                 if unit.state is UnitState.GATHERING:
                     unit.wait()
@@ -210,10 +228,16 @@ class Runtime:
         self._drop_second_graph()
         self.reducer.drop_deferred()
 
+    def _forget_gradient(self, parameter: ShardedParameter) -> None:
+        """Forget what was added up of the gradient of one parameter and was not reduced yet."""
+        if not is_in_backward():
+            self._recover()
+            self.reducer.forget(parameter)
+
     def abandon_forward(self) -> None:
         """If a forward was begun, it has ended in an exception. Gradients stay as they are."""
-        if self._phase.is_in_forward and not is_in_backward():
-            self._phase.is_in_forward = False
+        if self.phase.is_in_forward and not is_in_backward():
+            self.phase.is_in_forward = False
             self._calls.drop_failed()
             self._idle, self._called, self._staying = [], [], set()
             self.put_away()
@@ -230,13 +254,22 @@ class Runtime:
                 "it after the block; inside, the model's own methods see full parameters"
             )
 
+    def check_slots(self) -> None:
+        """Before parameters are read: refuse those that others have put into the modules.
+
+        Raises:
+            RuntimeError: naming the first one, on the rank that has it.
+        """
+        for unit in self.units:
+            unit.check_slots()
+
     def settle(self) -> None:
         """Wait for every exchange under way, and clean up after an exception.
 
         Raises:
             RuntimeError: a forward or backward is running.
         """
-        if is_in_backward() or self._phase.is_in_forward:
+        if is_in_backward() or self.phase.is_in_forward:
             raise RuntimeError("full parameters can be had between steps, not inside a forward or backward")
         self._recover()
         self._drop_second_graph()
@@ -261,13 +294,15 @@ class Runtime:
 
         if (dtype := self.context.dtypes.param_dtype) is not None:
             cast = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is self.root)
-            unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
-        unit.module.register_forward_pre_hook(before, prepend=True)
-        unit.module.register_forward_hook(after)
-        unit.module.register_forward_hook(at_last, always_call=True)
+            self.changes.hook(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
+        self.changes.hook(
+            unit.module.register_forward_pre_hook(before, prepend=True),
+            unit.module.register_forward_hook(after),
+            unit.module.register_forward_hook(at_last, always_call=True),
+        )
         if not unit.is_resident and not unit.is_compiled:
             for layer in unit.owners - {unit.module}:
-                layer.register_forward_hook(after_layer)
+                self.changes.hook(layer.register_forward_hook(after_layer))
         for gradients in unit.gradients:
             for index, parameter in enumerate(gradients.buffer.unsharded):
                 self._hook_gradient(unit, gradients, index, parameter)
@@ -281,9 +316,9 @@ class Runtime:
         if self._is_within_method(unit):
             return
         caller = sys._getframe(2)  # of the module, whose hook led here
-        if unit is self.root or not self._phase.is_in_forward:
-            self._is_traced = is_traced(self.units)
-        if self._is_traced or is_transformed():
+        if unit is self.root or not self.phase.is_in_forward:
+            refuse_tracers()
+        if is_transformed():
             with outside_transforms():
                 self._enter_forward(unit, caller)
             unit.call.is_transformed = True
@@ -301,7 +336,7 @@ class Runtime:
                 )
             if unit is self.root:
                 self._begin_forward()
-            elif self._phase.is_in_forward:
+            elif self.phase.is_in_forward:
                 self._called.append(unit)
             self._free_idle(unit)
             if self._has_had_backward:
@@ -314,6 +349,8 @@ class Runtime:
                 upcoming.unshard()
         unit.wait()
         unit.install()
+        if not torch.is_grad_enabled():
+            unit.note_views()
         if not is_in_backward():
             self.here.enter("the forward of ", unit.described)
 
@@ -350,17 +387,20 @@ class Runtime:
         """A forward is over, perhaps by an exception; then the root's has not come to its end."""
         if self._is_within_method(unit):
             return
-        with outside_transforms() if self._is_traced or is_transformed() else nullcontext():
+        with outside_transforms() if is_transformed() else nullcontext():
             self._leave_forward(unit)
 
     def _leave_forward(self, unit: Unit) -> None:
         self._calls.end(unit)
+        unit.keep_edits()
         if not is_in_backward():
             if not self.is_held:
                 unit.uninstall()
+                if not torch.is_grad_enabled():
+                    unit.leave_views()
             if unit is self.root:
                 self.abandon_forward()
-            if self._phase.is_in_forward:
+            if self.phase.is_in_forward:
                 self.here.enter("the forward of ", self.root.described)
             else:
                 self.here.leave()
@@ -368,12 +408,13 @@ class Runtime:
     def _begin_forward(self) -> None:
         self.abandon_forward()
         self._recover()
-        self._phase.is_in_forward = True
+        self.phase.is_in_forward = True
+        self.reducer.pace.num_forwards += torch.is_grad_enabled()
         self._called, self._staying = [], set()
         self._refresh()
 
     def _end_forward(self, may_have_backward: bool) -> None:
-        self._phase.is_in_forward = False
+        self.phase.is_in_forward = False
         self._order.follow(self._called, has_backward=may_have_backward)
         if may_have_backward:
             self._kept = frozenset(self._idle)
@@ -463,7 +504,7 @@ class Runtime:
             )
 
     def _before_backward(self, call: ForwardCall) -> None:
-        if self._phase.is_in_forward:
+        if self.phase.is_in_forward:
             raise RuntimeError(
                 f"autograd ran through {describe_unit(call.unit.name)} inside the model's own forward, which "
                 "a sharded model does not allow: take gradients after the forward has returned"
@@ -487,6 +528,8 @@ class Runtime:
         return Backward(units, self.reducer, num_prefetch=self._num_prefetch, keeps=self._has_second_graph)
 
     def _begin_backward(self) -> None:
+        if self.is_closed:
+            raise RuntimeError("backward through a forward of an engine that was closed since")
         self._is_in_backward = True
         self._makes_graph = torch.is_grad_enabled()
         self._has_second_graph |= self._makes_graph
@@ -543,6 +586,7 @@ class Runtime:
                 runtime._walk.note_gradient(unit)
 
         parameter.register_post_accumulate_grad_hook(arrived)
+        redirect_hooks(parameter, gradients.buffer.sharded[index])
 
     def _end_backward(self) -> None:
         self._walk.finish()
@@ -550,6 +594,7 @@ class Runtime:
         self.reducer.end()
         self.put_away()
         self.here.leave()
+        self.reducer.call_hooks()
 
     def put_away(self) -> None:
         """Show sharded parameters and free the others, unless they are held or a graph needs them."""

@@ -19,6 +19,7 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.config import Config, require_supported
 from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
+from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.deferred import has_memory
 from zeroshard.sharding.forwards import compile_forwards, recompute_forwards
 from zeroshard.sharding.gradients import Gradients, ReducedGradients
@@ -106,10 +107,11 @@ def shard_over(
             originals = (original.parameter for original in buffer.originals)
             replacements.update(zip(originals, buffer.sharded, strict=True))
         units.append(_build_unit(spec, buffers, context, pool))
+    changes = Changes()
     if config.compile:
-        compile_forwards(units)
+        compile_forwards(units, changes)
     if config.recompute == "unit":
-        recompute_forwards(units)
+        recompute_forwards(units, changes)
     runtime = Runtime(
         units,
         context,
@@ -118,6 +120,7 @@ def shard_over(
         reshard_after_forward=bool(config.reshard_after_forward),
         output_dtype=config.precision.output_dtype,
         rounding=Rounding.agreed(axes.dp) if config.precision.main_dtype is torch.bfloat16 else None,
+        changes=changes,
     )
     return runtime, replacements
 
@@ -140,7 +143,7 @@ def _build_unit(spec: UnitSpec, buffers: list[FlatBuffer], context: Context, poo
         else ReducedGradients(buffer, context, pool, buffer.tag + 1)
         for buffer in trained
     ]
-    return Unit(spec.name, spec.module, buffers, gradients, context.streams.gather)
+    return Unit(spec.name, spec.module, buffers, gradients, context.streams.gather, spec.reason)
 
 
 def _take_over_buffers(module: nn.Module, context: Context) -> None:

@@ -5,6 +5,7 @@ SHARDED --unshard()--> GATHERING --wait()--> UNSHARDED --reshard()--> SHARDED
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import Handle
 from zeroshard.comm.streams import SideStream
 from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.edits import Edits
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.nested import copy_tensors
-from zeroshard.sharding.parameter import ShardedParameter, describe_unit
+from zeroshard.sharding.parameter import ShardedParameter, UnshardedParameter, describe_unit
+from zeroshard.sharding.slots import Slots
 
 
 class UnitState(Enum):
@@ -83,7 +86,7 @@ class ForwardCall:
         self.region: Region | None = None
         """The activation checkpoint that it is in."""
         self.is_transformed = False
-        """True inside a transform of torch.func or a tracer: its outputs have no hooks."""
+        """True inside a transform of torch.func: its outputs have no hooks."""
         self.entered_in: object = None
         """The last backward that has come to it."""
 
@@ -98,6 +101,8 @@ class UnitInfo:
     """Elements, padding included."""
     kept: bool
     """Whether backward needs no second gather: it stays gathered, or backward needs no parameters."""
+    reason: str = ""
+    """Why its module is a unit."""
 
 
 def needs_parameters_in_backward(module: nn.Module) -> bool:
@@ -114,6 +119,7 @@ class Unit:
         buffers: one for each dtype and `requires_grad`.
         gradients: one for each trained buffer.
         stream: on which its parameters are gathered.
+        reason: why the module is a unit, for people.
     """
 
     def __init__(
@@ -123,7 +129,9 @@ class Unit:
         buffers: list[FlatBuffer],
         gradients: list[Gradients],
         stream: SideStream,
+        reason: str = "",
     ) -> None:
+        self.reason = reason
         self.name, self.module, self.described = name, module, describe_unit(name)
         self.buffers, self.gradients, self._stream = buffers, gradients, stream
         self.is_resident = all(buffer.is_resident for buffer in buffers)
@@ -144,22 +152,12 @@ class Unit:
         """Whether its parameters are gathered in this backward: on all ranks, as soon as one needs them."""
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
         self._handles: list[Handle] = []
-        self._slots = [
-            (owner, attribute, unsharded, sharded)
-            for buffer in buffers
-            for original, unsharded, sharded in zip(
-                buffer.originals, buffer.unsharded, buffer.sharded, strict=True
-            )
-            for owner, attribute in original.owners
-        ]
-        self._is_plain = all(type(m).__setattr__ is nn.Module.__setattr__ for m, _, _, _ in self._slots)
-        self._stand_ins: dict[int, nn.Parameter] = {}
-        self.uninstall()
+        self._slots, self._edits = Slots(buffers), Edits(buffers)
 
     @property
     def owners(self) -> set[nn.Module]:
         """The modules that hold its parameters."""
-        return {owner for owner, _, _, _ in self._slots}
+        return self._slots.owners
 
     @property
     def numel(self) -> int:
@@ -207,6 +205,7 @@ class Unit:
         Args:
             keep_second: this is between a forward and its backward; see `FlatBuffer.free`.
         """
+        self._edits.keep()
         if self.is_resident:
             return
         if self.state is not UnitState.SHARDED:
@@ -231,27 +230,37 @@ class Unit:
 
     def install(self) -> None:
         """Put the unsharded parameters into the modules."""
-        for owner, attribute, unsharded, _ in self._slots:
-            if self._is_plain:
-                owner._parameters[attribute] = unsharded
-            else:  # an RNN keeps a list of its weights beside
-                setattr(owner, attribute, unsharded)
+        self._slots.install()
 
     def uninstall(self) -> None:
         """Put the sharded parameters into the modules, or what stands in for them."""
-        for owner, attribute, _, sharded in self._slots:
-            parameter = self._stand_ins.get(id(sharded), sharded)
-            if self._is_plain:
-                owner._parameters[attribute] = parameter
-            else:
-                setattr(owner, attribute, parameter)
+        self._slots.uninstall()
+
+    def check_slots(self) -> None:
+        """Refuse parameters that others have put into the modules; see `Slots.check`."""
+        self._slots.check()
+
+    def keep_edits(self) -> None:
+        """Keep what a forward edited; see `Edits.keep`."""
+        self._edits.keep()
+
+    def note_views(self) -> None:
+        """Before a forward without a graph: count the views of parameters that are there already."""
+        for buffer in self.buffers:
+            buffer.note_views()
+
+    def leave_views(self) -> None:
+        """After a forward without a graph: whoever keeps a view of a parameter keeps its memory."""
+        for buffer in self.buffers:
+            buffer.leave_views()
 
     def copy_own(self, output: Any) -> Any:
-        """What a forward returned, without views of parameters, whose memory is about to be freed."""
+        """Return the output of a forward without views of parameters, whose memory is about to be freed."""
         places = [(b.full.data_ptr(), b.full.data_ptr() + b.full_bytes) for b in self.buffers]
 
         def is_own(tensor: Tensor) -> bool:
-            at = tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+            has_place = type(tensor) in (Tensor, UnshardedParameter) and tensor.layout is torch.strided
+            at = tensor.data_ptr() if has_place else 0
             return any(start <= at < stop for start, stop in places)
 
         return copy_tensors(output, is_own)
@@ -259,17 +268,15 @@ class Unit:
     @property
     def is_shown(self) -> bool:
         """Whether others stand in for the sharded parameters."""
-        return bool(self._stand_ins)
+        return self._slots.is_shown
 
-    def stand_in(self, parameters: dict[int, nn.Parameter]) -> dict[int, nn.Parameter]:
+    def stand_in(self, parameters: Mapping[int, nn.Parameter]) -> Mapping[int, nn.Parameter]:
         """From now on show others in the modules at rest, by the id of the sharded parameter.
 
         Returns:
             What was shown before.
         """
-        before, self._stand_ins = self._stand_ins, parameters
-        self.uninstall()
-        return before
+        return self._slots.stand_in(parameters)
 
     @property
     def may_join_backward(self) -> bool:
@@ -320,6 +327,16 @@ class Unit:
             for parameter in buffer.unsharded:
                 parameter.grad = None
         self.open_calls.clear()
+
+    def release(self) -> None:
+        """Forget the module and all parameters: the engine was closed."""
+        self.module = nn.Identity()  # unit and call hold each other, and the module goes before garbage does
+        for gradients in self.gradients:
+            gradients.drop()
+        for buffer in self.buffers:
+            buffer.release()
+        self._slots.clear()
+        self._edits = Edits(())
 
     def _move(self, state: UnitState) -> None:
         if _MOVES[self.state] is not state:

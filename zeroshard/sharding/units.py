@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeroshard.sharding.buffer import Original
+from zeroshard.sharding.choices import chosen_among
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.placement import DtypePolicy
 
@@ -28,6 +29,8 @@ class UnitSpec:
     name: str
     module: nn.Module
     originals: list[Original] = field(default_factory=list)
+    reason: str = ""
+    """Why the module was chosen."""
 
     def groups(self, dtypes: DtypePolicy) -> list[list[Original]]:
         """The parameters by (dtype, requires_grad, dtype to compute in): one flat buffer each."""
@@ -50,11 +53,12 @@ def find_units(root: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
     """
     for name, module in root.named_modules():
         _check_module(module, name)
-    modules = set(_choose(root, policy)) - {root}
-    specs = {root: UnitSpec("", root)}
+    chosen = _choose(root, policy)
+    modules = chosen.keys() - {root}
+    specs = {root: UnitSpec("", root, reason=_why_root(root))}
     for name, module in root.named_modules():
         if module in modules:
-            specs[module] = UnitSpec(name, module)
+            specs[module] = UnitSpec(name, module, reason=chosen[module])
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
     names: dict[nn.Parameter, str] = {}
     owners: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
@@ -88,6 +92,12 @@ def _lowest_common(chains: list[tuple[nn.Module, ...]]) -> nn.Module:
 
 
 def _check_module(module: nn.Module, name: str) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        what = f"module '{name}'" if name else "the model"
+        raise ValueError(
+            f"{what} is a scripted or traced module (torch.jit), whose compiled forward keeps parameters of "
+            "its own; expected the module that torch.jit was given; Config(compile=True) compiles it"
+        )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         if module.sparse:
             raise ValueError(f"module '{name}' has sparse gradients; expected sparse=False")
@@ -103,8 +113,8 @@ def _check(parameter: nn.Parameter, name: str) -> None:
         raise ValueError(f"parameter '{name}' is sharded already")
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise ValueError(
-            f"parameter '{name}' has gradient hooks, which sharding would drop; change gradients between "
-            "backward and step instead, where p.grad is this rank's slice"
+            f"parameter '{name}' has gradient hooks, which sharding would drop: register them after "
+            "initialize, on the parameter of that name in engine.named_parameters()"
         )
     if nn.parameter.is_lazy(parameter):
         raise ValueError(f"parameter '{name}' is lazy: run the model once before it is sharded")
@@ -117,17 +127,37 @@ def _check(parameter: nn.Parameter, name: str) -> None:
 
 # -- which modules ---------------------------------------------------------------------------------------
 
+Chosen = dict[nn.Module, str]
+"""Modules that become units, with the reason."""
 
-def _choose(root: nn.Module, policy: UnitPolicy) -> list[nn.Module]:
+
+def _choose(root: nn.Module, policy: UnitPolicy) -> Chosen:
     if policy is None:
-        blocks = _named_blocks(root) or list(_repeated_blocks(root))
-        return blocks + _large_layers(root, blocks)
+        blocks = _named_blocks(root) or dict(_repeated_blocks(root))
+        return blocks | _large_layers(root, blocks)
     if callable(policy):
-        return [module for module in root.modules() if policy(module)]
-    return _by_class_name(root, policy)
+        chosen = {module: "chosen by the predicate in units=" for module in root.modules() if policy(module)}
+    else:
+        chosen = _by_class_name(root, policy)
+    for name, module in root.named_modules():
+        if module in chosen:
+            _check_forward(module, name)
+    return chosen
 
 
-def _by_class_name(root: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+def _check_forward(module: nn.Module, name: str) -> None:
+    """Refuse a list of modules: nobody calls it, so its parameters would never be gathered."""
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+    if is_list and type(module).forward is nn.Module.forward:
+        inside = sorted({type(child).__name__ for child in module.children()})
+        raise ValueError(
+            f"config key 'units': '{name}' is a {type(module).__name__}, whose forward is never called, so "
+            f"its parameters would not be gathered; name the class of what is in it ({', '.join(inside)}) "
+            "or of the module around it"
+        )
+
+
+def _by_class_name(root: nn.Module, names: Sequence[str]) -> Chosen:
     known = {type(module).__name__ for module in root.modules()}
     for name in names:
         if name not in known:
@@ -135,13 +165,17 @@ def _by_class_name(root: nn.Module, names: Sequence[str]) -> list[nn.Module]:
             hint = f"; did you mean '{close[0]}'?" if close else ""
             raise ValueError(f"config key 'units': the model has no module of class '{name}'{hint}")
     wanted = set(names)
-    return [module for module in root.modules() if type(module).__name__ in wanted]
+    of_class = {module: type(module).__name__ for module in root.modules()}
+    return {module: f"a {name}, listed in units=" for module, name in of_class.items() if name in wanted}
 
 
-def _named_blocks(root: nn.Module) -> list[nn.Module]:
+def _named_blocks(root: nn.Module) -> Chosen:
     """Blocks that a transformers model names itself, in `_no_split_modules`."""
     names = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return list(_outermost(root, lambda module: type(module).__name__ in names))
+    return {
+        block: f"a {type(block).__name__}, named in the model's _no_split_modules"
+        for block in _outermost(root, lambda module: type(module).__name__ in names)
+    }
 
 
 def _outermost(module: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
@@ -152,19 +186,28 @@ def _outermost(module: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterat
             yield from _outermost(child, wanted)
 
 
-def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[nn.Module, str]]:
     """Children of a ModuleList or Sequential that share their class and have children of their own.
 
-    Experts are none, and what holds them is one: ranks call different ones, and would wait for each other.
+    Modules among which a forward chooses are none, and what holds them is one: ranks call different ones, and
+    would wait for each other.
     """
     counts: Counter[type[nn.Module]] = Counter()
     if isinstance(module, nn.ModuleList | nn.Sequential):
         counts.update(type(child) for child in module if _is_block(child))
+    left_whole = chosen_among(module)
     for name, child in module.named_children():
-        if counts[type(child)] > 1 or "experts" in child._modules:
-            yield child
-        elif name != "experts":
-            yield from _repeated_blocks(child)
+        if name in left_whole:
+            continue
+        inside = sorted(chosen_among(child))
+        if counts[type(child)] > 1:
+            where = f"in '{prefix[:-1]}'" if prefix else "in the model"
+            yield child, f"one of {counts[type(child)]} of class {type(child).__name__} {where}"
+        elif inside:
+            listed = ", ".join(map(repr, inside))
+            yield child, f"a {type(child).__name__}, whose forward chooses among the modules in {listed}"
+        else:
+            yield from _repeated_blocks(child, f"{prefix}{name}.")
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -173,14 +216,24 @@ def _is_block(module: nn.Module) -> bool:
     return has_parameters and next(module.children(), None) is not None and not is_list
 
 
-def _large_layers(root: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Embeddings and linear layers outside the blocks, and not in experts, with many elements."""
+def _large_layers(root: nn.Module, blocks: Chosen) -> Chosen:
+    """Embeddings and linear layers with many elements, outside the blocks and not chosen among."""
     inside = {module for block in blocks for module in block.modules()}
-    return [
-        module
-        for name, module in root.named_modules()
-        if module not in inside
-        and "experts" not in name.split(".")
-        and type(module) in (nn.Embedding, nn.Linear)
-        and sum(parameter.numel() for parameter in module.parameters()) >= LARGE
-    ]
+    for module in root.modules():
+        for name in chosen_among(module):
+            inside.update(module.get_submodule(name).modules())
+    sizes = {
+        module: sum(parameter.numel() for parameter in module.parameters())
+        for module in root.modules()
+        if module not in inside and type(module) in (nn.Embedding, nn.Linear)
+    }
+    return {
+        module: f"a {type(module).__name__} of {size:,} elements, {LARGE:,} or more, outside of blocks"
+        for module, size in sizes.items()
+        if size >= LARGE
+    }
+
+
+def _why_root(root: nn.Module) -> str:
+    listed = ", ".join(map(repr, sorted(chosen_among(root))))
+    return f"the rest; its forward chooses among the modules in {listed}" if listed else "the rest"

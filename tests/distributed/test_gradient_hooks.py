@@ -1,0 +1,291 @@
+"""Hooks that a user registers on parameters after initialize, against DDP or one process."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.distributed.training import (
+    STAGES,
+    finish,
+    full_gradients,
+    numbers,
+    plain,
+    replicate,
+    start,
+)
+
+
+class Net(nn.Module):
+    """Two blocks, an embedding-like table, and a layer that is left out; from [n, 7]."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2))
+        self.table, self.idle = nn.Parameter(torch.linspace(-1, 1, 21).view(3, 7)), nn.Linear(3, 3)
+        self.hook = None
+
+    def forward(self, x):
+        if self.hook is not None:
+            hook, self.hook = self.hook, None
+            hook(self.table)
+        for block in self.blocks:
+            x = block(x)
+        return x + self.table.sum(0)
+
+
+NAMES = ("blocks.1.0.weight", "table")
+
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+
+
+def loss_of(model, number):
+    return model(numbers(number, 5, 7)).square().mean()
+
+
+# ---------------------------------------------------------------------------------- post-accumulate hooks
+
+
+def called_by_step(accumulation, way):
+    """(names and gradients that the hooks saw, by stage; those that were delivered)"""
+    seen, found = [], []
+    for stage in STAGES:
+        engine, _ = start(build(), "SGD", stage=stage, gradient_accumulation_steps=accumulation)
+        parameters, calls = dict(engine.named_parameters()), []
+        for name in (*NAMES, "idle.weight"):
+            parameter = parameters[name]
+
+            def hook(p, name=name, own=parameter, calls=calls):
+                calls.append((name, p is own, p.grad.clone()))
+
+            parameter.register_post_accumulate_grad_hook(hook)
+        for number in range(accumulation):
+            loss = loss_of(engine, number)
+            engine.backward(loss) if way == "engine" else (loss / accumulation).backward()
+            if number + 1 < accumulation and way == "engine":
+                engine.step()
+        want = full_gradients(engine)
+        seen.append([(name, is_same) for name, is_same, _ in calls])
+        for name, _, gradient in calls[-len(NAMES) :]:
+            own = parameters[name].grad
+            if not torch.equal(gradient, own):
+                found.append((stage, name))
+        if "idle.weight" in want:
+            found.append((stage, "idle"))
+        engine.step()
+    return seen, found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_post_accumulate_hook_gets_the_sharded_parameter_with_its_gradient(ranks, num_ranks):
+    once = [(name, True) for name in NAMES]
+    for way, accumulation, times in (("engine", 1, 1), ("engine", 3, 1), ("plain", 2, 2)):
+        for seen, found in ranks(num_ranks, called_by_step, accumulation, way):
+            assert [sorted(calls) for calls in seen] == [sorted(once * times)] * len(STAGES)
+            assert found == []
+
+
+def edited_by_hooks():
+    """Gradients clamped and scaled in hooks; DDP's are changed after its reduction."""
+    found = []
+    reference = replicate(build(), find_unused=True)
+    loss_of(reference, 0).backward()
+    want = dict(plain(reference).named_parameters())
+    for stage in STAGES:
+        engine, _ = start(build(), "SGD", stage=stage)
+        parameters = dict(engine.named_parameters())
+        for name in NAMES:
+            parameters[name].register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-3, 1e-3))
+        removed = parameters["table"].register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+        removed.remove()
+        loss_of(engine, 0).backward()
+        got = full_gradients(engine)
+        wanted = {name: want[name].grad.flatten().clamp(-1e-3, 1e-3) for name in NAMES}
+        found += [(stage, name) for name in NAMES if not torch.equal(got[name], wanted[name])]
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_post_accumulate_hook_may_edit_the_gradient(ranks, num_ranks):
+    assert ranks(num_ranks, edited_by_hooks) == [[]] * num_ranks
+
+
+def stepped_in_hooks():
+    """An optimizer for each parameter, stepped in its hook, against one that steps after the backward."""
+    found = []
+    for stage in STAGES:
+        want_engine, want_optimizer = start(build(), "SGD", stage=stage)
+        engine, _, _, _ = zeroshard.initialize(build(), None, {"stage": stage})
+        for parameter in engine.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.05, momentum=0.9)
+
+            def step(p, optimizer=optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+        for number in range(3):
+            loss_of(want_engine, number).backward()
+            want_optimizer.step()
+            want_optimizer.zero_grad()
+            loss_of(engine, number).backward()
+            if any(p.grad is not None for p in engine.parameters()):
+                found.append((stage, "gradient"))
+        want, got = finish(want_engine, []).parameters, finish(engine, []).parameters
+        found += [(stage, name) for name in want if not torch.equal(got[name], want[name])]
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_optimizers_may_step_in_the_hooks(ranks, num_ranks):
+    assert ranks(num_ranks, stepped_in_hooks) == [[]] * num_ranks
+
+
+def hooked_in_a_forward():
+    """Hooks registered on what the forward sees: calls, by stage."""
+    counts = []
+    for stage in STAGES:
+        engine, _ = start(build(), "SGD", stage=stage)
+        calls = []
+        engine.module.hook = lambda p, c=calls: p.register_post_accumulate_grad_hook(
+            lambda p: c.append(p.grad is not None)
+        )
+        for number in range(2):
+            loss_of(engine, number).backward()
+        counts.append(calls)
+    return counts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_post_accumulate_hook_may_be_registered_inside_a_forward(ranks, num_ranks):
+    assert ranks(num_ranks, hooked_in_a_forward) == [[[True, True]] * len(STAGES)] * num_ranks
+
+
+def deferred_under_no_sync():
+    """Calls after two backwards under no_sync, and after the step."""
+    counts = []
+    for stage in STAGES:
+        engine, optimizer = start(build(), "SGD", stage=stage)
+        calls = []
+        dict(engine.named_parameters())["table"].register_post_accumulate_grad_hook(calls.append)
+        with engine.no_sync():
+            for number in range(2):
+                loss_of(engine, number).backward()
+        before = len(calls)
+        optimizer.step()
+        counts.append((before, len(calls)))
+    return counts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_hooks_of_gradients_under_no_sync_are_called_before_the_step(ranks, num_ranks):
+    assert ranks(num_ranks, deferred_under_no_sync) == [[(0, 1)] * len(STAGES)] * num_ranks
+
+
+class StopError(Exception):
+    pass
+
+
+def raised_in_a_hook():
+    """A hook that raises once; the next backward is whole."""
+    found = []
+    for stage in STAGES:
+        engine, optimizer = start(build(), "SGD", stage=stage)
+        want_engine, _ = start(build(), "SGD", stage=stage)
+        parameter = dict(engine.named_parameters())["table"]
+
+        def fail(p):
+            raise StopError
+
+        handle = parameter.register_post_accumulate_grad_hook(fail)
+        try:
+            loss_of(engine, 0).backward()
+            found.append((stage, "nothing was raised"))
+        except StopError:
+            handle.remove()
+        optimizer.zero_grad()
+        for each in (engine, want_engine):
+            loss_of(each, 1).backward()
+        got, want = full_gradients(engine), full_gradients(want_engine)
+        found += [(stage, name) for name in want if not torch.equal(got[name], want[name])]
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_exception_in_a_hook_passes_and_the_next_backward_is_whole(ranks, num_ranks):
+    assert ranks(num_ranks, raised_in_a_hook) == [[]] * num_ranks
+
+
+# ------------------------------------------------------------------------------------------- tensor hooks
+
+
+def masked(where):
+    """A mask of the whole gradient: the gradients that are left differ from DDP's in these places."""
+    mask = torch.ones(3, 7)
+    mask[1] = 0
+
+    def register(parameter):
+        shapes = []
+        parameter.register_hook(lambda gradient: shapes.append(gradient.shape) or gradient * mask)
+        return shapes
+
+    replica = replicate(build(), find_unused=True)
+    register(plain(replica).table)
+    loss_of(replica, 0).backward()
+    want, found = plain(replica).table.grad.flatten(), []
+    assert not want[7:14].any()
+    for stage in STAGES:
+        engine, _ = start(build(), "SGD", stage=stage)
+        if where == "forward":
+            engine.module.hook = lambda parameter: register(parameter)
+        else:
+            register(dict(engine.named_parameters())["table"])
+        loss_of(engine, 0).backward()
+        if not torch.equal(full_gradients(engine)["table"], want):
+            found.append(stage)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("where", ["after initialize", "forward"])
+def test_a_tensor_hook_gets_the_whole_local_gradient_as_in_ddp(ranks, num_ranks, where):
+    assert ranks(num_ranks, masked, where) == [[]] * num_ranks
+
+
+def test_a_hook_on_a_copy_of_a_parameter_is_refused_by_name(ranks):
+    [messages] = ranks(1, hook_on_a_copy)
+    assert all("'table'" in message and "named_parameters()" in message for message in messages)
+
+
+def hook_on_a_copy():
+    engine, _ = start(build(), "SGD", stage=3)
+    twin, messages = copy.deepcopy(dict(engine.named_parameters())["table"]), []
+    for register in (twin.register_hook, twin.register_post_accumulate_grad_hook):
+        with pytest.raises(RuntimeError) as error:
+            register(print)
+        messages.append(str(error.value))
+    return messages
+
+
+def hooks_and_garbage():
+    engine, optimizer = start(build(), "SGD", stage=3)
+    for parameter in engine.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: None)
+        parameter.register_hook(lambda g: None)
+    loss_of(engine, 0).backward()
+    optimizer.step()
+    reference = weakref.ref(engine._runtime)
+    del engine, optimizer, parameter
+    gc.collect()
+    return reference() is None
+
+
+def test_hooks_do_not_keep_an_engine_alive(ranks):
+    assert ranks(1, hooks_and_garbage) == [True]

@@ -1,0 +1,275 @@
+"""Engines come and go in one process: nothing of them is left, and those that stay are not disturbed."""
+
+import gc
+import os
+import time
+import warnings
+import weakref
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from tests.distributed.training import STAGES, square_loss
+from zeroshard.checkpoint import save
+from zeroshard.comm import mesh
+
+RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
+
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def start(model=None, **options):
+    model = small() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return zeroshard.initialize(model, optimizer, {"units": ["Linear"], "watchdog_s": 20, **options})
+
+
+def train(engine, steps=1, first=0):
+    for number in range(first, first + steps):
+        engine.backward(square_loss(engine, number))
+        engine.step()
+
+
+# ---------------------------------------------------------------------------------- nothing is left of them
+
+
+def held():
+    """What this process holds: file descriptors, threads, process groups."""
+    process = psutil.Process()
+    return process.num_fds(), process.num_threads(), len(dist.distributed_c10d._world.pg_map)
+
+
+def once(number, folder, closes):
+    """One engine, used and dropped; another kind each time, and some save in the background."""
+    kind = number % 6
+    group = {"shard_group_size": 1} if kind == 4 else {}
+    engine = start(stage=3 if group else kind % 4, **group).engine
+    train(engine)
+    if kind == 5:
+        engine.save_checkpoint(folder, "last", blocking=False)
+    if closes:
+        engine.close(restore=bool(kind % 2))
+    runtime = engine._runtime if not closes else engine
+    return [weakref.ref(it) for it in (engine, runtime, engine.module)]
+
+
+def many(count, folder, closes):
+    for number in range(6):
+        once(number, folder, closes)
+    gc.collect()
+    _let_threads_end()
+    before, memory = held(), psutil.Process().memory_info().rss
+    alive = 0
+    for number in range(count):
+        references = once(number, folder, closes)
+        if not closes:
+            gc.collect()
+        alive += sum(reference() is not None for reference in references)
+    _let_threads_end()
+    grown = psutil.Process().memory_info().rss - memory
+    return before, held(), alive, grown / 2**20
+
+
+def _let_threads_end():
+    """The threads of saves in the background, which the system sees a moment longer than Python."""
+    while any("checkpoint" in thread.name for thread in save.threading.enumerate()):
+        time.sleep(0.01)
+    time.sleep(0.2)
+
+
+def leaves_nothing(ranks, num_ranks, count, folder):
+    for closes in (False, True):
+        for before, after, alive, grown in ranks(num_ranks, many, count, folder, closes, timeout=600):
+            assert after == before
+            assert alive == 0
+            assert grown < 20
+
+
+@RANKS
+def test_engines_that_are_dropped_or_closed_leave_nothing(ranks, num_ranks, tmp_path):
+    leaves_nothing(ranks, num_ranks, 12, tmp_path)
+
+
+@pytest.mark.slow
+@RANKS
+def test_200_engines_that_are_dropped_or_closed_leave_nothing(ranks, num_ranks, tmp_path):
+    leaves_nothing(ranks, num_ranks, 200, tmp_path)
+
+
+def groups_of_engines():
+    """The number of process groups after each of several engines, which stay alive."""
+    counts, engines = [], []
+    for options in ({}, {}, {"shard_group_size": 1}, {"shard_group_size": 1}, {"stage": 1}):
+        engines.append(start(**options).engine)
+        counts.append(held()[2])
+    return counts
+
+
+def test_engines_over_the_same_ranks_share_their_groups(ranks):
+    for counts in ranks(2, groups_of_engines):
+        one, two, *hybrid, last = counts
+        assert one == two == 1
+        assert hybrid[0] == hybrid[1] == last
+
+
+# ------------------------------------------------------------------------------------ those that stay alive
+
+
+def parameters_of(engine):
+    with engine.unsharded():
+        return [p.detach().clone() for p in engine.parameters()]
+
+
+def by_turns(stage, groups):
+    """Two live engines over shared groups against the same two one after the other, in one process each."""
+    options = [{"stage": stage, "shard_group_size": size} for size in groups]
+    alone = []
+    for seed, option in enumerate(options):
+        engine = start(small(seed), **option).engine
+        train(engine, steps=3)
+        alone.append(parameters_of(engine))
+    engines = [start(small(seed), **option).engine for seed, option in enumerate(options)]
+    for number in range(3):
+        losses = [square_loss(engine, number) for engine in engines]
+        for engine, loss in reversed(list(zip(engines, losses, strict=True))):
+            engine.backward(loss)
+        for engine in engines:
+            engine.step()
+    return [
+        torch.equal(got, want)
+        for engine, parameters in zip(engines, alone, strict=True)
+        for got, want in zip(parameters_of(engine), parameters, strict=True)
+    ]
+
+
+def all_by_turns():
+    return [all(by_turns(stage, (None, None))) for stage in STAGES] + [
+        all(by_turns(3, groups)) for groups in ((1, 1), (1, None), (None, 1), (2, 1))
+    ]
+
+
+def test_live_engines_over_the_same_and_overlapping_groups_do_not_disturb_each_other(ranks):
+    assert ranks(2, all_by_turns) == [[True] * 8] * 2
+
+
+def tags_of_engines(num_ranges):
+    """First tags of engines of which the first stays alive while the others go, on one rank much later."""
+    before, mesh._NUM_TAG_RANGES = mesh._NUM_TAG_RANGES, num_ranges
+    try:
+        stays, late = start().engine, []
+        tags = []
+        for number in range(2 * num_ranges):
+            engine = start().engine
+            train(engine)
+            tags.append(engine._axes.dp.first_tag)
+            if dist.get_rank() == 1 and number % 2:
+                late = [engine]
+            del engine
+            gc.collect()
+        late.append(stays)
+        try:
+            late += [start().engine for _ in range(num_ranges)]
+        except RuntimeError as error:
+            return stays._axes.dp.first_tag, tags, str(error)
+    finally:
+        mesh._NUM_TAG_RANGES = before
+    return None
+
+
+def test_the_tags_of_a_live_engine_are_not_given_to_another_one(ranks):
+    (first, tags, error), other = ranks(2, tags_of_engines, 4)
+    assert other == (first, tags, error)
+    assert first not in tags
+    assert len(set(tags)) < len(tags)
+    assert "4 engines are alive" in error
+
+
+# ----------------------------------------------------------------------------------- saves in the background
+
+
+def saved_by_two(folder):
+    """Two engines save in the background at once, ranks at different speeds; one is dropped meanwhile."""
+    first, second = (start(small(seed), stage=3).engine for seed in (0, 1))
+    train(first)
+    write_part = save.write_part
+
+    def slow(place, slices, rank):
+        time.sleep(0.3 if rank == 0 and "first" in str(place) else 0.01)
+        return write_part(place, slices, rank)
+
+    save.write_part = slow
+    try:
+        first.save_checkpoint(folder, "first", blocking=False)
+        second.save_checkpoint(folder, "second", blocking=False)
+        want = parameters_of(first)
+        del first
+        gc.collect()
+        train(second)
+        second.save_checkpoint(folder, "third")
+        _let_threads_end()
+    finally:
+        save.write_part = write_part
+    engine = start(small(2), stage=3).engine
+    engine.load_checkpoint(folder, "first")
+    return [torch.equal(*pair) for pair in zip(parameters_of(engine), want, strict=True)], sorted(
+        os.listdir(folder)
+    )
+
+
+@RANKS
+def test_a_background_save_of_a_dropped_engine_is_written_beside_those_of_others(ranks, num_ranks, tmp_path):
+    for equal, names in ranks(num_ranks, saved_by_two, tmp_path):
+        assert all(equal)
+        assert {"first", "second", "third"} <= set(names)
+
+
+def failure_of_a_dropped_engine(folder):
+    engine = start().engine
+    is_released = save.threading.Event()
+    write_part = save.write_part
+
+    def fail(*_):
+        is_released.wait()
+        raise OSError("the disk is full")
+
+    save.write_part = fail
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.save_checkpoint(folder, "lost", blocking=False)
+            del engine
+            is_released.set()
+            _let_threads_end()
+    finally:
+        save.write_part = write_part
+    return [str(warning.message) for warning in caught]
+
+
+@RANKS
+def test_a_background_save_that_fails_when_its_engine_is_gone_warns(ranks, num_ranks, tmp_path):
+    for messages in ranks(num_ranks, failure_of_a_dropped_engine, tmp_path):
+        assert any("the disk is full" in message for message in messages), messages
+
+
+def opens_aside_late(folder):
+    counts = []
+    engine = start(stage=3).engine
+    for save_next in (None, True, False, False):
+        if save_next is not None:
+            engine.save_checkpoint(folder, f"tag-{len(counts)}", blocking=save_next)
+        counts.append(held()[2])
+    return counts, sorted(path.name for path in Path(folder).iterdir())
+
+
+@RANKS
+def test_the_group_of_background_saves_is_made_at_the_first_one(ranks, num_ranks, tmp_path):
+    for counts, _ in ranks(num_ranks, opens_aside_late, tmp_path):
+        assert counts == [1, 1, 2, 2]

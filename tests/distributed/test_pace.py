@@ -1,0 +1,262 @@
+"""Steps without gradients, and ranks that come out of step with the others."""
+
+import contextlib
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from tests.distributed.training import STAGES, finish, numbers, start
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def loss_of(model, number):
+    return model(numbers(number, 5, 7)).square().mean()
+
+
+@contextlib.contextmanager
+def warned():
+    """The texts of the warnings of ours."""
+    texts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [
+        str(one.message) for one in caught if "engine" in str(one.message) or "rank" in str(one.message)
+    ]
+
+
+# --------------------------------------------------------------------------------- steps without gradients
+
+
+def before_any_backward(engine):
+    return engine.step()
+
+
+def after_a_step(engine):
+    engine.backward(loss_of(engine, 0))
+    assert engine.step() is True
+    return engine.step()
+
+
+def after_zero_grad(engine):
+    engine.backward(loss_of(engine, 0))
+    engine.zero_grad()
+    return engine.step()
+
+
+def after_a_loss_beside_the_model(engine):
+    engine.backward(torch.ones((), requires_grad=True) * 2)
+    return engine.step()
+
+
+def with_all_frozen(engine):
+    engine.requires_grad_(False)
+    engine.backward(engine(numbers(0, 5, 7).requires_grad_()).mean())
+    try:
+        return engine.step()
+    finally:
+        engine.requires_grad_(True)
+
+
+CASES = (
+    before_any_backward,
+    after_a_step,
+    after_zero_grad,
+    after_a_loss_beside_the_model,
+    with_all_frozen,
+)
+
+
+def step_with_nothing():
+    """(stage, case, what is not as expected), also that the schedule and the counts stand still."""
+    found = []
+    for stage in STAGES:
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        config = {"stage": stage, "clip_grad_norm": 1.0}
+        engine, *_ = zeroshard.initialize(model, optimizer, config, lr_scheduler=scheduler)
+        steps = 0
+        for case in CASES:
+            with warned() as texts:
+                answer = case(engine)
+            steps += case is after_a_step
+            got = (answer, engine.global_step, engine.skipped_steps, scheduler.last_epoch)
+            if got != (False, steps, 0, steps) or not any("without a gradient" in text for text in texts):
+                found.append((stage, case.__name__, got, texts))
+        engine.backward(loss_of(engine, 0))
+        found += [] if engine.step() else [(stage, "the next step was not taken")]
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_without_a_gradient_warns_and_takes_nothing(ranks, num_ranks):
+    assert ranks(num_ranks, step_with_nothing) == [[]] * num_ranks
+
+
+def step_in_float16():
+    """What a step that ends three micro-batches without gradients says, and whether the loss scale stays."""
+    precision = {"param_dtype": "fp16"}
+    engine, _ = start(build(), "SGD", stage=1, precision=precision, gradient_accumulation_steps=3)
+    before = engine.loss_scale
+    with warned() as texts:
+        taken = [engine.step() for _ in range(3)] != [False] * 3
+    return taken, engine.loss_scale == before, len(texts)
+
+
+def test_a_step_without_a_gradient_leaves_the_loss_scale_alone(ranks):
+    assert ranks(2, step_in_float16) == [(False, True, 1)] * 2
+
+
+def no_gradient_on_one_rank():
+    """Rank 1's loss depends on no parameter of ours but through a product with 0, as DDP wants it."""
+    found = []
+    for stage in STAGES:
+        engine, _ = start(build(), "SGD", stage=stage)
+        with warned() as texts:
+            loss = loss_of(engine, 0)
+            engine.backward(loss * dist.get_rank())
+            taken = engine.step()
+        if not taken or texts:
+            found.append((stage, taken, texts))
+    return found
+
+
+def test_a_loss_of_zero_on_one_rank_is_a_gradient(ranks):
+    assert ranks(2, no_gradient_on_one_rank) == [[], []]
+
+
+def plain_loop(accumulation, every, num_steps, backward):
+    """By stage, the warnings of a loop that steps the optimizer itself."""
+    said = []
+    for stage in STAGES:
+        engine, optimizer = start(build(), "SGD", stage=stage, gradient_accumulation_steps=accumulation)
+        with warned() as texts:
+            for number in range(num_steps * every):
+                loss = loss_of(engine, number)
+                engine.backward(loss) if backward == "engine" else loss.backward()
+                if (number + 1) % every == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        said.append(texts)
+    return said
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("backward", ["plain", "engine"])
+def test_a_plain_loop_is_told_once_that_it_accumulates_nothing(ranks, num_ranks, backward):
+    for said in ranks(num_ranks, plain_loop, 4, 1, 3, backward):
+        for texts in said:
+            assert len(texts) == 1
+            assert "gradient_accumulation_steps=4" in texts[0]
+            assert "engine.step()" in texts[0]
+
+
+def test_a_plain_loop_that_counts_by_itself_is_told_nothing(ranks):
+    for accumulation in (1, 2):
+        assert ranks(2, plain_loop, accumulation, 2, 2, "plain") == [[[]] * len(STAGES)] * 2
+
+
+# ---------------------------------------------------------------------------- ranks that leave out a batch
+
+
+class StopError(Exception):
+    pass
+
+
+def go_on(stage, where):
+    """Rank 1 leaves out batch 1 because of an exception of its own; warnings and the error of each rank."""
+    engine, optimizer = start(build(), "SGD", stage=stage, watchdog_s=20.0)
+    num_steps, error = 0, ""
+    with warned() as texts:
+        for number in range(4):
+            try:
+                num_steps += one_batch(
+                    engine, optimizer, number, where if (number, dist.get_rank()) == (1, 1) else None
+                )
+            except RuntimeError as caught:
+                error = str(caught)
+                break
+            if num_steps == 3:
+                break
+    return texts, error
+
+
+def one_batch(engine, optimizer, number, fails_in):
+    """A batch of a loop that goes on after exceptions; whether it came to its step."""
+    try:
+        _raise(fails_in == "forward", engine)
+        loss = loss_of(engine, number)
+        _raise(fails_in == "loss")
+        loss.backward()
+        _raise(fails_in == "step")
+        optimizer.step()
+    except StopError:
+        return False
+    finally:
+        optimizer.zero_grad()
+    return True
+
+
+def _raise(fails, engine=None):
+    if fails and engine is not None:
+        handle = engine.module[1].register_forward_pre_hook(lambda *_: _raise(True))
+        try:
+            engine(numbers(0, 5, 7))
+        finally:
+            handle.remove()
+    if fails:
+        raise StopError
+
+
+def left_out(where):
+    return [go_on(stage, where) for stage in STAGES[:3]]
+
+
+@pytest.mark.parametrize("where", ["forward", "loss"])
+def test_a_rank_that_leaves_out_a_batch_is_told_to_all_ranks(ranks, where):
+    for stages in ranks(2, left_out, where):
+        for texts, error in stages:
+            assert not error
+            assert len([text for text in texts if "the model" in text and "another rank" in text]) == 1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_leaves_out_a_step_is_an_error_on_all_ranks(ranks, stage):
+    for _, error in ranks(2, go_on, stage, "step"):
+        assert error
+        assert "step of the optimizer" in error or stage > 0, error
+    assert "left out a step" in error or stage == 3, error
+
+
+def as_many_everywhere():
+    """Warnings of a run whose ranks fail, evaluate and accumulate alike, or unevenly without gradients."""
+    said = []
+    for stage in STAGES:
+        model = build()
+        engine, _ = start(copy.deepcopy(model), "SGD", stage=stage, gradient_accumulation_steps=2)
+        with warned() as texts:
+            for number in range(4):
+                with contextlib.suppress(RuntimeError):
+                    engine(numbers(0, 5, 8))
+                if stage < 3 and dist.get_rank() == 0:
+                    with torch.no_grad():
+                        engine(numbers(0, 5, 7))
+                engine.backward(loss_of(engine, number) + loss_of(engine, 10 + number))
+                engine.step()
+        finish(engine, [])
+        said.append(texts)
+    return said
+
+
+def test_ranks_that_keep_pace_are_told_nothing(ranks):
+    assert ranks(2, as_many_everywhere) == [[[]] * len(STAGES)] * 2

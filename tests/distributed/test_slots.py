@@ -1,0 +1,204 @@
+"""Parameters that others put into the modules are refused by name, and what is kept elsewhere raises."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.training import (
+    STAGES,
+    differences,
+    finish,
+    numbers,
+    square_loss,
+    start,
+    step,
+    train_replicated,
+)
+
+
+def build():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7)) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.LSTM(7, 7), OnlyFirst(), nn.Linear(7, 1))
+
+
+class OnlyFirst(nn.Module):
+    def forward(self, outputs):
+        return outputs[0]
+
+
+def assign(model, x):
+    model[1][0].weight = nn.Parameter(torch.randn(7, 7))
+    model(x)
+
+
+def assign_in_an_rnn(model, x):
+    model[3].weight_hh_l0 = nn.Parameter(torch.randn(28, 7))
+    model(x)
+
+
+def remove(model, x):
+    model[1][0].weight = None
+    model(x)
+
+
+def delete(model, x):
+    del model[1][0].bias
+    model(x)
+
+
+def tie(model, x):
+    model[1][0].weight = model[2][0].weight
+    model(x)
+
+
+def call_functionally(model, x):
+    torch.func.functional_call(model, {"1.0.weight": torch.randn(7, 7)}, x)
+
+
+def call_functionally_with_all(model, x):
+    weights = dict(build().named_parameters())
+    torch.func.functional_call(model, weights, x)
+
+
+def assign_and_read(model, x, engine):
+    model[1][0].weight = nn.Parameter(torch.randn(7, 7))
+    engine.full_state_dict()
+
+
+def assign_in_forward(model, x):
+    hook = model[1].register_forward_pre_hook(
+        lambda *_: setattr(model[1][0], "weight", nn.Parameter(torch.randn(7, 7)))
+    )
+    try:
+        model(x)
+    finally:
+        hook.remove()
+    model(x)
+
+
+CASES = {
+    assign: "'1.0.weight' was replaced after initialize by a Parameter of shape [7, 7]",
+    assign_in_an_rnn: "'3.weight_hh_l0' was replaced after initialize by a Parameter of shape [28, 7]",
+    remove: "'1.0.weight' was removed after initialize",
+    delete: "'1.0.bias' was removed after initialize",
+    tie: "'1.0.weight' was tied to '2.0.weight' after initialize",
+    call_functionally: "'1.0.weight' was replaced after initialize by a Tensor of shape [7, 7]",
+    call_functionally_with_all: "was replaced after initialize by a Parameter of shape",
+    assign_and_read: "'1.0.weight' was replaced after initialize",
+    assign_in_forward: "'1.0.weight' was replaced after initialize by a Parameter of shape [7, 7]",
+}
+
+
+def refused(stage):
+    """Refuses each case, and trains on as if nothing had been tried."""
+    model, found = build(), []
+    want = train_replicated(copy.deepcopy(model), "SGD", len(CASES), square_loss)
+    engine, optimizer = start(model, "SGD", stage=stage)
+    losses = []
+    for number, (case, message) in enumerate(CASES.items()):
+        slots = [(part, dict(part._parameters)) for part in model.modules()]
+        more = [engine] if case is assign_and_read else []
+        with pytest.raises(RuntimeError) as error:
+            case(model, numbers(99, 5, 7), *more)
+        if message not in str(error.value):
+            found.append(f"{case.__name__}: {error.value}")
+        for part, parameters in slots:
+            for name, parameter in parameters.items():
+                setattr(part, name, parameter)
+        losses.append(step(engine, optimizer, square_loss, number))
+    return found + differences(f"stage {stage}", finish(engine, losses), want)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_another_parameter_in_a_slot_is_refused_by_name_and_the_next_step_is_right(ranks, num_ranks):
+    for stage in STAGES:
+        assert not any(ranks(num_ranks, refused, stage))
+
+
+def with_own(stage):
+    model = build()
+    with torch.no_grad():
+        want = [float(square_loss(model, 0))]
+    engine, _ = start(model, "SGD", stage=stage)
+    own = dict(engine.named_parameters())
+    with torch.no_grad():
+        output = torch.func.functional_call(engine, own, numbers(0, 5, 7))
+    return [float(output.square().mean())] == want
+
+
+def test_functional_call_with_the_sharded_parameters_themselves_is_the_forward(ranks):
+    for stage in STAGES:
+        assert all(ranks(2, with_own, stage))
+
+
+class Penalized(nn.Module):
+    """Keeps references to its parameters beside the modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(7, 7), nn.Linear(7, 1)
+        self.kept = [self.inner.weight]
+        self.uses = None
+
+    def forward(self, x):
+        penalty = self.uses(self.kept) if self.uses else 0.0
+        return self.outer(self.inner(x)) + penalty
+
+
+USES = {
+    "pow": lambda kept: kept[0].pow(2).sum(),
+    "norm": lambda kept: torch.linalg.vector_norm(kept[0]),
+    "stack": lambda kept: torch.stack(kept).sum(),
+    "numel": lambda kept: kept[0].numel(),
+    "data": lambda kept: kept[0].data,
+    "grad": lambda kept: kept[0].grad,
+    "requires_grad_": lambda kept: kept[0].requires_grad_(False),
+    "deepcopy": lambda kept: copy.deepcopy(kept),
+    "shape": lambda kept: kept[0].shape,
+    "foreach_norm": lambda kept: torch._foreach_norm(kept),
+    "detach": lambda kept: kept[0].detach(),
+}
+
+
+def kept_elsewhere(stage):
+    torch.manual_seed(0)
+    model, found = Penalized(), []
+    engine, optimizer = start(model, "SGD", stage=stage)
+    for what, use in USES.items():
+        for is_in_forward in (True, False):
+            model.uses = use if is_in_forward else None
+            with pytest.raises(RuntimeError) as error:
+                engine(numbers(0, 5, 7)) if is_in_forward else use(model.kept)
+            if "'inner.weight', which was kept elsewhere" not in str(error.value):
+                found.append(f"{what}: {error.value}")
+    model.uses = None
+    assert "inner.weight" in repr(model.kept)
+    assert model.kept[0] in {model.kept[0]}
+    assert model.kept[0].dtype is torch.float32
+    step(engine, optimizer, square_loss, 0)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_parameter_that_was_kept_elsewhere_raises_by_name_where_it_is_used(ranks, num_ranks):
+    for stage in STAGES:
+        assert not any(ranks(num_ranks, kept_elsewhere, stage))
+
+
+def with_an_optimizer_over_originals():
+    torch.manual_seed(0)
+    model = Penalized()
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, _ = start(model, "SGD", stage=2)
+    square_loss(engine, 0).backward()
+    with pytest.raises(RuntimeError) as error:
+        late.step()
+    return str(error.value)
+
+
+def test_an_optimizer_over_the_original_parameters_raises_in_its_step(ranks):
+    for message in ranks(1, with_an_optimizer_over_originals):
+        assert "Build an optimizer that initialize is not given over engine.parameters()" in message

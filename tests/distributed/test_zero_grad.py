@@ -1,0 +1,135 @@
+"""All ways to forget gradients, where some were added up on this rank only, against plain PyTorch."""
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.distributed.training import (
+    STAGES,
+    distances,
+    finish,
+    flat_gradients,
+    full_gradients,
+    numbers,
+    plain,
+    replicate,
+    start,
+)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(7, 7), nn.Tanh())
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = Net()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def loss_of(model, number):
+    return model(numbers(number, 5, 7)).square().mean()
+
+
+def set_none(model):
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+WAYS = {
+    "the model": lambda model: model.zero_grad(),
+    "the model, to zeros": lambda model: model.zero_grad(set_to_none=False),
+    "a module that holds all": lambda model: model.inner.zero_grad(),
+    "a part": lambda model: model.inner.body.zero_grad(),
+    "a part, to zeros": lambda model: model.inner.body.zero_grad(set_to_none=False),
+    "p.grad = None": set_none,
+    "p.grad = None in a part": lambda model: set_none(model.inner.head),
+    "another optimizer": lambda model: torch.optim.SGD(model.parameters()).zero_grad(),
+}
+
+
+def two_backwards(model, forget):
+    """One that sends nothing, and one that does."""
+    with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+        (100 * loss_of(model, 0)).backward()
+    forget(plain(model) if not isinstance(model, zeroshard.Engine) else model.module)
+    loss_of(model, 1).backward()
+
+
+def forgotten(precision):
+    """Where gradients are not those of DDP."""
+    found = []
+    for name, forget in WAYS.items():
+        replica = replicate(Wrapped())
+        two_backwards(replica, forget)
+        want = flat_gradients(replica)
+        for stage in STAGES:
+            engine, _ = start(Wrapped(), "SGD", stage=stage, precision=precision)
+            two_backwards(engine, forget)
+            far = distances(full_gradients(engine), want)
+            found += [(name, stage, p, off) for p, off in far.items() if off > (2e-2 if precision else 1e-6)]
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("precision", [{}, {"main_dtype": "bf16"}])
+def test_gradients_that_were_forgotten_do_not_come_back(ranks, num_ranks, precision):
+    """1e-6: the sum of two micro-batches is divided by the number of ranks; DDP divides before."""
+    assert ranks(num_ranks, forgotten, precision, timeout=120) == [[]] * num_ranks
+
+
+def counted_anew():
+    """Whether the steps and gradients after `model.zero_grad()` are those after `engine.zero_grad()`."""
+    found = []
+    for stage in STAGES:
+        runs = []
+        for way in ("engine", "module"):
+            engine, _ = start(Wrapped(), "SGD", stage=stage, gradient_accumulation_steps=2)
+            engine.backward(100 * loss_of(engine, 0))
+            engine.step()
+            (engine if way == "engine" else engine.module).zero_grad()
+            taken = []
+            for number in (1, 2):
+                engine.backward(loss_of(engine, number))
+                taken.append(engine.step())
+            runs.append((taken, finish(engine, []).parameters))
+        (taken, want), (_, got) = runs
+        found += [] if taken == [False, True] == runs[1][0] else [(stage, taken, runs[1][0])]
+        found += [(stage, name) for name in want if not torch.equal(got[name], want[name])]
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_zero_grad_of_the_model_is_that_of_the_engine(ranks, num_ranks):
+    assert ranks(num_ranks, counted_anew) == [[]] * num_ranks
+
+
+def without_the_engine():
+    """Whether the engine is gone, and the model forgets gradients by itself."""
+    engine, _ = start(Wrapped(), "SGD", stage=0)
+    loss_of(engine, 0).backward()
+    module = engine.module
+    reference = weakref.ref(engine)
+    del engine
+    gc.collect()
+    module.zero_grad()
+    return reference() is None, all(p.grad is None for p in module.parameters())
+
+
+def test_the_model_does_not_keep_its_engine_alive(ranks):
+    assert ranks(1, without_the_engine) == [(True, True)]

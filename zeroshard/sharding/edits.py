@@ -1,0 +1,73 @@
+"""Parameters that a forward edits: a moving average kept in the model, a weight that is normalized in place.
+
+The unsharded parameters are copies, except where one buffer is both. So when a forward is over, a rank writes
+its own slice of the parameters that were edited into the main parameters. Every edit counts a version of the
+parameter, except through `.data`, which a property notes. The hot path compares versions.
+
+As with DistributedDataParallel, each rank makes its own edits and nothing is sent. Where the parameters are
+replicated, a rank computes with its own edit until the next step; then all ranks have the slices of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zeroshard.sharding.buffer import FlatBuffer
+
+
+class Edits:
+    """Notices and keeps the edits of one unit's unsharded parameters.
+
+    Args:
+        buffers: of the unit.
+    """
+
+    def __init__(self, buffers: Sequence[FlatBuffer]) -> None:
+        # What shares its memory with the main parameters needs no copy.
+        self._buffers = [buffer for buffer in buffers if not buffer.plan.is_alias]
+        self._parameters = [parameter for buffer in self._buffers for parameter in buffer.unsharded]
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._notes = [buffer.data_note for buffer in self._buffers]
+
+    def keep(self) -> None:
+        """Write this rank's slices of what was edited since the last call into the main parameters.
+
+        Raises:
+            RuntimeError: the main parameter was edited too.
+        """
+        for parameter, version in zip(self._parameters, self._versions, strict=True):
+            if parameter._version != version:
+                self._keep()
+                return
+        for note in self._notes:
+            if note.is_taken:
+                self._keep()
+                return
+
+    @torch.no_grad()
+    def _keep(self) -> None:
+        seen = iter(zip(self._parameters, self._versions, strict=True))
+        for buffer in self._buffers:
+            is_taken, buffer.data_note.is_taken = buffer.data_note.is_taken, False
+            for index in range(len(buffer.unsharded)):
+                parameter, version = next(seen)
+                if is_taken or parameter._version != version:
+                    _write_own(buffer, index)
+        self._versions = [parameter._version for parameter in self._parameters]
+
+
+def _write_own(buffer: FlatBuffer, index: int) -> None:
+    """Write this rank's slice of one parameter, where it was edited, and leave the rest to the last bit."""
+    span = buffer.sharded_span(index)
+    own, seen = buffer.main[span.slice], buffer.full[span.shifted(buffer.main_span.start).slice]
+    is_edited = seen != own.to(seen.dtype)
+    if not buffer.is_stale:
+        own.copy_(torch.where(is_edited, seen.to(own.dtype), own))
+        buffer.follow_own()
+    elif bool(is_edited.any()):
+        raise RuntimeError(
+            f"'{buffer.originals[index].fqn}' was edited in a forward that still computed with its values "
+            "before another edit: call the whole model's forward between the two"
+        )

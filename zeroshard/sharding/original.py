@@ -1,0 +1,92 @@
+"""Original parameters after sharding: empty, and an error wherever one is used that was kept elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+_DESCRIBES = frozenset(
+    getattr(Tensor, name).__get__
+    for name in ("dtype", "device", "layout", "is_leaf", "is_meta", "requires_grad")
+) | {Tensor.__hash__, Tensor.is_floating_point, Tensor.is_complex}
+"""What an original parameter still tells: nothing about its shape or its values."""
+
+
+class OriginalParameter(nn.Parameter):
+    """A parameter that was sharded. The modules hold others in its place.
+
+    Attributes:
+        fqn: its name in the model.
+        was: its class.
+    """
+
+    fqn: str
+    was: type[nn.Parameter]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _DESCRIBES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise RuntimeError(_describe(_first((*args, *(kwargs or {}).values())), func))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"OriginalParameter({self.fqn}, sharded)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError(_describe(self, type(self).__deepcopy__))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(_describe(self, type(self).__reduce_ex__))
+
+
+def retire(parameter: nn.Parameter, fqn: str) -> None:
+    """Make a parameter an `OriginalParameter`, so that every reference to it raises where it is used.
+
+    Args:
+        parameter: its data was taken over.
+        fqn: its name in the model.
+    """
+    was = type(parameter)
+    parameter.__class__ = OriginalParameter
+    assert isinstance(parameter, OriginalParameter)
+    parameter.fqn, parameter.was = fqn, was
+
+
+def revive(parameter: nn.Parameter) -> None:
+    """Make a parameter again what it was before `retire`; its data is still empty."""
+    if isinstance(parameter, OriginalParameter):
+        was = parameter.was
+        del parameter.fqn, parameter.was
+        cast(nn.Parameter, parameter).__class__ = was
+
+
+def _first(values: tuple[Any, ...]) -> OriginalParameter | None:
+    """The first original parameter among the arguments of a function, in lists too."""
+    for value in values:
+        inside = _first(tuple(value)) if isinstance(value, list | tuple) else value
+        if isinstance(inside, OriginalParameter):
+            return inside
+    return None
+
+
+def _describe(parameter: OriginalParameter | None, func: Callable[..., Any]) -> str:
+    used = getattr(func, "__name__", str(func))
+    if used == "__get__":
+        used = getattr(getattr(func, "__self__", None), "__name__", used)
+    which = f"'{parameter.fqn}'" if parameter is not None else "one"
+    return (
+        f"{used} got an original parameter, {which}, which was kept elsewhere when the model was sharded. "
+        "It is empty now, and the module holds another in its place: read the module's attribute instead, "
+        "inside the forward of its unit or under engine.unsharded(). Build an optimizer that initialize is "
+        "not given over engine.parameters()"
+    )

@@ -1,0 +1,79 @@
+"""How many forwards, backwards and steps this rank has come through, compared with the other ranks.
+
+A rank that leaves out a batch, because it caught an exception of its own or skipped a loss, goes on with its
+next one. At stages 0 to 2 its reductions then meet those of the others, so nothing fails until the ranks that
+are behind wait at the end. The agreement at the end of a backward has room to notice it: without an exchange
+more, each bit of the number of forwards is sent once as it is and once inverted. Steps are noted in the
+ledger, which is compared there too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+_NUM_BITS = 4
+"""Forwards between two backwards are counted up to 15."""
+
+
+class Pace:
+    """Counts what this rank does, and compares it where the ranks agree anyway."""
+
+    def __init__(self) -> None:
+        self.num_forwards = 0
+        """Forwards with a graph, also failed ones, since the last agreement of all ranks."""
+        self.num_backwards = 0
+        """Backwards since the last step, or since gradients were dropped."""
+        self._has_warned = False
+        self._has_stepped = False
+
+    def expect_backwards(self, number: int) -> None:
+        """The user steps the optimizer: if it is the first time, warn where fewer backwards came before.
+
+        Args:
+            number: the accumulation steps of the config, which only the engine's step counts.
+        """
+        had, is_first, self._has_stepped = self.num_backwards, not self._has_stepped, True
+        if is_first and 0 < had < number:
+            warnings.warn(
+                f"gradient_accumulation_steps={number}, but optimizer.step() was called after {had} backward"
+                f"{'s' if had > 1 else ''}: only engine.step() counts micro-batches. Call "
+                "engine.backward(loss) and engine.step() for each of them; or set "
+                "gradient_accumulation_steps=1, divide the loss, and step after the last one",
+                stacklevel=6,
+            )
+
+    def flags(self) -> list[bool]:
+        """Flags of which, over all ranks, a bit is set both ways if the numbers of forwards differ."""
+        number = min(self.num_forwards, (1 << _NUM_BITS) - 1)
+        bits = [bool(number >> bit & 1) for bit in range(_NUM_BITS)]
+        return [*bits, *(not bit for bit in bits)]
+
+    def compare(self, any_rank: Sequence[bool]) -> None:
+        """Warn once if another rank has called the model another number of times.
+
+        Args:
+            any_rank: `flags()`, each set if it is on any rank.
+        """
+        own, self.num_forwards = self.num_forwards, 0
+        is_set, is_clear = any_rank[:_NUM_BITS], any_rank[_NUM_BITS:]
+        if not self._has_warned and any(a and b for a, b in zip(is_set, is_clear, strict=True)):
+            self._has_warned = True
+            warnings.warn(
+                f"since the last backward this rank has called the model {own} times with gradients on, and "
+                "another rank another number of times. A rank that left out a batch (an exception that it "
+                "caught, a loss that it skipped) is ahead of the others now, which will wait for it at the "
+                "end: leave out a batch on all ranks or on none, for instance with a loss that is multiplied "
+                "by 0. Forwards that only evaluate belong under torch.no_grad()",
+                stacklevel=2,
+            )
+
+
+def warn_no_gradients() -> None:
+    """Warn of an engine's step that has nothing to step with."""
+    warnings.warn(
+        "engine.step() without a gradient: no backward has reached a parameter since the last step or "
+        "zero_grad(), so no step was taken. Call engine.backward(loss) before it, with a loss that depends "
+        "on trained parameters",
+        stacklevel=3,
+    )

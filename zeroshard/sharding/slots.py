@@ -1,0 +1,171 @@
+"""The places in modules that hold a unit's parameters: what they show, and what others put there.
+
+A slot shows the sharded parameter, or what stands in for it under `unsharded()`; in forward and backward it
+shows the unsharded one. Anything else was put there by somebody: by an assignment after `initialize`, or for
+one call by `torch.func.functional_call`. The engine computes with its own parameters, so it refuses others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from torch import Tensor, nn
+
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.parameter import ShardedParameter, UnshardedParameter
+
+
+class ShownParameter(nn.Parameter):
+    """A full parameter under `unsharded()`. Edits of its data count as edits of itself."""
+
+    @staticmethod
+    def over(view: Tensor, requires_grad: bool) -> ShownParameter:
+        """One whose memory is that of `view`, with a version counter of its own."""
+        parameter = nn.Parameter(view.new_empty(0), requires_grad)
+        parameter.data = view
+        parameter.__class__ = ShownParameter
+        return cast(ShownParameter, parameter)
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+
+
+class Slots:
+    """The slots of one unit.
+
+    Args:
+        buffers: of the unit.
+    """
+
+    def __init__(self, buffers: Sequence[FlatBuffer]) -> None:
+        self._places = [
+            (owner, attribute, unsharded, sharded)
+            for buffer in buffers
+            for original, unsharded, sharded in zip(
+                buffer.originals, buffer.unsharded, buffer.sharded, strict=True
+            )
+            for owner, attribute in original.owners
+        ]
+        self._is_plain = all(type(m).__setattr__ is nn.Module.__setattr__ for m, _, _, _ in self._places)
+        self._stand_ins: Mapping[int, nn.Parameter] = {}
+        self._at_rest: list[tuple[nn.Module, str, UnshardedParameter, nn.Parameter]] = []
+        """Each slot with the unsharded parameter and what it shows at rest."""
+        self._versions: dict[int, tuple[int, int]] = {}
+        """Of what stands in, by its id: version and place in memory when it was first shown."""
+        self.stand_in({})
+
+    @property
+    def owners(self) -> set[nn.Module]:
+        """The modules that have the slots."""
+        return {owner for owner, _, _, _ in self._places}
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether others stand in for the sharded parameters."""
+        return bool(self._stand_ins)
+
+    def stand_in(self, parameters: Mapping[int, nn.Parameter]) -> Mapping[int, nn.Parameter]:
+        """From now on show others at rest, by the id of the sharded parameter.
+
+        Returns:
+            What was shown before.
+        """
+        before, self._stand_ins = self._stand_ins, parameters
+        self._at_rest = [
+            (owner, attribute, unsharded, parameters.get(id(sharded), sharded))
+            for owner, attribute, unsharded, sharded in self._places
+        ]
+        self._versions = {
+            id(shown): self._versions.get(id(shown), (shown._version, shown.data_ptr()))
+            for _, _, _, shown in self._at_rest
+            if parameters
+        }
+        for owner, attribute, _, shown in self._at_rest:
+            self._put(owner, attribute, shown)
+        return before
+
+    def install(self) -> None:
+        """Show the unsharded parameters.
+
+        Raises:
+            RuntimeError: as `check`; what stands in was edited, which the engine does not see.
+        """
+        if self._stand_ins:
+            self._check_shown()
+        for owner, attribute, unsharded, shown in self._at_rest:
+            slots = owner._parameters
+            current = slots.get(attribute)
+            if current is unsharded:
+                continue
+            if current is not shown:
+                raise RuntimeError(self._describe(owner, attribute, current))
+            if self._is_plain:
+                slots[attribute] = unsharded
+            else:
+                self._put(owner, attribute, unsharded)
+
+    def uninstall(self) -> None:
+        """Show what is shown at rest. What others put there stays, for `check` to find."""
+        for owner, attribute, unsharded, shown in self._at_rest:
+            if owner._parameters.get(attribute) is unsharded:
+                if self._is_plain:
+                    owner._parameters[attribute] = shown
+                else:
+                    self._put(owner, attribute, shown)
+
+    def check(self) -> None:
+        """Look at what the slots hold, between forwards.
+
+        Raises:
+            RuntimeError: a slot holds something else.
+        """
+        for owner, attribute, unsharded, shown in self._at_rest:
+            current = owner._parameters.get(attribute)
+            if current is not shown and current is not unsharded:
+                raise RuntimeError(self._describe(owner, attribute, current))
+
+    def clear(self) -> None:
+        """Forget modules and parameters."""
+        self._places, self._at_rest, self._stand_ins = [], [], {}
+
+    def _check_shown(self) -> None:
+        for _, _, unsharded, shown in self._at_rest:
+            if self._versions.get(id(shown)) != (shown._version, shown.data_ptr()):
+                raise RuntimeError(
+                    f"a forward inside engine.unsharded() after an edit of '{unsharded.fqn}', where the "
+                    "engine still computes with the values before: leave the block, with write_back=True, "
+                    "and then call forward"
+                )
+
+    def _put(self, owner: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
+        if self._is_plain:
+            owner._parameters[attribute] = parameter
+        else:  # an RNN keeps a list of its weights beside
+            setattr(owner, attribute, parameter)
+
+    def _describe(self, owner: nn.Module, attribute: str, current: object) -> str:
+        fqn = next(u.fqn for m, a, u, _ in self._places if m is owner and a == attribute)
+        if current is None:
+            return f"'{fqn}' was removed after initialize; expected modules that keep their parameters"
+        if isinstance(current, ShardedParameter):
+            return (
+                f"'{fqn}' was tied to '{current.fqn}' after initialize, which shards them apart: tie "
+                "parameters before initialize"
+            )
+        return (
+            f"'{fqn}' was replaced after initialize by {_tell(current)}, which would be neither sharded nor "
+            "trained: assign parameters before initialize, or edit them in place under "
+            "engine.unsharded(write_back=True). torch.func.functional_call with other parameters, and what "
+            "is made of it, needs a model that is not sharded"
+        )
+
+
+def _tell(value: object) -> str:
+    shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"a {type(value).__name__}{shape}"

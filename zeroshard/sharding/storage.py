@@ -1,0 +1,40 @@
+"""Memory that is given back and taken again while tensors view it.
+
+Autograd keeps views of parameters from forward to backward, so the storage stays and only its memory goes.
+A view of it that somebody else has kept would make a kernel read at address 0, which ends the process;
+torch 2.12 and later can raise an error there instead. And under `no_grad` nobody but the user keeps a view.
+tests/sharding/test_storage.py notices a change in what torch offers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CAN_FORBID = hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg")
+
+
+def release(tensor: Tensor, message: str) -> None:
+    """Give back the memory under a tensor. Who reads it, or a view of it, gets a RuntimeError.
+
+    Args:
+        tensor: over a storage that is all its own.
+        message: of that error.
+    """
+    storage = tensor.untyped_storage()
+    storage.resize_(0)
+    if _CAN_FORBID:
+        torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
+
+
+def allocate(tensor: Tensor, num_bytes: int) -> None:
+    """Take memory again for a tensor and its views."""
+    storage = tensor.untyped_storage()
+    if _CAN_FORBID:
+        torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
+    storage.resize_(num_bytes)
+
+
+def count_views(tensor: Tensor) -> int:
+    """The tensors over the storage of a tensor, itself and those that autograd keeps included."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
