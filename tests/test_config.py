@@ -46,6 +46,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
         "nonfinite": "report",
         "micro_batch_size": 1,
         "units": None,
+        "ignored": None,
         "shard_group_size": None,
         "reshard_after_forward": True,
         "num_prefetch": 1,
@@ -267,6 +268,14 @@ def test_units_are_named_by_class_name_or_class_alone_or_in_a_collection(units):
 def test_units_keep_the_order_they_are_given_in_and_a_set_is_sorted():
     assert Config(units=["B", "A", Block]).units == ("B", "A", "Block")
     assert Config(units={"B", "A", "C"}).units == ("A", "B", "C")
+
+
+def test_ignored_names_are_kept_in_their_order_and_written_down():
+    config = Config(ignored=["router.*", "blocks.?.scale"])
+    assert config.ignored == ("router.*", "blocks.?.scale")
+    assert Config.from_dict(config.to_dict()) == config
+    assert Config(ignored="bias").ignored == ("bias",)
+    assert "config key 'ignored': expected None or parameter names" in refusal(lambda: Config(ignored=[3]))
 
 
 def test_a_predicate_is_kept_but_cannot_be_written_down():

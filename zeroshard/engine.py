@@ -27,10 +27,17 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.clipping import check_clipping
 from zeroshard.optim.guard import StepGuard
+from zeroshard.optim.halfway import Arguments, Halfway
 from zeroshard.sharding import access
 from zeroshard.sharding import restore as restoring
 from zeroshard.sharding.autograd import outside_transforms
-from zeroshard.sharding.methods import EnginesOwn, WholeOnly, as_forward, held_unsharded
+from zeroshard.sharding.methods import (
+    EnginesOwn,
+    WholeOnly,
+    as_forward,
+    held_unsharded,
+    register_method_of_part,
+)
 from zeroshard.sharding.nested import cast_inputs
 from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.restore import Closed
@@ -71,7 +78,8 @@ class Engine(nn.Module):
         self.skipped_steps = 0
         """Steps that were not taken because gradients were not finite."""
         self._guard = StepGuard(parts.runtime, parts.config)
-        self._micro_step = 0
+        self._halfway = Halfway()
+        self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
         self._is_ready = False
         """Whether `step()` has made the gradients ready for the optimizer."""
         weakref.finalize(self, saver.leave_alone)
@@ -101,7 +109,7 @@ class Engine(nn.Module):
             self._runtime.abandon_forward()
             raise
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> Tensor:
         """Compute gradients of `loss` / `gradient_accumulation_steps`, averaged over the ranks.
 
         In float16 the loss is multiplied by `loss_scale` and the gradients are divided by it again: `p.grad`
@@ -110,19 +118,43 @@ class Engine(nn.Module):
         Args:
             loss: 0-dim, this rank's mean over its micro-batch.
 
+        Returns:
+            The loss as it was given, detached: for sums that are to be logged.
+
         Raises:
             ValueError: something else was given.
         """
         _check_loss(loss)
-        num_steps, reducer = self.config.gradient_accumulation_steps, self._runtime.reducer
-        if reducer.is_half:
+        reducer, send = self._runtime.reducer, not self._runtime.context.placements.accumulates_locally
+        with reducer.deferring(not self._is_at_boundary, send=send), reducer.scaled(self.loss_scale):
+            self._factored(loss).backward()
+        return loss.detach()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss whose own `backward()` does what `engine.backward(loss)` does, once.
+
+        For one backward over the losses of several engines, each with its own scale:
+        `(first.scale(loss_1) + second.scale(loss_2)).backward()`. Then call `step()` of each engine. A loss
+        that depends on several engines needs the same `loss_scale` in all of them.
+
+        Args:
+            loss: as for `backward`.
+
+        Raises:
+            ValueError: something else was given.
+        """
+        _check_loss(loss)
+        scaled = self._factored(loss.view_as(loss))
+        runtime, more, value = self._runtime, not self._is_at_boundary, self.loss_scale
+        send = not runtime.context.placements.accumulates_locally
+        scaled.register_hook(lambda _: runtime.announce(more, send=send, loss_scale=value))
+        return scaled
+
+    def _factored(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, over the number of micro-batches."""
+        if self._runtime.reducer.is_half:
             loss = loss * self.loss_scale
-        if num_steps > 1:
-            loss = loss / num_steps
-        placements = self._runtime.context.placements
-        more, send = not self._is_at_boundary, not placements.accumulates_locally
-        with reducer.deferring(more, send=send), reducer.scaled(self.loss_scale):
-            loss.backward()
+        return loss / self._num_micro_batches if self._num_micro_batches > 1 else loss
 
     def step(self) -> bool:
         """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
@@ -157,6 +189,7 @@ class Engine(nn.Module):
                 self._is_ready = False
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
+            self._halfway.end()
         else:
             self.skipped_steps += 1
         self._guard.loss_scale = self._guard.loss_scale.after(overflow=not is_taken)
@@ -191,14 +224,13 @@ class Engine(nn.Module):
                 f"train_batch() after {self._micro_step} micro-batches of an unfinished step: end it with "
                 "backward() and step(), or drop it with zero_grad()"
             )
-        num_steps = self.config.gradient_accumulation_steps
+        num_steps = self._num_micro_batches
         device = self._runtime.context.device
         total = torch.zeros((), device=device)
         pieces = zip(split_batch(inputs, num_steps), split_batch(targets, num_steps), strict=True)
         for piece, target in pieces:
             loss = self._loss(to_device(piece, device), to_device(target, device))
-            self.backward(loss)
-            total += loss.detach().float()
+            total += self.backward(loss).float()
             self.step()
         axis = self._axes.dp
         return axis.sum(total / num_steps, "mean of the loss") / axis.size
@@ -228,6 +260,29 @@ class Engine(nn.Module):
         return self._guard.clip(max_norm, order, error_if_nonfinite)
 
     @property
+    def gradient_accumulation_steps(self) -> int:
+        """The number of micro-batches in a step; the config's, until another one is assigned.
+
+        Assign it between steps, on all ranks alike: before a last step of fewer micro-batches, for example.
+
+        Raises:
+            ValueError: another value than an integer >= 1.
+            RuntimeError: in the middle of a step, whose gradients are divided by another number.
+        """
+        return self._num_micro_batches
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, number: int) -> None:
+        if type(number) is not int or number < 1:
+            raise ValueError(f"gradient_accumulation_steps: expected an integer >= 1, got {number!r}")
+        if self._micro_step or self._runtime.has_gradients:
+            raise RuntimeError(
+                f"gradient_accumulation_steps = {number} in the middle of a step, whose gradients are "
+                f"divided by {self._num_micro_batches}: assign it after step() or zero_grad()"
+            )
+        self._num_micro_batches = number
+
+    @property
     def grad_norm(self) -> Tensor | None:
         """The global gradient norm before the last clipping, 0-dim; None before."""
         return self._guard.grad_norm
@@ -243,7 +298,7 @@ class Engine(nn.Module):
 
     @property
     def _is_at_boundary(self) -> bool:
-        return self._micro_step + 1 >= self.config.gradient_accumulation_steps
+        return self._micro_step + 1 >= self._num_micro_batches
 
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
         named = dict(inputs) if isinstance(inputs, Mapping) else {}
@@ -263,41 +318,48 @@ class Engine(nn.Module):
         """Follow the optimizer, however it is stepped: by this engine or by the user."""
         engine = weakref.ref(self)
 
-        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (self := engine()) is None or self._is_ready:
-                return
-            self._saver.check(self._axes.dp)
-            if self._guard.may_skip:
-                raise RuntimeError(
-                    "with float16 or nonfinite='skip' a step may have to be left out, with that of the LR "
-                    "scheduler: call engine.step(), not optimizer.step()"
-                )
-            has_closure = any(value is not None for value in (*args[1:], kwargs.get("closure")))
-            if has_closure and self._guard.needs_gradients:
-                raise RuntimeError(
-                    "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
-                )
-            if not has_closure:
-                self._runtime.reducer.pace.expect_backwards(self.config.gradient_accumulation_steps)
-            self._guard.make_ready()
+        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+            if (self := engine()) is None:
+                return None
+            if not self._is_ready:
+                self._check_own_step(any(value is not None for value in (*args[1:], kwargs.get("closure"))))
+                self._guard.make_ready()
+            return self._halfway.begin(args, kwargs)
 
         def after(*_: Any) -> None:
             if (self := engine()) is not None:
                 self.global_step += 1
+                if not self._is_ready:
+                    self._halfway.end()
 
         self._runtime.attach(optimizer)
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
+    def _check_own_step(self, has_closure: bool) -> None:
+        """Refuse a step by the user where it needs the engine's."""
+        self._saver.check(self._axes.dp)
+        if self._guard.may_skip:
+            raise RuntimeError(
+                "with float16 or nonfinite='skip' a step may have to be left out, with that of the LR "
+                "scheduler: call engine.step(), not optimizer.step()"
+            )
+        if has_closure and self._guard.needs_gradients:
+            raise RuntimeError(
+                "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
+            )
+        if not has_closure:
+            self._runtime.reducer.pace.expect_backwards(self.config.gradient_accumulation_steps)
+
     # -- parameters -----------------------------------------------------------------------------------
 
     @contextmanager
     def unsharded(self, *modules: nn.Module, write_back: bool = False) -> Iterator[None]:
-        """Show full parameters, in the main dtype, on every rank.
+        """Show full parameters, in the main dtype, on every rank, with the gradients that they have.
 
         Args:
             modules: parts of the model; none means all of it. Whole units are gathered.
-            write_back: keep edits; every rank must make the same ones.
+            write_back: keep edits of parameters and gradients; every rank must make the same ones.
 
         Raises:
             ValueError: a module that is not part of the model.
@@ -338,6 +400,7 @@ class Engine(nn.Module):
             ValueError: a bad tag; a value that can't be saved, by its key; different places on the ranks.
             RuntimeError: it could not be written; in the middle of a step; or the last save failed.
         """
+        self._halfway.check("save_checkpoint()")
         if self._micro_step:
             raise RuntimeError(
                 f"save_checkpoint() after {self._micro_step} micro-batches of an unfinished step, whose "
@@ -383,6 +446,7 @@ class Engine(nn.Module):
                 convert_states=convert_states,
             )
         self.zero_grad()
+        self._halfway.end()
         progress = loaded.progress
         self.global_step, self.skipped_steps = progress.global_step, progress.skipped_steps
         self._guard.loss_scale = progress.loss_scale
@@ -433,10 +497,17 @@ class Engine(nn.Module):
         Inside it parameters are gathered and freed, and gradients reduced, as in `forward`. `generate` has
         a method of its own already.
 
+        Args:
+            name: of a method of the model; of a part of it with the name of the part, "encoder.encode". Such
+                a method is called as `engine.module.encoder.encode(...)`, by all ranks.
+
         Raises:
             ValueError: the model has no such method, or the engine has something of that name.
         """
         if name == "generate":
+            return
+        if "." in name:
+            register_method_of_part(self._runtime, name)
             return
         if hasattr(Engine, name):
             raise ValueError(f"the engine has a method {name!r} itself; call the model's another name")

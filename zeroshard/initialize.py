@@ -81,7 +81,7 @@ def initialize(
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"loss_fn: expected a callable (output, targets) -> loss, got {loss_fn!r}")
     refuse_recording("initialize")
-    find_units(model, config.units)  # refuses what cannot be sharded, before anything is started
+    find_units(model, config.units, config.ignored)  # refuses a model before anything is started
     optimizer = _build_optimizer(optimizer, model)
     overrides = read_overrides(optimizer, {parameter: name for name, parameter in model.named_parameters()})
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -70,13 +71,20 @@ def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_sta
             "step first, or drop them with zero_grad()"
         )
     state = OptimizerState([], {}, {}, {})
-    model = ModelState({}, {}, {})
+    model = ModelState({}, {}, {}, {})
     schedule = None
 
     def prepare() -> tuple[str, dict[str, Any]]:
         nonlocal state, schedule, model
         check_tag(tag)
         model = read_model(runtime)
+        if model.ignored:
+            warnings.warn(
+                f"the checkpoint leaves out parameters that each rank keeps for itself (Config.ignored), and "
+                f"their optimizer states: {', '.join(map(repr, model.ignored))}. Give them as client_state "
+                "if they are the same on all ranks, or write a file for each rank",
+                stacklevel=5,
+            )
         if optimizer is not None:
             state = read_optimizer(optimizer)
             check_plain(state.groups, "parameter groups")

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.checkpoint.blockwise import shape_of
 from zeroshard.optim.statenames import to_common
+from zeroshard.sharding.ignored import only_sharded
 from zeroshard.sharding.parameter import ShardedParameter
 
 HOW = frozenset(
@@ -52,9 +53,11 @@ def read_optimizer(optimizer: Optimizer) -> OptimizerState:
     state = OptimizerState([], {}, {}, {})
     for group in optimizer.param_groups:
         hyperparameters = {key: value for key, value in group.items() if key not in HOW}
-        state.groups.append({"names": [p.fqn for p in group["params"]], **hyperparameters})
+        state.groups.append({"names": [p.fqn for p in only_sharded(group["params"])], **hyperparameters})
     saved: Mapping[Any, Any] = optimizer.state
     for parameter, values in saved.items():
+        if isinstance(parameter, nn.Parameter) and not isinstance(parameter, ShardedParameter):
+            continue  # an ignored one
         if not isinstance(parameter, ShardedParameter):
             _check_key(optimizer, parameter)
             state.other[parameter] = values
@@ -102,7 +105,7 @@ def match_groups(
     home = {name: index for index, group in enumerate(saved) for name in group["names"]}
     matches: list[int | None] = []
     for number, group in enumerate(optimizer.param_groups):
-        held = [names[p.fqn] for p in group["params"]]
+        held = [names[p.fqn] for p in only_sharded(group["params"])]
         sources = sorted({home[name] for name in held if name in home})
         for other in sources[1:]:
             for key in sorted(saved[sources[0]].keys() | saved[other].keys()):

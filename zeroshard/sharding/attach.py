@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Mapping
 from typing import Any, Protocol
 
+from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.comm.whereabouts import Whereabouts
@@ -16,6 +18,7 @@ class Stepped(Protocol):
     """What a runtime does around the steps of an optimizer."""
 
     here: Whereabouts
+    ignored: Mapping[nn.Parameter, str]
 
     def before_step(self) -> None:
         """Make the gradients ready."""
@@ -43,7 +46,7 @@ def follow(runtime: Stepped, optimizer: Optimizer) -> None:
 
     def before(optimizer: Optimizer, *_: Any) -> None:
         if (runtime := weak()) is not None:
-            _check_sharded(optimizer)
+            _check_sharded(optimizer, runtime.ignored)
             runtime.before_step()
             runtime.here.enter("the optimizer step")
 
@@ -63,11 +66,11 @@ def follow(runtime: Stepped, optimizer: Optimizer) -> None:
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]
 
 
-def _check_sharded(optimizer: Optimizer) -> None:
+def _check_sharded(optimizer: Optimizer, ignored: Mapping[nn.Parameter, str]) -> None:
     """Refuse a parameter that came after sharding: its gradient is this rank's alone."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if not isinstance(parameter, ShardedParameter):
+            if not isinstance(parameter, ShardedParameter) and parameter not in ignored:
                 raise RuntimeError(
                     f"group {number} of the optimizer holds a parameter of shape {list(parameter.shape)} "
                     "that was added after the model was sharded: add modules and groups before initialize"

@@ -23,6 +23,7 @@ import torch.optim.optimizer as torch_optimizer
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from zeroshard.sharding.mixing import check_parts, explain
 from zeroshard.sharding.targets import backward_to, no_grad_of
 
 _LAYER_FUNCTIONS = frozenset(
@@ -191,8 +192,11 @@ class ShardedParameter(nn.Parameter):
             try:
                 result = func(*args, **(kwargs or {}))
             except (RuntimeError, IndexError) as error:
+                first = _first_sharded(args, kwargs)
                 if torch.is_grad_enabled():  # not an optimizer: a model that computes with a slice
-                    raise _used_outside(_first_sharded(args, kwargs), func) from error
+                    raise _used_outside(first, func) from error
+                if (explained := explain(error, first)) is not None:
+                    raise explained from error
                 raise
         if func in _CASTS and type(result) is Tensor and result.requires_grad:
             result = result.as_subclass(_CastSlice)
@@ -249,6 +253,7 @@ def _checked(
             raise _used_outside(first, func)
         if first.phase.reads_main and _may_change(func, kwargs):
             first.phase.before_edit()
+        check_parts(func, args, ShardedParameter)
     if func is torch.autograd.grad:
         raise no_grad_of(_first_sharded(args, kwargs).describe())
     if func == _GET_DATA:

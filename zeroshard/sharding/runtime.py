@@ -16,7 +16,7 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import FrameType
 from typing import Any
@@ -34,6 +34,7 @@ from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.calls import CallLog
 from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.fastpaths import allows_no_hooks, layers_without_hooks, show_first_layers, surround
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.hooks import redirect_hooks
 from zeroshard.sharding.nested import cast_floats, cast_inputs, find_tensors, view_tensors
@@ -87,6 +88,8 @@ class Runtime:
     ) -> None:
         self.root, self.units, self.context = units[0], tuple(units), context
         self.rounding, self.changes = rounding, changes
+        self.ignored: Mapping[nn.Parameter, str] = {}
+        """Parameters that are not sharded, which optimizers may step beside the others."""
         makes_same_calls = context.placements.frees_parameters and context.axes.dp_replicate.size == 1
         self._together: WeakKeyDictionary[Optimizer, WeakSet[Optimizer]] = WeakKeyDictionary()
         """For each optimizer over the sharded parameters, those that step together with it."""
@@ -130,6 +133,7 @@ class Runtime:
         """Gives None when the backward that was begun has ended in an exception."""
         for unit in units:
             self._hook(unit)
+        show_first_layers(units, self.root.module, changes)
         # An engine that is dropped may have gathers under way, into memory that goes with it.
         weakref.finalize(self, _drain, context).atexit = False
 
@@ -144,12 +148,6 @@ class Runtime:
         return (parameter for buffer in self.buffers for parameter in buffer.sharded)
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient that an optimizer may step with."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return any(parameter.grad is not None for parameter in self.parameters)
-
-    @property
     def is_in_forward(self) -> bool:
         """Whether the root's forward, or a method that counts as one, is running."""
         return self.phase.is_in_forward
@@ -158,6 +156,14 @@ class Runtime:
     def is_closed(self) -> bool:
         """Whether the module is not sharded by this runtime any more."""
         return self.phase.refusal is not None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients, delivered or deferred."""
+        if any(gradients.has_deferred for unit in self.units for gradients in unit.gradients):
+            return True
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(parameter.grad is not None for parameter in self.parameters)
 
     @property
     def unit_infos(self) -> list[UnitInfo]:
@@ -292,16 +298,21 @@ class Runtime:
         def at_last(module: nn.Module, args: Any, output: Any) -> None:
             self.leave_forward(unit)
 
+        cast = None
         if (dtype := self.context.dtypes.param_dtype) is not None:
             cast = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is self.root)
-            self.changes.hook(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
-        self.changes.hook(
-            unit.module.register_forward_pre_hook(before, prepend=True),
-            unit.module.register_forward_hook(after),
-            unit.module.register_forward_hook(at_last, always_call=True),
-        )
+        if allows_no_hooks(unit.module):
+            surround(unit.module, self.changes, cast=cast, before=before, after=after, at_last=at_last)
+        else:
+            if cast is not None:
+                self.changes.hook(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
+            self.changes.hook(
+                unit.module.register_forward_pre_hook(before, prepend=True),
+                unit.module.register_forward_hook(after),
+                unit.module.register_forward_hook(at_last, always_call=True),
+            )
         if not unit.is_resident and not unit.is_compiled:
-            for layer in unit.owners - {unit.module}:
+            for layer in unit.owners - {unit.module} - layers_without_hooks(unit.module):
                 self.changes.hook(layer.register_forward_hook(after_layer))
         for gradients in unit.gradients:
             for index, parameter in enumerate(gradients.buffer.unsharded):
@@ -408,6 +419,7 @@ class Runtime:
     def _begin_forward(self) -> None:
         self.abandon_forward()
         self._recover()
+        self.reducer.forget_announced()
         self.phase.is_in_forward = True
         self.reducer.pace.num_forwards += torch.is_grad_enabled()
         self._called, self._staying = [], set()
@@ -588,10 +600,23 @@ class Runtime:
         parameter.register_post_accumulate_grad_hook(arrived)
         redirect_hooks(parameter, gradients.buffer.sharded[index])
 
+    def announce(self, more: bool, *, send: bool, loss_scale: float) -> None:
+        """Tell what a backward that has just begun means; see `Reducer.announce`."""
+        if self._is_in_backward and self._backward() is None:
+            self._abandon_backward()
+        self.reducer.announce(more, send=send, loss_scale=loss_scale)
+
+        def forget() -> None:
+            if not self._is_in_backward:  # it did not come here; else its end forgets
+                self.reducer.forget_announced()
+
+        at_end_of_backward(forget)
+
     def _end_backward(self) -> None:
         self._walk.finish()
         self._is_in_backward, self._has_had_backward = False, True
         self.reducer.end()
+        self.reducer.forget_announced()
         self.put_away()
         self.here.leave()
         self.reducer.call_hooks()
@@ -615,5 +640,6 @@ class Runtime:
         self._is_in_backward, self._has_had_backward = False, True
         self._has_second_graph = False
         self.reducer.abandon()
+        self.reducer.forget_announced()
         self.put_away()
         self.here.leave()

@@ -23,6 +23,7 @@ from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.deferred import has_memory
 from zeroshard.sharding.forwards import compile_forwards, recompute_forwards
 from zeroshard.sharding.gradients import Gradients, ReducedGradients
+from zeroshard.sharding.ignored import find_ignored, place_ignored
 from zeroshard.sharding.materialize import check_values, materialize_others, record_resets
 from zeroshard.sharding.parameter import Phase, ShardedParameter
 from zeroshard.sharding.placement import STAGES, DtypePolicy
@@ -83,7 +84,8 @@ def shard_over(
     require_supported(config)
     record_resets(module)
     check_values(module)
-    specs = find_units(module, config.units)
+    ignored = find_ignored(module, config.ignored)
+    specs = find_units(module, config.units, config.ignored)
     context = Context(
         axes=axes,
         placements=STAGES[config.stage],
@@ -94,6 +96,7 @@ def shard_over(
         phase=Phase(),
     )
     _take_over_buffers(module, context)
+    place_ignored(ignored, device)
     pool = BufferPool(device)
     replacements: Replacements = {}
     tags = 0
@@ -122,6 +125,7 @@ def shard_over(
         rounding=Rounding.agreed(axes.dp) if config.precision.main_dtype is torch.bfloat16 else None,
         changes=changes,
     )
+    runtime.ignored = ignored
     return runtime, replacements
 
 

@@ -155,6 +155,11 @@ class Unit:
         self._slots, self._edits = Slots(buffers), Edits(buffers)
 
     @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of it is under way."""
+        return self.call.began != NEVER and self.call.ended == NEVER
+
+    @property
     def owners(self) -> set[nn.Module]:
         """The modules that hold its parameters."""
         return self._slots.owners

@@ -7,6 +7,7 @@ import gc
 import torch
 
 from tests.pretend.scenario import Bench, add, scenario
+from tests.pretend.scenarios.models import Editing
 from tests.pretend.scenarios.plain import BF16
 from zeroshard.sharding.methods import held_unsharded
 
@@ -33,6 +34,18 @@ def _edits(stage: int, precision: dict[str, str]) -> None:
                     parameter.clamp_(-3, 3)
 
     add(f"edits_after_step_stage{stage}{'_bf16' if precision else ''}", run)
+
+
+def _edits_in_forward(stage: int, precision: dict[str, str]) -> None:
+    """Blocks edit their own parameters, through versions and through `.data`."""
+
+    def run(bench: Bench) -> None:
+        bench.start(Editing(), stage=stage, precision=precision, units=["NormalizedBlock"])
+        for number in range(3):
+            bench.engine.backward(bench.engine(bench.values(number)).square().mean())
+            bench.engine.step()
+
+    add(f"edits_in_forward_stage{stage}{'_bf16' if precision else ''}", run)
 
 
 def _averages(stage: int, precision: dict[str, str]) -> None:
@@ -98,6 +111,7 @@ for _stage in (1, 3):
 for _stage in (1, 2, 3):
     for _precision in ({}, BF16):
         _edits(_stage, _precision)
+        _edits_in_forward(_stage, _precision)
         _two_optimizers(_stage, _precision)
 _two_forwards(2)
 _two_forwards(3)
