@@ -43,7 +43,7 @@ from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.rounding import Rounding
-from zeroshard.sharding.tracers import is_traced
+from zeroshard.sharding.tracers import refuse_tracers
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
 from zeroshard.sharding.widening import widen_steps
 
@@ -111,8 +111,6 @@ class Runtime:
         self._staying: set[Unit] = set()
         """Units that stay gathered from this forward to its backward."""
         self._has_warned = False
-        self._is_traced = False
-        """Whether a tracer records the operations of the forward under way."""
         self.phase = context.phase
         finish = weakref.WeakMethod(self._finish_gathers)
         self.phase.before_edit = lambda: (call := finish()) is not None and call()
@@ -330,8 +328,8 @@ class Runtime:
             return
         caller = sys._getframe(2)  # of the module, whose hook led here
         if unit is self.root or not self.phase.is_in_forward:
-            self._is_traced = is_traced(self.units)
-        if self._is_traced or is_transformed():
+            refuse_tracers()
+        if is_transformed():
             with outside_transforms():
                 self._enter_forward(unit, caller)
             unit.call.is_transformed = True
@@ -400,7 +398,7 @@ class Runtime:
         """A forward is over, perhaps by an exception; then the root's has not come to its end."""
         if self._is_within_method(unit):
             return
-        with outside_transforms() if self._is_traced or is_transformed() else nullcontext():
+        with outside_transforms() if is_transformed() else nullcontext():
             self._leave_forward(unit)
 
     def _leave_forward(self, unit: Unit) -> None:

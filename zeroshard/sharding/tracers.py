@@ -1,39 +1,22 @@
-"""Tracers around a forward: where they may record it, and what is told where not."""
+"""Tracers around a forward of a sharded model: refused, as they would record parameters that come and go."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NoReturn
 
 from zeroshard.sharding.autograd import tracer_around
 from zeroshard.sharding.recorder import refuse_recording
-from zeroshard.sharding.unit import Unit
-
-_REMEDY = (
-    "Trace the model before zeroshard.initialize, or a second model that has loaded "
-    "engine.full_state_dict(); for shapes alone, build a second model under torch.device('meta')"
-)
 
 
-def is_traced(units: Sequence[Unit]) -> bool:
-    """Whether something records the operations of a forward that begins now.
+def refuse_tracers() -> None:
+    """Refuse a forward whose operations are recorded, or not computed.
 
     Raises:
-        RuntimeError: the record would hold parameters whose memory is freed after the forward, or that
-            torch.jit.trace does not find in the module.
+        RuntimeError: naming the tracer that is around.
     """
     refuse_recording("a forward of a sharded model")
-    tracer = tracer_around()
-    if tracer is None:
-        return False
-    freed = next((unit for unit in units if not unit.is_resident), None)
-    if freed is not None:
-        reason = f"the parameters of {freed.described} are freed after its forward"
-    elif tracer == "torch.jit.trace":
-        reason = "the full parameters are not in the module between steps"
-    else:
-        return True
-    raise RuntimeError(f"a sharded model cannot be recorded by {tracer}: {reason}. {_REMEDY}")
+    if (tracer := tracer_around()) is not None:
+        _refuse(tracer)
 
 
 def refuse_proxies() -> NoReturn:
@@ -42,7 +25,12 @@ def refuse_proxies() -> NoReturn:
     Raises:
         RuntimeError: always.
     """
+    _refuse("torch.fx.symbolic_trace")
+
+
+def _refuse(tracer: str) -> NoReturn:
     raise RuntimeError(
-        "a sharded model cannot be recorded by torch.fx.symbolic_trace: its hooks gather parameters for each "
-        f"forward. {_REMEDY}"
+        f"a sharded model cannot be recorded by {tracer}: its full parameters are in the modules during "
+        "a forward only. Trace the model before zeroshard.initialize, or a second model that has loaded "
+        "engine.full_state_dict(); for shapes alone, build a second model under torch.device('meta')"
     )

@@ -86,7 +86,7 @@ class ForwardCall:
         self.region: Region | None = None
         """The activation checkpoint that it is in."""
         self.is_transformed = False
-        """True inside a transform of torch.func or a tracer: its outputs have no hooks."""
+        """True inside a transform of torch.func: its outputs have no hooks."""
         self.entered_in: object = None
         """The last backward that has come to it."""
 
