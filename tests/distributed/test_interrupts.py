@@ -50,7 +50,11 @@ class Steps(torch.optim.SGD):
 
 
 class Schedule(torch.optim.lr_scheduler.StepLR):
-    is_interrupted = False
+    """Ctrl-C before its step."""
+
+    def __init__(self, optimizer, step_size):
+        self.is_interrupted = False  # as a part of its state, which a checkpoint holds
+        super().__init__(optimizer, step_size)
 
     def step(self, *args):
         if self.is_interrupted:
