@@ -49,6 +49,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
         "nonfinite": "report",
         "micro_batch_size": 1,
         "units": None,
+        "ignored": None,
         "shard_group_size": None,
         "reshard_after_forward": True,
         "num_prefetch": 1,
@@ -67,7 +68,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
             "nvme_path": None,
             "num_threads": None,
         },
-        "checkpoint": {"keep_last": None, "verify": True},
+        "checkpoint": {"keep_last": None, "verify": True, "frozen": True},
         "loader": {"num_workers": 0, "pin_memory": None, "drop_last": False},
         "mesh": {"pp": 1, "tp": 1},
         "pipeline": {"schedule": "1f1b", "num_microbatches": 1, "split": None, "num_chunks": 1},
@@ -274,6 +275,14 @@ def test_units_keep_the_order_they_are_given_in_and_a_set_is_sorted():
     assert Config(units={"B", "A", "C"}).units == ("A", "B", "C")
 
 
+def test_ignored_names_are_kept_in_their_order_and_written_down():
+    config = Config(ignored=["router.*", "blocks.?.scale"])
+    assert config.ignored == ("router.*", "blocks.?.scale")
+    assert Config.from_dict(config.to_dict()) == config
+    assert Config(ignored="bias").ignored == ("bias",)
+    assert "config key 'ignored': expected None or parameter names" in refusal(lambda: Config(ignored=[3]))
+
+
 def test_a_predicate_is_kept_but_cannot_be_written_down():
     def is_block(module):
         return isinstance(module, Block)
@@ -442,7 +451,9 @@ configs = st.builds(
     recompute=st.sampled_from(["none", "unit"]),
     compile=st.booleans(),
     offload=offloads,
-    checkpoint=st.builds(Checkpoint, keep_last=st.none() | counts, verify=st.booleans()),
+    checkpoint=st.builds(
+        Checkpoint, keep_last=st.none() | counts, verify=st.booleans(), frozen=st.booleans()
+    ),
     mesh=st.builds(Mesh, pp=st.integers(2, 64), tp=counts),
     pipeline=st.builds(
         Pipeline,

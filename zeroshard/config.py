@@ -141,6 +141,7 @@ _SECONDS = _number("a number > 0 and at most 1e6", lambda value: 0 < value <= 1e
 _PATH = _Rule("a path", lambda value: _text(os.fspath(value) if isinstance(value, os.PathLike) else value))
 _TIER = _choice("none", "cpu", "nvme")
 _MODULE_NAMES = _names("module names", _text)
+_PATTERNS = _names("parameter names, or patterns such as 'blocks.*.bias'", _text)
 # A class or a module is callable too, but calling it would build or run something.
 _PREDICATE = _Rule(
     "a predicate that takes a module",
@@ -358,6 +359,9 @@ class Checkpoint(_Checked):
     # Number of checkpoints that are kept, the newest ones. None: all.
     keep_last: Annotated[int | None, _integer(1)] = None
     verify: bool = True  # whether checksums are compared on load
+    frozen: bool = (
+        True  # False leaves out what is frozen: such checkpoints load over the same frozen parameters
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,6 +418,8 @@ class Config(_Checked):
     micro_batch_size: Annotated[int, _integer(1)] = 1
     # Modules that are gathered as one: class names or a predicate. None: repeated blocks are found.
     units: Annotated[Sequence[str] | Callable[[nn.Module], bool] | None, _UNITS] = None
+    # Names of parameters, * for any letters, that each rank keeps whole and steps by itself. None: none.
+    ignored: Annotated[Sequence[str] | None, _PATTERNS] = None
     # Ranks in a shard group, for hybrid sharding. None: all ranks are one group.
     shard_group_size: Annotated[int | None, _integer(1)] = None
     # Whether parameters are freed from forward to backward. An integer: kept, over that many ranks.
@@ -434,12 +440,18 @@ class Config(_Checked):
         stage_3 = (self.stage == 3, "stage", "3")
         pipelined = (self.mesh.pp > 1, "mesh.pp", ">= 2")
         regroups = not isinstance(self.reshard_after_forward, bool)
+        param_dtype, main_dtype = self.precision.param_dtype, self.precision.main_dtype
+        not_half = (param_dtype != torch.float16, "precision.param_dtype", "another dtype than float16")
+        not_narrow = (main_dtype != torch.bfloat16, "precision.main_dtype", "another dtype than bfloat16")
         return [
             _Requirement(self.shard_group_size is not None, "shard_group_size", *stage_3),
             _Requirement(regroups, "reshard_after_forward", *stage_3),
             _Requirement(self.offload.parameters != "none", "offload.parameters", *stage_3),
             _Requirement(self.pipeline.num_chunks > 1, "pipeline.num_chunks", *pipelined),
             _Requirement(self.pipeline.split is not None, "pipeline.split", *pipelined),
+            # Gradients of ignored parameters are neither unscaled nor widened.
+            _Requirement(bool(self.ignored), "ignored", *not_half),
+            _Requirement(bool(self.ignored), "ignored", *not_narrow),
         ]
 
     def __getattr__(self, name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,12 +27,21 @@ from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.deepspeed.habits import DeepSpeedNames
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.guard import StepGuard
+from zeroshard.optim.halfway import Arguments, Halfway
 from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding import restore as restoring
-from zeroshard.sharding.methods import EnginesOwn, WholeOnly, as_forward, held_unsharded
+from zeroshard.sharding.autograd import outside_transforms
+from zeroshard.sharding.methods import (
+    EnginesOwn,
+    WholeOnly,
+    as_forward,
+    held_unsharded,
+    register_method_of_part,
+)
 from zeroshard.sharding.nested import cast_inputs
 from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.restore import Closed
+from zeroshard.sharding.tracers import refuse_proxies
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -68,7 +77,8 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
         self.skipped_steps = 0
         """Steps that were not taken because gradients were not finite."""
         self._guard = StepGuard(parts.runtime, parts.config)
-        self._micro_step = 0
+        self._halfway = Halfway()
+        self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
         self._is_ready = False
         """Whether `step()` has made the gradients ready for the optimizer."""
         weakref.finalize(self, saver.leave_alone)
@@ -88,15 +98,18 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward."""
+        if type(args) is not tuple:
+            refuse_proxies()
         if self._runtime.context.placements.frees_parameters or self._axes.dp.size == 1:
-            self._saver.check(self._axes.dp)  # elsewhere the ranks may call forward unevenly
+            with outside_transforms():
+                self._saver.check(self._axes.dp)  # elsewhere the ranks may call forward unevenly
         try:
             return self.module(*args, **kwargs)
         except BaseException:
             self._runtime.abandon_forward()
             raise
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> Tensor:
         """Compute gradients of `loss` / `gradient_accumulation_steps`, averaged over the ranks.
 
         In float16 the loss is multiplied by `loss_scale` and the gradients are divided by it again: `p.grad`
@@ -105,19 +118,43 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
         Args:
             loss: 0-dim, this rank's mean over its micro-batch.
 
+        Returns:
+            The loss as it was given, detached: for sums that are to be logged.
+
         Raises:
             ValueError: something else was given.
         """
         _check_loss(loss)
-        num_steps, reducer = self.config.gradient_accumulation_steps, self._runtime.reducer
-        if reducer.is_half:
+        reducer, send = self._runtime.reducer, not self._runtime.context.placements.accumulates_locally
+        with reducer.deferring(not self._is_at_boundary, send=send), reducer.scaled(self.loss_scale):
+            self._factored(loss).backward()
+        return loss.detach()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss whose own `backward()` does what `engine.backward(loss)` does, once.
+
+        For one backward over the losses of several engines, each with its own scale:
+        `(first.scale(loss_1) + second.scale(loss_2)).backward()`. Then call `step()` of each engine. A loss
+        that depends on several engines needs the same `loss_scale` in all of them.
+
+        Args:
+            loss: as for `backward`.
+
+        Raises:
+            ValueError: something else was given.
+        """
+        _check_loss(loss)
+        scaled = self._factored(loss.view_as(loss))
+        runtime, more, value = self._runtime, not self._is_at_boundary, self.loss_scale
+        send = not runtime.context.placements.accumulates_locally
+        scaled.register_hook(lambda _: runtime.announce(more, send=send, loss_scale=value))
+        return scaled
+
+    def _factored(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, over the number of micro-batches."""
+        if self._runtime.reducer.is_half:
             loss = loss * self.loss_scale
-        if num_steps > 1:
-            loss = loss / num_steps
-        placements = self._runtime.context.placements
-        more, send = not self._is_at_boundary, not placements.accumulates_locally
-        with reducer.deferring(more, send=send), reducer.scaled(self.loss_scale):
-            loss.backward()
+        return loss / self._num_micro_batches if self._num_micro_batches > 1 else loss
 
     def step(self) -> bool:
         """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
@@ -152,6 +189,7 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
                 self._is_ready = False
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
+            self._halfway.end()
         else:
             self.skipped_steps += 1
         self._guard.loss_scale = self._guard.loss_scale.after(overflow=not is_taken)
@@ -186,17 +224,34 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
                 f"train_batch() after {self._micro_step} micro-batches of an unfinished step: end it with "
                 "backward() and step(), or drop it with zero_grad()"
             )
-        num_steps = self.config.gradient_accumulation_steps
+        num_steps = self._num_micro_batches
         device = self._runtime.context.device
         total = torch.zeros((), dtype=torch.float32, device=device)
         pieces = zip(split_batch(inputs, num_steps), split_batch(targets, num_steps), strict=True)
         for piece, target in pieces:
             loss = self._loss(to_device(piece, device), to_device(target, device))
-            self.backward(loss)
-            total += loss.detach().float()
+            total += self.backward(loss).float()
             self.step()
         axis = self._axes.dp
         return axis.sum(total / num_steps, "mean of the loss") / axis.size
+
+    def set_gradient_accumulation_steps(self, number: int) -> None:
+        """Take another number of micro-batches in each step from now on; on all ranks alike.
+
+        For a last step of fewer micro-batches, for example. The config keeps its number.
+
+        Raises:
+            ValueError: another value than an integer >= 1.
+            RuntimeError: in the middle of a step, whose gradients are divided by another number.
+        """
+        if type(number) is not int or number < 1:
+            raise ValueError(f"gradient_accumulation_steps: expected an integer >= 1, got {number!r}")
+        if self._micro_step or self._runtime.has_gradients:
+            raise RuntimeError(
+                f"set_gradient_accumulation_steps({number}) in the middle of a step, whose gradients are "
+                f"divided by {self._num_micro_batches}: call it after step() or zero_grad()"
+            )
+        self._num_micro_batches = number
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -214,7 +269,7 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
 
     @property
     def _is_at_boundary(self) -> bool:
-        return self._micro_step + 1 >= self.config.gradient_accumulation_steps
+        return self._micro_step + 1 >= self._num_micro_batches
 
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
         named = dict(inputs) if isinstance(inputs, Mapping) else {}
@@ -234,31 +289,38 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
         """Follow the optimizer, however it is stepped: by this engine or by the user."""
         engine = weakref.ref(self)
 
-        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (self := engine()) is None or self._is_ready:
-                return
-            self._saver.check(self._axes.dp)
-            if self._guard.may_skip:
-                raise RuntimeError(
-                    "with float16 or nonfinite='skip' a step may have to be left out, with that of the LR "
-                    "scheduler: call engine.step(), not optimizer.step()"
-                )
-            has_closure = any(value is not None for value in (*args[1:], kwargs.get("closure")))
-            if has_closure and self._guard.needs_gradients:
-                raise RuntimeError(
-                    "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
-                )
-            if not has_closure:
-                self._runtime.reducer.pace.expect_backwards(self.config.gradient_accumulation_steps)
-            self._guard.make_ready()
+        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+            if (self := engine()) is None:
+                return None
+            if not self._is_ready:
+                self._check_own_step(any(value is not None for value in (*args[1:], kwargs.get("closure"))))
+                self._guard.make_ready()
+            return self._halfway.begin(args, kwargs)
 
         def after(*_: Any) -> None:
             if (self := engine()) is not None:
                 self.global_step += 1
+                if not self._is_ready:
+                    self._halfway.end()
 
         self._runtime.attach(optimizer)
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
+
+    def _check_own_step(self, has_closure: bool) -> None:
+        """Refuse a step by the user where it needs the engine's."""
+        self._saver.check(self._axes.dp)
+        if self._guard.may_skip:
+            raise RuntimeError(
+                "with float16 or nonfinite='skip' a step may have to be left out, with that of the LR "
+                "scheduler: call engine.step(), not optimizer.step()"
+            )
+        if has_closure and self._guard.needs_gradients:
+            raise RuntimeError(
+                "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
+            )
+        if not has_closure:
+            self._runtime.reducer.pace.expect_backwards(self._num_micro_batches)
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
@@ -268,6 +330,8 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         blocking: bool = True,
+        *,
+        optimizer: bool = True,
     ) -> None:
         """Save all that training goes on from, for any number of ranks, stage and precision; collective.
 
@@ -275,14 +339,19 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
             dir: a folder that all ranks share. The checkpoint appears in it at once, when it is complete.
             tag: its name; None: "step-<global_step>". An older checkpoint of that name is replaced.
             client_state: values of the user's, rank 0's: tensors, numbers, strings, lists and dicts of them.
+                Of others some come back as these: numbers of NumPy as Python's, arrays as tensors, paths as
+                strings, dataclasses as dicts, enums as their values, NamedTuples as tuples.
             blocking: return when it is there. Otherwise when it is copied: a thread writes it beside further
                 training, and a failure is raised, on all ranks, by a later step, save or load, or where
                 parameters are sharded by a forward.
+            optimizer: False leaves out the states of the optimizer and of the LR scheduler.
 
         Raises:
-            ValueError: a bad tag; a value that can't be saved, by its key; different places on the ranks.
+            ValueError: a bad tag or path; a value that can't be saved, by its key; other places on
+                other ranks.
             RuntimeError: it could not be written; in the middle of a step; or the last save failed.
         """
+        self._halfway.check("save_checkpoint()")
         if self._micro_step:
             raise RuntimeError(
                 f"save_checkpoint() after {self._micro_step} micro-batches of an unfinished step, whose "
@@ -290,8 +359,8 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
             )
         self._saver.finish()
         tag = f"step-{self.global_step}" if tag is None else tag
-        folder = Path(dir).absolute()  # what the thread writes to, wherever the process goes meanwhile
-        snapshot = capture(self._parts, self._progress, folder, tag, client_state)
+        parts = self._parts if optimizer else replace(self._parts, optimizer=None, lr_scheduler=None)
+        snapshot = capture(parts, self._progress, dir, tag, client_state)
         (self._saver.save if blocking else self._saver.start)(snapshot)
 
     def load_checkpoint(
@@ -301,6 +370,7 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
         *,
         restore_hyperparameters: bool = True,
         convert_states: bool = False,
+        optimizer: bool = True,
     ) -> dict[str, Any]:
         """Go on from a checkpoint, whatever layout wrote it; collective. Gradients are dropped.
 
@@ -309,6 +379,8 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
             tag: which one of the folder; None: the latest.
             restore_hyperparameters: False keeps the present learning rates, decays, ... and LR schedule.
             convert_states: accept states of another optimizer of the same family, or number of bits.
+            optimizer: False loads the model alone: parameters, buffers and the extra states of modules.
+                Optimizer, LR scheduler, counts of steps, generators and the place in the data stay.
 
         Returns:
             The `client_state` that was saved; {} where none was given.
@@ -321,13 +393,15 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
         with torch.inference_mode(False):  # what is made here is trained on
             loaded = load(
                 self._parts,
-                Path(dir),
+                dir,
                 tag,
                 self._progress,
                 restore_hyperparameters=restore_hyperparameters,
                 convert_states=convert_states,
+                weights_only=not optimizer,
             )
         self.zero_grad()
+        self._halfway.end()
         progress = loaded.progress
         self.global_step, self.skipped_steps = progress.global_step, progress.skipped_steps
         self._guard.loss_scale = progress.loss_scale
@@ -359,7 +433,7 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
         """
         how = Format(dtype=dtype, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
         export = export_adapters if has_adapters(self.module) else export_engine
-        export(self._runtime, Path(dir), how)
+        export(self._runtime, dir, how)
 
     @property
     def _progress(self) -> Progress:
@@ -378,10 +452,17 @@ class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
         Inside it parameters are gathered and freed, and gradients reduced, as in `forward`. `generate` has
         a method of its own already.
 
+        Args:
+            name: of a method of the model; of a part of it with the name of the part, "encoder.encode". Such
+                a method is called as `engine.module.encoder.encode(...)`, by all ranks.
+
         Raises:
             ValueError: the model has no such method, or the engine has something of that name.
         """
         if name == "generate":
+            return
+        if "." in name:
+            register_method_of_part(self._runtime, name)
             return
         if hasattr(Engine, name):
             raise ValueError(f"the engine has a method {name!r} itself; call the model's another name")

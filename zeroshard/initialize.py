@@ -23,6 +23,7 @@ from zeroshard.engine import Engine, LossFunction
 from zeroshard.optim.overrides import forget, read_overrides
 from zeroshard.optim.takeover import OptimizerFactory, check_optimizer, take_over
 from zeroshard.sharding.agreement import check_agreement
+from zeroshard.sharding.recorder import refuse_recording
 from zeroshard.sharding.shard import open_data_parallel, shard_over
 from zeroshard.sharding.units import find_units
 
@@ -86,7 +87,8 @@ def initialize(
         raise ValueError(f"training_data: expected a Dataset with a length above 0, got {training_data!r}")
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"loss_fn: expected a callable (output, targets) -> loss, got {loss_fn!r}")
-    find_units(model, config.units)  # refuses what cannot be sharded, before anything is started
+    refuse_recording("initialize")
+    find_units(model, config.units, config.ignored)  # refuses a model before anything is started
     optimizer = _build_optimizer(optimizer, model)
     overrides = read_overrides(optimizer, {parameter: name for name, parameter in model.named_parameters()})
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)

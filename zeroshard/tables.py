@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from io import StringIO
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -27,11 +28,11 @@ def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], wi
         rows: a cell for each column.
         width: characters; cells are broken into lines where it takes more.
     """
-    table = Table(title=title)
+    table = Table(title=escape(title))
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
+        table.add_column(escape(column), justify="right" if index else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     text = StringIO()
     Console(file=text, width=width, no_color=True).print(table)
     return text.getvalue().rstrip()

@@ -264,7 +264,8 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     "tag",
     [
-        *("", ".a", "a/b", "../a", "latest", "a.0", "step-1.12", "a b", "a\n", "ä", "a" * 201, None, 3),
+        *("", ".", ".a", "a.", "a/b", "a\\b", "../a", "latest", " a", "a ", "a\n", "a\0", "\ud800"),
+        *("ä" * 101, "a" * 201, "a:b", "a*", None, 3, b"a"),
         *(MANIFEST, VALUES, INDEX),
     ],
 )
@@ -273,7 +274,9 @@ def test_tags_that_could_be_mistaken_are_refused(tag):
         check_tag(tag)
 
 
-@pytest.mark.parametrize("tag", ["a", "step-100", "best_loss=0.5x", "1", "a.tmp", "A" * 200])
+@pytest.mark.parametrize(
+    "tag", ["a", "step-100", "best_loss=0.5", "v1.0", "1", "a.tmp", "A" * 200, "a b", "ä", "-1", "a.0.1"]
+)
 def test_other_tags_are_names_of_files(tmp_path, tag):
     Save(tmp_path, check_tag(tag), "content")()
     assert read(find(tmp_path)) == read(find(tmp_path, tag)) == "content"

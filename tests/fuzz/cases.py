@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.fuzz.blocks import Checkpointed, Gate
+from tests.fuzz.habits import Habits, draw_habits
 from tests.fuzz.models import Net, compute_in, random_model, unconditional
 from zeroshard.optim import AdamW8bit
 
@@ -81,6 +82,7 @@ class Case:
     batch_size: int
     wants_input_gradients: bool
     steps: tuple[Step, ...]
+    habits: Habits
 
     @property
     def num_micro_batches(self) -> int:
@@ -112,6 +114,7 @@ class Case:
             f"seed {self.seed}: {self.num_ranks} rank(s), {self.loop=}, {self.optimizer=}, {self.decay=}",
             f"  config {options}" + (f", units at {self.unit_names}" if self.unit_names else ""),
             f"  {self.is_factory=}, {self.sets_to_none=}, {self.batch_size=}, {self.wants_input_gradients=}",
+            f"  {self.habits}",
             *(f"  step {number}: {step}" for number, step in enumerate(self.steps)),
             *(f"  {line}" for line in str(self.model).splitlines()),
         ]
@@ -147,7 +150,7 @@ def build_case(seed: int) -> Case:
         compute_in(model, dtype)
     if random.random() < 0.4:
         config["clip_grad_norm"] = random.choice((0.01, 0.3, 10.0))
-    return Case(
+    case = Case(
         seed=seed,
         num_ranks=num_ranks,
         model=model,
@@ -165,7 +168,10 @@ def build_case(seed: int) -> Case:
             num_ranks,
             [_step(random, model, loop, num_micro_batches) for _ in range(random.randint(2, 4))],
         ),
+        habits=Habits(),
     )
+    habits = draw_habits(seed, model, loop, config, len(case.steps), case.wants_input_gradients)
+    return replace(case, habits=habits)
 
 
 def _cut(seed: int, num_ranks: int, steps: list[Step]) -> tuple[Step, ...]:

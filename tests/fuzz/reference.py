@@ -17,9 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.fuzz.cases import Blocks, Case
+from tests.fuzz.habits import halve
 from tests.fuzz.models import prediction_of
 
 Gradients = dict[str, Tensor]
+
+MAX_NORM = 0.3
+"""Of a loop that clips by itself."""
 
 
 class Reference:
@@ -29,14 +33,27 @@ class Reference:
         self.case, self.size = case, dist.get_world_size()
         self.module = copy.deepcopy(case.model)
         self.parameters = dict(self.module.named_parameters())
+        self._dtypes = {name: parameter.dtype for name, parameter in self.parameters.items()}
+        self._begin()
+
+    def _begin(self) -> None:
+        case = self.case
         self.main = {name: self._main_of(p) for name, p in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            parameter.data = self.main[name].detach().to(case.compute_dtype or parameter.dtype)
+            parameter.data = self.main[name].detach().to(case.compute_dtype or parameter.dtype, copy=True)
         self.optimizer = case.make_optimizer(list(self.main.values()), [p.dim() for p in self.main.values()])
         self.scheduler = case.make_scheduler(self.optimizer)
         self._waiting: Gradients = {}
+        self._hooked: set[str] = set()
+        """Parameters whose gradient has changed since hooks were called."""
         self._micro_step = 0
         self.grad_norm: Tensor | None = None
+
+    def restart(self) -> None:
+        """Go on with another engine over the same model."""
+        for name, parameter in self.parameters.items():
+            parameter.data = self.main[name].detach().to(self._dtypes[name], copy=True)
+        self._begin()
 
     def _main_of(self, parameter: nn.Parameter) -> nn.Parameter:
         given, precision = parameter.dtype, self.case.config["precision"]
@@ -49,18 +66,30 @@ class Reference:
     def forward(self, inputs: Tensor, blocks: Blocks) -> Tensor:
         if self.case.compute_dtype and inputs.is_floating_point():
             inputs = inputs.to(self.case.compute_dtype)
-        prediction = prediction_of(self.module(inputs, **blocks))
+        try:
+            prediction = prediction_of(self.module(inputs, **blocks))
+        finally:
+            self._keep_edits()
         return prediction.to(self.case.config["precision"].get("output_dtype") or prediction.dtype)
+
+    @torch.no_grad()
+    def _keep_edits(self) -> None:
+        """What a forward has edited, in the compute dtype, is so in the main parameters, and nothing else."""
+        for name, parameter in self.parameters.items() if self.case.habits.edited else ():
+            main = self.main[name]
+            is_edited = parameter != main.to(parameter.dtype)
+            main.copy_(torch.where(is_edited, parameter.to(main.dtype), main))
 
     def backward(self, loss: Tensor, *, unsynced: bool) -> None:
         config = self.case.config
-        defers = unsynced
+        defers, is_last = unsynced, True
         if self.case.loop != "plain":
             num_micro_batches = config["gradient_accumulation_steps"]
             is_last = self._micro_step + 1 == num_micro_batches
             loss = loss / num_micro_batches if num_micro_batches > 1 else loss
             defers |= config["stage"] < 2 and not is_last
         loss.backward()
+        self._keep_edits()  # of forwards that were run again
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 gradient = parameter.grad.to(self.main[name].dtype)
@@ -68,6 +97,14 @@ class Reference:
                 parameter.grad = None
         if self.size == 1 or not defers:
             self._reduce()
+        if is_last and not defers:
+            self._call_hooks()
+
+    def _call_hooks(self) -> None:
+        """Call the post-accumulate hooks of gradients that no later micro-batch of the step adds to."""
+        for name in self._hooked if self.case.habits.hooks else ():
+            halve(self.main[name])
+        self._hooked = set()
 
     def _reduce(self) -> None:
         everyone: list[Any] = [self._waiting]
@@ -80,6 +117,7 @@ class Reference:
                 parts = [one.get(name, torch.zeros_like(main)) for one in everyone]
                 total = self._sum(name, parts)
                 main.grad = total if main.grad is None else main.grad + total
+                self._hooked.add(name)
 
     def _sum(self, name: str, parts: list[Tensor]) -> Tensor:
         config, main = self.case.config, self.main[name].dtype
@@ -97,16 +135,24 @@ class Reference:
                 return
         if self.pending:
             self._reduce()
-        if (max_norm := self.case.config.get("clip_grad_norm")) is not None:
-            trained = [main for main in self.main.values() if main.grad is not None]
-            squares = [main.grad.double().square().sum() for main in trained]
-            self.grad_norm = torch.stack(squares).sum().sqrt().float()
-            nn.utils.clip_grads_with_norm_(trained, max_norm, self.grad_norm)
+        self._call_hooks()
+        order, max_norm = self.case.habits.norm_type, self.case.config.get("clip_grad_norm")
+        if order is not None:
+            self._clip(MAX_NORM, order)
+        elif max_norm is not None:
+            self._clip(max_norm, 2.0)
         self.optimizer.step()
         self.scheduler.step()
         self._copy_back()
         self.optimizer.zero_grad(self.case.loop != "plain" or self.case.sets_to_none)
         self._micro_step = 0
+
+    def _clip(self, max_norm: float, order: float) -> None:
+        trained = [main for main in self.main.values() if main.grad is not None]
+        norms = [torch.linalg.vector_norm(main.grad.double(), order) for main in trained if main.grad.numel()]
+        total = torch.linalg.vector_norm(torch.stack([torch.zeros((), dtype=torch.float64), *norms]), order)
+        self.grad_norm = total.float()
+        nn.utils.clip_grads_with_norm_(trained, max_norm, self.grad_norm)
 
     def train_batch(self, inputs: Tensor, targets: Tensor, blocks: Blocks) -> Tensor:
         number, losses = self.case.num_micro_batches, []
@@ -121,7 +167,7 @@ class Reference:
 
     def forget(self) -> None:
         """zero_grad(), after a failure too."""
-        self._waiting, self._micro_step = {}, 0
+        self._waiting, self._micro_step, self._hooked = {}, 0, set()
         self.module.zero_grad()
         self.optimizer.zero_grad()
 

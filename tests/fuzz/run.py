@@ -16,24 +16,27 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.fuzz.cases import Blocks, Case, Step, build_case
+from tests.fuzz.habits import halve
 from tests.fuzz.models import prediction_of, random_inputs
-from tests.fuzz.reference import Reference, edit, mean_loss
+from tests.fuzz.reference import MAX_NORM, Reference, edit, mean_loss
 
 
 class Sharded:
     """zeroshard's face, as `Reference` has it."""
 
     def __init__(self, case: Case) -> None:
-        self.case = case
-        model = copy.deepcopy(case.model)
-        config = dict(case.config)
+        self.case, self.module = case, copy.deepcopy(case.model)
+        if dist.get_rank():  # rank 0's values count
+            with torch.no_grad():
+                for value in (*self.module.parameters(), *self.module.buffers()):
+                    value.zero_()
+        self._begin()
+
+    def _begin(self) -> None:
+        case, model, config = self.case, self.module, dict(self.case.config)
         if case.unit_names is not None:
             chosen = {id(model.get_submodule(name)) for name in case.unit_names}
             config["units"] = lambda module: id(module) in chosen
-        if dist.get_rank():  # rank 0's values count
-            with torch.no_grad():
-                for value in (*model.parameters(), *model.buffers()):
-                    value.zero_()
 
         def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             return case.make_optimizer(parameters, [p.dim() for p in parameters])
@@ -45,7 +48,13 @@ class Sharded:
             lr_scheduler=case.make_scheduler,
             loss_fn=lambda output, target: mean_loss(prediction_of(output), target),
         )
-        self.module = model
+        for parameter in self.engine.parameters() if case.habits.hooks else ():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(halve)
+
+    def restart(self) -> None:
+        self.engine.close()
+        self._begin()
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -57,15 +66,19 @@ class Sharded:
     def backward(self, loss: Tensor, *, unsynced: bool) -> None:
         with self.engine.no_sync() if unsynced else nullcontext():
             if self.case.loop == "plain":
-                loss.backward()
+                trained = [p for p in self.engine.parameters() if p.requires_grad]
+                loss.backward(inputs=trained if self.case.habits.targets else None)
             else:
                 self.engine.backward(loss)
 
     def step(self) -> None:
+        habits = self.case.habits
         if self.case.loop == "plain":
+            if habits.norm_type is not None:
+                self.engine.clip_grad_norm_(MAX_NORM, habits.norm_type)
             self.optimizer.step()
             self.scheduler.step()
-            self.optimizer.zero_grad(self.case.sets_to_none)
+            (self.module if habits.zeroes_model else self.optimizer).zero_grad(self.case.sets_to_none)
         else:
             self.engine.step()
 
@@ -73,7 +86,7 @@ class Sharded:
         return self.engine.train_batch({"inputs": inputs, **blocks}, targets)
 
     def forget(self) -> None:
-        self.engine.zero_grad()
+        (self.module if self.case.habits.zeroes_model else self.engine).zero_grad()
 
     def edit(self, number: int) -> None:
         with self.engine.unsharded(write_back=True):
@@ -155,6 +168,8 @@ def follow(case: Case, trainer: Reference | Sharded) -> Trace:
             trainer.edit(number)
         for name, buffer in trainer.module.named_buffers():
             trace.note(f"step {number}: buffer {name}", buffer)
+        if number in case.habits.restarts:
+            trainer.restart()
         for name, value in trainer.state().items() if number + 1 == len(case.steps) else ():
             trace.note(f"at the end: {name}", value)
     return trace

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.agreed import on_first
+from zeroshard.checkpoint.files import as_folder
 from zeroshard.checkpoint.format import Format
 from zeroshard.sharding.runtime import Runtime
 
@@ -18,17 +18,23 @@ def has_adapters(module: Any) -> bool:
     return bool(getattr(module, "peft_config", None))
 
 
-def export_adapters(runtime: Runtime, folder: Path, how: Format) -> None:
+def export_adapters(runtime: Runtime, dir: object, how: Format) -> None:
     """Write the adapters of the model that is being trained; collective. Rank 0 writes and holds them whole.
 
+    Args:
+        runtime: of the model.
+        dir: the folder, as rank 0 was given it.
+        how: dtype of what is written.
+
     Raises:
-        ValueError: adapters that are not parameters of the model as they are.
+        ValueError: no path; adapters that are not parameters of the model as they are.
         RuntimeError: rank 0 could not write, on all ranks.
     """
     runtime.settle()
     runtime.require_slices("save_pretrained()")
     axis = runtime.context.axes.dp
     module: Any = runtime.root.module
+    folder = on_first(axis, "start of an export", lambda: as_folder(dir))
     wanted = on_first(axis, "start of an export", lambda: _select(module))
     adapters = _gather(runtime, wanted, how.dtype)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.agreed import on_all
+from zeroshard.checkpoint.clientstate import to_plain
 from zeroshard.checkpoint.description import describe_model
-from zeroshard.checkpoint.files import check_tag
+from zeroshard.checkpoint.files import as_folder, check_free, check_tag
+from zeroshard.checkpoint.frozen import Piece, frozen_names, join_pieces, measure_pieces
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord
-from zeroshard.checkpoint.optimizers import OptimizerState, read_optimizer
+from zeroshard.checkpoint.optimizers import OptimizerState, keep_few, read_optimizer
 from zeroshard.checkpoint.plain import check_plain, to_bytes
 from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.tensors import ModelState, dtype_name, read_model, written_slices
@@ -53,12 +56,23 @@ class Progress:
     """Of updates into bfloat16."""
 
 
-def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_state: Any) -> Snapshot:
+class _Answer(NamedTuple):
+    """What a rank tells the others of its part of a checkpoint."""
+
+    place: str
+    rng: dict[str, Any]
+    few: list[str]
+    """As in `OptimizerState`."""
+    frozen: list[Piece]
+    """Of the parameters that are left out."""
+
+
+def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_state: Any) -> Snapshot:
     """A snapshot whose slices are views of what the engine goes on to change; collective.
 
     Raises:
-        ValueError: the ranks were given different places; or, on any rank, a bad tag, or a value that can't
-            be loaded again without running code, by its key.
+        ValueError: the ranks were given different places; or, on any rank, no path, a bad tag, or a value
+            that can't be loaded again without running code, by its key.
     """
     runtime, optimizer, axis = parts.runtime, parts.optimizer, parts.runtime.context.axes.dp
     runtime.settle()
@@ -69,14 +83,26 @@ def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_sta
             "save_checkpoint() after a backward under no_sync(), whose gradients are not saved: take the "
             "step first, or drop them with zero_grad()"
         )
-    state = OptimizerState([], {}, {}, {})
-    model = ModelState({}, {}, {})
-    schedule = None
+    state = OptimizerState([], {}, {}, {}, [])
+    model = ModelState({}, {}, {}, {})
+    schedule, folder, kept = None, Path(), {}
 
-    def prepare() -> tuple[str, dict[str, Any]]:
-        nonlocal state, schedule, model
+    left_out = [] if parts.config.checkpoint.frozen else frozen_names(runtime)
+
+    def prepare() -> _Answer:
+        nonlocal state, schedule, model, folder, kept
+        folder = as_folder(dir)
         check_tag(tag)
+        if axis.rank == 0:
+            check_free(folder, tag)
         model = read_model(runtime)
+        if model.ignored:
+            warnings.warn(
+                f"the checkpoint leaves out parameters that each rank keeps for itself (Config.ignored), and "
+                f"their optimizer states: {', '.join(map(repr, model.ignored))}. Give them as client_state "
+                "if they are the same on all ranks, or write a file for each rank",
+                stacklevel=5,
+            )
         if optimizer is not None:
             state = read_optimizer(optimizer)
             check_plain(state.groups, "parameter groups")
@@ -86,40 +112,57 @@ def capture(parts: Parts, progress: Progress, folder: Path, tag: str, client_sta
             schedule = parts.lr_scheduler.state_dict()
             check_plain(schedule, "LR scheduler state")
         check_plain(model.extra, "extra state of modules")
-        _check_whole(client_state)
-        check_plain(client_state, "client_state")
         if client_state is not None and not isinstance(client_state, Mapping):
             raise ValueError(f"client_state: expected a dict, came {type(client_state).__name__}")
-        return f"'{folder}' with tag '{tag}'", rng.capture(runtime.context.device)
+        kept = to_plain(dict(client_state or {}), "client_state")
+        _check_whole(kept)
+        check_plain(kept, "client_state")
+        states = rng.capture(runtime.context.device)
+        return _Answer(f"'{folder}' with tag '{tag}'", states, state.few, measure_pieces(runtime, left_out))
 
     answers = on_all(axis, "agreement on a checkpoint", prepare)
-    for rank, (place, _) in enumerate(answers):
-        if place != answers[0][0]:
-            raise ValueError(f"save_checkpoint: rank 0 saves to {answers[0][0]}, rank {rank} to {place}")
+    for rank, answer in enumerate(answers):
+        if answer.place != answers[0].place:
+            raise ValueError(
+                f"save_checkpoint: rank 0 saves to {answers[0].place}, rank {rank} to {answer.place}"
+            )
     values = {
         "groups": state.groups,
         "scalars": state.scalars,
         "other": state.other,
         "lr_scheduler": schedule,
-        "rng": [states for _, states in answers],
+        "rng": [answer.rng for answer in answers],
         "extra": model.extra,
-        "client_state": _copy_tensors(dict(client_state or {})),
+        "client_state": _copy_tensors(kept),
     }
     snapshots: list[Snapshot] = []
 
-    def build() -> None:
+    few = {key for answer in answers for key in answer.few}
+    frozen = join_pieces(piece for answer in answers for piece in answer.frozen)
+
+    def build() -> str:
+        told = "" if optimizer is None else keep_few(optimizer, state, few)
         snapshot = Snapshot(
             folder=folder,
             tag=tag,
             keep_last=parts.config.checkpoint.keep_last,
-            slices=written_slices(runtime, state.tensors, model.buffers),
+            slices=written_slices(runtime, state.tensors, model.buffers, left_out),
             aliases=model.aliases,
-            manifest=_describe(parts, progress, model.aliases, tuple(model.buffers)),
+            manifest=replace(
+                _describe(parts, progress, model.aliases, tuple(model.buffers)),
+                frozen={name: frozen.get(name, 0) for name in left_out},
+            ),
             values=to_bytes(values) if axis.rank == 0 else b"",
         )
         snapshots.append(snapshot)
+        return told
 
-    on_all(axis, "agreement on a checkpoint", build)
+    if len(set(on_all(axis, "agreement on a checkpoint", build))) > 1:
+        raise ValueError(
+            f"{type(optimizer).__name__}: states {', '.join(map(repr, sorted(few)))} have few values for a "
+            "parameter, and other ones on other ranks; expected the same on all ranks, or a value for each "
+            "element"
+        )
     return snapshots[0]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zeroshard.checkpoint.agreed import on_first
 from zeroshard.checkpoint.description import describe_model, saved_names
-from zeroshard.checkpoint.files import write_synced
+from zeroshard.checkpoint.files import as_folder, write_synced
 from zeroshard.checkpoint.format import Format
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.reader import Stored, StoredTensor, TensorReader, open_checkpoint
@@ -76,12 +76,18 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
         verify: compare checksums of all files first.
 
     Raises:
-        ValueError: the checkpoint is of a model with adapters.
+        ValueError: the checkpoint is of a model with adapters, or without what was frozen.
         RuntimeError: it is damaged; or there is too little space.
         OSError: a file can't be written.
     """
     stored = open_checkpoint(directory)
     manifest = stored.manifest
+    if manifest.frozen:
+        raise ValueError(
+            f"'{directory}': was saved without its {len(manifest.frozen)} frozen parameters, such as "
+            f"'{next(iter(manifest.frozen))}': load it into an engine over the same ones and call "
+            "engine.save_pretrained()"
+        )
     if manifest.model.get("adapters"):
         raise ValueError(
             f"'{directory}': has adapters of peft, which need their model to be exported: load it "
@@ -128,8 +134,13 @@ def _read(
 # ----------------------------------------------------------------------------------------- an engine
 
 
-def export_engine(runtime: Runtime, folder: Path, how: Format) -> None:
+def export_engine(runtime: Runtime, dir: object, how: Format) -> None:
     """Write the model that is being trained; collective. Rank 0 writes and holds one unit at a time.
+
+    Args:
+        runtime: of the model.
+        dir: the folder, as rank 0 was given it.
+        how: dtype and size of files.
 
     Raises:
         ValueError, RuntimeError: rank 0 could not write, on all ranks.
@@ -137,6 +148,7 @@ def export_engine(runtime: Runtime, folder: Path, how: Format) -> None:
     runtime.settle()
     runtime.require_slices("save_pretrained()")
     axis = runtime.context.axes.dp
+    folder = on_first(axis, "start of an export", lambda: as_folder(dir))
     weights, names = _plan(runtime, how.dtype)
     on_first(axis, "start of an export", lambda: check_folder(folder, weights.tensors))
     slices = _gather(runtime, weights.buffers, names)
@@ -164,8 +176,8 @@ def _plan(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Weights, dict[s
         names[sharded.fqn] = saved_names(model, (sharded.fqn, *state.aliases.get(sharded.fqn, ())))
         info = TensorInfo(sharded.dtype, tuple(sharded.full_shape))
         parameters |= dict.fromkeys(names[sharded.fqn], _cast(info, dtype))
-    not_saved = model.get("not_saved", ())
-    buffers = {name: _info(b) for name, b in state.buffers.items() if name not in not_saved}
+    not_saved, others = model.get("not_saved", ()), state.buffers | state.ignored
+    buffers = {name: _info(b) for name, b in others.items() if name not in not_saved}
     return _Weights(model, parameters, buffers), names
 
 
@@ -180,7 +192,8 @@ def _gather(
     is_first = runtime.context.axes.dp.rank == 0
     for buffer in runtime.buffers:
         yield from _gather_buffer(buffer, names, is_first)
-    for name, value in read_model(runtime).buffers.items() if is_first else ():
+    state = read_model(runtime)
+    for name, value in (state.buffers | state.ignored).items() if is_first else ():
         if name in buffers and value.numel():
             yield TensorSlice(name, tuple(value.shape), 0, value.reshape(-1))
 

@@ -21,8 +21,25 @@ from pathlib import Path
 LATEST, MANIFEST = "latest", "zeroshard.json"
 _TAKEN = (LATEST, MANIFEST, "values.pt")
 """No tag: with a file of one of these names, a folder would be taken for a checkpoint, or one be spoilt."""
-_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,199}")
+_NOT_IN_TAGS = frozenset('/\\:*?"<>|')
+"""Characters that some file system gives a meaning, beside those that are not printed."""
+_MAX_TAG_BYTES = 200
+"""File systems take 255, of which names of generations need some more."""
 _GENERATION = re.compile(r"(?P<tag>.+)\.(?P<number>\d+)")
+
+
+def as_folder(path: object) -> Path:
+    """The folder that a user gave.
+
+    Raises:
+        ValueError: it is no path; "" would be the working directory.
+    """
+    name = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(name, str) or not name.strip() or "\0" in name:
+        raise ValueError(
+            f"dir: expected a path as a string or os.PathLike, on every rank; came {path!r:.200}"
+        )
+    return Path(name).absolute()  # what a thread writes to, wherever the process goes meanwhile
 
 
 def check_tag(tag: object) -> str:
@@ -31,12 +48,31 @@ def check_tag(tag: object) -> str:
     Raises:
         ValueError: it is none.
     """
-    if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag in _TAKEN or _GENERATION.fullmatch(tag):
+    if not isinstance(tag, str) or not _is_tag(tag) or tag in _TAKEN:
         raise ValueError(
-            f"tag: expected letters, digits and '_.=-', not {', '.join(map(repr, _TAKEN))}, and no number "
-            f"after the last dot; came {tag!r}"
+            f"tag: expected a name of up to {_MAX_TAG_BYTES} bytes without {' '.join(sorted(_NOT_IN_TAGS))}, "
+            f"without a dot at its start or a space at an end, and not {', '.join(map(repr, _TAKEN))}; came "
+            f"{tag!r:.300}"
         )
     return tag
+
+
+def _is_tag(tag: str) -> bool:
+    """True for what file systems take as a name, and people too."""
+    is_safe = tag.isprintable() and _NOT_IN_TAGS.isdisjoint(tag)
+    is_trimmed = tag.strip() == tag and not tag.startswith(".") and not tag.endswith(".")
+    return bool(tag) and is_safe and is_trimmed and len(tag.encode()) <= _MAX_TAG_BYTES
+
+
+def check_free(folder: Path, tag: str) -> None:
+    """Raise ValueError if a directory is in the place of the file `<tag>`.
+
+    The first checkpoint of the tag `v1` lies in the directory `v1.0`: beside it there is no tag `v1.0`.
+    """
+    if (folder / tag).is_dir():
+        match = _GENERATION.fullmatch(tag)
+        owner = f", a checkpoint of tag '{match['tag']}'" if match is not None else ""
+        raise ValueError(f"tag: '{folder / tag}' is a directory{owner}: expected another tag; came {tag!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +115,10 @@ def open_place(folder: Path, tag: str, num_bytes: int) -> Place:
         raise RuntimeError(
             f"{folder}: a checkpoint of {num_bytes:,} bytes needs space; {free:,} bytes are free"
         )
-    place = Place(folder, tag, max(known.values(), default=-1) + 1)
+    number = max(known.values(), default=-1) + 1
+    while (folder / f"{tag}.{number}").exists():  # the file of a tag such as v1.0, where this one is v1
+        number += 1
+    place = Place(folder, tag, number)
     place.temporary.mkdir()
     return place
 
@@ -136,7 +175,7 @@ def find(path: Path, tag: str | None = None) -> Path:
     else:
         pointer = path / tag
     name = _read_pointer(path, tag)
-    if name is None and tag != LATEST and _TAG.fullmatch(tag) and (path / tag).is_file():
+    if name is None and tag != LATEST and _is_tag(tag) and (path / tag).is_file():
         raise ValueError(f"'{path / tag}': damaged; expected the name of a directory, '{tag}.<number>'")
     if name is None:
         tags = ", ".join(_tags_by_age(path)) or "none"
@@ -176,7 +215,9 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+    # Not the directory that a generation of another tag is written to: that of v1 is `.v1.0.tmp`.
+    name = f"{path.name}.name" if _GENERATION.fullmatch(path.name) else path.name
+    temporary = path.with_name(f".{name}.tmp")
     try:
         write_synced(temporary, f"{text}\n".encode())
         os.replace(temporary, path)
@@ -189,7 +230,7 @@ def _replace(path: Path, text: str) -> None:
 
 def _read_pointer(folder: Path, tag: str) -> str | None:
     """The name that the file `<tag>` holds, if there is one and it names a generation of that tag."""
-    if not _TAG.fullmatch(tag) or not (folder / tag).is_file():
+    if not _is_tag(tag) or not (folder / tag).is_file():
         return None
     name = (folder / tag).read_text(encoding="utf-8", errors="replace").strip()
     match = _GENERATION.fullmatch(name)

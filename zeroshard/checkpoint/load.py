@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.checkpoint import plain, rng
@@ -17,7 +17,8 @@ from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts, Progress
 from zeroshard.checkpoint.checks import MAX_STEPS, check_group, check_schedule, naming_file
 from zeroshard.checkpoint.conversion import convert_group, family_of
-from zeroshard.checkpoint.files import MANIFEST, find
+from zeroshard.checkpoint.files import MANIFEST, as_folder, find
+from zeroshard.checkpoint.frozen import check_frozen
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.optimizers import HOW, match_groups, place_scalar, reorder_schedule, restore_groups
 from zeroshard.checkpoint.reader import INDEX, Stored, TensorReader, open_checkpoint
@@ -29,6 +30,7 @@ from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.layerwise import LayerWise
 from zeroshard.optim.scaling import LossScale
 from zeroshard.optim.statenames import from_common
+from zeroshard.sharding.ignored import only_sharded
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.rounding import Rounding
 from zeroshard.sharding.runtime import Runtime
@@ -63,12 +65,13 @@ class _Plan:
 
 def load(
     parts: Parts,
-    path: Path,
+    dir: object,
     tag: str | None,
     progress: Progress,
     *,
     restore_hyperparameters: bool,
     convert_states: bool,
+    weights_only: bool = False,
 ) -> Loaded:
     """Read parameters, states and all else; collective. Arguments as `Engine.load_checkpoint` has them.
 
@@ -76,6 +79,8 @@ def load(
         ValueError: there is no checkpoint, or it is of another model or optimizer; nothing has changed.
         RuntimeError: a file is missing or damaged; nothing has changed unless the message says so.
     """
+    if weights_only:
+        parts = replace(parts, optimizer=None, lr_scheduler=None, loader=None)
     runtime = parts.runtime
     axis = runtime.context.axes.dp
     runtime.settle()
@@ -84,17 +89,18 @@ def load(
 
     def prepare() -> str:
         nonlocal plan
-        plan = _prepare(parts, find(path, tag), restore_hyperparameters, convert_states)
+        plan = _prepare(parts, find(as_folder(dir), tag), restore_hyperparameters, convert_states)
         return plan.stored.directory.name
 
     found = on_all(axis, "start of loading a checkpoint", prepare)
     if len(set(found)) > 1:
-        raise ValueError(f"'{path}': the ranks see different checkpoints: {', '.join(found)}")
+        raise ValueError(f"'{dir}': the ranks see different checkpoints: {', '.join(found)}")
     assert plan is not None, "prepared without an error"
     stored = plan.stored
     if parts.config.checkpoint.verify:
         share = sorted(stored.manifest.files)[axis.rank :: axis.size]
         on_all(axis, "verifying a checkpoint", lambda: check_sums(stored.directory, stored.manifest, share))
+    check_frozen(runtime, stored, plan.names)
     found_plan = plan
 
     def restore() -> None:
@@ -108,7 +114,8 @@ def load(
             parts.lr_scheduler.load_state_dict(found_plan.schedule)
         if parts.loader is not None and stored.manifest.data is not None:
             parts.loader.load_state_dict(stored.manifest.data)
-        _restore_rng(runtime, found_plan)
+        if not weights_only:
+            _restore_rng(runtime, found_plan)
 
     try:
         on_all(axis, "loading a checkpoint", restore)
@@ -118,7 +125,8 @@ def load(
         ) from error
     finally:
         _mark_changed(runtime)
-    return Loaded(_restore_progress(plan, progress), plan.values["client_state"])
+    progress = progress if weights_only else _restore_progress(plan, progress)
+    return Loaded(progress, plan.values["client_state"])
 
 
 # -------------------------------------------------------------------------------------------- checking
@@ -280,6 +288,8 @@ def _match_parameters(
 
 def _check_shape(stored: Stored, name: str, shape: tuple[int, ...]) -> None:
     """Whether index and manifest say the same of a parameter."""
+    if name in stored.manifest.frozen and name not in stored.tensors:
+        return
     tensor = stored.tensors.get(name)
     if tensor is None or tensor.shape != shape:
         found = "none" if tensor is None else f"shape {tensor.shape}"
@@ -329,6 +339,8 @@ def _read_tensors(runtime: Runtime, plan: _Plan, targets: Targets) -> None:
     as_they_are = {p: targets[p] for p in targets.keys() - set(converted.values())}
     with TensorReader(plan.stored) as reader:
         for part in held_slices(runtime, as_they_are, plan.names):
+            if part.name in plan.stored.manifest.frozen:
+                continue
             reader.read(part)
             if (parameter := converted.get(part.name)) is not None:
                 read_converted(reader, part, plan.states[parameter], targets[parameter])
@@ -354,11 +366,13 @@ def _restore_optimizer(optimizer: Optimizer | None, plan: _Plan, targets: Target
         return
     known = {name for group in plan.values["groups"] for name in group["names"]}
     for parameter in list(optimizer.state):  # Adagrad needs the state that it made when it was built
-        if not isinstance(parameter, ShardedParameter) or plan.names[parameter.fqn] in known:
+        if not isinstance(parameter, nn.Parameter) or (
+            isinstance(parameter, ShardedParameter) and plan.names[parameter.fqn] in known
+        ):
             del optimizer.state[parameter]
     optimizer.state.update(plan.values["other"])
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
+        for parameter in only_sharded(group["params"]):
             scalars = plan.states[parameter].scalars
             placed = {key: place_scalar(key, value, parameter, group) for key, value in scalars.items()}
             if state := placed | targets[parameter]:

@@ -61,6 +61,8 @@ class Manifest:
     lr_scheduler: str | None
     parameters: dict[str, ParameterRecord]
     buffers: tuple[str, ...]
+    frozen: dict[str, int] = field(default_factory=dict)
+    """The crc32 of each parameter that was frozen and is left out."""
     files: dict[str, FileRecord] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
@@ -88,6 +90,7 @@ def read_manifest(directory: Path) -> Manifest:
                 f"zeroshard {content['written_by'].get('zeroshard')}"
             )
         content.setdefault("rounding", None)  # of checkpoints that were written before there was any
+        content.setdefault("frozen", {})  # the same
         _check_kinds(content)
         content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
         content["parameters"] = {
@@ -102,7 +105,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 _KINDS: dict[type, tuple[str, ...]] = {
     int: ("global_step", "skipped_steps", "seed"),
-    dict: ("written_by", "model", "config", "parameters", "files"),
+    dict: ("written_by", "model", "config", "parameters", "frozen", "files"),
     list: ("buffers",),
 }
 _KINDS_OR_NONE: dict[type, tuple[str, ...]] = {
@@ -132,6 +135,8 @@ def _check_kinds(content: Mapping[str, Any]) -> None:
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise ValueError(f"it lists {name!r}, which is not in its directory")
         _expect(isinstance(record["num_bytes"], int) and isinstance(record["crc32"], int), name)
+    for name, crc in content["frozen"].items():
+        _expect(name in content["parameters"] and type(crc) is int, name)
     for name, record in content["parameters"].items():
         _expect(all(isinstance(size, int) and size >= 0 for size in record["shape"]), name)
         _expect(all(isinstance(other, str) for other in (record["dtype"], *record["aliases"])), name)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.checkpoint.blockwise import shape_of
+from zeroshard.checkpoint.checks import SMALL
 from zeroshard.optim.statenames import to_common
+from zeroshard.sharding.ignored import only_sharded
 from zeroshard.sharding.parameter import ShardedParameter
 
 HOW = frozenset(
@@ -41,20 +44,24 @@ class OptimizerState:
     """By parameter and common name: what has a value for each element of the slice, or each block of it."""
     other: dict[str, Any]
     """What belongs to no parameter."""
+    few: list[str]
+    """Keys of `scalars` that are tensors of one or some elements, none of which is that of a slice."""
 
 
 def read_optimizer(optimizer: Optimizer) -> OptimizerState:
     """The state of an optimizer over sharded parameters.
 
     Raises:
-        ValueError: a state that is neither element-wise nor one value.
+        ValueError: a state that is neither element-wise nor one value, or a few.
     """
-    state = OptimizerState([], {}, {}, {})
+    state = OptimizerState([], {}, {}, {}, [])
     for group in optimizer.param_groups:
         hyperparameters = {key: value for key, value in group.items() if key not in HOW}
-        state.groups.append({"names": [p.fqn for p in group["params"]], **hyperparameters})
+        state.groups.append({"names": [p.fqn for p in only_sharded(group["params"])], **hyperparameters})
     saved: Mapping[Any, Any] = optimizer.state
     for parameter, values in saved.items():
+        if isinstance(parameter, nn.Parameter) and not isinstance(parameter, ShardedParameter):
+            continue  # an ignored one
         if not isinstance(parameter, ShardedParameter):
             _check_key(optimizer, parameter)
             state.other[parameter] = values
@@ -70,17 +77,51 @@ def read_optimizer(optimizer: Optimizer) -> OptimizerState:
                     f"{type(optimizer).__name__}: state '{key}' of '{parameter.fqn}' is a "
                     f"{type(value).__name__} of tensors; expected tensors, or values without any"
                 )
-            if isinstance(value, Tensor) and value.dim():
-                if value.shape != shape_of(key, dtypes, parameter.shape):
-                    raise ValueError(
-                        f"{type(optimizer).__name__}: state '{key}' of '{parameter.fqn}' has shape "
-                        f"{tuple(value.shape)}; expected one value, or one for each of the "
-                        f"{parameter.numel()} elements of this rank's slice"
-                    )
+            if not isinstance(value, Tensor):
+                scalars[key] = value
+                continue
+            is_one = not value.dim() or (key == "step" and value.numel() == 1)
+            if not is_one and value.shape == shape_of(key, dtypes, parameter.shape):
                 tensors[key] = value
-            else:
-                scalars[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+                continue
+            if value.dim() and key not in state.few:
+                state.few.append(key)
+            scalars[key] = _read_few(optimizer, parameter, key, value)
     return state
+
+
+def keep_few(optimizer: Optimizer, state: OptimizerState, keys: Collection[str]) -> str:
+    """Take states for values of whole parameters, not of elements, also where they have as many as a slice.
+
+    Args:
+        optimizer: that has the states.
+        state: of this rank; changed.
+        keys: of the states, on any rank.
+
+    Returns:
+        A digest of these values, which is the same on all ranks that have the same.
+    """
+    digest = blake2b()
+    for parameter, tensors in state.tensors.items():
+        scalars = state.scalars[parameter.fqn]
+        for key in sorted(keys):
+            if key in tensors:
+                scalars[key] = _read_few(optimizer, parameter, key, tensors.pop(key))
+            if isinstance(value := scalars.get(key), Tensor):
+                digest.update(
+                    f"{parameter.fqn}/{key} {value.dtype} {tuple(value.shape)} {value.tolist()}".encode()
+                )
+    return digest.hexdigest()
+
+
+def _read_few(optimizer: Optimizer, parameter: ShardedParameter, key: str, value: Tensor) -> Tensor:
+    if value.numel() > SMALL or not value.numel():
+        raise ValueError(
+            f"{type(optimizer).__name__}: state '{key}' of '{parameter.fqn}' has shape {tuple(value.shape)}; "
+            f"expected one value, or up to {SMALL}, or one for each of the {parameter.numel()} elements of "
+            "this rank's slice"
+        )
+    return value.detach().cpu()
 
 
 def _check_key(optimizer: Optimizer, key: object) -> None:
@@ -102,7 +143,7 @@ def match_groups(
     home = {name: index for index, group in enumerate(saved) for name in group["names"]}
     matches: list[int | None] = []
     for number, group in enumerate(optimizer.param_groups):
-        held = [names[p.fqn] for p in group["params"]]
+        held = [names[p.fqn] for p in only_sharded(group["params"])]
         sources = sorted({home[name] for name in held if name in home})
         for other in sources[1:]:
             for key in sorted(saved[sources[0]].keys() | saved[other].keys()):

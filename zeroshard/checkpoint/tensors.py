@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,18 +65,22 @@ class ModelState:
     """Persistent ones."""
     extra: dict[str, Any]
     """What modules' get_extra_state() gave."""
+    ignored: dict[str, Tensor]
+    """Parameters that are not sharded, each rank's own."""
 
 
 def read_model(runtime: Runtime) -> ModelState:
     """Names and buffers, as the model's own state_dict() tells them."""
     names = {id(parameter): parameter.fqn for parameter in runtime.parameters}
-    state = ModelState(aliases={}, buffers={}, extra={})
+    state = ModelState(aliases={}, buffers={}, extra={}, ignored={})
     for name, value in runtime.root.module.state_dict(keep_vars=True).items():
         if (fqn := names.get(id(value))) is not None:
             if name != fqn:
                 state.aliases[fqn] = (*state.aliases.get(fqn, ()), name)
         elif name.rpartition(".")[2] == "_extra_state":  # may be a tensor, and is no buffer even then
             state.extra[name] = value
+        elif value in runtime.ignored:
+            state.ignored[name] = value.detach()
         elif isinstance(value, Tensor):
             state.buffers[name] = value.detach()
     return state
@@ -93,17 +97,23 @@ def held_slices(runtime: Runtime, states: States, names: Mapping[str, str]) -> I
             yield from _slices(buffer, index, names[sharded.fqn], states.get(sharded, {}), buffer.main_span)
 
 
-def written_slices(runtime: Runtime, states: States, buffers: Mapping[str, Tensor]) -> list[TensorSlice]:
+def written_slices(
+    runtime: Runtime, states: States, buffers: Mapping[str, Tensor], left_out: Collection[str] = ()
+) -> list[TensorSlice]:
     """What this rank writes: over all ranks, each element once.
 
     Args:
+        runtime: of the model.
+        states: of the optimizer.
         buffers: of the module; rank 0's are written.
+        left_out: names of parameters that are not written.
     """
     is_first = runtime.context.axes.dp.rank == 0
     parts = [
         part
         for buffer in runtime.buffers
         for index, sharded in enumerate(buffer.sharded)
+        if sharded.fqn not in left_out
         for part in _slices(
             buffer, index, sharded.fqn, states.get(sharded, {}), _written(buffer, runtime), is_first
         )
@@ -111,6 +121,14 @@ def written_slices(runtime: Runtime, states: States, buffers: Mapping[str, Tenso
     if is_first:
         parts += [TensorSlice(name, tuple(b.shape), 0, b.reshape(-1)) for name, b in buffers.items()]
     return parts
+
+
+def parameter_slices(runtime: Runtime, names: Collection[str]) -> Iterator[TensorSlice]:
+    """This rank's part of some parameters, without states: over all ranks, each element once."""
+    for buffer in runtime.buffers:
+        for index, sharded in enumerate(buffer.sharded):
+            if sharded.fqn in names:
+                yield from _slices(buffer, index, sharded.fqn, {}, _written(buffer, runtime))
 
 
 def _written(buffer: FlatBuffer, runtime: Runtime) -> Span:

@@ -49,6 +49,7 @@ def _lines(stored: Stored) -> list[str]:
     }
     return [
         *(f"{key + ':':<14}{value}" for key, value in facts.items()),
+        *([f"{'left out:':<14}{len(manifest.frozen)} frozen parameters"] if manifest.frozen else []),
         *(f"{'tied:':<14}{' = '.join((name, *names))}" for name, names in _tied(manifest)),
     ]
 

@@ -64,12 +64,12 @@ class DeepSpeedNames(_Module):
         return self.config.micro_batch_size  # type: ignore[no-any-return]
 
     def gradient_accumulation_steps(self) -> int:
-        """`config.gradient_accumulation_steps`."""
-        return self.config.gradient_accumulation_steps  # type: ignore[no-any-return]
+        """The number of micro-batches in a step; `set_gradient_accumulation_steps` changes it."""
+        return self._num_micro_batches  # type: ignore[no-any-return]
 
     def train_batch_size(self) -> int:
         """The samples of an optimizer step over all ranks."""
-        steps: int = self.config.gradient_accumulation_steps
+        steps = self.gradient_accumulation_steps()
         return self.train_micro_batch_size_per_gpu() * steps * self.world_size
 
     def gradient_clipping(self) -> float:

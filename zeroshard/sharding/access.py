@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.shown import ShownGradients
 from zeroshard.sharding.slots import ShownParameter
+from zeroshard.sharding.unit import UnitState
 
 Opened = Sequence[tuple[FlatBuffer, Tensor]]
 """Buffers with their whole main parameters, [total]."""
@@ -23,9 +25,11 @@ Opened = Sequence[tuple[FlatBuffer, Tensor]]
 def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) -> Iterator[None]:
     """Show full parameters in the main dtype, on every rank, in the units that `modules` take part in.
 
+    Their `grad` is the whole gradient where they have one.
+
     Args:
         modules: parts of the sharded module.
-        write_back: keep the edits that were made, the same on every rank.
+        write_back: keep the edits of parameters and gradients that were made, the same on every rank.
 
     Raises:
         RuntimeError: `write_back`, and the ranks made different edits; then none is kept.
@@ -42,11 +46,15 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         for buffer, whole in opened
         for sharded, view in zip(buffer.sharded, buffer.main_views(whole), strict=True)
     }
+    axes = runtime.context.axes
+    gradients = ShownGradients([buffer for buffer, _ in opened], shown, axes.dp, axes.dp_shard)
     before = [unit.stand_in(shown) for unit in units]
     try:
         yield
         if write_back:
-            _write_back(runtime, opened)
+            _write_back(runtime, opened, gradients)
+        else:
+            gradients.warn_of_changes()
         for buffer, _ in opened:
             for sharded in buffer.sharded:
                 sharded.requires_grad_(shown[id(sharded)].requires_grad)
@@ -54,20 +62,31 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         for unit, parameters in zip(units, before, strict=True):
             unit.stand_in(parameters)
             unit.refresh()
+        # A step may come before anybody waits for these gathers.
+        runtime.phase.reads_main |= any(unit.state is UnitState.GATHERING for unit in units)
 
 
 @torch.no_grad()
-def _write_back(runtime: Runtime, opened: Opened) -> None:
+def _write_back(runtime: Runtime, opened: Opened, gradients: ShownGradients) -> None:
     misshapen = [name for buffer, whole in opened for name in _take_replaced(buffer, whole)]
     digests = [blake2b(whole.cpu().view(torch.uint8).numpy().data).digest() for _, whole in opened]
-    facts = runtime.context.axes.dp.all_gather_object((misshapen, digests), "agreement on edited parameters")
-    for rank, (names, _) in enumerate(facts):
+    changed = gradients.digests()
+    facts = runtime.context.axes.dp.all_gather_object(
+        (misshapen, digests, changed), "agreement on edited parameters"
+    )
+    for rank, (names, _, _) in enumerate(facts):
         if names:
             raise RuntimeError(
                 f"unsharded(write_back=True): rank {rank} replaced {', '.join(map(repr, names))} by "
                 "parameters of another shape. Nothing was written"
             )
-    everyone = [digests for _, digests in facts]
+    for _, _, others in facts:
+        if different := sorted(name for name, _ in set(others) ^ set(changed)):
+            raise RuntimeError(
+                f"unsharded(write_back=True): the ranks made different edits to the gradient of "
+                f"'{different[0]}'; expected the same on every rank. Nothing was written"
+            )
+    everyone = [digests for _, digests, _ in facts]
     for (buffer, _), *sums in zip(opened, *everyone, strict=True):
         if len(set(sums)) > 1:
             raise RuntimeError(
@@ -76,6 +95,7 @@ def _write_back(runtime: Runtime, opened: Opened) -> None:
             )
     for buffer, whole in opened:
         buffer.main.copy_(whole[buffer.main_span.slice])
+    gradients.write_back()
 
 
 def _take_replaced(buffer: FlatBuffer, whole: Tensor) -> list[str]:

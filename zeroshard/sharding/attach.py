@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import nn
@@ -18,6 +19,7 @@ class Stepped(Protocol):
     """What a runtime does around the steps of an optimizer."""
 
     here: Whereabouts
+    ignored: Mapping[nn.Parameter, str]
     root: Unit
 
     def before_step(self) -> None:
@@ -46,7 +48,7 @@ def follow(runtime: Stepped, optimizer: Optimizer) -> None:
 
     def before(optimizer: Optimizer, *_: Any) -> None:
         if (runtime := weak()) is not None:
-            _check_sharded(optimizer, runtime.root.module)
+            _check_sharded(optimizer, runtime.root.module, runtime.ignored)
             runtime.before_step()
             runtime.here.enter("the optimizer step")
 
@@ -66,11 +68,11 @@ def follow(runtime: Stepped, optimizer: Optimizer) -> None:
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]
 
 
-def _check_sharded(optimizer: Optimizer, model: nn.Module) -> None:
+def _check_sharded(optimizer: Optimizer, model: nn.Module, ignored: Mapping[nn.Parameter, str]) -> None:
     """Refuse a parameter that came after sharding: its gradient is this rank's alone."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if not isinstance(parameter, ShardedParameter):
+            if not isinstance(parameter, ShardedParameter) and parameter not in ignored:
                 names = (name for name, member in model.named_parameters() if member is parameter)
                 name = next(names, None)
                 which = (

@@ -24,6 +24,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from zeroshard.sharding import counts
+from zeroshard.sharding.mixing import check_parts, explain
 from zeroshard.sharding.targets import backward_to, no_grad_of
 
 _LAYER_FUNCTIONS = frozenset(
@@ -198,8 +199,11 @@ class ShardedParameter(nn.Parameter):
             try:
                 result = func(*args, **(kwargs or {}))
             except (RuntimeError, IndexError) as error:
+                first = _first_sharded(args, kwargs)
                 if torch.is_grad_enabled():  # not an optimizer: a model that computes with a slice
-                    raise _used_outside(_first_sharded(args, kwargs), func) from error
+                    raise _used_outside(first, func) from error
+                if (explained := explain(error, first)) is not None:
+                    raise explained from error
                 raise
         if func in _CASTS and type(result) is Tensor and result.requires_grad:
             result = result.as_subclass(_CastSlice)
@@ -256,6 +260,7 @@ def _checked(
             raise _used_outside(first, func)
         if first.phase.reads_main and _may_change(func, kwargs):
             first.phase.before_edit()
+        check_parts(func, args, ShardedParameter)
     if func is torch.autograd.grad:
         raise no_grad_of(_first_sharded(args, kwargs).describe())
     if func == _GET_DATA:
@@ -386,8 +391,11 @@ def _used_outside(parameter: Guarded, func: Callable[..., Any]) -> RuntimeError:
 
 
 def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Guarded:
-    if args and isinstance(args[0], Guarded):
-        return args[0]
+    first = args[0] if args else None
+    if isinstance(first, list | tuple) and first:  # of a for-each function
+        first = first[0]
+    if isinstance(first, Guarded):
+        return first
     for value in pytree.tree_leaves((args, dict(kwargs or {}))):
         if isinstance(value, Guarded):
             return value

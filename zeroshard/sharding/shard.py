@@ -21,9 +21,11 @@ from zeroshard.sharding.copies import guard_copies
 from zeroshard.sharding.deferred import has_memory
 from zeroshard.sharding.forwards import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.sharding.gradients import Gradients, ReducedGradients
+from zeroshard.sharding.ignored import find_ignored, place_ignored
 from zeroshard.sharding.materialize import check_values, materialize_others, record_resets
 from zeroshard.sharding.parameter import Phase, ShardedParameter
 from zeroshard.sharding.placement import STAGES, DtypePolicy
+from zeroshard.sharding.recorder import refuse_recording
 from zeroshard.sharding.rounding import Rounding
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -37,6 +39,7 @@ Replacements = dict[nn.Parameter, ShardedParameter]
 
 def shard_in_place(module: nn.Module, config: Config, mesh: DeviceMesh | None) -> Runtime:
     """Shard a module over the ranks of the default process group, or of a mesh."""
+    refuse_recording("shard")
     device = use_device(config.device or _device_of(module, mesh))
     world = open_world(device, Counter(), config.watchdog_s)
     watch(world)
@@ -60,7 +63,8 @@ def shard_over(
     require_supported(config)
     record_resets(module)
     check_values(module)
-    specs = find_units(module, config.units)
+    ignored = find_ignored(module, config.ignored)
+    specs = find_units(module, config.units, config.ignored)
     context = Context(
         axes=axes,
         placements=STAGES[config.stage],
@@ -71,6 +75,7 @@ def shard_over(
         phase=Phase(),
     )
     _take_over_buffers(module, context)
+    place_ignored(ignored, device)
     pool = BufferPool(device)
     replacements: Replacements = {}
     tags = 0
@@ -100,6 +105,7 @@ def shard_over(
         rounding=Rounding.agreed(axes.dp) if config.precision.main_dtype is torch.bfloat16 else None,
         changes=changes,
     )
+    runtime.ignored = ignored
     guard_copies(runtime)
     refuse_wrappers(module.modules(), changes.set)
     return runtime, replacements

@@ -12,6 +12,7 @@ from torch import nn
 
 from zeroshard.sharding.buffer import Original
 from zeroshard.sharding.choices import chosen_among
+from zeroshard.sharding.ignored import find_ignored
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.placement import DtypePolicy
 
@@ -42,11 +43,16 @@ class UnitSpec:
         return list(groups.values())
 
 
-def find_units(root: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
+def find_units(root: nn.Module, policy: UnitPolicy, ignored: Sequence[str] | None = None) -> list[UnitSpec]:
     """The units of a model, the root first, then in the order of registration.
 
     A parameter belongs to the lowest unit that encloses every module that holds it. Units without
     parameters are left out, but for the root.
+
+    Args:
+        root: the model.
+        policy: which modules become units.
+        ignored: patterns of names of parameters that no unit owns.
 
     Raises:
         ValueError: a class name that no module has; a parameter that cannot be sharded.
@@ -59,12 +65,13 @@ def find_units(root: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
     for name, module in root.named_modules():
         if module in modules:
             specs[module] = UnitSpec(name, module, reason=chosen[module])
+    left_out = find_ignored(root, ignored)
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
     names: dict[nn.Parameter, str] = {}
     owners: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
     for chain, prefix, module in _walk(root, (), "", modules):
         for attribute, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and parameter not in left_out:
                 chains.setdefault(parameter, []).append(chain)
                 names.setdefault(parameter, prefix + attribute)
                 owners.setdefault(parameter, {})[module, attribute] = None

@@ -1,0 +1,123 @@
+"""What a user keeps in a checkpoint: made plain where that is easy, else refused by its key at the call."""
+
+import collections
+import enum
+import pathlib
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+
+from tests.checkpoint.runs import start
+from tests.checkpoint.test_plain import check_same
+from zeroshard.checkpoint.clientstate import to_plain
+from zeroshard.checkpoint.plain import check_plain, read, to_bytes
+
+
+class Mode(enum.Enum):
+    FAST = "fast"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Best(NamedTuple):
+    loss: Any
+    place: Any
+
+
+@dataclass
+class Options:
+    rate: Any = field(default_factory=lambda: numpy.float64(0.1))
+    mode: Mode = Mode.FAST
+    best: Best = field(default_factory=lambda: Best(numpy.float32(0.5), pathlib.Path("a/b")))
+
+
+class Name(str):
+    pass
+
+
+GIVEN = {
+    "numbers": [numpy.float64(0.1), numpy.float32(0.5), numpy.int64(3), numpy.bool_(True), numpy.str_("x")],
+    "array": numpy.arange(6).reshape(2, 3)[:, ::-1],
+    "path": pathlib.PurePosixPath("a/b"),
+    "options": Options(),
+    "enums": {Mode.FAST: Level.HIGH},
+    "default": collections.defaultdict(int, a=1),
+    numpy.int64(7): Name("y"),
+    "set": {numpy.int64(1), 2},
+}
+PLAIN = {
+    "numbers": [0.1, 0.5, 3, True, "x"],
+    "array": torch.tensor([[2, 1, 0], [5, 4, 3]]),
+    "path": "a/b",
+    "options": {"rate": 0.1, "mode": "fast", "best": (0.5, "a/b")},
+    "enums": {"fast": 3},
+    "default": {"a": 1},
+    7: "y",
+    "set": {1, 2},
+}
+
+
+def test_values_that_are_easily_made_plain_come_back_as_such(tmp_path):
+    plain = to_plain(GIVEN, "client_state")
+    check_plain(plain, "client_state")
+    (tmp_path / "values").write_bytes(to_bytes(plain))
+    check_same(read(tmp_path / "values"), PLAIN)
+
+
+def test_plain_values_stay_the_objects_that_they_are():
+    values = [torch.ones(2), collections.OrderedDict(a=1), collections.Counter("aab"), torch.Size((1, 2)), 1j]
+    for value, made in zip(values, to_plain(values, "it"), strict=True):
+        assert type(made) is type(value)
+    assert to_plain(values, "it")[0] is values[0]
+
+
+def loop():
+    value: list[Any] = []
+    value.append(value)
+    return {"a": value}
+
+
+def test_what_the_user_declared_safe_stays_as_it_is():
+    with torch.serialization.safe_globals([Options, pathlib.PurePosixPath]):
+        given = [Options(), pathlib.PurePosixPath("a")]
+        assert to_plain(given, "it") == given
+
+
+@dataclass
+class Holds:
+    what: Any
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            {"a": Holds([lambda: 0])},
+            r"client_state\['a'\]\['what'\]\[0\]: expected tensors, .*came builtins.function",
+        ),
+        ({"a": {"f": print}}, r"client_state\['a'\]\['f'\]: expected"),
+        ({"a": numpy.array([{}])}, r"client_state\['a'\]: expected an array of numbers"),
+        ({Mode.FAST: 1, "fast": 2}, r"client_state: expected keys that differ; .*as 'fast'"),
+        (loop(), r"nested up to 95 deep, and none that holds itself"),
+    ],
+)
+def test_what_cannot_be_made_plain_is_refused_by_its_key(value, message):
+    with pytest.raises(ValueError, match=message):
+        check_plain(to_plain(value, "client_state"), "client_state")
+
+
+def save(folder):
+    engine = start(3)
+    engine.save_checkpoint(folder, client_state=GIVEN, blocking=False)
+    with pytest.raises(ValueError, match=r"client_state\['a'\]\['f'\]: expected"):
+        engine.save_checkpoint(folder, client_state={"a": {"f": print}}, blocking=False)
+    check_same(engine.load_checkpoint(folder), PLAIN)
+
+
+def test_a_save_in_the_background_takes_and_refuses_the_same(ranks, tmp_path):
+    ranks(2, save, tmp_path)

@@ -1,0 +1,161 @@
+"""Ctrl-C anywhere in training, then save_checkpoint(): what is saved is never a half-made step."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from tests.distributed.training import STAGES, finish, numbers, unequal
+
+
+class Interrupted(torch.autograd.Function):
+    """The identity; Ctrl-C in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyboardInterrupt
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(7, 90), nn.Linear(90, 3)
+        self.at = None
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.at == "forward":
+            raise KeyboardInterrupt
+        return self.second(Interrupted.apply(x) if self.at == "backward" else x)
+
+
+class Steps(torch.optim.SGD):
+    """Ctrl-C between two groups."""
+
+    is_interrupted = False
+
+    def _init_group(self, group, *lists):
+        if self.is_interrupted and group is self.param_groups[1]:
+            raise KeyboardInterrupt
+        return super()._init_group(group, *lists)
+
+
+class Schedule(torch.optim.lr_scheduler.StepLR):
+    is_interrupted = False
+
+    def step(self, *args):
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+        super().step(*args)
+
+
+def start(stage):
+    model = Net()
+    groups = [{"params": model.first.parameters()}, {"params": model.second.parameters()}]
+    optimizer = Steps(groups, lr=0.05, momentum=0.9)
+    return zeroshard.initialize(model, optimizer, {"stage": stage}, lr_scheduler=Schedule(optimizer, 2))
+
+
+def train(engine, number):
+    engine.backward(engine(numbers(number, 5, 7)).square().mean())
+    engine.step()
+
+
+def interrupted(engine, where):
+    """A batch that comes to Ctrl-C."""
+    engine.module.at = where
+    engine.optimizer.is_interrupted = where in ("step", "plain step", "closure")
+    engine.lr_scheduler.is_interrupted = where == "schedule"
+
+    def closure():
+        if where == "forward of a closure":
+            engine.module.at = "forward"
+        loss = engine(numbers(9, 5, 7)).square().mean()
+        loss.backward()
+        return loss
+
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            if "closure" in where:
+                engine.optimizer.step(closure)
+            elif where == "plain step":
+                closure()
+                engine.optimizer.step()
+            else:
+                train(engine, 9)
+            raise AssertionError("nothing was interrupted")
+    finally:
+        engine.module.at, engine.optimizer.is_interrupted, engine.lr_scheduler.is_interrupted = (
+            None,
+            False,
+            False,
+        )
+
+
+def saved_after(where, stage, folder):
+    """What differs from a run that was not interrupted, after the checkpoint was loaded; or the error."""
+    engine, *_ = start(stage)
+    train(engine, 0)
+    engine.save_checkpoint(folder, "before")
+    interrupted(engine, where)
+    message = ""
+    try:
+        engine.save_checkpoint(folder, "after")
+    except RuntimeError as error:
+        message = str(error)
+        engine.load_checkpoint(folder, "before")
+        engine.save_checkpoint(folder, "loaded")
+    want, *_ = start(stage)
+    train(want, 0)
+    again, *_ = start(stage)
+    again.load_checkpoint(folder, "loaded" if message else "after")
+    for each in (want, again):
+        train(each, 1)
+    found = list(unequal(f"stage {stage}", finish(again, []).parameters, finish(want, []).parameters))
+    found += [] if again.lr_scheduler.last_epoch == want.lr_scheduler.last_epoch == 2 else ["schedule"]
+    return found, message
+
+
+def save_in_all_stages(where, folder):
+    return [saved_after(where, stage, f"{folder}/{stage}") for stage in STAGES]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("where", ["forward", "backward", "forward of a closure"])
+def test_after_ctrl_c_before_the_step_the_state_of_the_last_step_is_saved(ranks, num_ranks, where, tmp_path):
+    results = ranks(num_ranks, save_in_all_stages, where, str(tmp_path))
+    assert results == [[([], "")] * len(STAGES)] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("where", ["step", "plain step", "closure", "schedule"])
+def test_after_ctrl_c_inside_a_step_nothing_is_saved(ranks, num_ranks, where, tmp_path):
+    for stages in ranks(num_ranks, save_in_all_stages, where, str(tmp_path)):
+        for found, message in stages:
+            assert found == []
+            assert "a step that was interrupted" in message
+            assert "Load the last checkpoint" in message
+    assert not list(tmp_path.glob("*/after*"))
+
+
+def go_on_after(folder):
+    """A whole step after an interrupted one makes saving possible again."""
+    engine, *_ = start(2)
+    interrupted(engine, "step")
+    engine.zero_grad()
+    train(engine, 0)
+    engine.save_checkpoint(folder, "next")
+    return engine.global_step, copy.copy(dist.get_rank())
+
+
+def test_after_a_whole_step_a_checkpoint_can_be_saved_again(ranks, tmp_path):
+    assert ranks(2, go_on_after, str(tmp_path)) == [(1, 0), (1, 1)]
