@@ -1,10 +1,12 @@
 """What the user may ask for, how it is written down, and what the refusals say."""
 
+import copy
 import dataclasses
 import fractions
 import json
 import math
 import pathlib
+import pickle
 
 import hypothesis.strategies as st
 import pytest
@@ -12,12 +14,13 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from zeroshard.config import Checkpoint, Config, Mesh, Offload, Pipeline, Precision, require_supported
+from zeroshard.config import Checkpoint, Config, Loader, Mesh, Offload, Pipeline, Precision, require_supported
 
 SECTIONS = {
     "precision": Precision,
     "offload": Offload,
     "checkpoint": Checkpoint,
+    "loader": Loader,
     "mesh": Mesh,
     "pipeline": Pipeline,
 }
@@ -46,6 +49,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
         "nonfinite": "report",
         "micro_batch_size": 1,
         "units": None,
+        "ignored": None,
         "shard_group_size": None,
         "reshard_after_forward": True,
         "num_prefetch": 1,
@@ -65,6 +69,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
             "num_threads": None,
         },
         "checkpoint": {"keep_last": None, "verify": True, "frozen": True},
+        "loader": {"num_workers": 0, "pin_memory": None, "drop_last": False},
         "mesh": {"pp": 1, "tp": 1},
         "pipeline": {"schedule": "1f1b", "num_microbatches": 1, "split": None, "num_chunks": 1},
     }
@@ -127,7 +132,7 @@ WRONG_VALUES = [
     *wrong("watchdog_s", 1e30, 0),
     *wrong("recompute", "full", None, True),
     *wrong("compile", 1, None, "yes"),
-    *wrong("precision", None, "bf16", torch.bfloat16, Mesh()),
+    *wrong("precision", None, "bf15", torch.int8, Mesh()),
     *wrong("offload", None, "cpu", True),
     *wrong(
         "precision.param_dtype", torch.int8, torch.complex64, "bf15", "torch", 16, True, torch.tensor(1.0)
@@ -199,7 +204,8 @@ def test_a_refusal_stays_short_when_what_came_is_huge():
 
 def test_the_constructor_takes_sections_as_objects_and_says_where_dicts_go():
     assert refusal(Config, precision={"param_dtype": "bf16"}) == (
-        "config key 'precision': expected Precision(...), or its keys as a dict in from_dict, "
+        "config key 'precision': expected Precision(...), or its keys as a dict in from_dict, or a dtype "
+        "such as 'bf16', which stands for param_dtype, "
         "came {'param_dtype': 'bf16'} (dict)"
     )
 
@@ -267,6 +273,14 @@ def test_units_are_named_by_class_name_or_class_alone_or_in_a_collection(units):
 def test_units_keep_the_order_they_are_given_in_and_a_set_is_sorted():
     assert Config(units=["B", "A", Block]).units == ("B", "A", "Block")
     assert Config(units={"B", "A", "C"}).units == ("A", "B", "C")
+
+
+def test_ignored_names_are_kept_in_their_order_and_written_down():
+    config = Config(ignored=["router.*", "blocks.?.scale"])
+    assert config.ignored == ("router.*", "blocks.?.scale")
+    assert Config.from_dict(config.to_dict()) == config
+    assert Config(ignored="bias").ignored == ("bias",)
+    assert "config key 'ignored': expected None or parameter names" in refusal(lambda: Config(ignored=[3]))
 
 
 def test_a_predicate_is_kept_but_cannot_be_written_down():
@@ -347,10 +361,29 @@ def test_a_misspelt_key_of_a_section_is_refused_with_its_dotted_name():
         ("clip_gradient_norm", "clip_grad_norm"),
         ("grad_accumulation_steps", "gradient_accumulation_steps"),
         ("watchdog", "watchdog_s"),
+        ("dtype", "precision"),
     ],
 )
 def test_the_closest_key_is_found_for_usual_slips(key, meant):
     assert f"unknown config key '{key}'; did you mean '{meant}'?" in refusal(Config.from_dict, {key: 1})
+
+
+def test_a_dtype_of_the_precision_means_the_one_to_compute_in():
+    message = refusal(Config.from_dict, {"precision": {"dtype": "bf16"}})
+    assert "unknown config key 'precision.dtype'; did you mean 'precision.param_dtype'?" in message
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "float64", torch.bfloat16, torch.float32])
+def test_a_dtype_alone_is_a_precision_that_computes_in_it(dtype):
+    for config in (Config(precision=dtype), Config.from_dict({"precision": dtype})):
+        assert config.precision == Precision(param_dtype=dtype)
+        assert Config.from_dict(config.to_dict()) == config
+
+
+def test_an_attribute_that_a_config_lacks_is_looked_for_in_that_of_the_model():
+    with pytest.raises(AttributeError, match=r"'vocab_size'.*engine\.module\.config"):
+        Config().vocab_size  # noqa: B018
+    assert copy.deepcopy(pickle.loads(pickle.dumps(Config(stage=1)))) == Config(stage=1)
 
 
 def test_a_key_that_belongs_elsewhere_is_sent_there():

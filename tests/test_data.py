@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from torch.utils.data import DataLoader, DistributedSampler
 
+from zeroshard.config import Loader
 from zeroshard.data import EpochLoader, order, turns
 
 LENGTHS = st.integers(1, 40)
@@ -20,6 +21,17 @@ BATCH_SIZES = st.integers(1, 5)
 
 def loader(length, batch_size=1, rank=0, num_ranks=1):
     return EpochLoader.over(list(range(length)), batch_size, rank, num_ranks, torch.tensor)
+
+
+def test_an_epoch_whose_smaller_last_batch_is_dropped_is_over_when_it_is_resumed():
+    def make():
+        return EpochLoader.over(list(range(11)), 2, 0, 2, torch.tensor, config=Loader(drop_last=True))
+
+    first, resumed = make(), make()
+    assert len(list(first)) == 3
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.num_epochs == 1
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in first]
 
 
 def loaders(length, batch_size, num_ranks):

@@ -324,7 +324,9 @@ def test_exception_or_exit_of_one_rank_ends_the_other_too(run: Forks) -> None:
     assert_gave_up(waiting, rank=0)
     assert waiting.last_line.endswith("; rank 1 has exited with LookupError: a row is missing")
     assert_gave_up(deserted, rank=0)
-    assert deserted.last_line.endswith("; rank 1 has exited")
+    assert re.search(
+        r"; rank 1 has exited\. If .* call this on all ranks, equally often$", deserted.last_line
+    )
 
 
 def test_stuck_rank_is_ended_and_all_tell_where_each_one_was(run: Forks) -> None:
@@ -340,7 +342,10 @@ def test_stuck_rank_is_ended_and_all_tell_where_each_one_was(run: Forks) -> None
         assert stuck.seconds < 20
         assert "after at most 2 s" in waiting.last_line
         assert_gave_up(waiting, rank=0)
-        assert re.search(rf"; rank 0 waits in the .*; {re.escape(place)} \d+\.\d s$", waiting.last_line)
+        report = rf"; rank 0 waits in the .*; {re.escape(place)} \d+\.\d s"
+        is_outside = "outside" in place
+        advice = r"\. If rank 1 is not on its way there: .*call this on all ranks" if is_outside else "$"
+        assert re.search(report + advice, waiting.last_line)
         assert "zeroshard ends rank 1 of 2: rank 0 of 2 gave up in the" in stuck.output
         assert place in stuck.output
     stacks = endings[0][1].output
@@ -383,6 +388,18 @@ def test_rank_that_never_comes_to_initialize_is_missed_in_our_words(run: Forks) 
     assert [waiting.code, failed.code] == [1, 1]
     assert waiting.last_line.startswith("RuntimeError: ")
     assert "rank 0 of 2" in waiting.last_line
+
+
+def test_evaluation_and_saving_on_rank_0_alone_tell_that_all_ranks_must_call_it(run: Forks) -> None:
+    calls = ("engine(x)", "engine.full_state_dict()", "engine.save_checkpoint(f'/tmp/{os.getpid()}')")
+    alone = [f"\nif rank == 0:\n    {call}\nelse:\n    time.sleep(60)\n" for call in calls]
+    for waiting, other in run(*[script(TRAIN, part, watchdog_s=2.0) for part in alone]):
+        assert [waiting.code, other.code] == [1, 1]
+        for ending in (waiting, other):
+            assert "every forward (in evaluation too), save_checkpoint" in ending.output
+            assert "call this on all ranks" in ending.output
+            assert "gloo" not in ending.output
+        assert waiting.output.count("RuntimeError") == 1
 
 
 def assert_gave_up(ending: Ending, rank: int) -> None:

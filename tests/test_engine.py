@@ -412,6 +412,40 @@ def batches():
     return failures, returned, losses
 
 
+def batches_under_bfloat16():
+    """By stage, the mean loss that train_batch returns where bfloat16 is the default; this rank's mean."""
+    found = []
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for stage in STAGES:
+            model = tiny().float()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            config = {"stage": stage, "gradient_accumulation_steps": 2}
+            engine = zeroshard.initialize(model, optimizer, config, loss_fn=F.mse_loss).engine
+            x, y = numbers(0, 6, 7).float(), numbers(50, 6, 3).float()
+            with torch.no_grad():
+                own = sum(
+                    F.mse_loss(engine(part), of).item()
+                    for part, of in zip(x.chunk(2), y.chunk(2), strict=True)
+                )
+            value = engine.train_batch(x, y)
+            found.append((value.item(), own / 2, value.dtype is torch.float32, engine.global_step))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_train_batch_returns_a_mean_in_float32_where_bfloat16_is_the_default(ranks, num_ranks):
+    by_rank = ranks(num_ranks, batches_under_bfloat16)
+    for stage in STAGES:
+        mean = sum(found[stage][1] for found in by_rank) / num_ranks
+        for found in by_rank:
+            value, _, is_float32, num_steps = found[stage]
+            assert value == pytest.approx(mean, rel=1e-6)
+            assert (is_float32, num_steps) == (True, 1)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_train_batch_is_the_loop_by_hand_and_returns_the_mean_over_all_ranks(ranks, num_ranks):
     results = ranks(num_ranks, batches)

@@ -17,7 +17,7 @@ LAYERS = (
     {"comm"},
     {"sharding", "data", "batch"},
     {"memory", "offload", "optim", "parallel", "checkpoint", "safetensors", "byname"},
-    {"engine"},
+    {"engine", "sharded"},
     {"initialize", "pretrained"},
     {"cli"},
     {"__init__", "__main__"},

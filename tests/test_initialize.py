@@ -627,6 +627,29 @@ class Endless(IterableDataset):
         return iter(())
 
 
+def test_a_dataloader_as_training_data_is_refused_with_the_remedies():
+    message = refusal(Tiny(), training_data=DataLoader(TensorDataset(torch.ones(4, 2))))
+    assert "expected a Dataset" in message
+    assert "give its `dataset` here" in message
+    assert "DistributedSampler" in message
+
+
+def load_with_options():
+    data = TensorDataset(torch.arange(11.0).view(11, 1))
+    options = {"num_workers": 1, "drop_last": True, "pin_memory": False}
+    loader = zeroshard.initialize(
+        Tiny(), None, {"micro_batch_size": 2, "loader": options}, training_data=data
+    ).dataloader
+    got = [(loader.num_workers, loader.drop_last, loader.pin_memory)]
+    return [*got, [len(batch[0]) for batch in loader]]
+
+
+def test_the_dataloader_takes_workers_pinned_memory_and_drop_last_from_the_config(ranks):
+    for options, sizes in ranks(2, load_with_options):
+        assert options == (1, True, False)
+        assert sizes == [2, 2, 2]  # 6 samples of each rank
+
+
 @pytest.mark.parametrize("data", [[], TensorDataset(torch.ones(0, 3)), Endless(), 3])
 def test_training_data_that_cannot_be_dealt_to_the_ranks_is_refused(data):
     message = refusal(Tiny(), training_data=data)

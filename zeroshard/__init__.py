@@ -2,14 +2,14 @@
 
 from zeroshard import optim
 from zeroshard.comm.counter import CommReport
-from zeroshard.config import Checkpoint, Config, Mesh, Offload, Pipeline, Precision
+from zeroshard.config import Checkpoint, Config, Loader, Mesh, Offload, Pipeline, Precision
 from zeroshard.engine import Engine
 from zeroshard.initialize import Initialized, initialize
 from zeroshard.memory.estimate import Estimate, estimate
 from zeroshard.memory.report import MemoryReport
 from zeroshard.pretrained import from_pretrained
+from zeroshard.sharded import Sharded, shard
 from zeroshard.sharding.recorder import deferred_init
-from zeroshard.sharding.shard import shard
 
 __all__ = [
     "Checkpoint",
@@ -18,11 +18,13 @@ __all__ = [
     "Engine",
     "Estimate",
     "Initialized",
+    "Loader",
     "MemoryReport",
     "Mesh",
     "Offload",
     "Pipeline",
     "Precision",
+    "Sharded",
     "deferred_init",
     "estimate",
     "from_pretrained",

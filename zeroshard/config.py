@@ -141,6 +141,7 @@ _SECONDS = _number("a number > 0 and at most 1e6", lambda value: 0 < value <= 1e
 _PATH = _Rule("a path", lambda value: _text(os.fspath(value) if isinstance(value, os.PathLike) else value))
 _TIER = _choice("none", "cpu", "nvme")
 _MODULE_NAMES = _names("module names", _text)
+_PATTERNS = _names("parameter names, or patterns such as 'blocks.*.bias'", _text)
 # A class or a module is callable too, but calling it would build or run something.
 _PREDICATE = _Rule(
     "a predicate that takes a module",
@@ -166,6 +167,7 @@ class _Checked:
     """A dataclass that checks and normalizes its fields by their rules."""
 
     _prefix: ClassVar[str] = ""  # of its keys, as messages name them: "precision."
+    _short: ClassVar[str] = ""  # how messages name its short form
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -185,6 +187,11 @@ class _Checked:
         return []
 
     @classmethod
+    def _from_short(cls, value: Any) -> Any:
+        """The section that stands for a short form of it, or _REFUSED."""
+        return _REFUSED
+
+    @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
         """Build from keys and values, sections being mappings themselves. Raises ValueError for a bad one."""
         if not isinstance(options, Mapping):
@@ -201,6 +208,7 @@ class _Checked:
     @classmethod
     def _unknown_key(cls, key: object, known: list[str]) -> str:
         close = [cls._prefix + name for name in difflib.get_close_matches(str(key).lower(), known, n=1)]
+        close = [_MEANT[f"{cls._prefix}{key}"]] if f"{cls._prefix}{key}" in _MEANT else close
         # The same name in another section is meant rather than a similar one: 'param_dtype'.
         close = [name for name in _flat(Config()) if name.rpartition(".")[2] == key] + close
         of_deepspeed = "; Config.from_deepspeed reads DeepSpeed's." if is_known(key) else "."
@@ -213,6 +221,10 @@ class _Checked:
         return {option.name: _plain(option.name, getattr(self, option.name)) for option in fields(self)}
 
 
+_MEANT = {"precision.dtype": "precision.param_dtype", "dtype": "precision"}
+"""Unknown keys whose meaning is plain, though another key looks more alike."""
+
+
 def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, _Checked)
 
@@ -221,7 +233,9 @@ def _rule_of(annotation: Any) -> _Rule:
     if annotation is bool:
         return _BOOLEAN
     if _is_section(annotation):
-        return _instance(annotation, f"{annotation.__name__}(...), or its keys as a dict in from_dict")
+        expected = f"{annotation.__name__}(...), or its keys as a dict in from_dict{annotation._short}"
+        short = _Rule(expected, annotation._from_short)
+        return _Rule(expected, _either(_instance(annotation, expected), short).accept)
     kind, rule = get_args(annotation)
     return _either(_instance(NoneType, "None"), rule) if NoneType in get_args(kind) else rule
 
@@ -286,9 +300,13 @@ _LOSS_SCALE = _either(
 
 @dataclass(frozen=True, kw_only=True)
 class Precision(_Checked):
-    """Dtypes of what is computed, sent and kept: torch dtypes, or names such as "bf16"."""
+    """Dtypes of what is computed, sent and kept: torch dtypes, or names such as "bf16".
+
+    A dtype alone, `precision="bf16"`, stands for `Precision(param_dtype="bf16")`.
+    """
 
     _prefix = "precision."
+    _short = ", or a dtype such as 'bf16', which stands for param_dtype"
     # Of parameters and float inputs in forward and backward. None: as the model has them.
     param_dtype: Annotated[torch.dtype | None, _DTYPE] = None
     # In which gradients are summed over ranks. None: param_dtype, but at least float32.
@@ -301,6 +319,11 @@ class Precision(_Checked):
     # Factor on the loss against underflow of float16 gradients. None: "dynamic", which adapts it; a dict of
     # start, window, minimum and hysteresis tells how.
     loss_scale: Annotated[float | str | DynamicLossScale | None, _LOSS_SCALE] = None
+
+    @classmethod
+    def _from_short(cls, value: Any) -> Any:
+        dtype = _dtype(value)
+        return _REFUSED if dtype is _REFUSED else cls(param_dtype=dtype)
 
     def _requirements(self) -> list[_Requirement]:
         is_half = self.param_dtype == torch.float16
@@ -339,6 +362,17 @@ class Checkpoint(_Checked):
     frozen: bool = (
         True  # False leaves out what is frozen: such checkpoints load over the same frozen parameters
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader(_Checked):
+    """The DataLoader that `initialize` builds from `training_data`."""
+
+    _prefix = "loader."
+    num_workers: Annotated[int, _integer(0)] = 0  # processes that load samples; 0: this one does
+    # Whether batches are collated in pinned memory. None: where the device is an accelerator.
+    pin_memory: Annotated[bool | None, _BOOLEAN] = None
+    drop_last: bool = False  # whether the last batch of an epoch is left out where it is smaller
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,6 +418,8 @@ class Config(_Checked):
     micro_batch_size: Annotated[int, _integer(1)] = 1
     # Modules that are gathered as one: class names or a predicate. None: repeated blocks are found.
     units: Annotated[Sequence[str] | Callable[[nn.Module], bool] | None, _UNITS] = None
+    # Names of parameters, * for any letters, that each rank keeps whole and steps by itself. None: none.
+    ignored: Annotated[Sequence[str] | None, _PATTERNS] = None
     # Ranks in a shard group, for hybrid sharding. None: all ranks are one group.
     shard_group_size: Annotated[int | None, _integer(1)] = None
     # Whether parameters are freed from forward to backward. An integer: kept, over that many ranks.
@@ -394,6 +430,7 @@ class Config(_Checked):
     compile: bool = False  # whether each unit is compiled with torch.compile
     offload: Offload = Offload()  # what lives in host memory or in files
     checkpoint: Checkpoint = Checkpoint()  # how checkpoints are kept
+    loader: Loader = Loader()  # the DataLoader that `initialize` builds
     mesh: Mesh = Mesh()  # ranks along the model-parallel axes
     pipeline: Pipeline = Pipeline()  # how a batch flows through the pipeline-parallel ranks
     # Seconds that a rank may wait in a collective before the watchdog ends the run.
@@ -403,13 +440,25 @@ class Config(_Checked):
         stage_3 = (self.stage == 3, "stage", "3")
         pipelined = (self.mesh.pp > 1, "mesh.pp", ">= 2")
         regroups = not isinstance(self.reshard_after_forward, bool)
+        param_dtype, main_dtype = self.precision.param_dtype, self.precision.main_dtype
+        not_half = (param_dtype != torch.float16, "precision.param_dtype", "another dtype than float16")
+        not_narrow = (main_dtype != torch.bfloat16, "precision.main_dtype", "another dtype than bfloat16")
         return [
             _Requirement(self.shard_group_size is not None, "shard_group_size", *stage_3),
             _Requirement(regroups, "reshard_after_forward", *stage_3),
             _Requirement(self.offload.parameters != "none", "offload.parameters", *stage_3),
             _Requirement(self.pipeline.num_chunks > 1, "pipeline.num_chunks", *pipelined),
             _Requirement(self.pipeline.split is not None, "pipeline.split", *pipelined),
+            # Gradients of ignored parameters are neither unscaled nor widened.
+            _Requirement(bool(self.ignored), "ignored", *not_half),
+            _Requirement(bool(self.ignored), "ignored", *not_narrow),
         ]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"zeroshard's Config has no attribute {name!r}; engine.config is such a Config, the model's "
+            "own config is engine.module.config"
+        )
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:

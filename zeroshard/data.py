@@ -21,9 +21,11 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from zeroshard.batch import to_device
+from zeroshard.config import Loader
 
 STATE_KEYS = ("epoch", "position", "seed", "num_samples")
 _CPU = torch.device("cpu")
+_DEFAULTS = Loader()
 LIMIT = 2**63
 """Of the numbers in a state: torch.Generator takes a seed + epoch below twice this."""
 
@@ -80,7 +82,7 @@ class EpochLoader(DataLoader[Any]):
         rank: this rank among those that share the dataset.
         num_ranks: how many they are.
         device: where batches are handed out. For an accelerator they are collated in pinned memory.
-        options: of DataLoader, except for those about which samples make a batch, and about pinned memory.
+        options: of DataLoader, except for those about which samples make a batch.
     """
 
     sampler: EpochSampler
@@ -95,7 +97,7 @@ class EpochLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         sampler = EpochSampler(dataset, num_replicas=num_ranks, rank=rank)
-        super().__init__(dataset, sampler=sampler, pin_memory=device.type != "cpu", **options)
+        super().__init__(dataset, sampler=sampler, **{"pin_memory": device.type != "cpu"} | options)
         self.device = device
         self._place = Place()
         """Of the newest iteration."""
@@ -109,6 +111,7 @@ class EpochLoader(DataLoader[Any]):
         num_ranks: int,
         collate_fn: Callable[..., Any] | None,
         device: torch.device = _CPU,
+        config: Loader = _DEFAULTS,
     ) -> EpochLoader:
         """Batches of `batch_size` samples per rank, shuffled anew in every epoch, alike on all ranks."""
         return EpochLoader(
@@ -118,6 +121,9 @@ class EpochLoader(DataLoader[Any]):
             device=device,
             batch_size=batch_size,
             collate_fn=collate_fn,
+            num_workers=config.num_workers,
+            pin_memory=device.type != "cpu" if config.pin_memory is None else config.pin_memory,
+            drop_last=config.drop_last,
         )
 
     @property
@@ -172,7 +178,14 @@ class EpochLoader(DataLoader[Any]):
             )
             place = following
         self._place = place
-        self._next_start = following if place.position == num_samples else place
+        self._next_start = following if self._is_over(place) else place
+
+    def _is_over(self, place: Place) -> bool:
+        """True when no batch of the epoch is left behind a place."""
+        num_samples, num_ranks = len(self.dataset), self.sampler.num_replicas  # type: ignore[arg-type]
+        num_turns = -(-(num_samples - place.position) // num_ranks)
+        assert self.batch_size is not None, "EpochLoader counts in batches"
+        return num_turns < (self.batch_size if self.drop_last else 1)
 
 
 class _Batches(Iterator[Any]):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,22 +24,30 @@ from zeroshard.checkpoint.save import Saver
 from zeroshard.checkpoint.weights import MAX_SHARD_BYTES
 from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
+from zeroshard.comm.wrappers import refuse_wrappers
+from zeroshard.deepspeed.habits import DeepSpeedNames
 from zeroshard.memory.report import MemoryReport, measure
-from zeroshard.optim.clipping import check_clipping
 from zeroshard.optim.guard import StepGuard
 from zeroshard.optim.halfway import Arguments, Halfway
-from zeroshard.sharding import access
+from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding import restore as restoring
-from zeroshard.sharding.methods import EnginesOwn, WholeOnly, as_forward, held_unsharded
+from zeroshard.sharding.autograd import outside_transforms
+from zeroshard.sharding.methods import (
+    EnginesOwn,
+    WholeOnly,
+    as_forward,
+    held_unsharded,
+    register_method_of_part,
+)
 from zeroshard.sharding.nested import cast_inputs
 from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.restore import Closed
-from zeroshard.sharding.unit import UnitInfo
+from zeroshard.sharding.tracers import refuse_proxies
 
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-class Engine(ByName, nn.Module):
+class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
     """A sharded model with its optimizer. Made by `zeroshard.initialize`.
 
     Its parameters and buffers are the model's, under their original names; between steps the parameters
@@ -72,12 +79,13 @@ class Engine(ByName, nn.Module):
         """Steps that were not taken because gradients were not finite."""
         self._guard = StepGuard(parts.runtime, parts.config)
         self._halfway = Halfway()
-        self._micro_step = 0
+        self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
         self._is_ready = False
         """Whether `step()` has made the gradients ready for the optimizer."""
         weakref.finalize(self, saver.leave_alone)
         if parts.optimizer is not None:
             self._attach(parts.optimizer)
+        refuse_wrappers([self], object.__setattr__)
         parts.runtime.changes.set(module, "zero_grad", EnginesOwn(self, module, "zero_grad"))
         if hasattr(module, "save_pretrained"):
             whole_only = WholeOnly(parts.runtime, module, "save_pretrained")
@@ -91,15 +99,18 @@ class Engine(ByName, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward."""
+        if type(args) is not tuple:
+            refuse_proxies()
         if self._runtime.context.placements.frees_parameters or self._axes.dp.size == 1:
-            self._saver.check(self._axes.dp)  # elsewhere the ranks may call forward unevenly
+            with outside_transforms():
+                self._saver.check(self._axes.dp)  # elsewhere the ranks may call forward unevenly
         try:
             return self.module(*args, **kwargs)
         except BaseException:
             self._runtime.abandon_forward()
             raise
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> Tensor:
         """Compute gradients of `loss` / `gradient_accumulation_steps`, averaged over the ranks.
 
         In float16 the loss is multiplied by `loss_scale` and the gradients are divided by it again: `p.grad`
@@ -108,19 +119,43 @@ class Engine(ByName, nn.Module):
         Args:
             loss: 0-dim, this rank's mean over its micro-batch.
 
+        Returns:
+            The loss as it was given, detached: for sums that are to be logged.
+
         Raises:
             ValueError: something else was given.
         """
         _check_loss(loss)
-        num_steps, reducer = self.config.gradient_accumulation_steps, self._runtime.reducer
-        if reducer.is_half:
+        reducer, send = self._runtime.reducer, not self._runtime.context.placements.accumulates_locally
+        with reducer.deferring(not self._is_at_boundary, send=send), reducer.scaled(self.loss_scale):
+            self._factored(loss).backward()
+        return loss.detach()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss whose own `backward()` does what `engine.backward(loss)` does, once.
+
+        For one backward over the losses of several engines, each with its own scale:
+        `(first.scale(loss_1) + second.scale(loss_2)).backward()`. Then call `step()` of each engine. A loss
+        that depends on several engines needs the same `loss_scale` in all of them.
+
+        Args:
+            loss: as for `backward`.
+
+        Raises:
+            ValueError: something else was given.
+        """
+        _check_loss(loss)
+        scaled = self._factored(loss.view_as(loss))
+        runtime, more, value = self._runtime, not self._is_at_boundary, self.loss_scale
+        send = not runtime.context.placements.accumulates_locally
+        scaled.register_hook(lambda _: runtime.announce(more, send=send, loss_scale=value))
+        return scaled
+
+    def _factored(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, over the number of micro-batches."""
+        if self._runtime.reducer.is_half:
             loss = loss * self.loss_scale
-        if num_steps > 1:
-            loss = loss / num_steps
-        placements = self._runtime.context.placements
-        more, send = not self._is_at_boundary, not placements.accumulates_locally
-        with reducer.deferring(more, send=send), reducer.scaled(self.loss_scale):
-            loss.backward()
+        return loss / self._num_micro_batches if self._num_micro_batches > 1 else loss
 
     def step(self) -> bool:
         """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
@@ -190,41 +225,34 @@ class Engine(ByName, nn.Module):
                 f"train_batch() after {self._micro_step} micro-batches of an unfinished step: end it with "
                 "backward() and step(), or drop it with zero_grad()"
             )
-        num_steps = self.config.gradient_accumulation_steps
+        num_steps = self._num_micro_batches
         device = self._runtime.context.device
-        total = torch.zeros((), device=device)
+        total = torch.zeros((), dtype=torch.float32, device=device)
         pieces = zip(split_batch(inputs, num_steps), split_batch(targets, num_steps), strict=True)
         for piece, target in pieces:
             loss = self._loss(to_device(piece, device), to_device(target, device))
-            self.backward(loss)
-            total += loss.detach().float()
+            total += self.backward(loss).float()
             self.step()
         axis = self._axes.dp
         return axis.sum(total / num_steps, "mean of the loss") / axis.size
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, backward adds gradients up on this rank and sends nothing."""
-        return self._runtime.reducer.deferring(True)
+    def set_gradient_accumulation_steps(self, number: int) -> None:
+        """Take another number of micro-batches in each step from now on; on all ranks alike.
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); collective.
-
-        Args:
-            max_norm: the norm that is left at most.
-            norm_type: the order of the norm, above 0; inf gives the largest magnitude.
-            error_if_nonfinite: raise where the norm is inf or nan.
-
-        Returns:
-            The norm over the gradients of all parameters before that; 0-dim, float32.
+        For a last step of fewer micro-batches, for example. The config keeps its number.
 
         Raises:
-            RuntimeError: `error_if_nonfinite`, by the names of the parameters; gradients are as they were.
+            ValueError: another value than an integer >= 1.
+            RuntimeError: in the middle of a step, whose gradients are divided by another number.
         """
-        order = check_clipping(max_norm, norm_type)
-        self._runtime.before_step()
-        return self._guard.clip(max_norm, order, error_if_nonfinite)
+        if type(number) is not int or number < 1:
+            raise ValueError(f"gradient_accumulation_steps: expected an integer >= 1, got {number!r}")
+        if self._micro_step or self._runtime.has_gradients:
+            raise RuntimeError(
+                f"set_gradient_accumulation_steps({number}) in the middle of a step, whose gradients are "
+                f"divided by {self._num_micro_batches}: call it after step() or zero_grad()"
+            )
+        self._num_micro_batches = number
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -242,7 +270,7 @@ class Engine(ByName, nn.Module):
 
     @property
     def _is_at_boundary(self) -> bool:
-        return self._micro_step + 1 >= self.config.gradient_accumulation_steps
+        return self._micro_step + 1 >= self._num_micro_batches
 
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
         named = dict(inputs) if isinstance(inputs, Mapping) else {}
@@ -293,33 +321,7 @@ class Engine(ByName, nn.Module):
                 "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
             )
         if not has_closure:
-            self._runtime.reducer.pace.expect_backwards(self.config.gradient_accumulation_steps)
-
-    # -- parameters -----------------------------------------------------------------------------------
-
-    @contextmanager
-    def unsharded(self, *modules: nn.Module, write_back: bool = False) -> Iterator[None]:
-        """Show full parameters, in the main dtype, on every rank, with the gradients that they have.
-
-        Args:
-            modules: parts of the model; none means all of it. Whole units are gathered.
-            write_back: keep edits of parameters and gradients; every rank must make the same ones.
-
-        Raises:
-            ValueError: a module that is not part of the model.
-            RuntimeError: the ranks made different edits.
-        """
-        inside = set(self.module.modules())
-        parts = [self.module if module is self else module for module in modules or (self.module,)]
-        for part in parts:
-            if part not in inside:
-                raise ValueError(f"unsharded: expected modules of the model, got {type(part).__name__}")
-        with access.unsharded(self._runtime, parts, write_back):
-            yield
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Rank 0: CPU tensors under the model's original names, parameters in float32; {} elsewhere."""
-        return access.full_state_dict(self._runtime)
+            self._runtime.reducer.pace.expect_backwards(self._num_micro_batches)
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
@@ -451,10 +453,17 @@ class Engine(ByName, nn.Module):
         Inside it parameters are gathered and freed, and gradients reduced, as in `forward`. `generate` has
         a method of its own already.
 
+        Args:
+            name: of a method of the model; of a part of it with the name of the part, "encoder.encode". Such
+                a method is called as `engine.module.encoder.encode(...)`, by all ranks.
+
         Raises:
             ValueError: the model has no such method, or the engine has something of that name.
         """
         if name == "generate":
+            return
+        if "." in name:
+            register_method_of_part(self._runtime, name)
             return
         if hasattr(Engine, name):
             raise ValueError(f"the engine has a method {name!r} itself; call the model's another name")
@@ -515,11 +524,6 @@ class Engine(ByName, nn.Module):
         """The device mesh; gone once the interpreter ends."""
         assert self._axes.mesh is not None, "the interpreter has not ended"
         return self._axes.mesh
-
-    @property
-    def units(self) -> list[UnitInfo]:
-        """Name, padded size, whether it is kept from forward to backward, and why it is one, of each unit."""
-        return self._runtime.unit_infos
 
     def memory_report(self) -> MemoryReport:
         """Measured bytes on this rank, by kind."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.checkpoint.capture import Parts
 from zeroshard.checkpoint.save import Saver
@@ -23,6 +23,7 @@ from zeroshard.engine import Engine, LossFunction
 from zeroshard.optim.overrides import forget, read_overrides
 from zeroshard.optim.takeover import OptimizerFactory, check_optimizer, take_over
 from zeroshard.sharding.agreement import check_agreement
+from zeroshard.sharding.recorder import refuse_recording
 from zeroshard.sharding.shard import open_data_parallel, shard_over
 from zeroshard.sharding.units import find_units
 
@@ -59,7 +60,8 @@ def initialize(
             registered with bitsandbytes' GlobalOptimManager is read here, for its optimizers and for ours
             with 8-bit states.
         config: a Config, a dict, or a path to a .json or .toml file.
-        training_data: becomes a DataLoader with a distributed sampler and `config.micro_batch_size`.
+        training_data: becomes a DataLoader with a distributed sampler, `config.micro_batch_size` and what
+            `config.loader` asks for.
         collate_fn: for that DataLoader.
         lr_scheduler: over `optimizer`, or a callable that makes one from it; `engine.step()` advances it.
         loss_fn: (output, targets) -> 0-dim mean loss, for `train_batch`.
@@ -75,11 +77,18 @@ def initialize(
         raise ValueError("not available in zeroshard yet: tp_plan")
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
+    if isinstance(training_data, DataLoader):
+        raise ValueError(
+            "training_data: expected a Dataset, of which each rank gets its own part, got a DataLoader: give "
+            "its `dataset` here, with collate_fn= and Config(micro_batch_size=..., loader=...); or leave "
+            "training_data out and go on with your loader, over a DistributedSampler"
+        )
     if training_data is not None and not (hasattr(training_data, "__len__") and len(training_data)):
         raise ValueError(f"training_data: expected a Dataset with a length above 0, got {training_data!r}")
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"loss_fn: expected a callable (output, targets) -> loss, got {loss_fn!r}")
-    find_units(model, config.units)  # refuses what cannot be sharded, before anything is started
+    refuse_recording("initialize")
+    find_units(model, config.units, config.ignored)  # refuses a model before anything is started
     optimizer = _build_optimizer(optimizer, model)
     overrides = read_overrides(optimizer, {parameter: name for name, parameter in model.named_parameters()})
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
@@ -98,7 +107,13 @@ def initialize(
     dataloader = None
     if training_data is not None:
         dataloader = EpochLoader.over(
-            training_data, config.micro_batch_size, axes.dp.rank, axes.dp.size, collate_fn, device
+            training_data,
+            config.micro_batch_size,
+            axes.dp.rank,
+            axes.dp.size,
+            collate_fn,
+            device,
+            config.loader,
         )
     parts = Parts(
         runtime=runtime, config=config, optimizer=optimizer, lr_scheduler=lr_scheduler, loader=dataloader

@@ -61,7 +61,7 @@ def test_a_world_that_does_not_fit_the_mesh_is_refused_with_the_numbers(ranks, n
 
 
 def open_axes_without_a_shard_axis():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("somewhere",))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("somewhere", "else"))
     try:
         open_axes(mesh, world())
     except ValueError as error:
@@ -69,7 +69,7 @@ def open_axes_without_a_shard_axis():
     return None
 
 
-def test_a_mesh_without_the_shard_axis_is_refused_with_its_names(ranks):
+def test_a_mesh_of_two_axes_without_the_shard_axis_is_refused_with_its_names(ranks):
     for message in ranks(2, open_axes_without_a_shard_axis):
         assert "'dp_shard'" in message
         assert "somewhere" in message

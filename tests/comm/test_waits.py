@@ -2,6 +2,7 @@
 
 import threading
 import time
+import traceback
 
 import pytest
 import torch
@@ -93,3 +94,46 @@ def close_after_an_error():
 
 def test_an_axis_whose_communicators_are_aborted_forgets_its_groups(ranks):
     assert ranks(2, close_after_an_error) == [[0], [0]]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer [::1]:546. "
+            "This is typically caused by a remote worker crashing.",
+            "(the connection to it is closed)",
+        ),
+        (
+            "[../third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:738: Connection "
+            "reset by peer",
+            "(the connection to it is closed)",
+        ),
+        (
+            "[/a/gloo/transport/tcp/unbound_buffer.cc:85] Timed out waiting 2000ms for recv operation",
+            "(no answer in time)",
+        ),
+        ("[/a/b/pair.h:3] Something else\nwith more", "(Something else)"),
+    ],
+)
+def test_errors_of_the_backend_are_told_in_our_words(theirs, ours):
+    error = Waits("rank 0 of 2", CPU, 1.0).error("first thing", RuntimeError(theirs))
+    assert ours in str(error)
+    assert "third_party" not in str(error)
+
+
+def lose_a_rank():
+    """The error of rank 0 as it is printed: rank 1 is gone."""
+    axis = Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=2.0)
+    if axis.rank == 1:
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        axis.all_gather(torch.zeros(2), torch.zeros(1), tag=0, label="first thing").wait()
+    return "".join(traceback.format_exception(caught.value))
+
+
+def test_the_text_of_the_backend_is_not_printed_beside_ours(ranks):
+    text = ranks(2, lose_a_rank)[0]
+    assert text.count("RuntimeError") == 1
+    assert "gave up in the first thing" in text
+    assert "gloo" not in text

@@ -19,7 +19,9 @@ def test_a_report_tells_where_each_rank_is():
     assert report(sightings, silence_s=3.0) == (
         "rank 0 is in the forward of unit 'layers.7' since 2.0 s; "
         "rank 1 waits in the all-gather of unit 'layers.3' since 12.1 s; "
-        "rank 2 has exited; nothing is known of rank 3"
+        "rank 2 has exited; nothing is known of rank 3. If rank 2 is not on its way there: every forward (in "
+        "evaluation too), save_checkpoint, load_checkpoint, save_pretrained and full_state_dict exchange "
+        "between ranks: call this on all ranks, equally often"
     )
 
 
@@ -97,3 +99,21 @@ def test_a_collective_of_one_stream_is_noticed_though_later_ones_of_another_are_
     for _ in range(100):
         here.issue(Wait(GATHER, time.monotonic(), 10.0, lambda: True))
     assert here.find_overdue(0.0) == REDUCE
+
+
+@pytest.mark.parametrize(
+    ("other", "is_advised"),
+    [
+        (Status("is outside of forward, backward and optimizer step", 5.0), True),
+        (EXITED, True),
+        (COMPUTES, False),
+        (FAILED, False),
+        (Status(f"waits in the {REDUCE}", 3.0), False),
+    ],
+)
+def test_a_rank_that_waits_for_one_in_no_call_tells_what_all_ranks_must_call(other, is_advised):
+    sightings = {0: Sighting(Status(f"waits in the {GATHER}", 12.0), 0.0), 3: Sighting(other, 0.5)}
+    text = report(sightings, silence_s=3.0)
+    assert ("If rank 3 is not on its way there: every forward (in evaluation too)" in text) == is_advised
+    assert ("call this on all ranks" in text) == is_advised
+    assert "on all ranks" not in report({3: sightings[3]}, silence_s=3.0)

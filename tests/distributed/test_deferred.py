@@ -73,3 +73,28 @@ def adagrad_on_meta() -> str:
 def test_an_optimizer_whose_state_has_no_values_is_refused(ranks):
     (message,) = ranks(1, adagrad_on_meta)
     assert message.startswith("Adagrad has made its state for '0.weight' on the meta device")
+
+
+def start_inside() -> list:
+    engine, *_ = zeroshard.initialize(make(), grouped, {"stage": 3})
+    tokens = torch.arange(9)[None]
+    with zeroshard.deferred_init():
+        model = make()
+        for call, name in ((zeroshard.initialize, "initialize"), (zeroshard.shard, "shard")):
+            with pytest.raises(RuntimeError, match=rf"^{name} inside zeroshard\.deferred_init\(\)"):
+                call(model)
+        with pytest.raises(
+            RuntimeError, match=r"^a forward of a sharded model inside zeroshard\.deferred_init"
+        ):
+            engine(tokens)
+    losses = []
+    for made in (engine, zeroshard.initialize(model, grouped, {"stage": 3}).engine):
+        loss = F.cross_entropy(made(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        made.backward(loss)
+        losses.append(made.step())
+    return losses
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_needs_memory_is_refused_while_a_model_is_recorded_and_works_afterwards(ranks, num_ranks):
+    assert ranks(num_ranks, start_inside) == [[True, True]] * num_ranks

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import zeroshard
 from tests.distributed.training import (
     STAGES,
     build,
@@ -254,3 +255,92 @@ def test_models_that_generate_through_their_parts_generate_as_plain_pytorch_does
     pytest.importorskip("transformers")
     for stage in (0, 3):
         assert ranks(2, generated_in_parts, make, stage, timeout=120) == [(True, True, 0)] * 2
+
+
+# ------------------------------------------------------------------------------------- methods of parts
+
+
+class Encoder(nn.Module):
+    """A unit whose forward calls its method; others call the method, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 7)), None
+        self.scale = nn.Parameter(torch.ones(7))
+
+    def encode(self, x, *, gain=1.0):
+        return {"hidden": self.inner(x) * self.scale * gain}
+
+    def forward(self, x):
+        return self.encode(x)["hidden"]
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoders, self.norm = nn.ModuleList(Encoder() for _ in range(3)), nn.LayerNorm(7)
+        self.rest = Encoder()
+
+    def forward(self, x):
+        for encoder in self.encoders:
+            x = x + encoder(x)
+            x = x + encoder.encode(x, gain=0.5)["hidden"]
+        return self.norm(x) + self.rest.encode(x)["hidden"]
+
+
+def parts_loss(model, number):
+    x, net = numbers(number, 5, 7), model if isinstance(model, zeroshard.Engine) else plain(model)
+    loss = model(x).square().mean()
+    if number % 2:
+        loss = net.encoders[1].encode(x)["hidden"].square().mean() + net.rest.encode(x)["hidden"].mean()
+    return loss
+
+
+def methods_of_parts(config):
+    torch.manual_seed(0)
+    model, found = Parts(), []
+    replica = copy.deepcopy(model)
+    optimizer, losses = torch.optim.AdamW(replica.parameters(), lr=1e-2), []
+    for number in range(4):
+        loss = parts_loss(replica, number)
+        loss.backward()
+        for parameter in replica.parameters():
+            if parameter.grad is not None:
+                parts = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
+                dist.all_gather(parts, parameter.grad / len(parts))
+                parameter.grad = sum(parts[1:], parts[0])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    want = finish(replica, losses)
+    for stage in STAGES:
+        optimizer = torch.optim.AdamW((copied := copy.deepcopy(model)).parameters(), lr=1e-2)
+        engine, optimizer = start(copied, optimizer, stage=stage, **config)
+        for name in (*(f"encoders.{number}.encode" for number in range(3)), "rest.encode"):
+            engine.register_forward_method(name)
+        got = finish(engine, [step(engine, optimizer, parts_loss, number) for number in range(4)])
+        found += differences(f"stage {stage}", got, want)
+    return found, engine.memory_report().unsharded
+
+
+@pytest.mark.parametrize("config", [{}, {"recompute": "unit"}, {"units": ["Encoder", "Sequential"]}])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_methods_of_parts_train_as_in_plain_pytorch_to_the_bit(ranks, num_ranks, config):
+    assert ranks(num_ranks, methods_of_parts, config) == [([], 0)] * num_ranks
+
+
+def unknown_parts():
+    engine, _ = start(Parts(), "SGD")
+    messages = []
+    for name in ("decoder.encode", "rest.decode", "rest.inner"):
+        with pytest.raises(ValueError, match="register_forward_method") as caught:
+            engine.register_forward_method(name)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_methods_that_no_part_has_are_refused(ranks):
+    ((module, method, child),) = ranks(1, unknown_parts)
+    assert "no module 'decoder'" in module
+    assert "expected a method of Encoder, got 'decode'" in method
+    assert "expected a method of Encoder, got 'inner'" in child

@@ -246,5 +246,30 @@ def with_a_late_group():
     return True
 
 
+def with_a_late_layer():
+    """The errors of steps that train a layer of the model that came after initialize, by stage."""
+    found = []
+    for stage in STAGES:
+        engine, optimizer = start(nn.Sequential(nn.Linear(7, 3), nn.Tanh()), stage=stage)
+        engine.module.append(nn.Linear(3, 1))
+        optimizer.add_param_group({"params": list(engine.module[2].parameters())})
+        engine(torch.ones(2, 7)).sum().backward()
+        try:
+            optimizer.step()
+            found.append("nothing was raised")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_layer_that_was_added_after_sharding_is_named_at_the_step(ranks, num_ranks):
+    for found in ranks(num_ranks, with_a_late_layer):
+        assert len(found) == len(STAGES)
+        for text in found:
+            assert "the parameter '2.weight'" in text
+            assert "before initialize" in text
+
+
 def test_a_parameter_that_was_added_after_sharding_is_refused_at_the_step(ranks):
     assert ranks(2, with_a_late_group) == [True, True]

@@ -235,8 +235,8 @@ def traffic_and_memory():
         engine.reset_comm_report()
         with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, _same):
             loss = token_loss(engine, 1)
-        own = {p.untyped_storage().data_ptr() for b in engine._runtime.buffers for p in b.unsharded}
-        kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+        own = {p.untyped_storage()._cdata for b in engine._runtime.buffers for p in b.unsharded}
+        kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
         num_bytes = sum(size for pointer, size in kept.items() if pointer not in own)
         loss.backward()
         optimizer.step()

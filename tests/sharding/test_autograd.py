@@ -9,12 +9,22 @@ import types
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.utils.flop_counter
 from hypothesis import given
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
-from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward, outermost_checkpoint
+from zeroshard.sharding.autograd import (
+    at_end_of_backward,
+    is_in_backward,
+    is_transformed,
+    outermost_checkpoint,
+    outside_transforms,
+    tracer_around,
+)
 from zeroshard.sharding.nested import cast_floats, find_tensors, view_tensors
 
 
@@ -526,3 +536,47 @@ def test_outside_of_a_checkpoint_and_up_to_a_caller_there_is_none():
         return x * 2
 
     checkpoint(inside, torch.ones(2, requires_grad=True), use_reentrant=False)
+
+
+# ----------------------------------------------------------------------------- transforms and tracers
+
+
+def around(x):
+    """What is around, before, inside and after a part that is outside of it."""
+    before = is_transformed(), tracer_around()
+    with outside_transforms():
+        inside = is_transformed(), tracer_around(), torch.ones(2).mul(2).data_ptr() != 0
+    return before, inside, (is_transformed(), tracer_around())
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jacrev", "jacfwd", "hessian"])
+def test_inside_a_transform_plain_tensors_can_be_computed_and_the_transform_goes_on(transform):
+    seen = []
+
+    def function(x):
+        seen.append(around(x))
+        return x.square().sum()
+
+    getattr(torch.func, transform)(function)(torch.ones(2, 2) if transform == "vmap" else torch.ones(2))
+    assert seen == [((True, None), (False, None, True), (True, None))]
+    assert not is_transformed()
+
+
+def test_each_tracer_has_a_name_and_a_mode_of_a_user_has_none():
+    seen = []
+
+    def function(x):
+        seen.append(around(x))
+        return x * 2
+
+    torch.jit.trace(function, torch.ones(2), check_trace=False)
+    make_fx(function)(torch.ones(2))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        function(torch.ones(2))
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        function(torch.ones(2))
+    assert [(before[1] or "none").split(",")[0] for before, _, _ in seen] == [
+        *("torch.jit.trace", "make_fx", "FakeTensorMode", "none")
+    ]
+    assert all(before == after for before, _, after in seen)
+    assert tracer_around() is None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import zeroshard
 from zeroshard.sharding.deferred import values_of
 from zeroshard.sharding.materialize import check_values, materialize_others, record_resets
+from zeroshard.sharding.recorder import is_recording
 
 
 class Layers(nn.Module):
@@ -63,6 +64,30 @@ class Buffers(nn.Module):
         self.listed = torch.linspace(0, 1, 3).tolist()
 
 
+class MetaParts(nn.Module):
+    """Layers that begin on the meta device on purpose, where an ordinary init draws nothing for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped = nn.utils.skip_init(nn.Linear, 3, 4)
+        nn.init.zeros_(self.skipped.weight)
+        nn.init.normal_(self.skipped.bias)
+        with torch.device("meta"):
+            self.emptied = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+            self.replaced, self.assigned = nn.Linear(3, 4), nn.Linear(3, 4)
+        assert self.emptied[0].weight.is_meta
+        assert torch.empty(2, device="meta").is_meta
+        self.emptied.to_empty(device="cpu")
+        for layer in self.emptied:
+            layer.reset_parameters()
+        self.replaced = nn.Linear(3, 4)
+        like = torch.empty_like(self.assigned.weight, device="cpu").uniform_()
+        self.assigned.load_state_dict({"weight": like, "bias": torch.ones(4)}, assign=True)
+        self.transposed = nn.Parameter(torch.empty_like(torch.empty(3, 4, device="meta").t(), device="cpu"))
+        nn.init.normal_(self.transposed)
+        self.last = nn.Linear(4, 2)
+
+
 def tensors(model: nn.Module) -> dict[str, Tensor]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     return {name: values_of(tensor) for name, tensor in named}
@@ -79,7 +104,7 @@ def both(make: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
     return plain, deferred
 
 
-@pytest.mark.parametrize("make", [Layers, Inits, Buffers])
+@pytest.mark.parametrize("make", [Layers, Inits, Buffers, MetaParts])
 def test_deferred_values_are_those_of_an_ordinary_init_to_the_bit(make):
     plain, deferred = both(make)
     assert all(parameter.is_meta for parameter in deferred.parameters())
@@ -121,6 +146,30 @@ def test_a_model_built_on_the_meta_device_is_reset_to_the_values_of_an_ordinary_
     record_resets(model)
     expected, got = tensors(plain), tensors(model)
     assert all(torch.equal(value, expected[name]) for name, value in got.items())
+
+
+def test_blocks_may_be_nested_and_nothing_stays_of_one_that_an_exception_has_left():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    torch.manual_seed(0)
+    with zeroshard.deferred_init():
+        with zeroshard.deferred_init():
+            inner = nn.Linear(2, 2)
+        model = nn.Sequential(inner, nn.Linear(2, 2))
+    expected = tensors(plain)
+    assert all(torch.equal(value, expected[name]) for name, value in tensors(model).items())
+    with pytest.raises(KeyError), zeroshard.deferred_init():
+        raise KeyError
+    assert not torch.empty(1).is_meta
+    assert not nn.modules.module._global_parameter_registration_hooks
+    assert not is_recording()
+
+
+def test_a_layer_that_stays_on_the_meta_device_among_deferred_ones_is_refused_by_name():
+    with zeroshard.deferred_init():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    record_resets(model)
+    assert refusal(model).startswith("parameter '1.weight' is on the meta device")
 
 
 def refusal(model: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -83,7 +84,7 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
             "step first, or drop them with zero_grad()"
         )
     state = OptimizerState([], {}, {}, {}, [])
-    model = ModelState({}, {}, {})
+    model = ModelState({}, {}, {}, {})
     schedule, folder, kept = None, Path(), {}
 
     left_out = [] if parts.config.checkpoint.frozen else frozen_names(runtime)
@@ -95,6 +96,13 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
         if axis.rank == 0:
             check_free(folder, tag)
         model = read_model(runtime)
+        if model.ignored:
+            warnings.warn(
+                f"the checkpoint leaves out parameters that each rank keeps for itself (Config.ignored), and "
+                f"their optimizer states: {', '.join(map(repr, model.ignored))}. Give them as client_state "
+                "if they are the same on all ranks, or write a file for each rank",
+                stacklevel=5,
+            )
         if optimizer is not None:
             state = read_optimizer(optimizer)
             check_plain(state.groups, "parameter groups")

@@ -176,8 +176,8 @@ def _plan(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Weights, dict[s
         names[sharded.fqn] = saved_names(model, (sharded.fqn, *state.aliases.get(sharded.fqn, ())))
         info = TensorInfo(sharded.dtype, tuple(sharded.full_shape))
         parameters |= dict.fromkeys(names[sharded.fqn], _cast(info, dtype))
-    not_saved = model.get("not_saved", ())
-    buffers = {name: _info(b) for name, b in state.buffers.items() if name not in not_saved}
+    not_saved, others = model.get("not_saved", ()), state.buffers | state.ignored
+    buffers = {name: _info(b) for name, b in others.items() if name not in not_saved}
     return _Weights(model, parameters, buffers), names
 
 
@@ -192,7 +192,8 @@ def _gather(
     is_first = runtime.context.axes.dp.rank == 0
     for buffer in runtime.buffers:
         yield from _gather_buffer(buffer, names, is_first)
-    for name, value in read_model(runtime).buffers.items() if is_first else ():
+    state = read_model(runtime)
+    for name, value in (state.buffers | state.ignored).items() if is_first else ():
         if name in buffers and value.numel():
             yield TensorSlice(name, tuple(value.shape), 0, value.reshape(-1))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.checkpoint import plain, rng
@@ -30,6 +30,7 @@ from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.layerwise import LayerWise
 from zeroshard.optim.scaling import LossScale
 from zeroshard.optim.statenames import from_common
+from zeroshard.sharding.ignored import only_sharded
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.rounding import Rounding
 from zeroshard.sharding.runtime import Runtime
@@ -365,11 +366,13 @@ def _restore_optimizer(optimizer: Optimizer | None, plan: _Plan, targets: Target
         return
     known = {name for group in plan.values["groups"] for name in group["names"]}
     for parameter in list(optimizer.state):  # Adagrad needs the state that it made when it was built
-        if not isinstance(parameter, ShardedParameter) or plan.names[parameter.fqn] in known:
+        if not isinstance(parameter, nn.Parameter) or (
+            isinstance(parameter, ShardedParameter) and plan.names[parameter.fqn] in known
+        ):
             del optimizer.state[parameter]
     optimizer.state.update(plan.values["other"])
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
+        for parameter in only_sharded(group["params"]):
             scalars = plan.states[parameter].scalars
             placed = {key: place_scalar(key, value, parameter, group) for key, value in scalars.items()}
             if state := placed | targets[parameter]:

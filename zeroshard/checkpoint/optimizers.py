@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.checkpoint.blockwise import shape_of
 from zeroshard.checkpoint.checks import SMALL
 from zeroshard.optim.statenames import to_common
+from zeroshard.sharding.ignored import only_sharded
 from zeroshard.sharding.parameter import ShardedParameter
 
 HOW = frozenset(
@@ -56,9 +57,11 @@ def read_optimizer(optimizer: Optimizer) -> OptimizerState:
     state = OptimizerState([], {}, {}, {}, [])
     for group in optimizer.param_groups:
         hyperparameters = {key: value for key, value in group.items() if key not in HOW}
-        state.groups.append({"names": [p.fqn for p in group["params"]], **hyperparameters})
+        state.groups.append({"names": [p.fqn for p in only_sharded(group["params"])], **hyperparameters})
     saved: Mapping[Any, Any] = optimizer.state
     for parameter, values in saved.items():
+        if isinstance(parameter, nn.Parameter) and not isinstance(parameter, ShardedParameter):
+            continue  # an ignored one
         if not isinstance(parameter, ShardedParameter):
             _check_key(optimizer, parameter)
             state.other[parameter] = values
@@ -140,7 +143,7 @@ def match_groups(
     home = {name: index for index, group in enumerate(saved) for name in group["names"]}
     matches: list[int | None] = []
     for number, group in enumerate(optimizer.param_groups):
-        held = [names[p.fqn] for p in group["params"]]
+        held = [names[p.fqn] for p in only_sharded(group["params"])]
         sources = sorted({home[name] for name in held if name in home})
         for other in sources[1:]:
             for key in sorted(saved[sources[0]].keys() | saved[other].keys()):

@@ -23,6 +23,7 @@ from zeroshard.optim.eightbit.blocks import Quantized, num_blocks
 from zeroshard.optim.eightbit.codebook import Codebook, codebook
 from zeroshard.optim.eightbit.states import ABSMAX
 from zeroshard.optim.statenames import num_bits, to_common
+from zeroshard.sharding.ignored import only_sharded
 from zeroshard.sharding.layout import Span
 from zeroshard.sharding.parameter import ShardedParameter
 
@@ -72,7 +73,7 @@ def match_states(
     """
     by_name = _tensors_by_parameter(stored)
     states: SavedStates = {}
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    for parameter in (p for group in optimizer.param_groups for p in only_sharded(group["params"])):
         name, bits = names[parameter.fqn], num_bits(optimizer, parameter)
         tensors = by_name.get(name, {})
         converted = _check_states(optimizer, parameter.fqn, bits, stored, tensors)

@@ -65,18 +65,22 @@ class ModelState:
     """Persistent ones."""
     extra: dict[str, Any]
     """What modules' get_extra_state() gave."""
+    ignored: dict[str, Tensor]
+    """Parameters that are not sharded, each rank's own."""
 
 
 def read_model(runtime: Runtime) -> ModelState:
     """Names and buffers, as the model's own state_dict() tells them."""
     names = {id(parameter): parameter.fqn for parameter in runtime.parameters}
-    state = ModelState(aliases={}, buffers={}, extra={})
+    state = ModelState(aliases={}, buffers={}, extra={}, ignored={})
     for name, value in runtime.root.module.state_dict(keep_vars=True).items():
         if (fqn := names.get(id(value))) is not None:
             if name != fqn:
                 state.aliases[fqn] = (*state.aliases.get(fqn, ()), name)
         elif name.rpartition(".")[2] == "_extra_state":  # may be a tensor, and is no buffer even then
             state.extra[name] = value
+        elif value in runtime.ignored:
+            state.ignored[name] = value.detach()
         elif isinstance(value, Tensor):
             state.buffers[name] = value.detach()
     return state

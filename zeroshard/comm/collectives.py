@@ -413,7 +413,7 @@ class Axis:
                 works.append(self._receive(received[back], back, tag))
                 works.append(self._send(sent[peer], peer, tag))
         except RuntimeError as error:
-            raise self.waits.error(label, error) from error
+            raise self.waits.error(label, error) from None
         return works
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:

@@ -166,17 +166,22 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
     """This rank's view of `mesh`; collective: all ranks must call it in the same order.
 
     Args:
-        mesh: with an axis dp_shard; with dp_replicate too, it holds all ranks.
+        mesh: of one axis, whatever its name, or with an axis dp_shard; with dp_replicate too, it holds all
+            ranks.
         world: all ranks.
         inner_size: ranks of a part of the shard group, see `Axes.dp_inner`.
 
     Raises:
-        ValueError: the mesh has no axis named dp_shard, or its size does not fit.
+        ValueError: the mesh has several axes and none is named dp_shard, or its size does not fit.
     """
     names = mesh.mesh_dim_names or ()
-    if DP_SHARD not in names:
-        raise ValueError(f"expected a mesh with an axis {DP_SHARD!r}, got {mesh.mesh_dim_names}")
-    shard = mesh.get_group(DP_SHARD)
+    if DP_SHARD not in names and mesh.ndim != 1:
+        raise ValueError(
+            f"expected a mesh of one axis, or one with an axis {DP_SHARD!r} (and {DP_REPLICATE!r} for hybrid "
+            f"sharding), got {mesh.ndim} axes with the names {mesh.mesh_dim_names}: rename its axes, or give "
+            "one of them: mesh['name']"
+        )
+    shard = mesh.get_group(DP_SHARD if DP_SHARD in names else 0)
     if DP_REPLICATE in names:
         if mesh.size() != world.size:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -57,7 +58,7 @@ class Waits:
                 assert work is not None, "this rank is a member of the group"
                 work.wait(timedelta(seconds=max(_SHORTEST_S, until - time.monotonic())))
         except RuntimeError as error:
-            raise self.error(label, error) from error
+            raise self.error(label, error) from None
         finally:
             self.here.wait = None
 
@@ -109,7 +110,7 @@ class Waits:
             self._check()
             yield
         except RuntimeError as error:
-            raise self.error(label, error) from error
+            raise self.error(label, error) from None
 
     def _check(self) -> None:
         if self.here.is_interrupted:
@@ -118,14 +119,33 @@ class Waits:
     def error(self, label: str, error: RuntimeError) -> RuntimeError:
         """Make the error to raise for one in a collective: it names this rank, and where the others are."""
         self.have_failed = True
-        reason = str(error).strip().splitlines()[0]
         text = (
             f"{self.who} gave up in the {label} after at most "
             f"{self._timeout_s:g} s: another rank has failed, has ended, or did not "
-            f"come to the same point ({reason})"
+            f"come to the same point ({_in_our_words(error)})"
         )
         if self.here.is_interrupted:
             text = f"{self.who} gave up in the {label}, as there is an alarm"
         if self.watchdog is not None:
             text += f"; {self.watchdog.raise_alarm(f'{self.who} gave up in the {label}')}"
         return RuntimeError(text)
+
+
+_REASONS = {
+    "Connection closed by peer": "the connection to it is closed",
+    "Connection reset by peer": "the connection to it is closed",
+    "Broken pipe": "the connection to it is closed",
+    "Application timeout caused pair closure": "no answer in time",
+    "Timed out waiting": "no answer in time",
+    "Operation timed out": "no answer in time",
+}
+"""Errors of Gloo that mean no more than that another rank is not there, in our words."""
+
+_SOURCE = re.compile(r"\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*")
+"""The place in a backend's code that it puts before a message."""
+
+
+def _in_our_words(error: RuntimeError) -> str:
+    text = str(error).strip()
+    known = (ours for theirs, ours in _REASONS.items() if theirs in text)
+    return next(known, None) or _SOURCE.sub("", text).splitlines()[0]

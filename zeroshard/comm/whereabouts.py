@@ -15,6 +15,11 @@ from zeroshard.comm.ledger import Entries, Ledger
 _AT_ONCE = timedelta(milliseconds=1)
 """Gloo closes all connections of a group when a wait for a send or a receive takes longer than its timeout.
 Then each wait for one of them ends, that of the main thread too."""
+_WAITS = "waits in the "
+_ON_ALL_RANKS = (
+    "every forward (in evaluation too), save_checkpoint, load_checkpoint, save_pretrained and "
+    "full_state_dict exchange between ranks: call this on all ranks, equally often"
+)
 _OUTSIDE = "is outside of forward, backward and optimizer step"
 
 
@@ -47,6 +52,11 @@ class Sighting(NamedTuple):
     silent_s: float
     """Seconds since it came."""
 
+    @property
+    def is_absent(self) -> bool:
+        """True when the rank is in no call of ours, or has ended without an exception."""
+        return self.status.text == _OUTSIDE or (self.status.has_ended and not self.status.has_failed)
+
 
 def describe(rank: int, sighting: Sighting | None, silence_s: float) -> str:
     """Where a rank is, in words; one that has been silent for `silence_s` is taken for lost."""
@@ -62,8 +72,14 @@ def describe(rank: int, sighting: Sighting | None, silence_s: float) -> str:
 
 
 def report(sightings: Mapping[int, Sighting | None], silence_s: float) -> str:
-    """Where each rank is, in one line."""
-    return "; ".join(describe(rank, sighting, silence_s) for rank, sighting in sightings.items())
+    """Where each rank is, in one line; with advice where some wait for others that are in no call."""
+    text = "; ".join(describe(rank, sighting, silence_s) for rank, sighting in sightings.items())
+    statuses = [sighting.status for sighting in sightings.values() if sighting is not None]
+    some_wait = any(status.text.startswith(_WAITS) for status in statuses)
+    absent = [rank for rank, sighting in sightings.items() if sighting is not None and sighting.is_absent]
+    if some_wait and absent:
+        text += f". If rank {absent[0]} is not on its way there: {_ON_ALL_RANKS}"
+    return text
 
 
 def find_lost(sightings: Mapping[int, Sighting | None], limit_s: float) -> str | None:
@@ -149,7 +165,7 @@ class Whereabouts:
     def status(self) -> Status:
         now, wait, issued = time.monotonic(), self.wait, self.on_device
         if wait is not None:
-            return Status(f"waits in the {wait.label}", now - wait.since)
+            return Status(f"{_WAITS}{wait.label}", now - wait.since)
         phase, where, since = self._phase
         text = f"is in {phase}{where}" if phase else _OUTSIDE
         if issued is not None:

@@ -136,7 +136,7 @@ def _units(model_or_num_params: nn.Module | float, world_size: int, config: Conf
             tuple(_group(group, world_size, config) for group in spec.groups(dtype_policy(config))),
             needs_parameters_in_backward(spec.module),
         )
-        for spec in find_units(model_or_num_params, config.units)
+        for spec in find_units(model_or_num_params, config.units, config.ignored)
     ]
 
 

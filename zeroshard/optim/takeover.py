@@ -124,11 +124,13 @@ def take_over(
         overrides: as they were read.
     """
     for group in optimizer.param_groups:
-        group["params"] = [replacements[parameter] for parameter in group["params"]]
+        group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
     fresh = dict(optimizer.state)
     optimizer.state.clear()
     for parameter, state in fresh.items():  # Adagrad makes its state when it is built
-        sharded = replacements[parameter]
+        if (sharded := replacements.get(parameter)) is None:  # an ignored one
+            optimizer.state[parameter] = state
+            continue
         optimizer.state[sharded] = {
             key: value if key == "step" else _slice_state(value, sharded) for key, value in state.items()
         }

@@ -15,6 +15,7 @@ from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.shown import ShownGradients
 from zeroshard.sharding.slots import ShownParameter
+from zeroshard.sharding.unit import UnitState
 
 Opened = Sequence[tuple[FlatBuffer, Tensor]]
 """Buffers with their whole main parameters, [total]."""
@@ -61,6 +62,8 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         for unit, parameters in zip(units, before, strict=True):
             unit.stand_in(parameters)
             unit.refresh()
+        # A step may come before anybody waits for these gathers.
+        runtime.phase.reads_main |= any(unit.state is UnitState.GATHERING for unit in units)
 
 
 @torch.no_grad()

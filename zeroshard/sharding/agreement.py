@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from zeroshard.comm.collectives import Axis
 from zeroshard.config import Config
 from zeroshard.sharding.deferred import describe_origin, has_memory
+from zeroshard.sharding.ignored import find_ignored
 from zeroshard.sharding.units import find_units
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -41,7 +42,7 @@ def check_agreement(
     sections = [
         [f"a device of type {axis.device.type}"],
         [*_config_facts(config)],
-        [*_model_facts(model)],
+        [*_model_facts(model, config)],
         [*_unit_facts(model, config)],
         [*_optimizer_facts(optimizer, model)],
         [*_override_facts(overrides, model)],
@@ -70,9 +71,13 @@ def _config_facts(config: Config) -> Iterator[str]:
         yield f"config {section}={'a predicate' if callable(value) else value!r}"
 
 
-def _model_facts(model: nn.Module) -> Iterator[str]:
+def _model_facts(model: nn.Module, config: Config) -> Iterator[str]:
     first_names: dict[int, str] = {}
+    ignored = find_ignored(model, config.ignored)
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in ignored:  # each rank's own
+            yield f"ignored parameter '{name}'"
+            continue
         first = first_names.setdefault(id(parameter), name)
         tied = f" tied to '{first}'" if first != name else ""
         trained = "" if parameter.requires_grad else " frozen"
@@ -83,7 +88,7 @@ def _model_facts(model: nn.Module) -> Iterator[str]:
 
 
 def _unit_facts(model: nn.Module, config: Config) -> Iterator[str]:
-    for spec in find_units(model, config.units):
+    for spec in find_units(model, config.units, config.ignored):
         yield f"unit '{spec.name}' of {[original.fqn for original in spec.originals]}"
 
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Mapping
 from typing import Any, Protocol
 
+from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.comm.whereabouts import Whereabouts
 from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.unit import Unit
 
 
 class Stepped(Protocol):
     """What a runtime does around the steps of an optimizer."""
 
     here: Whereabouts
+    ignored: Mapping[nn.Parameter, str]
+    root: Unit
 
     def before_step(self) -> None:
         """Make the gradients ready."""
@@ -43,7 +48,7 @@ def follow(runtime: Stepped, optimizer: Optimizer) -> None:
 
     def before(optimizer: Optimizer, *_: Any) -> None:
         if (runtime := weak()) is not None:
-            _check_sharded(optimizer)
+            _check_sharded(optimizer, runtime.root.module, runtime.ignored)
             runtime.before_step()
             runtime.here.enter("the optimizer step")
 
@@ -63,12 +68,19 @@ def follow(runtime: Stepped, optimizer: Optimizer) -> None:
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]
 
 
-def _check_sharded(optimizer: Optimizer) -> None:
+def _check_sharded(optimizer: Optimizer, model: nn.Module, ignored: Mapping[nn.Parameter, str]) -> None:
     """Refuse a parameter that came after sharding: its gradient is this rank's alone."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if not isinstance(parameter, ShardedParameter):
+            if not isinstance(parameter, ShardedParameter) and parameter not in ignored:
+                names = (name for name, member in model.named_parameters() if member is parameter)
+                name = next(names, None)
+                which = (
+                    f"the parameter '{name}'" if name is not None else "a parameter that is not the model's"
+                )
                 raise RuntimeError(
-                    f"group {number} of the optimizer holds a parameter of shape {list(parameter.shape)} "
-                    "that was added after the model was sharded: add modules and groups before initialize"
+                    f"group {number} of the optimizer holds {which}, of shape {list(parameter.shape)}, that "
+                    "was added after the model was sharded, so its gradient is this rank's alone: add "
+                    "layers to the model, and their parameters to the optimizer, before initialize; to train "
+                    "some of them later, freeze them until then: requires_grad_(False) after initialize"
                 )

@@ -1,4 +1,4 @@
-"""Facts that only autograd's engine and torch's activation checkpoint know of a backward.
+"""Facts that only torch's autograd engine, activation checkpoint, transforms and tracers know.
 
 Nothing public offers it. tests/sharding/test_autograd.py notices a change.
 """
@@ -6,14 +6,26 @@ Nothing public offers it. tests/sharding/test_autograd.py notices a change.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 
 import torch
+from torch._C import _get_dispatch_mode, _is_tracing, _len_torch_dispatch_stack, _TorchDispatchModeKey
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 """It calls the function that a backward is to run again, reentrant or not."""
+
+_TRACERS = {
+    _TorchDispatchModeKey.PROXY: "make_fx, on which torch.export and torch.func.linearize build",
+    _TorchDispatchModeKey.FUNCTIONAL: "torch.export",
+    _TorchDispatchModeKey.FAKE: "FakeTensorMode, on which torch.export builds",
+}
+"""Modes under which an operation does not compute its values, or is recorded for later."""
 
 
 def is_in_backward() -> bool:
@@ -42,3 +54,25 @@ def outermost_checkpoint(frame: FrameType | None, until: FrameType | None) -> Fr
             found = frame
         frame = frame.f_back
     return found
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func (grad, vjp, jvp, vmap, functionalize) is running."""
+    return peek_interpreter_stack() is not None
+
+
+def tracer_around() -> str | None:
+    """Name what records operations now instead of computing their values; None: nothing does."""
+    if _is_tracing():
+        return "torch.jit.trace"
+    if _len_torch_dispatch_stack():
+        return next((name for key, name in _TRACERS.items() if _get_dispatch_mode(key) is not None), None)
+    return None
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Compute on plain tensors, with values, whatever transforms and tracers are around."""
+    modes = nullcontext() if tracer_around() is None else _disable_current_modes()
+    with temporarily_clear_interpreter_stack(), modes:
+        yield

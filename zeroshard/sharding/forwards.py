@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -33,6 +34,18 @@ def compile_forwards(units: Sequence[Unit], changes: Changes) -> None:
         if with_hooks.keys().isdisjoint(set(module.modules()) - {module}):
             changes.set(module, "forward", torch.compile(module.forward))
             with_hooks[module].is_compiled = True
+
+
+@functools.cache
+def leave_untraced() -> None:
+    """Let torch.compile leave this package out: it compiles a model's own code, and hooks run as they are.
+
+    Dynamo would trace collectives and the memory of units. torch has no public name for this; a decorator
+    around each hook would cost more than the hook.
+    """
+    # Slow to import; torch's optimizers import it anyway.
+    trace_rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    trace_rules.add("zeroshard")
 
 
 def recompute_forwards(units: Sequence[Unit], changes: Changes) -> None:

@@ -56,8 +56,8 @@ def check_values(root: nn.Module) -> None:
                     raise ValueError(
                         f"{kind} '{name}' is on the meta device; expected it to have values: build the "
                         "model, and what changes it (adapters, resized embeddings), under "
-                        f"zeroshard.deferred_init(), or give {type(module).__name__} a reset_parameters() "
-                        "that sets all it holds"
+                        "zeroshard.deferred_init() without device='meta', or give "
+                        f"{type(module).__name__} a reset_parameters() that sets all it holds"
                     )
                 if is_changed(tensor):
                     raise ValueError(

@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from zeroshard.sharding.autograd import is_in_backward
 from zeroshard.sharding.nested import cast_inputs
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.unit import Unit
 
 
 def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,6 +39,57 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
             return runtime.after_forward(root, output)
         finally:
             runtime.leave_forward(root)
+
+    return called
+
+
+def register_method_of_part(runtime: Runtime, name: str) -> None:
+    """Let a method of a part of the model gather the unit around the part, as that unit's forward does.
+
+    Args:
+        runtime: of the model.
+        name: the name of the part in the model, a dot, and that of the method.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    path, _, attribute = name.rpartition(".")
+    module = dict(runtime.root.module.named_modules()).get(path)
+    if module is None:
+        raise ValueError(f"register_forward_method({name!r}): the model has no module '{path}'")
+    method = getattr(module, attribute, None)
+    if not callable(method) or isinstance(method, nn.Module):
+        raise ValueError(
+            f"register_forward_method({name!r}): expected a method of {type(module).__name__}, "
+            f"got {attribute!r}"
+        )
+    around = [unit for unit in runtime.units if any(part is module for part in unit.module.modules())]
+    in_unit = _in_unit(runtime, around[-1], method)
+    in_root = as_forward(runtime, in_unit)
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:  # inside a recomputed forward the root is there
+        return (in_unit if is_in_backward() else in_root)(*args, **kwargs)
+
+    runtime.changes.set(module, attribute, called)
+
+
+def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs as a forward of a unit does, unless it is inside one."""
+    reference = weakref.ref(runtime)
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        runtime = reference()
+        if runtime is None or runtime.is_closed or unit is runtime.root or unit.is_in_forward:
+            return method(*args, **kwargs)
+        if (dtype := runtime.context.dtypes.param_dtype) is not None:
+            args, kwargs = cast_inputs(unit.module, args, kwargs, dtype=dtype, in_lists=False)
+        try:
+            runtime.before_forward(unit)
+            return runtime.after_forward(unit, method(*args, **kwargs))
+        finally:
+            runtime.leave_forward(unit)
 
     return called
 

@@ -23,6 +23,7 @@ import torch.optim.optimizer as torch_optimizer
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from zeroshard.sharding import counts
 from zeroshard.sharding.mixing import check_parts, explain
 from zeroshard.sharding.targets import backward_to, no_grad_of
 
@@ -68,6 +69,8 @@ class Phase:
     """True while gathers that nobody has waited for may read the main parameters."""
     before_edit: Callable[[], object] = object
     """Waits for them."""
+    has_warned_of_counts = False
+    has_warned_of_norms = False
     refusal: str | None = None
     """Why sharded parameters cannot be used any more, once the engine is closed."""
     has_hooks = False
@@ -188,6 +191,10 @@ class ShardedParameter(nn.Parameter):
             return backward_to(*args, **(kwargs or {}))
         else:
             func = _checked(func, args, kwargs)
+            if func in counts.ASKED and isinstance(args[0], ShardedParameter):
+                whole = counts.answer(args[0], func, sys._getframe(1))
+                if whole is not None:
+                    return whole
         with torch._C.DisableTorchFunctionSubclass():
             try:
                 result = func(*args, **(kwargs or {}))
@@ -359,7 +366,8 @@ class UnshardedParameter(nn.Parameter):
 
 
 REMEDY = (
-    "It can be used where it is whole: inside the forward of its unit, or under engine.unsharded(module). "
+    "It can be used where it is whole: inside the forward of its unit, inside a method that was given to "
+    "engine.register_forward_method(name), or under engine.unsharded(module). "
     "To share it between modules, choose units= such that the forward of one unit holds every use"
 )
 
@@ -383,8 +391,11 @@ def _used_outside(parameter: Guarded, func: Callable[..., Any]) -> RuntimeError:
 
 
 def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Guarded:
-    if args and isinstance(args[0], Guarded):
-        return args[0]
+    first = args[0] if args else None
+    if isinstance(first, list | tuple) and first:  # of a for-each function
+        first = first[0]
+    if isinstance(first, Guarded):
+        return first
     for value in pytree.tree_leaves((args, dict(kwargs or {}))):
         if isinstance(value, Guarded):
             return value

@@ -3,6 +3,7 @@
 What the recorder does with an operation that torch dispatches:
 
     makes a tensor out of nothing       the tensor is made on the meta device; recorded
+    makes one on the meta device        as ever: it has no values, and draws no random numbers
     computes with a deferred tensor     its output is one as well; recorded
     asks for values (item, cpu, equal)  what leads to the tensor is run for real, and the answer is given
     anything else                       as ever
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -35,7 +37,7 @@ from zeroshard.sharding.deferred import (
 )
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
-_DEFERRED = (None, _CPU, _META)
+_DEFERRED = (None, _CPU)
 """What is asked for where a tensor is not made at once."""
 
 _FILLS = frozenset(
@@ -49,6 +51,8 @@ _FILLS = frozenset(
 
 _GET_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
+_EMPTY, _EMPTY_LIKE = torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default
+
 _numbers = count()
 
 
@@ -59,12 +63,38 @@ def deferred_init() -> Iterator[None]:
     Parameters and buffers are on the meta device afterwards. `initialize` and `shard` give them the
     values of an ordinary init on the CPU with the same random seed, unit by unit. Random numbers are drawn
     as ever, one tensor at a time, so that the generator is left as an ordinary init leaves it; building takes
-    as long as one. Tensors that are given another device than the CPU are made there.
+    as long as one. Tensors that are given another device than the CPU are made there; those on the meta
+    device have no values until they are given some (`to_empty(device="cpu")` and an init).
 
     Initialize weights inside the block: changes after it are refused.
     """
-    with recording(draw=True):
+    with recording(draw=True, adopts_meta=False):
         yield
+
+
+def refuse_recording(what: str) -> None:
+    """Refuse what needs tensors with memory.
+
+    Args:
+        what: the name of the function that was called.
+
+    Raises:
+        RuntimeError: inside `deferred_init()`.
+    """
+    if is_recording():
+        raise RuntimeError(
+            f"{what} inside zeroshard.deferred_init(), where new tensors have no memory: build the model in "
+            f"the block, and call {what} after it"
+        )
+
+
+def is_recording() -> bool:
+    """Whether new tensors get no memory now."""
+    return bool(_len_torch_dispatch_stack()) and bool(_active_recorders())
+
+
+def _active_recorders() -> list[_Recorder]:
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Recorder)]
 
 
 @contextmanager
@@ -88,46 +118,60 @@ def _watch_parameters() -> Iterator[None]:
 
 
 @contextmanager
-def recording(*, draw: bool) -> Iterator[None]:
+def recording(*, draw: bool, adopts_meta: bool = True) -> Iterator[None]:
     """Record how tensors without memory come about.
 
     Args:
         draw: whether random numbers are drawn while recording, as an ordinary init would. Otherwise each
             random operation gets a generator of its own, seeded from torch's seed, when it is run.
+        adopts_meta: whether tensors on the meta device get the values that are computed for them, though
+            they were made there on purpose.
     """
-    active = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Recorder)]
+    active = _active_recorders()
     if active:  # from_pretrained under deferred_init: one recorder is enough
-        with active[-1].drawing(draw):
+        with active[-1].changed(draw, adopts_meta):
             yield
     else:
-        with _watch_parameters(), _NothingIsMeta(), _Recorder(draw):
+        recorder = _Recorder(draw, adopts_meta)
+        with _watch_parameters(), _NothingIsMeta(recorder), recorder:
             yield
 
 
 class _NothingIsMeta(TorchFunctionMode):
     """What is built must not know: trunc_normal_ of torch 2.15 leaves a meta tensor as it is."""
 
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return False if func == _GET_IS_META else func(*args, **(kwargs or {}))
+        if func == _GET_IS_META and self._recorder.takes(args[0]):
+            return False
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):
     """What does the recording, below autograd."""
 
-    def __init__(self, draw: bool) -> None:
+    def __init__(self, draw: bool, adopts_meta: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._draw = draw
+        self._draw, self._adopts_meta = draw, adopts_meta
 
     @contextmanager
-    def drawing(self, draw: bool) -> Iterator[None]:
-        """Draw random numbers, or not, for a while."""
-        before, self._draw = self._draw, draw
+    def changed(self, draw: bool, adopts_meta: bool) -> Iterator[None]:
+        """Draw random numbers and adopt meta tensors, or not, for a while."""
+        before = self._draw, self._adopts_meta
+        self._draw, self._adopts_meta = draw, adopts_meta
         try:
             yield
         finally:
-            self._draw = before
+            self._draw, self._adopts_meta = before
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one whose values are recorded."""
+        return not has_memory(tensor) and (self._adopts_meta or deferred_of(tensor) is not None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -135,8 +179,13 @@ class _Recorder(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         device = kwargs.get("device")
-        is_made = not tensors and _has_device(func) and device in _DEFERRED
-        if not is_made and all(map(has_memory, tensors)):
+        if func is _EMPTY_LIKE and device == _CPU and not has_memory(tensors[0]):  # to_empty()
+            like = func(*args, **kwargs | {"device": _META})
+            func, args, tensors = _EMPTY, (like.shape, like.stride()), []
+            kwargs = {"dtype": like.dtype, "device": _CPU}
+        is_wanted = device in _DEFERRED or (self._adopts_meta and device == _META)
+        is_made = not tensors and _has_device(func) and is_wanted
+        if not is_made and not any(map(self.takes, tensors)):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         is_asked = not _returns_tensors(func) or (tensors and device not in (None, _META))

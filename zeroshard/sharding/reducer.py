@@ -41,6 +41,15 @@ class _Agreed(NamedTuple):
     """`Pace.flags`, each set if it is on any rank."""
 
 
+class Meaning(NamedTuple):
+    """The part that a backward has in a step."""
+
+    defers: bool = False
+    """True where it adds gradients up locally and sends nothing."""
+    has_more: bool = False
+    """True where a later backward adds to its gradients."""
+
+
 class Reducer:
     """Start reductions, keep a few under way, agree on which parameters were used, deliver.
 
@@ -74,6 +83,8 @@ class Reducer:
         """Whether backward adds gradients up locally and sends nothing."""
         self._has_more = False
         """Whether a later backward adds to what this one gives."""
+        self._asked, self._announced = Meaning(), Meaning()
+        """By those around a backward, and by a loss inside one: see `deferring` and `announce`."""
         self.is_half = any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers)
         """Whether gradients pass through float16, where small ones vanish: the loss must be scaled."""
         self.lacks_scale = self.is_half
@@ -94,13 +105,34 @@ class Reducer:
         Args:
             send: reduce them nevertheless; then they go into p.grad, unless that is narrower than float32.
         """
-        before = self.is_deferring, self._has_more
-        self.is_deferring |= more and not send and self._axis.size > 1
-        self._has_more |= more
+        before = self._asked
+        wanted = self._meaning(more, send)
+        self._asked = Meaning(before.defers or wanted.defers, before.has_more or wanted.has_more)
+        self._follow()
         try:
             yield
         finally:
-            self.is_deferring, self._has_more = before
+            self._asked = before
+            self._follow()
+
+    def announce(self, more: bool, *, send: bool, loss_scale: float) -> None:
+        """Inside a backward, before any gradient: it is as under `deferring` and `scaled`, up to its end."""
+        self._announced, self.lacks_scale = self._meaning(more, send), False
+        self._follow()
+        for gradients in self._all:
+            gradients.unscale = 1.0 / loss_scale
+
+    def forget_announced(self) -> None:
+        """The backward is over."""
+        self._announced, self.lacks_scale = Meaning(), self.is_half
+        self._follow()
+
+    def _meaning(self, more: bool, send: bool) -> Meaning:
+        return Meaning(more and not send and self._axis.size > 1, more)
+
+    def _follow(self) -> None:
+        self.is_deferring = self._asked.defers or self._announced.defers
+        self._has_more = self._asked.has_more or self._announced.has_more
 
     @contextmanager
     def scaled(self, loss_scale: float) -> Iterator[None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zeroshard.sharding.buffer import Original
 from zeroshard.sharding.original import revive
 from zeroshard.sharding.parameter import ShardedParameter
-from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.runtime import DRAIN_S, Runtime
 from zeroshard.sharding.unit import Unit
 
 
@@ -56,7 +56,8 @@ def restore(runtime: Runtime) -> None:
 
 def dismantle(runtime: Runtime) -> None:
     """Let go of everything without an exchange; the module is not usable afterwards."""
-    runtime.context.axes.drain(0.0)
+    runtime.context.axes.drain(DRAIN_S)  # a wait that ends too early would close connections of all engines
+    runtime.context.streams.join()
     for unit in runtime.units:
         unit.uninstall()
     release(runtime, "belongs to an engine that was closed with restore=False: its model cannot be used")

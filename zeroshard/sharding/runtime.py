@@ -16,7 +16,9 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -27,11 +29,12 @@ from torch.optim import Optimizer
 from zeroshard.comm.ledger import REDUCE, STEP
 from zeroshard.comm.pool import BufferPool
 from zeroshard.sharding.attach import follow
-from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward
+from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward, is_transformed, outside_transforms
 from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.calls import CallLog
 from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.fastpaths import allows_no_hooks, layers_without_hooks, show_first_layers, surround
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.hooks import redirect_hooks
 from zeroshard.sharding.nested import cast_floats, cast_inputs, find_tensors, view_tensors
@@ -40,6 +43,7 @@ from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.rounding import Rounding
+from zeroshard.sharding.tracers import refuse_tracers
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
 from zeroshard.sharding.widening import widen_steps
 
@@ -84,6 +88,8 @@ class Runtime:
     ) -> None:
         self.root, self.units, self.context = units[0], tuple(units), context
         self.rounding, self.changes = rounding, changes
+        self.ignored: Mapping[nn.Parameter, str] = {}
+        """Parameters that are not sharded, which optimizers may step beside the others."""
         makes_same_calls = context.placements.frees_parameters and context.axes.dp_replicate.size == 1
         self._together: WeakKeyDictionary[Optimizer, WeakSet[Optimizer]] = WeakKeyDictionary()
         """For each optimizer over the sharded parameters, those that step together with it."""
@@ -118,13 +124,16 @@ class Runtime:
         self._has_had_backward = False
         """Since the last forward."""
         self._makes_graph = False
-        """Whether this backward makes a graph for another one, which needs the parameters once more."""
+        """Whether this backward makes a graph for others, which need the parameters once more."""
+        self._has_second_graph = False
+        """Whether a backward since the last step has made one: then everything stays gathered."""
         self._walk = self._begin_walk()
         """Of the backward under way, or the last one."""
         self._backward: Callable[[], object] = object
         """Gives None when the backward that was begun has ended in an exception."""
         for unit in units:
             self._hook(unit)
+        show_first_layers(units, self.root.module, changes)
         # An engine that is dropped may have gathers under way, into memory that goes with it.
         weakref.finalize(self, _drain, context).atexit = False
 
@@ -139,12 +148,6 @@ class Runtime:
         return (parameter for buffer in self.buffers for parameter in buffer.sharded)
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient that an optimizer may step with."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return any(parameter.grad is not None for parameter in self.parameters)
-
-    @property
     def is_in_forward(self) -> bool:
         """Whether the root's forward, or a method that counts as one, is running."""
         return self.phase.is_in_forward
@@ -153,6 +156,14 @@ class Runtime:
     def is_closed(self) -> bool:
         """Whether the module is not sharded by this runtime any more."""
         return self.phase.refusal is not None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients, delivered or deferred."""
+        if any(gradients.has_deferred for unit in self.units for gradients in unit.gradients):
+            return True
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(parameter.grad is not None for parameter in self.parameters)
 
     @property
     def unit_infos(self) -> list[UnitInfo]:
@@ -189,6 +200,7 @@ class Runtime:
         """
         self._recover()
         self._finish_gathers()
+        self._drop_second_graph()
         self.reducer.before_step()
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -219,6 +231,7 @@ class Runtime:
     def drop_deferred(self) -> None:
         """Forget gradients that were not reduced yet, as zero_grad() does."""
         self._recover()
+        self._drop_second_graph()
         self.reducer.drop_deferred()
 
     def _forget_gradient(self, parameter: ShardedParameter) -> None:
@@ -265,6 +278,7 @@ class Runtime:
         if is_in_backward() or self.phase.is_in_forward:
             raise RuntimeError("full parameters can be had between steps, not inside a forward or backward")
         self._recover()
+        self._drop_second_graph()
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
                 unit.wait()
@@ -284,16 +298,21 @@ class Runtime:
         def at_last(module: nn.Module, args: Any, output: Any) -> None:
             self.leave_forward(unit)
 
+        cast = None
         if (dtype := self.context.dtypes.param_dtype) is not None:
             cast = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is self.root)
-            self.changes.hook(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
-        self.changes.hook(
-            unit.module.register_forward_pre_hook(before, prepend=True),
-            unit.module.register_forward_hook(after),
-            unit.module.register_forward_hook(at_last, always_call=True),
-        )
+        if allows_no_hooks(unit.module):
+            surround(unit.module, self.changes, cast=cast, before=before, after=after, at_last=at_last)
+        else:
+            if cast is not None:
+                self.changes.hook(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
+            self.changes.hook(
+                unit.module.register_forward_pre_hook(before, prepend=True),
+                unit.module.register_forward_hook(after),
+                unit.module.register_forward_hook(at_last, always_call=True),
+            )
         if not unit.is_resident and not unit.is_compiled:
-            for layer in unit.owners - {unit.module}:
+            for layer in unit.owners - {unit.module} - layers_without_hooks(unit.module):
                 self.changes.hook(layer.register_forward_hook(after_layer))
         for gradients in unit.gradients:
             for index, parameter in enumerate(gradients.buffer.unsharded):
@@ -307,6 +326,17 @@ class Runtime:
         """Free what has ended, gather this unit and start to gather the next, and show it in the modules."""
         if self._is_within_method(unit):
             return
+        caller = sys._getframe(2)  # of the module, whose hook led here
+        if unit is self.root or not self.phase.is_in_forward:
+            refuse_tracers()
+        if is_transformed():
+            with outside_transforms():
+                self._enter_forward(unit, caller)
+            unit.call.is_transformed = True
+        else:
+            self._enter_forward(unit, caller)
+
+    def _enter_forward(self, unit: Unit, caller: FrameType) -> None:
         if is_in_backward():
             self._begin_second_call(unit)
         else:
@@ -323,7 +353,6 @@ class Runtime:
             if self._has_had_backward:
                 self._has_had_backward = False
                 self._calls.forget()
-            caller = sys._getframe(2)  # of the module, whose hook led here
             self._calls.begin(unit, caller)
         unit.unshard()
         if not is_in_backward():
@@ -348,14 +377,17 @@ class Runtime:
             return output
         if unit is self.root and self._output_dtype is not None:
             output = cast_floats(output, self._output_dtype)
-        if not unit.is_resident and not self.is_held:
-            output = unit.copy_own(output)
-        is_hidden = False
-        if unit is self.root or not self._is_alone:
-            output, is_hidden = self._watch_outputs(unit, output)
+        # Hooks would run inside the transform, and a unit whose outputs have none stays gathered.
+        is_hidden = unit.call.is_transformed
+        if not is_hidden:
+            if not unit.is_resident and not self.is_held:
+                output = unit.copy_own(output)
+            if unit is self.root or not self._is_alone:
+                output, is_hidden = self._watch_outputs(unit, output)
         if not is_in_backward():
             if unit is self.root:
-                self._end_forward()
+                with outside_transforms() if unit.call.is_transformed else nullcontext():
+                    self._end_forward(torch.is_grad_enabled() or unit.call.is_transformed)
             elif self._reshard_after_forward and not is_hidden:
                 self._idle.append(unit)
             else:
@@ -366,6 +398,10 @@ class Runtime:
         """A forward is over, perhaps by an exception; then the root's has not come to its end."""
         if self._is_within_method(unit):
             return
+        with outside_transforms() if is_transformed() else nullcontext():
+            self._leave_forward(unit)
+
+    def _leave_forward(self, unit: Unit) -> None:
         self._calls.end(unit)
         unit.keep_edits()
         if not is_in_backward():
@@ -383,27 +419,38 @@ class Runtime:
     def _begin_forward(self) -> None:
         self.abandon_forward()
         self._recover()
+        self.reducer.forget_announced()
         self.phase.is_in_forward = True
         self.reducer.pace.num_forwards += torch.is_grad_enabled()
         self._called, self._staying = [], set()
         self._refresh()
 
-    def _end_forward(self) -> None:
+    def _end_forward(self, may_have_backward: bool) -> None:
         self.phase.is_in_forward = False
-        self._order.follow(self._called, has_backward=torch.is_grad_enabled())
-        if torch.is_grad_enabled():
+        self._order.follow(self._called, has_backward=may_have_backward)
+        if may_have_backward:
             self._kept = frozenset(self._idle)
             self._staying |= {self.root, *self._idle}
         else:
             self._staying = set()
         self._idle = []
         for unit in self.units:
-            if unit not in self._staying and not self.is_held:
-                unit.reshard(keep_second=torch.is_grad_enabled())
+            if unit not in self._staying and not self._keeps_all:
+                unit.reshard(keep_second=may_have_backward)
+
+    @property
+    def _keeps_all(self) -> bool:
+        return self.is_held or self._has_second_graph
+
+    def _drop_second_graph(self) -> None:
+        """A step ends: no backward goes through the gradients of an earlier one any more."""
+        if self._has_second_graph:
+            self._has_second_graph = False
+            self.put_away()
 
     def _free_idle(self, but: Unit) -> None:
         for unit in self._idle:
-            if unit is not but and not self.is_held:
+            if unit is not but and not self._keeps_all:
                 unit.reshard(keep_second=torch.is_grad_enabled())
         self._idle = []
 
@@ -450,6 +497,8 @@ class Runtime:
         if not isinstance(output, Tensor) or not output.requires_grad or torch.compiler.is_compiling():
             return
         call = unit.call
+        if call.is_transformed:
+            return
 
         def before_backward(gradient: Tensor) -> None:
             if call.entered_in is not self._backward or self._backward() is None:
@@ -488,13 +537,14 @@ class Runtime:
 
     def _begin_walk(self) -> Backward:
         units = () if self._is_alone else self.units
-        return Backward(units, self.reducer, num_prefetch=self._num_prefetch, keeps=self._makes_graph)
+        return Backward(units, self.reducer, num_prefetch=self._num_prefetch, keeps=self._has_second_graph)
 
     def _begin_backward(self) -> None:
         if self.is_closed:
             raise RuntimeError("backward through a forward of an engine that was closed since")
         self._is_in_backward = True
         self._makes_graph = torch.is_grad_enabled()
+        self._has_second_graph |= self._makes_graph
         self._calls.collect()
         self._walk = self._begin_walk()
         self._order.leave(self._walk.left)
@@ -550,24 +600,35 @@ class Runtime:
         parameter.register_post_accumulate_grad_hook(arrived)
         redirect_hooks(parameter, gradients.buffer.sharded[index])
 
+    def announce(self, more: bool, *, send: bool, loss_scale: float) -> None:
+        """Tell what a backward that has just begun means; see `Reducer.announce`."""
+        if self._is_in_backward and self._backward() is None:
+            self._abandon_backward()
+        self.reducer.announce(more, send=send, loss_scale=loss_scale)
+
+        def forget() -> None:
+            if not self._is_in_backward:  # it did not come here; else its end forgets
+                self.reducer.forget_announced()
+
+        at_end_of_backward(forget)
+
     def _end_backward(self) -> None:
         self._walk.finish()
         self._is_in_backward, self._has_had_backward = False, True
         self.reducer.end()
-        for unit in self.units if self._makes_graph else ():
-            unit.uninstall()
-        if not self._makes_graph:
-            self.put_away()
+        self.reducer.forget_announced()
+        self.put_away()
         self.here.leave()
         self.reducer.call_hooks()
 
     def put_away(self) -> None:
-        """Show sharded parameters and free the others, unless they are held."""
+        """Show sharded parameters and free the others, unless they are held or a graph needs them."""
         if self.is_held:
             return
         for unit in self.units:
             unit.uninstall()
-            unit.reshard()
+            if not self._has_second_graph:
+                unit.reshard()
 
     def _recover(self) -> None:
         """Clean up after a backward that ended in an exception."""
@@ -577,6 +638,8 @@ class Runtime:
     def _abandon_backward(self) -> None:
         self._walk.finish()  # as the other ranks do
         self._is_in_backward, self._has_had_backward = False, True
+        self._has_second_graph = False
         self.reducer.abandon()
+        self.reducer.forget_announced()
         self.put_away()
         self.here.leave()

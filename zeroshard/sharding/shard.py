@@ -1,10 +1,6 @@
-"""The composable layer: shard a module in place."""
+"""A module becomes units and a runtime, in place."""
 
 from __future__ import annotations
-
-import os
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +13,19 @@ from zeroshard.comm.lifecycle import watch
 from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
+from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config import Config, require_supported
 from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
 from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.copies import guard_copies
 from zeroshard.sharding.deferred import has_memory
-from zeroshard.sharding.forwards import compile_forwards, recompute_forwards
+from zeroshard.sharding.forwards import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.sharding.gradients import Gradients, ReducedGradients
+from zeroshard.sharding.ignored import find_ignored, place_ignored
 from zeroshard.sharding.materialize import check_values, materialize_others, record_resets
 from zeroshard.sharding.parameter import Phase, ShardedParameter
 from zeroshard.sharding.placement import STAGES, DtypePolicy
+from zeroshard.sharding.recorder import refuse_recording
 from zeroshard.sharding.rounding import Rounding
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -37,27 +37,9 @@ Replacements = dict[nn.Parameter, ShardedParameter]
 """Original parameter -> what replaced it."""
 
 
-def shard(
-    module: nn.Module,
-    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    mesh: DeviceMesh | None = None,
-) -> Runtime:
-    """Shard a module in place over the ranks of the default process group.
-
-    Afterwards `module.parameters()` yields this rank's sharded parameters; make an optimizer over them
-    and hand it to `runtime.attach(optimizer)`.
-
-    Args:
-        module: its parameters have values, rank 0's count; or it was built under `deferred_init`.
-        config: stage, precision, units, prefetch; a Config, a dict or a path, as `initialize` takes it.
-        mesh: with an axis `dp_shard`, and `dp_replicate` for hybrid sharding; None: over all ranks. Its
-            type of devices is used where neither `config` nor the module tells one.
-
-    Raises:
-        ValueError: what `config` asks for does not fit the module or the ranks.
-        RuntimeError: there is no process group.
-    """
-    config = Config.parse(config)
+def shard_in_place(module: nn.Module, config: Config, mesh: DeviceMesh | None) -> Runtime:
+    """Shard a module over the ranks of the default process group, or of a mesh."""
+    refuse_recording("shard")
     device = use_device(config.device or _device_of(module, mesh))
     world = open_world(device, Counter(), config.watchdog_s)
     watch(world)
@@ -81,7 +63,8 @@ def shard_over(
     require_supported(config)
     record_resets(module)
     check_values(module)
-    specs = find_units(module, config.units)
+    ignored = find_ignored(module, config.ignored)
+    specs = find_units(module, config.units, config.ignored)
     context = Context(
         axes=axes,
         placements=STAGES[config.stage],
@@ -92,6 +75,7 @@ def shard_over(
         phase=Phase(),
     )
     _take_over_buffers(module, context)
+    place_ignored(ignored, device)
     pool = BufferPool(device)
     replacements: Replacements = {}
     tags = 0
@@ -110,6 +94,7 @@ def shard_over(
         compile_forwards(units, changes)
     if config.recompute == "unit":
         recompute_forwards(units, changes)
+    leave_untraced()
     runtime = Runtime(
         units,
         context,
@@ -120,6 +105,9 @@ def shard_over(
         rounding=Rounding.agreed(axes.dp) if config.precision.main_dtype is torch.bfloat16 else None,
         changes=changes,
     )
+    runtime.ignored = ignored
+    guard_copies(runtime)
+    refuse_wrappers(module.modules(), changes.set)
     return runtime, replacements
 
 

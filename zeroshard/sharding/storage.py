@@ -2,7 +2,7 @@
 
 Autograd keeps views of parameters from forward to backward, so the storage stays and only its memory goes.
 A view of it that somebody else has kept would make a kernel read at address 0, which ends the process;
-torch 2.12 and later can raise an error there instead. And under `no_grad` nobody but the user keeps a view.
+torch 2.14 can raise an error there instead, 2.11 cannot. Under `no_grad` nobody but the user keeps a view.
 tests/sharding/test_storage.py notices a change in what torch offers.
 """
 

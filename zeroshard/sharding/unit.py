@@ -77,7 +77,7 @@ class ForwardCall:
         began: the tick at which it begins.
     """
 
-    __slots__ = ("__weakref__", "began", "ended", "entered_in", "outer", "region", "unit")
+    __slots__ = ("__weakref__", "began", "ended", "entered_in", "is_transformed", "outer", "region", "unit")
 
     def __init__(self, unit: Unit, began: int) -> None:
         self.unit, self.began, self.ended = unit, began, NEVER
@@ -85,6 +85,8 @@ class ForwardCall:
         """The call of the same unit that this one is inside of."""
         self.region: Region | None = None
         """The activation checkpoint that it is in."""
+        self.is_transformed = False
+        """True inside a transform of torch.func: its outputs have no hooks."""
         self.entered_in: object = None
         """The last backward that has come to it."""
 
@@ -151,6 +153,11 @@ class Unit:
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
         self._handles: list[Handle] = []
         self._slots, self._edits = Slots(buffers), Edits(buffers)
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of it is under way."""
+        return self.call.began != NEVER and self.call.ended == NEVER
 
     @property
     def owners(self) -> set[nn.Module]:

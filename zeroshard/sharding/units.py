@@ -12,6 +12,7 @@ from torch import nn
 
 from zeroshard.sharding.buffer import Original
 from zeroshard.sharding.choices import chosen_among
+from zeroshard.sharding.ignored import find_ignored
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.placement import DtypePolicy
 
@@ -42,11 +43,16 @@ class UnitSpec:
         return list(groups.values())
 
 
-def find_units(root: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
+def find_units(root: nn.Module, policy: UnitPolicy, ignored: Sequence[str] | None = None) -> list[UnitSpec]:
     """The units of a model, the root first, then in the order of registration.
 
     A parameter belongs to the lowest unit that encloses every module that holds it. Units without
     parameters are left out, but for the root.
+
+    Args:
+        root: the model.
+        policy: which modules become units.
+        ignored: patterns of names of parameters that no unit owns.
 
     Raises:
         ValueError: a class name that no module has; a parameter that cannot be sharded.
@@ -59,12 +65,13 @@ def find_units(root: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
     for name, module in root.named_modules():
         if module in modules:
             specs[module] = UnitSpec(name, module, reason=chosen[module])
+    left_out = find_ignored(root, ignored)
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
     names: dict[nn.Parameter, str] = {}
     owners: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
     for chain, prefix, module in _walk(root, (), "", modules):
         for attribute, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and parameter not in left_out:
                 chains.setdefault(parameter, []).append(chain)
                 names.setdefault(parameter, prefix + attribute)
                 owners.setdefault(parameter, {})[module, attribute] = None
@@ -91,7 +98,24 @@ def _lowest_common(chains: list[tuple[nn.Module, ...]]) -> nn.Module:
     return [unit for unit in chains[0] if all(unit in chain for chain in chains[1:])][-1]
 
 
+_WRAPPERS = {
+    "DistributedDataParallel": "give initialize the model inside, its attribute `module`",
+    "DataParallel": "give initialize the model inside, its attribute `module`",
+    "FullyShardedDataParallel": "give initialize the model without that wrapper",
+    "FSDPModule": "leave fully_shard out, zeroshard shards the parameters",
+    "ReplicateModule": "leave replicate out, zeroshard reduces the gradients",
+}
+"""Classes of torch that distribute a module over the ranks themselves, and the remedy for each."""
+
+
 def _check_module(module: nn.Module, name: str) -> None:
+    for base in type(module).__mro__:
+        if base.__name__ in _WRAPPERS and base.__module__.startswith("torch."):
+            place = f"module '{name}'" if name else "the model"
+            raise ValueError(
+                f"{place} is a {base.__name__} of torch, which distributes it over the ranks already: "
+                f"{_WRAPPERS[base.__name__]}"
+            )
     if isinstance(module, torch.jit.ScriptModule):
         what = f"module '{name}'" if name else "the model"
         raise ValueError(
@@ -111,6 +135,12 @@ def _check_module(module: nn.Module, name: str) -> None:
 def _check(parameter: nn.Parameter, name: str) -> None:
     if isinstance(parameter, ShardedParameter):
         raise ValueError(f"parameter '{name}' is sharded already")
+    if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
+        raise ValueError(
+            f"parameter '{name}' is a DTensor, which is distributed over ranks already; expected a plain "
+            "parameter: leave out what distributed it (fully_shard, parallelize_module, distribute_tensor), "
+            "or replace it by nn.Parameter(parameter.full_tensor())"
+        )
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise ValueError(
             f"parameter '{name}' has gradient hooks, which sharding would drop: register them after "

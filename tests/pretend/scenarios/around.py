@@ -22,6 +22,19 @@ def _two_forwards(stage: int) -> None:
     add(f"two_forwards_stage{stage}", run)
 
 
+def _closed(stage: int) -> None:
+    """An engine is closed while gathers after its step are under way; another one goes on."""
+
+    def run(bench: Bench) -> None:
+        model = bench.gpt()
+        for number in range(2):
+            bench.start(model, stage=stage, precision=BF16)
+            bench.train(2, 2 * number)
+            bench.engine.close()
+
+    add(f"closed_stage{stage}", run)
+
+
 def _edits(stage: int, precision: dict[str, str]) -> None:
     """Parameters are changed in place between a step and the next forward."""
 
@@ -61,6 +74,26 @@ def _averages(stage: int, precision: dict[str, str]) -> None:
                     mean.lerp_(parameter, 0.1)
 
     add(f"averages_after_step_stage{stage}{'_bf16' if precision else ''}", run)
+
+
+def _hooks_and_shown_gradients(stage: int, precision: dict[str, str]) -> None:
+    """Hooks edit gradients, which are then read and edited whole, and clipped by their largest element."""
+
+    def run(bench: Bench) -> None:
+        engine = bench.start(bench.gpt(), stage=stage, precision=precision)
+        for parameter in engine.parameters():
+            parameter.register_hook(lambda gradient: gradient * 0.5)
+            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))
+        for number in range(3):
+            engine.backward(bench.loss(number))
+            with engine.unsharded(write_back=True):
+                for parameter in engine.parameters():
+                    parameter.grad.mul_(2)
+            engine.clip_grad_norm_(0.1, norm_type=float("inf"))
+            engine.step()
+
+    name = f"hooks_and_shown_gradients_stage{stage}{'_bf16' if precision else ''}"
+    add(name, run, may_sync=("sharding/access.py", "sharding/shown.py"))
 
 
 def _two_optimizers(stage: int, precision: dict[str, str]) -> None:
@@ -113,6 +146,10 @@ for _stage in (1, 2, 3):
         _edits(_stage, _precision)
         _edits_in_forward(_stage, _precision)
         _two_optimizers(_stage, _precision)
+for _stage in (1, 3):
+    _hooks_and_shown_gradients(_stage, BF16)
+_closed(1)
+_closed(3)
 _two_forwards(2)
 _two_forwards(3)
 

@@ -1,0 +1,114 @@
+"""An engine has the names of DeepSpeed's, and the attributes of its model."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.distributed.training import STAGES, numbers
+from zeroshard.deepspeed.habits import DeepSpeedNames
+
+
+class Net(nn.Module):
+    hidden_size = 8
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.config = nn.Linear(7, 3), {"pad_token_id": 5}
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+    def describe(self):
+        return "a net"
+
+    def encode(self, inputs):
+        return self.layer(inputs)
+
+
+def start(stage, **config):
+    model = Net()
+    return zeroshard.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), {"stage": stage, **config}
+    ).engine
+
+
+def values(stage):
+    """What the engine answers under DeepSpeed's names, in a step of two micro-batches."""
+    engine = start(stage, gradient_accumulation_steps=2, micro_batch_size=3, clip_grad_norm=0.5)
+    before, boundaries = engine.get_global_grad_norm(), []
+    for number in range(2):
+        engine.backward(engine(numbers(number, 5, 7)).square().mean())
+        boundaries.append(engine.is_gradient_accumulation_boundary())
+        engine.step()
+    return {
+        "boundaries": boundaries,
+        "device": engine.device.type,
+        "ranks": (engine.local_rank, engine.global_rank, engine.world_size, engine.dp_world_size),
+        "sizes": (
+            engine.train_micro_batch_size_per_gpu(),
+            engine.gradient_accumulation_steps(),
+            engine.train_batch_size(),
+        ),
+        "steps": (engine.global_steps, engine.skipped_steps),
+        "rest": (engine.gradient_clipping(), engine.zero_optimization_stage(), engine.get_lr(), before),
+        "norm": engine.get_global_grad_norm() == float(engine.grad_norm),
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_scripts_of_deepspeed_find_its_names(ranks, num_ranks):
+    for stage in STAGES:
+        for rank, got in enumerate(ranks(num_ranks, values, stage)):
+            assert got == {
+                "boundaries": [False, True],
+                "device": "cpu",
+                "ranks": (rank, rank, num_ranks, num_ranks),
+                "sizes": (3, 2, 6 * num_ranks),
+                "steps": (1, 0),
+                "rest": (0.5, stage, [0.1], None),
+                "norm": True,
+            }
+
+
+def attributes():
+    """What the engine has of its model's, by stage; and the errors of what neither has."""
+    found = []
+    for stage in STAGES:
+        engine = start(stage)
+        facts = [engine.hidden_size == 8, engine.describe() == "a net", engine.layer is engine.module.layer]
+        facts += [not hasattr(engine, "vocabulary"), engine.module.config == {"pad_token_id": 5}]
+        errors = []
+        for attempt in (
+            lambda engine: engine.config.pad_token_id,
+            lambda engine: engine.vocabulary,
+            lambda engine: engine.encode(numbers(0, 5, 7)),
+        ):
+            try:
+                attempt(engine)
+                errors.append("nothing was raised")
+            except (AttributeError, RuntimeError) as error:
+                errors.append(str(error))
+        found.append((facts, errors))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_any_other_name_is_the_models_and_its_methods_do_not_compute_with_slices(ranks, num_ranks):
+    for found in ranks(num_ranks, attributes):
+        for facts, (config, missing, computing) in found:
+            assert all(facts)
+            assert "engine.module.config" in config
+            assert "'vocabulary'" in missing
+            assert "'layer.weight'" in computing
+            assert "register_forward_method" in computing
+
+
+def test_the_names_that_the_migration_table_promises_exist():
+    from tests.test_migrating import FROM_DEEPSPEED
+
+    promised = set(re.findall(r"`engine\.(\w+)", FROM_DEEPSPEED.split("### Calls")[1].split("###")[0]))
+    names = {name for name in vars(DeepSpeedNames) if not name.startswith("_")}
+    assert names <= promised

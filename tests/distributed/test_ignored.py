@@ -1,0 +1,163 @@
+"""Parameters that are not sharded, each rank's own."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.distributed.training import STAGES, numbers, plain, start, step
+
+WIDTH = 7
+IGNORED = ["blocks.*.scale", "expert.*"]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x)) * self.scale
+
+
+class Model(nn.Module):
+    """Has an expert of its own on each rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.expert = nn.ModuleList(Block() for _ in range(3)), nn.Linear(WIDTH, WIDTH)
+        torch.manual_seed(dist.get_rank())
+        nn.init.normal_(self.expert.weight)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.expert(x)
+
+
+def loss_of(model, number):
+    return model(numbers(number, 5, WIDTH)).square().mean()
+
+
+def names_of(model):
+    return [name for name, _ in model.named_parameters() if "scale" in name or "expert" in name]
+
+
+def built():
+    torch.manual_seed(0)
+    return Model()
+
+
+def replicated(model):
+    replica = copy.deepcopy(model)
+    if dist.get_world_size() == 1:
+        return replica
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(replica, names_of(replica))
+    return DistributedDataParallel(replica)
+
+
+def trained():
+    """Where losses and parameters are not those of DDP that ignores the same."""
+    replica, found = replicated(built()), []
+    optimizer = torch.optim.AdamW(replica.parameters(), lr=1e-2)
+    want = [step(replica, optimizer, loss_of, number) for number in range(3)]
+    wanted = plain(replica).state_dict()
+    for stage in STAGES:
+        model = built()
+        groups = [{"params": model.blocks.parameters()}, {"params": model.expert.parameters()}]
+        engine, optimizer = start(model, torch.optim.AdamW(groups, lr=1e-2), stage=stage, ignored=IGNORED)
+        got = [step(engine, optimizer, loss_of, number) for number in range(3)]
+        with engine.unsharded():
+            now = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        found += [f"stage {stage}: losses {got}, not {want}"] * (got != want)
+        found += [f"stage {stage}: {name}" for name in wanted if not torch.equal(now[name], wanted[name])]
+        whole = engine.full_state_dict()
+        found += [f"stage {stage}: full {name}" for name in whole if not torch.equal(whole[name], now[name])]
+        assert all(type(engine.get_parameter(name)) is nn.Parameter for name in names_of(engine))
+        assert "expert" not in str(engine.units)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ignored_parameters_stay_each_ranks_own_as_in_ddp_that_ignores_them(ranks, num_ranks):
+    assert ranks(num_ranks, trained) == [[]] * num_ranks
+
+
+def clipped():
+    """The norm of one step, with and without the ignored gradients, and what is left of those."""
+    model, rows = built(), []
+    whole = copy.deepcopy(model)
+    loss_of(whole, 0).backward()
+    own = {name: p.grad for name, p in whole.named_parameters()}
+    for stage in STAGES:
+        engine, _ = start(copy.deepcopy(model), "SGD", stage=stage, ignored=IGNORED)
+        loss_of(engine, 0).backward()
+        norm = engine.clip_grad_norm_(1e-3).item()
+        kept = all(torch.equal(engine.get_parameter(name).grad, own[name]) for name in names_of(whole))
+        rows.append((norm, kept))
+    mine = [grad for name, grad in own.items() if name not in names_of(whole)]
+    return rows, torch.cat([grad.flatten() for grad in mine]).norm().item()
+
+
+def test_norms_and_clipping_leave_ignored_gradients_out(ranks):
+    ((rows, want),) = ranks(1, clipped)
+    for norm, kept in rows:
+        assert norm == pytest.approx(want, rel=1e-6)
+        assert kept
+
+
+def saved(folder, stage):
+    engine, optimizer = start(built(), "AdamW", stage=stage, ignored=IGNORED)
+    optimizer = engine.optimizer
+    step(engine, optimizer, loss_of, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.save_checkpoint(folder, "a")
+    notes = [str(warning.message) for warning in caught if "leaves out" in str(warning.message)]
+    before = {name: p.detach().clone() for name, p in engine.named_parameters()}
+    step(engine, optimizer, loss_of, 1)
+    after = {name: p.detach().clone() for name, p in engine.named_parameters()}
+    states = {name: dict(optimizer.state[engine.get_parameter(name)]) for name in names_of(engine)}
+    engine.load_checkpoint(folder, "a")
+    wrong = []
+    for name, parameter in engine.named_parameters():
+        want = after if name in states else before
+        wrong += [name] * (not torch.equal(parameter.detach(), want[name]))
+    for name, state in states.items():
+        wrong += [f"state of {name}"] * (optimizer.state[engine.get_parameter(name)] != state)
+    step(engine, optimizer, loss_of, 2)
+    return wrong, notes
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints_leave_ignored_parameters_out_with_a_warning_and_alone_when_loaded(
+    ranks, tmp_path, stage
+):
+    for wrong, notes in ranks(2, saved, str(tmp_path), stage):
+        assert wrong == []
+        assert len(notes) == 1
+        assert "'blocks.0.scale'" in notes[0]
+
+
+def refusals():
+    messages = []
+    for config in (
+        {"ignored": ["blocks.*.gain"]},
+        {"ignored": ["expert.*"], "precision": {"param_dtype": "float16"}},
+        {"ignored": ["expert.*"], "precision": {"main_dtype": "bfloat16"}},
+    ):
+        with pytest.raises(ValueError, match="ignored") as caught:
+            start(built(), "SGD", **config)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_patterns_that_fit_nothing_and_dtypes_that_need_other_gradients_are_refused(ranks):
+    ((unknown, half, narrow),) = ranks(1, refusals)
+    assert "no parameter whose name fits 'blocks.*.gain'" in unknown
+    assert "needs precision.param_dtype to be another dtype than float16" in half
+    assert "needs precision.main_dtype to be another dtype than bfloat16" in narrow

@@ -1,0 +1,231 @@
+"""engine.scale, the value of engine.backward, and steps of other numbers of micro-batches."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.training import STAGES, full_gradients, numbers, plain, replicate, start
+
+RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
+PRECISIONS = ({}, {"precision": {"param_dtype": "fp16"}})
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7))
+
+
+def loss_of(model, number):
+    return model(numbers(number, 4, 7)).float().square().mean()
+
+
+def full(engine):
+    with engine.unsharded():
+        return {name: p.detach().clone() for name, p in engine.named_parameters()}
+
+
+def unequal(got, want):
+    return [name for name in want if not torch.equal(got[name], want[name])]
+
+
+def caught(function):
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+# ------------------------------------------------------------------------------------- several engines
+
+
+def together_and_apart(stage, num_micro_batches, scales, **options):
+    """Two engines with one backward over both losses, against a backward for each."""
+
+    def engines():
+        return [
+            start(
+                net(seed),
+                stage=stage,
+                units=["Linear"],
+                gradient_accumulation_steps=num_micro_batches,
+                **({"precision": {"param_dtype": "fp16", "loss_scale": scale}} if scale else {}),
+            )[0]
+            for seed, scale in enumerate(scales)
+        ]
+
+    pairs, problems = (engines(), engines()), []
+    for number in range(2 * num_micro_batches):
+        first, second = pairs[0]
+        (first.scale(loss_of(first, number)) + second.scale(loss_of(second, number))).backward()
+        for engine in pairs[1]:
+            engine.backward(loss_of(engine, number))
+        for together, apart in zip(*pairs, strict=True):
+            problems += unequal(full_gradients(together), full_gradients(apart))
+            if together.step() != apart.step():
+                problems.append("step")
+    for together, apart in zip(*pairs, strict=True):
+        problems += unequal(full(together), full(apart))
+    return problems
+
+
+def all_together():
+    found = {}
+    for stage in STAGES:
+        for num_micro_batches in (1, 2):
+            for scales in ((None, None), (2.0**4, 2.0**10), (None, 2.0**8)):
+                key = stage, num_micro_batches, scales
+                if problems := together_and_apart(*key):
+                    found[key] = problems
+    return found
+
+
+@RANKS
+def test_one_backward_over_the_losses_of_several_engines_is_one_for_each(ranks, num_ranks):
+    assert ranks(num_ranks, all_together) == [{}] * num_ranks
+
+
+def after_failures(stage):
+    """A scaled loss whose backward fails, or does not come to the engine, leaves no trace."""
+    precision = {"param_dtype": "fp16", "loss_scale": 256.0}
+    engine, _ = start(
+        net(), stage=stage, units=["Linear"], precision=precision, gradient_accumulation_steps=2
+    )
+    texts = []
+
+    def fail(_):
+        raise LookupError("on purpose")
+
+    output = engine(numbers(0, 4, 7))
+    output.register_hook(fail)
+    texts.append(caught(engine.scale(output.float().square().mean()).backward))
+    engine.zero_grad()
+    engine.scale(torch.ones((), requires_grad=True)).backward()
+    texts.append(caught(loss_of(engine, 0).backward))
+    engine.zero_grad()
+    texts.append(caught(lambda: engine.scale(torch.ones(2, requires_grad=True))))
+    other, _ = start(net(), stage=stage, units=["Linear"], precision=precision, gradient_accumulation_steps=2)
+    for number in range(2):
+        engine.scale(loss_of(engine, number)).backward()
+        other.backward(loss_of(other, number))
+        engine.step(), other.step()
+    return texts, unequal(full(engine), full(other))
+
+
+def after_all_failures():
+    return [after_failures(stage) for stage in STAGES]
+
+
+@RANKS
+def test_a_scaled_loss_holds_for_its_own_backward_alone(ranks, num_ranks):
+    for runs in ranks(num_ranks, after_all_failures):
+        for (failed, unscaled, wrong), different in runs:
+            assert failed == "LookupError: on purpose"
+            assert "a loss that is not scaled" in unscaled
+            assert "expected a loss of one element" in wrong
+            assert different == []
+
+
+def returned(stage, **options):
+    engine, _ = start(net(), stage=stage, gradient_accumulation_steps=2, **options)
+    loss = loss_of(engine, 0)
+    value = engine.backward(loss)
+    return value.item() == loss.item(), value.requires_grad
+
+
+def all_returned():
+    return {returned(stage, **precision) for stage in STAGES for precision in PRECISIONS}
+
+
+@RANKS
+def test_backward_returns_the_loss_as_it_was_given(ranks, num_ranks):
+    assert ranks(num_ranks, all_returned) == [{(True, False)}] * num_ranks
+
+
+# ----------------------------------------------------------------------- other numbers of micro-batches
+
+
+def uneven_steps(stage, as_batches):
+    """Steps of 2, 3, 1 and 2 micro-batches against DDP, which divides by hand."""
+    model = net()
+    replica = replicate(model)
+    reference = torch.optim.AdamW(replica.parameters(), lr=1e-3)
+    engine, _ = start(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        stage=stage,
+        units=["Linear"],
+        gradient_accumulation_steps=2,
+    )
+    engine.loss_fn = lambda output, target: (output - target).square().mean()
+    number = 0
+    for count in (2, 3, 1, 2):
+        engine.set_gradient_accumulation_steps(count)
+        batches = [numbers(number + index, 4, 7) for index in range(count)]
+        number += count
+        if as_batches:
+            engine.train_batch(torch.cat(batches), torch.cat(batches))
+        else:
+            steps = []
+            for batch in batches:
+                engine.backward((engine(batch) - batch).square().mean())
+                steps.append(engine.step())
+            assert steps == [False] * (count - 1) + [True]
+        for batch in batches:
+            ((replica(batch) - batch).square().mean() / count).backward()
+        reference.step()
+        reference.zero_grad()
+    want = dict(plain(replica).named_parameters())
+    return [
+        name
+        for name, got in full(engine).items()
+        if not torch.allclose(got, want[name], rtol=1e-5, atol=1e-7) or engine.global_step != 4
+    ]
+
+
+def all_uneven_steps():
+    return {
+        (stage, as_batches): problems
+        for stage in STAGES
+        for as_batches in (False, True)
+        if (problems := uneven_steps(stage, as_batches))
+    }
+
+
+@RANKS
+def test_each_step_may_have_its_own_number_of_micro_batches(ranks, num_ranks):
+    assert ranks(num_ranks, all_uneven_steps) == [{}] * num_ranks
+
+
+def assignments(stage):
+    engine, _ = start(net(), stage=stage, gradient_accumulation_steps=2)
+
+    def assign(value):
+        return caught(lambda: engine.set_gradient_accumulation_steps(value))
+
+    wrong = [assign(value) for value in (0, -1, 1.5, True, None, "2")]
+    engine.backward(loss_of(engine, 0))
+    inside = [assign(3)]
+    engine.step()
+    inside.append(assign(3))
+    engine.zero_grad()
+    return (
+        wrong,
+        inside,
+        assign(3),
+        engine.gradient_accumulation_steps(),
+        engine.config.gradient_accumulation_steps,
+    )
+
+
+def all_assignments():
+    return [assignments(stage) for stage in STAGES]
+
+
+@RANKS
+def test_the_number_of_micro_batches_is_checked_and_kept_within_a_step(ranks, num_ranks):
+    for stages in ranks(num_ranks, all_assignments):
+        for wrong, inside, after, number, configured in stages:
+            assert all("expected an integer >= 1" in text for text in wrong)
+            assert all("in the middle of a step, whose gradients are divided by 2" in text for text in inside)
+            assert (after, number, configured) == ("nothing was raised", 3, 2)

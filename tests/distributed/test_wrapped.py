@@ -1,0 +1,51 @@
+"""Models that another library distributes are refused, with the remedy."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroshard
+from tests.sharding.test_copies import build
+
+
+def refusal(model):
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        zeroshard.initialize(model)
+    return str(caught.value)
+
+
+def distributed_already():
+    """The errors for models that something else distributes, and whether the inner model trains after."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    partly = build()
+    partly.outer.bias = nn.Parameter(distribute_tensor(partly.outer.bias.detach(), mesh, [Replicate()]))
+    inside = nn.Sequential(fully_shard(build(), mesh=mesh), nn.ReLU())
+    wrapped = DistributedDataParallel(build())
+    models = [
+        partly,
+        fully_shard(build(), mesh=mesh),
+        inside,
+        FullyShardedDataParallel(build(), device_id=torch.device("cpu")),
+    ]
+    return [refusal(model) for model in (*models, wrapped)] + [
+        zeroshard.initialize(wrapped.module, torch.optim.AdamW).engine.global_step
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_model_that_is_distributed_already_is_refused_by_name_with_the_remedy(ranks, num_ranks):
+    for found in ranks(num_ranks, distributed_already):
+        tensor, fsdp2, inner, fsdp1, ddp, num_steps = found
+        assert "parameter 'outer.bias' is a DTensor" in tensor
+        assert "the model is a FSDPModule of torch" in fsdp2
+        assert "leave fully_shard out" in fsdp2
+        assert "module '0' is a FSDPModule" in inner
+        assert "the model is a FullyShardedDataParallel" in fsdp1
+        assert "the model is a DistributedDataParallel" in ddp
+        assert "the model inside, its attribute `module`" in ddp
+        assert num_steps == 0

@@ -1,0 +1,183 @@
+"""Copies, pickles and wrappers of a sharded model work as in plain PyTorch, or name the remedy."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+import zeroshard
+from tests.distributed.training import OPTIMIZERS, STAGES, numbers, train_replicated, train_sharded
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(7, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, inputs):
+        inputs = self.inner(inputs)
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.outer(inputs)
+
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+
+
+def loss(model, number):
+    return model(numbers(number, 5, 7)).square().mean()
+
+
+def start(stage, **config):
+    return zeroshard.initialize(build(), OPTIMIZERS["AdamW"], {"stage": stage, **config}).engine
+
+
+def refusals():
+    """What each attempt to copy, pickle or wrap raises, by stage."""
+    attempts = {
+        "copy of the engine": copy.deepcopy,
+        "copy of the model": lambda engine: copy.deepcopy(engine.module),
+        "copy of a unit": lambda engine: copy.deepcopy(engine.module.blocks[0]),
+        "pickle of the engine": pickle.dumps,
+        "saved engine": lambda engine: torch.save(engine, io.BytesIO()),
+        "saved model": lambda engine: torch.save(engine.module, io.BytesIO()),
+        "DDP of the engine": DistributedDataParallel,
+        "DDP of the model": lambda engine: DistributedDataParallel(engine.module),
+        "fully_shard of the engine": fully_shard,
+        "fully_shard of the model": lambda engine: fully_shard(engine.module),
+        "fully_shard of a part": lambda engine: fully_shard(engine.module.blocks[0][0]),
+    }
+    found = []
+    for stage in STAGES:
+        engine = start(stage)
+        for name, attempt in attempts.items():
+            try:
+                attempt(engine)
+                found.append((name, "nothing was raised"))
+            except RuntimeError as error:
+                found.append((name, str(error)))
+        engine.backward(loss(engine, 0))
+        assert engine.step()
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_cannot_hold_a_sharded_model_is_refused_with_the_remedy(ranks, num_ranks):
+    remedies = {
+        "copy": "under engine.unsharded()",
+        "pickle": "engine.save_checkpoint",
+        "saved": "engine.save_checkpoint",
+        "DDP": "leave it out",
+        "fully_shard": "leave it out",
+    }
+    for found in ranks(num_ranks, refusals):
+        assert len(found) == 11 * len(STAGES)
+        for name, text in found:
+            assert remedies[name.split()[0]] in text, name
+
+
+def copies():
+    """Stages at which a copy under unsharded() is not the plain model."""
+    found = []
+    batch = numbers(0, 5, 7, rank=0)
+    for stage, config in [(stage, {}) for stage in STAGES] + [(3, {"recompute": "unit"})]:
+        engine, plain = start(stage, **config), build()
+        with engine.unsharded():
+            twin, part = copy.deepcopy(engine.module), copy.deepcopy(engine.module.blocks[1])
+        is_plain = all(type(parameter) is nn.Parameter for parameter in twin.parameters())
+        has_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in (*twin.modules(), *part.modules()))
+        engine.backward(loss(engine, 0))
+        engine.step()
+        if torch.distributed.get_rank() == 0:  # nothing is exchanged
+            is_same = torch.equal(twin(batch), plain(batch))
+            is_same &= torch.equal(part(plain.inner(batch)), plain.blocks[1](plain.inner(batch)))
+            twin(batch).sum().backward()
+            plain(batch).sum().backward()
+            is_same &= torch.equal(twin.inner.weight.grad, plain.inner.weight.grad)
+            again = copy.deepcopy(pickle.loads(pickle.dumps(twin)))
+            is_same &= torch.equal(again(batch), plain(batch))
+            if has_hooks or not is_plain or not is_same:
+                found.append((stage, config))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_copy_made_under_unsharded_is_the_plain_model(ranks, num_ranks):
+    assert ranks(num_ranks, copies) == [[]] * num_ranks
+
+
+def saved_state_dicts():
+    """By stage, the texts of warnings when slices, whole parameters and a copy are saved."""
+    found = []
+    for stage in STAGES:
+        engine = start(stage)
+        texts = []
+        for source in (engine, engine.module, engine.module.blocks[0]):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                state = source.state_dict()
+                torch.save({"model": state}, file := io.BytesIO())
+                texts.append([str(warning.message) for warning in caught if warning.filename == __file__])
+            file.seek(0)
+            loaded = torch.load(file, weights_only=True)["model"]
+            assert all(torch.equal(loaded[name], value) for name, value in state.items())
+            assert state._metadata.keys() == loaded._metadata.keys()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            copy.deepcopy(engine.state_dict())
+            torch.save(engine.full_state_dict(), io.BytesIO())
+            with engine.unsharded():
+                torch.save(engine.state_dict(), io.BytesIO())
+        found.append(texts)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_saving_a_state_dict_of_slices_warns_and_names_what_saves_the_model(ranks, num_ranks):
+    for found in ranks(num_ranks, saved_state_dicts):
+        for texts in found:
+            for text in texts:
+                assert len(text) == 1
+                assert "engine.full_state_dict()" in text[0]
+                assert "engine.save_pretrained(folder)" in text[0]
+
+
+def train_wrapped():
+    """Stages at which an engine inside torch.compile or DataParallel trains to other losses."""
+    found = []
+    want = train_replicated(build(), "AdamW", 3, loss).losses
+    wraps = {
+        "compiled engine": lambda engine: torch.compile(engine, backend="eager"),
+        "compiled model": lambda engine: torch.compile(engine.module, backend="eager"),
+        "model compiled in place": lambda engine: (engine.module.compile(backend="eager"), engine)[1],
+        "DataParallel": DataParallel,
+    }
+    for stage in STAGES:
+        for name, wrap in wraps.items():
+            engine = start(stage)
+            wrapped, losses = wrap(engine), []
+            for number in range(3):
+                value = loss(wrapped, number)
+                engine.backward(value)
+                engine.step()
+                losses.append(value.item())
+            torch._dynamo.reset()
+            if losses != train_sharded(build(), "AdamW", 3, loss, stage=stage).losses:
+                found.append((stage, name, losses))
+            if losses != pytest.approx(want, rel=1e-6, abs=0):
+                found.append((stage, name, losses, want))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_engine_inside_torch_compile_or_data_parallel_trains_as_before(ranks, num_ranks):
+    assert ranks(num_ranks, train_wrapped, timeout=120.0) == [[]] * num_ranks

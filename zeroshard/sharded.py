@@ -1,0 +1,140 @@
+"""The composable layer: a module is sharded in place, and what one does with it beside training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from zeroshard.config import Config
+from zeroshard.optim.clipping import check_clipping
+from zeroshard.optim.guard import StepGuard
+from zeroshard.sharding import access
+from zeroshard.sharding.copies import NotCopied
+from zeroshard.sharding.counts import count
+from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.shard import shard_in_place
+from zeroshard.sharding.unit import UnitInfo
+
+
+class ShardedCalls(NotCopied):
+    """The calls around the parameters and gradients of a sharded module."""
+
+    _runtime: Runtime
+    _guard: StepGuard
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, backward adds gradients up on this rank and sends nothing."""
+        return self._runtime.reducer.deferring(True)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); collective.
+
+        Args:
+            max_norm: the norm that is left at most.
+            norm_type: the order of the norm, above 0; inf gives the largest magnitude.
+            error_if_nonfinite: raise where the norm is inf or nan.
+
+        Returns:
+            The norm over the gradients of all parameters before that; 0-dim, float32.
+
+        Raises:
+            RuntimeError: `error_if_nonfinite`, by the names of the parameters; gradients are as they were.
+        """
+        order = check_clipping(max_norm, norm_type)
+        self._runtime.before_step()
+        return self._guard.clip(max_norm, order, error_if_nonfinite)
+
+    @contextmanager
+    def unsharded(self, *modules: Any, write_back: bool = False) -> Iterator[None]:
+        """Show full parameters, in the main dtype, on every rank.
+
+        Args:
+            modules: modules that are parts of the model; none means all of it. Whole units are gathered.
+            write_back: keep edits; every rank must make the same ones.
+
+        Raises:
+            ValueError: a module that is not part of the model.
+            RuntimeError: the ranks made different edits.
+        """
+        root = self._runtime.root.module
+        inside = set(root.modules())
+        parts = [root if module is self else module for module in modules or (root,)]
+        for part in parts:
+            if part not in inside:
+                raise ValueError(f"unsharded: expected modules of the model, got {type(part).__name__}")
+        with access.unsharded(self._runtime, parts, write_back):
+            yield
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Rank 0: CPU tensors under the model's original names, parameters in float32; {} elsewhere."""
+        return access.full_state_dict(self._runtime)
+
+    def num_parameters(self, only_trainable: bool = False) -> int:
+        """Count the elements of the whole model, tied parameters once. `numel()` of a sharded one is less."""
+        return count(self._runtime.root.module.parameters(), only_trainable=only_trainable)
+
+    @property
+    def units(self) -> list[UnitInfo]:
+        """Name, padded size, whether it is kept from forward to backward, and why it is one, of each unit."""
+        return self._runtime.unit_infos
+
+
+class Sharded(ShardedCalls):
+    """A module that `zeroshard.shard` has sharded in place: what its forward and backward do not do.
+
+    The module is called as before, and `loss.backward()` makes the gradients. What an engine has beside the
+    calls here (checkpoints, accumulation, loss scale, nonfinite steps) it does not have.
+    """
+
+    def __init__(self, runtime: Runtime, config: Config) -> None:
+        self._runtime, self._guard = runtime, StepGuard(runtime, config)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that was given."""
+        return self._runtime.root.module
+
+    def attach(self, *optimizers: Optimizer) -> None:
+        """Follow optimizers over the sharded parameters, whoever steps them.
+
+        Args:
+            optimizers: replicated parameters are gathered again after the last of them has stepped, so they
+                must step together, one after the other. One that steps alone is attached by itself.
+
+        Raises:
+            ValueError: one is of bitsandbytes', which `zeroshard.initialize` takes over.
+        """
+        self._runtime.attach(*optimizers)
+
+
+def shard(
+    module: nn.Module,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Sharded:
+    """Shard a module in place over the ranks of the default process group.
+
+    Afterwards `module.parameters()` yields this rank's sharded parameters; make an optimizer over them
+    and hand it to `attach(optimizer)` of the result.
+
+    Args:
+        module: its parameters have values, rank 0's count; or it was built under `deferred_init`.
+        config: stage, precision, units, prefetch; a Config, a dict or a path, as `initialize` takes it.
+        mesh: of one axis, whatever its name, or with the axes `dp_replicate` and `dp_shard` for hybrid
+            sharding; None: over all ranks. Its type of devices is used where neither `config` nor the module
+            tells one.
+
+    Raises:
+        ValueError: what `config` asks for does not fit the module, the mesh or the ranks.
+        RuntimeError: there is no process group.
+    """
+    config = Config.parse(config)
+    return Sharded(shard_in_place(module, config, mesh), config)

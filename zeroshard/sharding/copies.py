@@ -1,0 +1,155 @@
+"""Copies of a sharded model: a deep copy is a plain model, or an error; files are written by other calls."""
+
+from __future__ import annotations
+
+import copy
+import types
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+from torch import nn
+
+from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.runtime import Runtime
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks")
+_KINDS_OF_HOOKS = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+_COPYING = ("__deepcopy__", "__reduce_ex__")
+"""Attributes by which `copy` and `pickle` ask an object."""
+
+_SAVED_SLICES = (
+    "a state_dict() of a sharded model is being saved, which holds this rank's 1-D slices: save "
+    "engine.full_state_dict() (called on all ranks; rank 0 gets whole tensors) or call "
+    "engine.save_pretrained(folder); to go on training, engine.save_checkpoint(folder)"
+)
+PICKLED = (
+    "a sharded model cannot be pickled: save engine.full_state_dict() (called on all ranks), or call "
+    "engine.save_pretrained(folder) or engine.save_checkpoint(folder)"
+)
+COPIED = (
+    "copy.deepcopy of a sharded model would copy this rank's slices: copy engine.module under "
+    "engine.unsharded(), which gives a plain model with whole parameters, or copy the model before initialize"
+)
+
+
+def guard_copies(runtime: Runtime) -> None:
+    """Let deep copies of the model and of its units be plain; warn where a state dict of slices is saved."""
+    for module in runtime.root.module.modules():
+        runtime.changes.hook(module._register_state_dict_hook(_mark_slices))
+    for unit in runtime.units:
+        copies = _Copies(unit.module)
+        for name, method in zip(_COPYING, (copies.deepcopy, copies.reduce), strict=True):
+            runtime.changes.set(unit.module, name, method)
+
+
+class NotCopied:
+    """An object that holds a sharded model and its process groups: no copy or pickle of it can be made."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise RuntimeError(COPIED)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(PICKLED)
+
+
+class _Copies:
+    """The copies of a unit's module, which this does not keep alive."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def deepcopy(self, memo: dict[int, Any]) -> nn.Module:
+        """Copy the module without what sharding has added to it.
+
+        Raises:
+            RuntimeError: its parameters are not shown whole.
+        """
+        module = self._module()
+        assert module is not None, "it is being copied"
+        if any(isinstance(parameter, ShardedParameter) for parameter in module.parameters()):
+            raise RuntimeError(COPIED)
+        with _without(module, _COPYING):
+            twin = copy.deepcopy(module, memo)
+        for part, original in zip(twin.modules(), module.modules(), strict=True):
+            _strip(part, original, memo)
+        return twin
+
+    def reduce(self, protocol: Any) -> Any:
+        """Refuse to pickle the module."""
+        raise RuntimeError(PICKLED)
+
+
+@contextmanager
+def _without(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    taken = {name: module.__dict__.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        module.__dict__.update(taken)
+
+
+def _strip(twin: nn.Module, original: nn.Module, memo: dict[int, Any]) -> None:
+    """Remove what sharding has added to a module from a copy of it: hooks, and methods that were wrapped."""
+    for kind in _HOOKS:
+        hooks: dict[int, Any] = getattr(twin, kind)
+        for number in [number for number, hook in hooks.items() if _is_own(hook)]:
+            del hooks[number]
+            for numbers in _KINDS_OF_HOOKS:
+                getattr(twin, numbers).pop(number, None)
+    for parameter in twin._parameters.values():
+        if type(parameter).__module__.startswith("zeroshard."):
+            parameter.__class__ = nn.Parameter  # tied ones stay one object
+    for name, value in vars(original).items():
+        inner = _innermost(value)
+        is_of_class = isinstance(inner, types.MethodType) and inner.__func__ is getattr(
+            type(original), name, None
+        )
+        if is_of_class or type(value).__module__.startswith("zeroshard."):
+            twin.__dict__.pop(name, None)
+        elif inner is not value:
+            twin.__dict__[name] = copy.deepcopy(inner, memo)
+
+
+def _is_own(hook: Callable[..., Any]) -> bool:
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("zeroshard.")
+
+
+def _innermost(method: Any) -> Any:
+    """The function inside those that zeroshard and torch.compile have put around it."""
+    while isinstance(method, types.FunctionType) and hasattr(method, "__wrapped__"):
+        if not method.__globals__["__name__"].startswith(("zeroshard.", "torch._dynamo.")):
+            break
+        method = method.__wrapped__
+    return method
+
+
+class _Slices(OrderedDict[str, Any]):
+    """A state dict of slices, which warns when it is saved."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        warnings.warn(_SAVED_SLICES, stacklevel=4)  # of torch.save
+        plain = OrderedDict(self)
+        plain.__dict__.update(self.__dict__)
+        return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Slices:
+        twin = memo[id(self)] = _Slices((name, copy.deepcopy(value, memo)) for name, value in self.items())
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+
+def _mark_slices(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: str, _: Any) -> Any:
+    """The state dict to return from the module that was asked for it."""
+    if prefix or not any(isinstance(parameter, ShardedParameter) for parameter in module.parameters()):
+        return None
+    marked = _Slices(state_dict)
+    marked.__dict__.update(state_dict.__dict__)  # torch keeps versions there
+    return marked

@@ -1,0 +1,121 @@
+"""Elements and norms of whole parameters, where code asks a slice for them.
+
+`numel()` of a slice stays the slice's: optimizers allocate by it. Code that is known to count a model gets
+the elements of the whole parameter. A sum over parameters in anybody else's code, and a norm outside an
+optimizer, can be told by the frames that lead to it: the first one of a model gets a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Warned(Protocol):
+    """The warnings that a model has given."""
+
+    has_warned_of_counts: bool
+    has_warned_of_norms: bool
+
+
+class Slice(Protocol):
+    """What a sharded parameter knows of the whole."""
+
+    fqn: str
+    full_shape: torch.Size
+    is_partial: bool
+    phase: Any
+
+
+_COUNTERS = frozenset(
+    (
+        ("transformers.modeling_utils", "num_parameters"),
+        ("transformers.trainer", "get_num_trainable_parameters"),
+        ("peft.peft_model", "get_nb_trainable_parameters"),
+        ("peft.mixed_model", "get_nb_trainable_parameters"),
+    )
+)
+"""Functions (module, name) that count the elements of a model, and nothing else."""
+
+_COUNTS = frozenset((Tensor.numel, Tensor.nelement, torch.numel))
+_NORMS = frozenset((Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm))
+ASKED = _COUNTS | _NORMS
+"""Functions whose answer for a slice differs from that for the whole without any error."""
+
+_OWN_NUMBERS = ("torch", "zeroshard", "bitsandbytes", "deepspeed", "apex")
+"""Packages whose code sums the elements of what it was given, to allocate memory."""
+
+
+def count(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -> int:
+    """The elements of the whole parameters.
+
+    Args:
+        parameters: sharded or not.
+        only_trainable: leave out what is frozen.
+    """
+    return sum(
+        (getattr(parameter, "full_shape", None) or parameter.shape).numel()
+        for parameter in parameters
+        if parameter.requires_grad or not only_trainable
+    )
+
+
+def answer(parameter: Slice, func: Callable[..., Any], frame: FrameType | None) -> int | None:
+    """The answer to give for the whole parameter; None leaves the slice's.
+
+    Args:
+        func: one of ASKED.
+        frame: that of the caller.
+    """
+    if not parameter.is_partial or frame is None:
+        return None
+    if func in _NORMS:
+        _warn_of_norm(parameter, frame)
+        return None
+    is_sum = frame.f_code.co_name == "<genexpr>"
+    caller = frame.f_back if is_sum and frame.f_back is not None else frame
+    module = str(frame.f_globals.get("__name__", ""))
+    if (module, caller.f_code.co_name) in _COUNTERS:
+        return parameter.full_shape.numel()
+    if is_sum and module.partition(".")[0] not in _OWN_NUMBERS and not _is_of_optimizer(caller):
+        _warn_of_count(parameter.phase)
+    return None
+
+
+def _is_of_optimizer(frame: FrameType) -> bool:
+    return isinstance(frame.f_locals.get("self"), Optimizer)
+
+
+def _warn_of_count(phase: Warned) -> None:
+    if not phase.has_warned_of_counts:
+        phase.has_warned_of_counts = True
+        warnings.warn(
+            "a sum of numel() over sharded parameters counts this rank's slices only; "
+            "engine.num_parameters() counts the model",
+            stacklevel=5,
+        )
+
+
+def _warn_of_norm(parameter: Slice, frame: FrameType) -> None:
+    if parameter.phase.has_warned_of_norms:
+        return
+    caller: FrameType | None = frame
+    while caller is not None:
+        if caller.f_code.co_name == "step" and _is_of_optimizer(caller):
+            return
+        caller = caller.f_back
+    level, caller = 4, frame
+    while caller is not None and str(caller.f_globals.get("__name__", "")).startswith("torch."):
+        level, caller = level + 1, caller.f_back
+    parameter.phase.has_warned_of_norms = True
+    warnings.warn(
+        f"norm() of the sharded parameter '{parameter.fqn}' is that of this rank's slice; take it under "
+        "engine.unsharded(module), which shows whole parameters",
+        stacklevel=level,
+    )

@@ -1,0 +1,86 @@
+"""torch's fast paths for transformer encoders in evaluation, which change what is computed.
+
+`nn.TransformerEncoder` leaves padded positions out and returns 0 there, if the parameters of its first layer
+are plain tensors; it reads them before it calls the layer. Then `nn.TransformerEncoderLayer` must take its
+own fast path, which it does only if no hook is on it or on a module inside. So a unit that is such a layer is
+gathered by a function around its forward, and the first layer is there when the encoder begins.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.unit import Unit
+
+
+def allows_no_hooks(module: nn.Module) -> bool:
+    """True for torch's own encoder layer, as long as nobody has hooked it."""
+    has_hooks = any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    return _is_own(module, nn.TransformerEncoderLayer) and not has_hooks
+
+
+def layers_without_hooks(root: nn.Module) -> set[nn.Module]:
+    """The modules inside torch's encoder layers, on which no hook may be."""
+    layers = [module for module in root.modules() if _is_own(module, nn.TransformerEncoderLayer)]
+    return {part for layer in layers for part in layer.modules()}
+
+
+def surround(
+    module: nn.Module,
+    changes: Changes,
+    *,
+    cast: Callable[..., tuple[Any, Any]] | None,
+    before: Callable[..., None],
+    after: Callable[..., Any],
+    at_last: Callable[..., None],
+) -> None:
+    """Run what hooks of a module would, from inside its `forward`.
+
+    Args:
+        module: whose forward is replaced.
+        changes: of the modules.
+        cast: changes the inputs, as a forward pre-hook with keywords.
+        before: a forward pre-hook.
+        after: a forward hook.
+        at_last: a forward hook that is called after an exception, too.
+    """
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        if cast is not None:
+            args, kwargs = cast(module, args, kwargs)
+        try:
+            before(module, args)
+            return after(module, args, forward(*args, **kwargs))
+        finally:
+            at_last(module, args, None)
+
+    changes.set(module, "forward", surrounded)
+
+
+def show_first_layers(units: Iterable[Unit], root: nn.Module, changes: Changes) -> None:
+    """Gather the first layer of torch's encoders before these look at its parameters in evaluation."""
+    of_module = {unit.module: unit for unit in units}
+
+    def show(unit: Unit, module: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled() and not module.training:
+            unit.unshard()
+            unit.wait()
+            unit.install()
+
+    for module in root.modules():
+        if _is_own(module, nn.TransformerEncoder) and isinstance(module, nn.TransformerEncoder):
+            first = of_module.get(module.layers[0])
+            if first is not None:
+                changes.hook(module.register_forward_pre_hook(functools.partial(show, first)))
+
+
+def _is_own(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return isinstance(module, kind) and type(module).forward is kind.forward
