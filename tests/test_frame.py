@@ -16,7 +16,7 @@ LAYERS = (
     {"config", "deepspeed", "tables"},
     {"comm"},
     {"sharding", "data", "batch"},
-    {"memory", "offload", "optim", "parallel", "checkpoint", "safetensors"},
+    {"memory", "offload", "optim", "parallel", "checkpoint", "safetensors", "byname"},
     {"engine", "sharded"},
     {"initialize", "pretrained"},
     {"cli"},

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zeroshard.batch import split_batch, to_device
+from zeroshard.byname import ByName
 from zeroshard.checkpoint.adapters import export_adapters, has_adapters
 from zeroshard.checkpoint.capture import Parts, Progress, capture
 from zeroshard.checkpoint.export import export_engine
@@ -46,7 +47,7 @@ from zeroshard.sharding.tracers import refuse_proxies
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-class Engine(ShardedCalls, DeepSpeedNames, nn.Module):
+class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
     """A sharded model with its optimizer. Made by `zeroshard.initialize`.
 
     Its parameters and buffers are the model's, under their original names; between steps the parameters

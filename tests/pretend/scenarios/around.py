@@ -164,6 +164,22 @@ def two_backwards_no_sync(bench: Bench) -> None:
         engine.step()
 
 
+@scenario(may_sync=("zeroshard/byname.py",))
+def one_parameter_by_name(bench: Bench) -> None:
+    """A parameter, its gradient and its states are read and written between backward, step and forward."""
+    engine = bench.start(bench.gpt(2), stage=3, precision=BF16)
+    name = next(name for name, parameter in engine.named_parameters() if len(parameter.full_shape) > 1)
+    for number in range(2):
+        engine.backward(bench.loss(number))
+        gradient = engine.full_gradient(name)
+        assert gradient is not None
+        engine.set_full_gradient(name, gradient / 2)
+        engine.step()
+        engine.set_full_parameter(name, engine.full_parameter(name) * 0.5)
+        states = engine.full_optimizer_state(name)
+        engine.set_full_optimizer_state(name, {"exp_avg": states["exp_avg"] * 0.5})
+
+
 @scenario(may_sync=("zeroshard/checkpoint/",))
 def saved_in_background(bench: Bench) -> None:
     engine = bench.start(bench.gpt(2), stage=3, precision=BF16)

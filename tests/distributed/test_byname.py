@@ -1,0 +1,241 @@
+"""One full parameter, gradient or state by name: read as in plain PyTorch, written for training to go on."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+
+
+class Net(nn.Module):
+    """Tied, frozen, unused, 0-dim; one matrix larger than a shard's block."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(30, 20)
+        self.blocks = nn.ModuleList(nn.Linear(20, 20) for _ in range(2))
+        self.frozen = nn.Linear(20, 20).requires_grad_(False)
+        self.unused = nn.Linear(20, 3)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(20, 30, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(self.frozen(x)) * self.gain
+
+
+def loss(model, number):
+    """The mean over this rank's part of a batch; over all ranks, that of the whole batch."""
+    tokens = torch.randint(30, (4, 5), generator=torch.Generator().manual_seed(number))
+    part = (
+        tokens.chunk(dist.get_world_size())[dist.get_rank()]
+        if isinstance(model, zeroshard.Engine)
+        else tokens
+    )
+    return model(part).square().mean()
+
+
+class Pair:
+    """An engine and the model that it was made from, in plain PyTorch."""
+
+    def __init__(self, **config):
+        self.plain, sharded = Net(), Net()
+        self.optimizer = torch.optim.AdamW(self.plain.parameters(), lr=1e-2)
+        made = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+        self.engine = zeroshard.initialize(sharded, made, config).engine
+
+    def backward(self, number):
+        loss(self.plain, number).backward()
+        self.engine.backward(loss(self.engine, number))
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.engine.step()
+
+    def check(self):
+        """Raise if a parameter, gradient or state is another one than in plain PyTorch."""
+        for name, parameter in self.plain.named_parameters(remove_duplicate=False):
+            close(self.engine.full_parameter(name), parameter.detach())
+            gradient = self.engine.full_gradient(name)
+            assert (gradient is None) == (parameter.grad is None), name
+            if gradient is not None:
+                close(gradient, parameter.grad)
+            states = self.engine.full_optimizer_state(name)
+            assert states.keys() == self.optimizer.state[parameter].keys()
+            for key, value in self.optimizer.state[parameter].items():
+                close(states[key], value)
+
+
+def close(got, want):
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
+
+
+LAYOUTS = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "shard_group_size": 1}]
+
+
+def read_all(layouts):
+    for config in layouts:
+        pair = Pair(**config)
+        pair.check()
+        for number in range(2):
+            pair.backward(number)
+            pair.check()
+            pair.step()
+            pair.check()
+
+
+def write_all(layouts):
+    for config in layouts:
+        pair = Pair(**config)
+        pair.backward(0)
+        pair.step()
+        for name, parameter in pair.plain.named_parameters():
+            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            pair.engine.set_full_parameter(name, values)
+            parameter.data.copy_(values)
+            if state := pair.optimizer.state[parameter]:
+                pair.engine.set_full_optimizer_state(
+                    name, {"exp_avg": values / 10, "step": torch.tensor(5.0)}
+                )
+                state["exp_avg"].copy_(values / 10)
+                state["step"].fill_(5)
+        pair.check()
+        pair.backward(1)
+        for name, parameter in pair.plain.named_parameters():
+            if parameter.requires_grad:  # the unused ones too, which have none
+                values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+                pair.engine.set_full_gradient(name, values)
+                parameter.grad = values.clone()
+        pair.check()
+        pair.step()
+        pair.check()
+        pair.backward(2)
+        pair.step()
+        pair.check()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_read_by_name_is_that_of_plain_pytorch(ranks, num_ranks):
+    ranks(num_ranks, read_all, LAYOUTS)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_training_goes_on_from_what_is_written_by_name(ranks, num_ranks):
+    ranks(num_ranks, write_all, LAYOUTS)
+
+
+def read_hybrid():
+    read_all([{"stage": 3, "shard_group_size": 2}])
+    write_all([{"stage": 3, "shard_group_size": 2}])
+
+
+def test_shard_groups_of_two_read_and_write_the_same(ranks):
+    ranks(4, read_hybrid)
+
+
+def accumulate():
+    """In the middle of an accumulation the gradient is the sum so far, at every stage."""
+    for stage in range(4):
+        pair = Pair(stage=stage, gradient_accumulation_steps=2)
+        for number in range(2):
+            pair.engine.backward(loss(pair.engine, number))
+            (loss(pair.plain, number) / 2).backward()
+            pair.check()
+            pair.engine.step()
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        pair.check()
+
+
+def test_a_gradient_in_the_middle_of_an_accumulation_is_the_sum_so_far(ranks):
+    ranks(2, accumulate)
+
+
+def eight_bits(stage):
+    torch.manual_seed(0)
+    model, whole = nn.Sequential(nn.Linear(80, 80)), nn.Sequential(nn.Linear(80, 80))
+    whole.load_state_dict(model.state_dict())
+    optimizer = zeroshard.optim.AdamW8bit(model.parameters(), lr=1e-2)
+    engine = zeroshard.initialize(model, optimizer, {"stage": stage}).engine
+    plain = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    values = torch.randn(4, 80, generator=torch.Generator().manual_seed(1))
+    for module in (engine, whole):
+        module(values).square().mean().backward()
+    optimizer.step()
+    plain.step()
+    found = engine.full_optimizer_state("0.weight")
+    want = plain.state[whole[0].weight]
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert found[key].dtype == torch.float32
+        torch.testing.assert_close(found[key], want[key], rtol=0.1, atol=0.02 * float(want[key].abs().max()))
+    assert found["step"] == 1
+    engine.set_full_optimizer_state("0.weight", {"exp_avg": found["exp_avg"] * 2, "step": 7})
+    again = engine.full_optimizer_state("0.weight")
+    bound = 0.01 * float(found["exp_avg"].abs().max())
+    torch.testing.assert_close(again["exp_avg"], found["exp_avg"] * 2, rtol=0.05, atol=bound)
+    assert torch.equal(again["exp_avg_sq"], found["exp_avg_sq"])
+    assert again["step"] == 7
+    assert isinstance(again["step"], int)
+
+
+def in_eight_bits():
+    for stage in (0, 1, 3):
+        eight_bits(stage)
+
+
+def test_states_of_8_bits_come_back_in_float32(ranks):
+    ranks(2, in_eight_bits)
+
+
+def refuse():
+    pair = Pair(stage=3)
+    engine, rank, found = pair.engine, dist.get_rank(), []
+
+    def refused(call, *args, kind=ValueError):
+        with pytest.raises(kind) as caught:
+            call(*args)
+        found.append(str(caught.value))
+
+    whole = torch.zeros(20, 20)
+    refused(engine.full_parameter, "blocks.0.wieght")
+    refused(engine.full_gradient, None)
+    refused(engine.full_parameter, "blocks.0.weight" if rank else "blocks.1.weight")
+    refused(engine.set_full_parameter, "blocks.0.weight", torch.zeros(400))
+    refused(engine.set_full_parameter, "blocks.0.weight", whole + rank)
+    refused(engine.set_full_gradient, "frozen.weight", whole)
+    refused(engine.set_full_optimizer_state, "blocks.0.weight", {"exp_avg": whole})
+    pair.backward(0)
+    pair.step()
+    refused(engine.set_full_optimizer_state, "blocks.0.weight", {"exp_agv": whole})
+    with engine.unsharded():
+        refused(engine.full_parameter, "blocks.0.weight", kind=RuntimeError)
+    pair.check()
+    return found
+
+
+def test_unknown_names_and_values_that_do_not_fit_are_refused_on_all_ranks(ranks):
+    one, other = ranks(2, refuse)
+    assert one == other
+    for text, expected in zip(
+        one,
+        (
+            "came 'blocks.0.wieght'; close: 'blocks.0.weight'",
+            "came None",
+            "expected one name on all ranks, came ['blocks.1.weight', 'blocks.0.weight']",
+            "'blocks.0.weight': expected a full tensor of shape (20, 20), came shape (400,)",
+            "ranks 0 and 1 were given different values for 'blocks.0.weight'",
+            "'frozen.weight' is frozen",
+            "expected states of 'blocks.0.weight' (none before the first step), came 'exp_avg'",
+            "expected states of 'blocks.0.weight' (step, exp_avg, exp_avg_sq), came 'exp_agv'",
+            "full_parameter() inside engine.unsharded()",
+        ),
+        strict=True,
+    ):
+        assert expected in text
