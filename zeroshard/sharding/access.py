@@ -11,11 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.sharding.attributes import carry_attributes
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.shown import ShownGradients
 from zeroshard.sharding.slots import ShownParameter
 from zeroshard.sharding.unit import UnitState
+
+_REMEDY = (
+    "add or remove parametrizations, pruning and layers before zeroshard.initialize, or undo it inside the "
+    "block (remove_parametrizations, prune.remove)"
+)
 
 Opened = Sequence[tuple[FlatBuffer, Tensor]]
 """Buffers with their whole main parameters, [total]."""
@@ -32,10 +38,12 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         write_back: keep the edits of parameters and gradients that were made, the same on every rank.
 
     Raises:
-        RuntimeError: `write_back`, and the ranks made different edits; then none is kept.
+        RuntimeError: `write_back`, and the ranks made different edits; then none is kept. Or parameters were
+            added or removed.
     """
     runtime.settle()
     runtime.check_slots()
+    names = _names(runtime)
     members = {member for module in modules for member in module.modules()}
     units = [unit for unit in runtime.units if not members.isdisjoint(unit.owners)]
     if write_back and any(unit.is_shown for unit in units):
@@ -46,18 +54,31 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         for buffer, whole in opened
         for sharded, view in zip(buffer.sharded, buffer.main_views(whole), strict=True)
     }
+    for buffer, _ in opened:
+        for sharded in buffer.sharded:
+            carry_attributes(sharded, shown[id(sharded)])
     axes = runtime.context.axes
     gradients = ShownGradients([buffer for buffer, _ in opened], shown, axes.dp, axes.dp_shard)
     before = [unit.stand_in(shown) for unit in units]
     try:
         yield
+        moves = _describe_moves(names, _names(runtime))
         if write_back:
-            _write_back(runtime, opened, gradients)
+            _write_back(runtime, opened, gradients, moves)
+        elif moves:
+            raise RuntimeError(moves)
         else:
             gradients.warn_of_changes()
         for buffer, _ in opened:
             for sharded in buffer.sharded:
                 sharded.requires_grad_(shown[id(sharded)].requires_grad)
+    except RuntimeError as error:
+        if ShownParameter.__name__ in str(error):  # torch's own words for nn.Parameter(module.weight)
+            raise RuntimeError(
+                "a Parameter was made of one that unsharded() shows, which torch refuses: make it of "
+                f"module.weight.data. A parametrization does it too: {_REMEDY}"
+            ) from error
+        raise
     finally:
         for unit, parameters in zip(units, before, strict=True):
             unit.stand_in(parameters)
@@ -67,26 +88,28 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
 
 
 @torch.no_grad()
-def _write_back(runtime: Runtime, opened: Opened, gradients: ShownGradients) -> None:
-    misshapen = [name for buffer, whole in opened for name in _take_replaced(buffer, whole)]
+def _write_back(runtime: Runtime, opened: Opened, gradients: ShownGradients, moves: str) -> None:
+    misshapen = [] if moves else [name for buffer, whole in opened for name in _take_replaced(buffer, whole)]
     digests = [blake2b(whole.cpu().view(torch.uint8).numpy().data).digest() for _, whole in opened]
     changed = gradients.digests()
     facts = runtime.context.axes.dp.all_gather_object(
-        (misshapen, digests, changed), "agreement on edited parameters"
+        (misshapen, digests, changed, moves), "agreement on edited parameters"
     )
-    for rank, (names, _, _) in enumerate(facts):
+    for rank, (names, _, _, moves) in enumerate(facts):
+        if moves:
+            raise RuntimeError(f"{moves}. Nothing was written (rank {rank})")
         if names:
             raise RuntimeError(
                 f"unsharded(write_back=True): rank {rank} replaced {', '.join(map(repr, names))} by "
                 "parameters of another shape. Nothing was written"
             )
-    for _, _, others in facts:
+    for _, _, others, _ in facts:
         if different := sorted(name for name, _ in set(others) ^ set(changed)):
             raise RuntimeError(
                 f"unsharded(write_back=True): the ranks made different edits to the gradient of "
                 f"'{different[0]}'; expected the same on every rank. Nothing was written"
             )
-    everyone = [digests for _, digests, _ in facts]
+    everyone = [digests for _, digests, _, _ in facts]
     for (buffer, _), *sums in zip(opened, *everyone, strict=True):
         if len(set(sums)) > 1:
             raise RuntimeError(
@@ -96,6 +119,27 @@ def _write_back(runtime: Runtime, opened: Opened, gradients: ShownGradients) -> 
     for buffer, whole in opened:
         buffer.main.copy_(whole[buffer.main_span.slice])
     gradients.write_back()
+
+
+def _names(runtime: Runtime) -> list[str]:
+    return [name for name, _ in runtime.root.module.named_parameters(remove_duplicate=False)]
+
+
+def _describe_moves(before: Sequence[str], after: Sequence[str]) -> str:
+    """What was done to the model inside the block, if other parameters are in it now."""
+    removed = [name for name in before if name not in set(after)]
+    added = [name for name in after if name not in set(before)]
+    if not removed and not added:
+        return ""
+    parts = [
+        f"{what} {', '.join(map(repr, names[:4]))}{' ...' if len(names) > 4 else ''}"
+        for what, names in (("removed", removed), ("added", added))
+        if names
+    ]
+    return (
+        f"inside unsharded() the model was changed ({' and '.join(parts)}), but an engine keeps the "
+        f"parameters that it was made with: {_REMEDY}"
+    )
 
 
 def _take_replaced(buffer: FlatBuffer, whole: Tensor) -> list[str]:

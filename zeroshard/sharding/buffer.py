@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from zeroshard.comm.collectives import Axis, Part
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Streams
+from zeroshard.sharding.attributes import carry_attributes
 from zeroshard.sharding.deferred import has_memory, is_stored, read_part, values_of
 from zeroshard.sharding.layout import Layout, Span
 from zeroshard.sharding.original import retire
@@ -124,6 +125,8 @@ class FlatBuffer:
         self.data_note = DataNote()
         self.sharded = self._make_sharded()
         self.unsharded = self._make_unsharded()
+        for original, *others in zip(self.originals, self.sharded, self.unsharded, strict=True):
+            carry_attributes(original.parameter, *others)
         self._version = self.main._version
         self._second: Tensor | None = None
         self._num_views = 0

@@ -158,6 +158,8 @@ class ShardedParameter(nn.Parameter):
             is_partial=self.is_partial,
             phase=self.phase,
         )
+        for name, value in vars(self).items():
+            vars(twin).setdefault(name, value)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:

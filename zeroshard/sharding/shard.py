@@ -142,7 +142,7 @@ def _take_over_buffers(module: nn.Module, context: Context) -> None:
                 continue
             if buffer not in taken:
                 moved = buffer.to(context.device)
-                values = moved.contiguous()
+                values = moved.resolve_conj().resolve_neg().contiguous()
                 context.axes.dp.broadcast(values.detach(), f"first broadcast of buffer '{name}.{attribute}'")
                 # Kernels give other bits for other strides.
                 taken[buffer] = values if moved.is_contiguous() else torch.empty_like(moved).copy_(values)

@@ -87,7 +87,8 @@ class Slots:
             if parameters
         }
         for owner, attribute, _, shown in self._at_rest:
-            self._put(owner, attribute, shown)
+            if attribute in owner._parameters:  # what was removed stays so, for `check` to find
+                self._put(owner, attribute, shown)
         return before
 
     def install(self) -> None:

@@ -15,6 +15,7 @@ from zeroshard.sharding.choices import chosen_among
 from zeroshard.sharding.ignored import find_ignored
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.placement import DtypePolicy
+from zeroshard.sharding.refusals import check_tensors
 
 LARGE = 1 << 20
 """Elements from which a layer outside the repeated blocks (embedding, head) is a unit of its own."""
@@ -77,6 +78,8 @@ def find_units(root: nn.Module, policy: UnitPolicy, ignored: Sequence[str] | Non
                 owners.setdefault(parameter, {})[module, attribute] = None
     for parameter, name in names.items():
         _check(parameter, name)
+    check_tensors({name: parameter for parameter, name in names.items()}, root.named_buffers())
+    for parameter, name in names.items():
         original = Original(parameter, name, tuple(owners[parameter]))
         specs[_lowest_common(chains[parameter])].originals.append(original)
     return [spec for spec in specs.values() if spec.originals or spec.module is root]

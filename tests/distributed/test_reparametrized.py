@@ -1,0 +1,225 @@
+"""Parametrized and pruned layers, buffers of every kind, attributes of parameters, autocast."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.utils.parametrize as parametrize
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import zeroshard
+from tests.distributed.test_transforms import apart, averaged_step, sgd
+from tests.distributed.training import STAGES, finish, numbers, square_loss, start, step
+
+
+class Lower(nn.Module):
+    def forward(self, weight):
+        return weight.tril()
+
+
+def base():
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 7)) for _ in range(2))
+    return nn.Sequential(nn.Linear(7, 7), *blocks, nn.Linear(7, 3))
+
+
+REPARAMETRIZE = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "own": lambda layer: parametrize.register_parametrization(layer, "weight", Lower()),
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.4),
+    "pruned rows": lambda layer: prune.ln_structured(layer, "weight", 0.3, n=2, dim=0),
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+}
+
+
+def train_reparametrized(stage):
+    warnings.simplefilter("ignore")
+    found = []
+    for name, change in REPARAMETRIZE.items():
+        model = base()
+        for layer in (model[0], model[1][0], model[2][2]):
+            change(layer)
+        plain = base()
+        for layer in (plain[0], plain[1][0], plain[2][2]):
+            change(layer)
+        plain.load_state_dict(model.state_dict())
+        optimizer = sgd(plain)
+        engine, own = start(model, sgd(model), stage=stage)
+        got = [step(engine, own, square_loss, number) for number in range(2)]
+        want = [averaged_step(plain, optimizer, square_loss, number) for number in range(2)]
+        got, want = finish(engine, got), finish(plain, want)
+        kept = {key: value for key, value in got.parameters.items() if not key.endswith(("_u", "_v"))}
+        got.parameters = kept  # each rank's own power iterations
+        found += apart(f"stage {stage}, {name}", got, want)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_layers_reparametrized_before_initialize_train_as_in_plain_pytorch(ranks, num_ranks):
+    for stage in STAGES:
+        for found in ranks(num_ranks, train_reparametrized, stage):
+            assert found == []
+
+
+def change_shown(engine, change, write_back=True):
+    with engine.unsharded(write_back=write_back):
+        change(engine.module)
+
+
+def change_inside(stage):
+    warnings.simplefilter("ignore")
+    for write_back in (False, True):
+        for name, change in REPARAMETRIZE.items():
+            engine, _ = start(base(), stage=stage)
+            with pytest.raises(RuntimeError, match=r"before zeroshard\.initialize, or undo it"):
+                change_shown(engine, lambda model, change=change: change(model[0]), write_back)
+            if name != "weight_norm":  # torch refuses it before anything is changed
+                with pytest.raises(RuntimeError, match=r"'0\.weight' was removed after initialize"):
+                    engine(numbers(0, 5, 7))
+    pruned = base()
+    prune.l1_unstructured(pruned[0], "weight", 0.4)
+    engine, _ = start(pruned, stage=stage)
+    with pytest.raises(RuntimeError, match=r"removed '0\.weight_orig' and added '0\.weight'"):
+        change_shown(engine, lambda model: prune.remove(model[0], "weight"))
+    engine, _ = start(base(), stage=stage)
+    with engine.unsharded(write_back=True):  # undone: the values stay
+        prune.l1_unstructured(engine.module[0], "weight", 0.4)
+        prune.remove(engine.module[0], "weight")
+    expected = prune.l1_unstructured(base()[0], "weight", 0.4).weight
+    state = engine.full_state_dict()
+    return not state or torch.equal(state["0.weight"], expected)
+
+
+def change_on_one_rank():
+    engine, _ = start(base(), stage=3)
+    with pytest.raises(RuntimeError, match=r"added '4\.weight', '4\.bias'.* Nothing was written \(rank 1\)"):
+        change_shown(engine, lambda model: dist.get_rank() == 1 and model.append(nn.Linear(3, 3)))
+    return True
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_model_that_is_changed_under_unsharded_is_refused_by_name(ranks, num_ranks):
+    for stage in (0, 3):
+        assert ranks(num_ranks, change_inside, stage) == [True] * num_ranks
+    if num_ranks == 2:
+        assert ranks(2, change_on_one_rank) == [True, True]
+
+
+def in_inference_mode():
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
+BUFFERS = {
+    "complex": lambda: torch.ones(3, dtype=torch.complex64),
+    "conjugated": lambda: torch.complex(torch.ones(3), torch.ones(3)).conj(),
+    "negated": lambda: torch.complex(torch.ones(3), torch.ones(3)).conj().imag,
+    "bool": lambda: torch.tensor([True, False]),
+    "0-dim": lambda: torch.tensor(3.0),
+    "empty": lambda: torch.empty(0),
+    "transposed": lambda: torch.arange(6.0).view(2, 3).t(),
+    "expanded": lambda: torch.ones(1, 3).expand(4, 3),
+    "float8": lambda: torch.ones(3).to(torch.float8_e4m3fn),
+    "uint16": lambda: torch.ones(3, dtype=torch.uint16),
+    "inference": in_inference_mode,
+}
+
+
+def hold_buffers(stage):
+    model = base()
+    for name, make in BUFFERS.items():
+        model.register_buffer(name.replace("-", "_"), make())
+    want = {name: buffer.clone().resolve_conj().resolve_neg() for name, buffer in model.named_buffers()}
+    engine, optimizer = start(model, stage=stage)
+    step(engine, optimizer, square_loss, 0)
+    state = engine.full_state_dict()
+    return [
+        f"stage {stage}: {name} is {got}"
+        for name, value in want.items()
+        for got in (dict(engine.named_buffers())[name], state.get(name, value))
+        if got.dtype != value.dtype or not torch.equal(_bytes(got), _bytes(value))
+    ]
+
+
+def _bytes(tensor):
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def test_dense_buffers_of_every_kind_keep_their_values(ranks):
+    for stage in STAGES:
+        assert ranks(2, hold_buffers, stage) == [[], []]
+
+
+def keep_attributes(stage):
+    model = base()
+    for name, parameter in model.named_parameters():
+        parameter.no_decay = name.endswith("bias")
+    model[0].weight.tensor_model_parallel = tag = object()
+    seen = []
+    model[0].register_forward_pre_hook(lambda module, args: seen.append(module.weight.tensor_model_parallel))
+    asked = []
+
+    def factory(parameters):
+        parameters = list(parameters)
+        asked.extend(parameter.no_decay for parameter in parameters)
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    engine, *_ = zeroshard.initialize(model, factory, {"stage": stage})
+    engine(numbers(0, 5, 7))
+    with engine.unsharded():
+        seen.append(engine.module[0].weight.tensor_model_parallel)
+        shown = [parameter.no_decay for parameter in engine.module.parameters()]
+    kept = [parameter.no_decay for parameter in engine.parameters()]
+    twin = [parameter.no_decay for parameter in copy.deepcopy(list(engine.parameters()))]
+    return asked == shown == kept == twin and any(kept) and not all(kept) and seen == [tag, tag]
+
+
+def test_attributes_of_parameters_are_seen_before_and_after_initialize_and_in_forward(ranks):
+    for stage in STAGES:
+        assert ranks(2, keep_attributes, stage) == [True, True]
+
+
+def accumulate_in_autocast(model, optimizer, number, *, averages):
+    """Two micro-batches, each with a backward, and a step."""
+    losses = []
+    for part in range(2):
+        loss = model(numbers(number + 50 * part, 5, 7)).float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    for parameter in model.parameters() if averages else ():
+        parameter.grad *= 1 / dist.get_world_size()
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def train_in_one_autocast(stage, config):
+    """Several steps inside one context, which caches the casts of parameters to its end."""
+    model = base()
+    plain = copy.deepcopy(model)
+    optimizer = sgd(plain)
+    engine, own = start(model, sgd(model), stage=stage, **config)
+    got, want = [], []
+    with torch.autocast("cpu", torch.bfloat16):
+        for number in range(3):
+            got += accumulate_in_autocast(engine, own, number, averages=False)
+    for number in range(3):  # a context for each step, as torch advises
+        with torch.autocast("cpu", torch.bfloat16):
+            want += accumulate_in_autocast(plain, optimizer, number, averages=True)
+    return apart(f"stage {stage}", finish(engine, got), finish(plain, want))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_casts_that_autocast_caches_are_not_used_after_a_step(ranks, num_ranks):
+    for stage in STAGES:
+        for found in ranks(num_ranks, train_in_one_autocast, stage, {}):
+            assert found == []

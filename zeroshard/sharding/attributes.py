@@ -1,0 +1,17 @@
+"""Attributes that users set on parameters (`p.no_decay = True`), carried over to those that replace them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from zeroshard.sharding.parameter import ShardedParameter
+
+_OURS = frozenset(ShardedParameter.__annotations__) | {"recorded_version", "was", "note"}
+
+
+def carry_attributes(source: nn.Parameter, *targets: nn.Parameter) -> None:
+    """Give parameters the attributes of another, except for those that zeroshard has set itself."""
+    for name, value in vars(source).items():
+        if name not in _OURS:
+            for target in targets:
+                setattr(target, name, value)
