@@ -68,7 +68,7 @@ def check_schedule(saved: Mapping[Any, Any], scheduler: Any) -> None:
     present = scheduler.state_dict()
     is_known = type(scheduler).__module__.startswith(("torch.", "zeroshard."))
     for key, value in saved.items():
-        if not isinstance(key, str) or (key not in present and hasattr(scheduler, key)):
+        if not isinstance(key, str) or (key not in present and _is_in_use(scheduler, key)):
             raise ValueError(f"the LR schedule has {key!r}, which is no part of its state")
         if key not in present or not (is_known or key in _COMMON):
             continue
@@ -84,6 +84,12 @@ def check_schedule(saved: Mapping[Any, Any], scheduler: Any) -> None:
     if isinstance(parts, list | tuple) and isinstance(own, list | tuple):
         for part, child in zip(parts, own, strict=False):
             check_schedule(part, child)
+
+
+def _is_in_use(scheduler: Any, name: str) -> bool:
+    """True for a method, a property, or an attribute that an LR scheduler keeps out of its state."""
+    member = getattr(type(scheduler), name, None)
+    return name in vars(scheduler) or callable(member) or hasattr(type(member), "__get__")
 
 
 _COUNTS = ("last_epoch", "_step_count")
