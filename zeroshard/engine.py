@@ -545,6 +545,10 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
         self.training = mode
         return self
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """The model's; get_parameter() and get_buffer() look there too, as names may be the engine's own."""
+        return self.module.get_submodule(target)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's slices under the original names; `full_state_dict()` has the whole model."""
         return self.module.state_dict(*args, **kwargs)

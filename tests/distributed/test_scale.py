@@ -142,6 +142,23 @@ def test_backward_returns_the_loss_as_it_was_given(ranks, num_ranks):
     assert ranks(num_ranks, all_returned) == [{(True, False)}] * num_ranks
 
 
+def names_of_the_engine():
+    model = net()
+    model.register_buffer("scale", torch.ones(2))
+    model.units = nn.Parameter(torch.ones(3))
+    engine, _ = start(model, stage=3)
+    return (
+        engine.get_buffer("scale").tolist(),
+        engine.get_parameter("units") is model.units,
+        engine.get_submodule("0") is model[0],
+        engine.scale(torch.ones((), requires_grad=True)).item(),
+    )
+
+
+def test_what_the_model_names_like_the_engine_is_found_by_name(ranks):
+    assert ranks(2, names_of_the_engine) == [([1.0, 1.0], True, True, 1.0)] * 2
+
+
 # ----------------------------------------------------------------------- other numbers of micro-batches
 
 
