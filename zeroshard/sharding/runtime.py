@@ -207,6 +207,7 @@ class Runtime:
         """Main parameters changed: replicated parameters are gathered again while the host goes on."""
         self.context.axes.dp.ledger.note(STEP, REDUCE)
         self.reducer.pace.num_backwards = 0
+        torch.clear_autocast_cache()  # torch keeps casts to the end of the context, whatever has changed
         for buffer in self.buffers:
             buffer.mark_stale()
         self._stepped.add(optimizer)
@@ -618,6 +619,7 @@ class Runtime:
         self.reducer.end()
         self.reducer.forget_announced()
         self.put_away()
+        torch.clear_autocast_cache()  # of casts whose gradients would arrive at the end of the next backward
         self.here.leave()
         self.reducer.call_hooks()
 

@@ -7,7 +7,7 @@ import gc
 import torch
 
 from tests.pretend.scenario import Bench, add, scenario
-from tests.pretend.scenarios.models import Editing
+from tests.pretend.scenarios.models import Editing, Residual
 from tests.pretend.scenarios.plain import BF16
 from zeroshard.sharding.methods import held_unsharded
 
@@ -221,3 +221,16 @@ def stream_of_the_user(bench: Bench) -> None:
             bench.train(1, number)
         timeline.default.wait_stream(stream)
         bench.evaluate()
+
+
+@scenario()
+def gradients_of_gradients_in_and_outside_of_transforms(bench: Bench) -> None:
+    bench.start(Residual(), stage=3)
+    for number in range(2):
+        x = bench.values(number).requires_grad_()
+        before = bench.engine(x).mean()
+        (gradient,) = torch.autograd.grad(bench.engine(x).sum(), x, create_graph=True)
+        slopes = torch.func.grad(lambda row: bench.engine(row).square().sum())(bench.values(number + 10))
+        loss = before + gradient.square().mean() + slopes.square().mean() - bench.engine(x + 1).mean()
+        bench.engine.backward(loss)
+        bench.engine.step()
