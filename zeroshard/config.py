@@ -72,7 +72,7 @@ def _names(expected: str, name_of: Callable[[Any], Any]) -> _Rule:
         if _REFUSED in names:
             return _REFUSED
         # A set's order differs between processes, and all ranks must read the same config.
-        return tuple(sorted(names) if isinstance(value, Set) else names)
+        return tuple(sorted(names, key=str) if isinstance(value, Set) else names)
 
     return _Rule(expected, accept)
 
@@ -94,6 +94,9 @@ def _text(value: Any) -> Any:
 
 
 def _class_name(value: Any) -> Any:
+    if isinstance(value, list | tuple):  # the names of modules that are one unit together
+        names = tuple(map(_text, value))
+        return _REFUSED if _REFUSED in names or not names else names
     return value.__name__ if isinstance(value, type) and issubclass(value, nn.Module) else _text(value)
 
 
@@ -147,7 +150,7 @@ _PREDICATE = _Rule(
     "a predicate that takes a module",
     lambda value: value if callable(value) and not isinstance(value, type | nn.Module) else _REFUSED,
 )
-_UNITS = _either(_names("class names (or module classes)", _class_name), _PREDICATE)
+_UNITS = _either(_names("class names (or module classes, or lists of module names)", _class_name), _PREDICATE)
 
 # ----------------------------------------------------------------------------------- what checks itself
 
@@ -417,7 +420,8 @@ class Config(_Checked):
     # Samples in a rank's micro-batch, for the DataLoader that `initialize` builds.
     micro_batch_size: Annotated[int, _integer(1)] = 1
     # Modules that are gathered as one: class names or a predicate. None: repeated blocks are found.
-    units: Annotated[Sequence[str] | Callable[[nn.Module], bool] | None, _UNITS] = None
+    # A list of module names among the class names makes one unit of several modules.
+    units: Annotated[Sequence[str | Sequence[str]] | Callable[[nn.Module], bool] | None, _UNITS] = None
     # Names of parameters, * for any letters, that each rank keeps whole and steps by itself. None: none.
     ignored: Annotated[Sequence[str] | None, _PATTERNS] = None
     # Ranks in a shard group, for hybrid sharding. None: all ranks are one group.

@@ -64,7 +64,7 @@ class ShardedCalls(NotCopied):
             ValueError: a module that is not part of the model.
             RuntimeError: the ranks made different edits.
         """
-        root = self._runtime.root.module
+        root = self._runtime.module
         inside = set(root.modules())
         parts = [root if module is self else module for module in modules or (root,)]
         for part in parts:
@@ -79,7 +79,7 @@ class ShardedCalls(NotCopied):
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Count the elements of the whole model, tied parameters once. `numel()` of a sharded one is less."""
-        return count(self._runtime.root.module.parameters(), only_trainable=only_trainable)
+        return count(self._runtime.module.parameters(), only_trainable=only_trainable)
 
     @property
     def units(self) -> list[UnitInfo]:
@@ -100,7 +100,7 @@ class Sharded(ShardedCalls):
     @property
     def module(self) -> nn.Module:
         """The module that was given."""
-        return self._runtime.root.module
+        return self._runtime.module
 
     def attach(self, *optimizers: Optimizer) -> None:
         """Follow optimizers over the sharded parameters, whoever steps them.

@@ -374,7 +374,7 @@ def module_graphs(draw):
 def test_every_parameter_belongs_to_the_lowest_unit_that_encloses_all_its_uses(graph):
     root, chosen = graph
     owner = {
-        original.parameter: spec.module
+        original.parameter: spec.modules[0]
         for spec in find_units(root, lambda module: module in chosen)
         for original in spec.originals
     }

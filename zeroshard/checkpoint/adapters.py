@@ -33,7 +33,7 @@ def export_adapters(runtime: Runtime, dir: object, how: Format) -> None:
     runtime.settle()
     runtime.require_slices("save_pretrained()")
     axis = runtime.context.axes.dp
-    module: Any = runtime.root.module
+    module: Any = runtime.module
     folder = on_first(axis, "start of an export", lambda: as_folder(dir))
     wanted = on_first(axis, "start of an export", lambda: _select(module))
     adapters = _gather(runtime, wanted, how.dtype)
@@ -65,7 +65,7 @@ def _select(module: Any) -> list[str]:
 
 def _gather(runtime: Runtime, wanted: list[str], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Whole tensors by their names in state_dict(), on rank 0; {} on other ranks."""
-    state = runtime.root.module.state_dict(keep_vars=True)
+    state = runtime.module.state_dict(keep_vars=True)
     names = {id(state[name]): name for name in wanted}
     is_first = runtime.context.axes.dp.rank == 0
     tensors = {name: state[name].detach().cpu() for name in wanted} if is_first else {}

@@ -197,7 +197,7 @@ def _describe(
             "torch": torch.__version__,
             "num_ranks": runtime.context.axes.dp.size,
         },
-        model=describe_model(runtime.root.module),
+        model=describe_model(runtime.module),
         config=_describe_config(parts.config),
         global_step=progress.global_step,
         skipped_steps=progress.skipped_steps,

@@ -168,7 +168,7 @@ def export_engine(runtime: Runtime, dir: object, how: Format) -> None:
 
 def _plan(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Weights, dict[str, list[str]]]:
     """What to write, and the names of each parameter in it."""
-    module = runtime.root.module
+    module = runtime.module
     model, state = describe_model(module), read_model(runtime)
     names: dict[str, list[str]] = {}
     parameters: dict[str, TensorInfo] = {}

@@ -349,7 +349,7 @@ def _read_tensors(runtime: Runtime, plan: _Plan, targets: Targets) -> None:
             reader.read(TensorSlice(name, tuple(buffer.shape), 0, values))
             buffer.copy_(values.view(buffer.shape))
     for name, value in plan.values["extra"].items():
-        runtime.root.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+        runtime.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 @torch.no_grad()

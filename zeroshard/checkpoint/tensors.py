@@ -73,7 +73,7 @@ def read_model(runtime: Runtime) -> ModelState:
     """Names and buffers, as the model's own state_dict() tells them."""
     names = {id(parameter): parameter.fqn for parameter in runtime.parameters}
     state = ModelState(aliases={}, buffers={}, extra={}, ignored={})
-    for name, value in runtime.root.module.state_dict(keep_vars=True).items():
+    for name, value in runtime.module.state_dict(keep_vars=True).items():
         if (fqn := names.get(id(value))) is not None:
             if name != fqn:
                 state.aliases[fqn] = (*state.aliases.get(fqn, ()), name)

@@ -134,7 +134,7 @@ def _units(model_or_num_params: nn.Module | float, world_size: int, config: Conf
     return [
         _Unit(
             tuple(_group(group, world_size, config) for group in spec.groups(dtype_policy(config))),
-            needs_parameters_in_backward(spec.module),
+            needs_parameters_in_backward(spec.modules),
         )
         for spec in find_units(model_or_num_params, config.units, config.ignored)
     ]

@@ -122,7 +122,7 @@ def _write_back(runtime: Runtime, opened: Opened, gradients: ShownGradients, mov
 
 
 def _names(runtime: Runtime) -> list[str]:
-    return [name for name, _ in runtime.root.module.named_parameters(remove_duplicate=False)]
+    return [name for name, _ in runtime.module.named_parameters(remove_duplicate=False)]
 
 
 def _describe_moves(before: Sequence[str], after: Sequence[str]) -> str:
@@ -174,7 +174,7 @@ def full_state_dict(runtime: Runtime) -> dict[str, Tensor]:
             whole.update(zip(map(id, buffer.sharded), [view.clone() for view in views], strict=True))
     if not is_first:
         return {}
-    state = runtime.root.module.state_dict(keep_vars=True)
+    state = runtime.module.state_dict(keep_vars=True)
     return {name: whole[id(value)] if id(value) in whole else _copy(value) for name, value in state.items()}
 
 

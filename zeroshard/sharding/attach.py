@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.whereabouts import Whereabouts
 from zeroshard.sharding.parameter import ShardedParameter
-from zeroshard.sharding.unit import Unit
 
 
 class Stepped(Protocol):
@@ -20,7 +19,10 @@ class Stepped(Protocol):
 
     here: Whereabouts
     ignored: Mapping[nn.Parameter, str]
-    root: Unit
+
+    @property
+    def module(self) -> nn.Module:
+        """The sharded module."""
 
     def before_step(self) -> None:
         """Make the gradients ready."""
@@ -48,7 +50,7 @@ def follow(runtime: Stepped, optimizer: Optimizer) -> None:
 
     def before(optimizer: Optimizer, *_: Any) -> None:
         if (runtime := weak()) is not None:
-            _check_sharded(optimizer, runtime.root.module, runtime.ignored)
+            _check_sharded(optimizer, runtime.module, runtime.ignored)
             runtime.before_step()
             runtime.here.enter("the optimizer step")
 

@@ -42,12 +42,12 @@ COPIED = (
 
 def guard_copies(runtime: Runtime) -> None:
     """Let deep copies of the model and of its units be plain; warn where a state dict of slices is saved."""
-    for module in runtime.root.module.modules():
+    for module in runtime.module.modules():
         runtime.changes.hook(module._register_state_dict_hook(_mark_slices))
-    for unit in runtime.units:
-        copies = _Copies(unit.module)
+    for module in (module for unit in runtime.units for module in unit.modules):
+        copies = _Copies(module)
         for name, method in zip(_COPYING, (copies.deepcopy, copies.reduce), strict=True):
-            runtime.changes.set(unit.module, name, method)
+            runtime.changes.set(module, name, method)
 
 
 class NotCopied:

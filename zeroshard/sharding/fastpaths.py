@@ -67,7 +67,7 @@ def surround(
 
 def show_first_layers(units: Iterable[Unit], root: nn.Module, changes: Changes) -> None:
     """Gather the first layer of torch's encoders before these look at its parameters in evaluation."""
-    of_module = {unit.module: unit for unit in units}
+    of_module = {module: unit for unit in units for module in unit.modules}
 
     def show(unit: Unit, module: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled() and not module.training:

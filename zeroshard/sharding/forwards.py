@@ -29,7 +29,7 @@ def compile_forwards(units: Sequence[Unit], changes: Changes) -> None:
         units: the root unit first; it is left as it is.
         changes: of their modules.
     """
-    with_hooks = {unit.module: unit for unit in units}
+    with_hooks = {module: unit for unit in units for module in unit.modules}
     for module in _branches(units):
         if with_hooks.keys().isdisjoint(set(module.modules()) - {module}):
             changes.set(module, "forward", torch.compile(module.forward))
@@ -58,7 +58,7 @@ def recompute_forwards(units: Sequence[Unit], changes: Changes) -> None:
         units: the root unit first; it is left as it is.
         changes: of their modules.
     """
-    with_hooks = {unit.module: unit for unit in units}
+    with_hooks = {module: unit for unit in units for module in unit.modules}
     inside: set[nn.Module] = set()
     for module in _branches(units):
         if module not in inside:
@@ -70,8 +70,10 @@ def recompute_forwards(units: Sequence[Unit], changes: Changes) -> None:
 
 def _branches(units: Sequence[Unit]) -> Iterator[nn.Module]:
     """The modules of units that have modules inside, from the outside in."""
-    modules = {unit.module for unit in units[1:] if unit.buffers}
-    return (module for module in units[0].module.modules() if module in modules and any(module.children()))
+    modules = {module for unit in units[1:] if unit.buffers for module in unit.modules}
+    return (
+        module for module in units[0].modules[0].modules() if module in modules and any(module.children())
+    )
 
 
 def _checkpointed(module: nn.Module) -> Callable[..., Any]:

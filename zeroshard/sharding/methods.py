@@ -28,7 +28,7 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
             return method(*args, **kwargs)
         root = runtime.root
         if (dtype := runtime.context.dtypes.param_dtype) is not None:
-            args, kwargs = cast_inputs(root.module, args, kwargs, dtype=dtype)
+            args, kwargs = cast_inputs(root.modules[0], args, kwargs, dtype=dtype)
         runtime.before_forward(root)
         try:
             runtime.is_in_method = True
@@ -54,7 +54,7 @@ def register_method_of_part(runtime: Runtime, name: str) -> None:
         ValueError: there is no such method.
     """
     path, _, attribute = name.rpartition(".")
-    module = dict(runtime.root.module.named_modules()).get(path)
+    module = dict(runtime.module.named_modules()).get(path)
     if module is None:
         raise ValueError(f"register_forward_method({name!r}): the model has no module '{path}'")
     method = getattr(module, attribute, None)
@@ -63,7 +63,11 @@ def register_method_of_part(runtime: Runtime, name: str) -> None:
             f"register_forward_method({name!r}): expected a method of {type(module).__name__}, "
             f"got {attribute!r}"
         )
-    around = [unit for unit in runtime.units if any(part is module for part in unit.module.modules())]
+    around = [
+        unit
+        for unit in runtime.units
+        if any(part is module for own in unit.modules for part in own.modules())
+    ]
     in_unit = _in_unit(runtime, around[-1], method)
     in_root = as_forward(runtime, in_unit)
 
@@ -84,7 +88,7 @@ def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callab
         if runtime is None or runtime.is_closed or unit is runtime.root or unit.is_in_forward:
             return method(*args, **kwargs)
         if (dtype := runtime.context.dtypes.param_dtype) is not None:
-            args, kwargs = cast_inputs(unit.module, args, kwargs, dtype=dtype, in_lists=False)
+            args, kwargs = cast_inputs(unit.modules[0], args, kwargs, dtype=dtype, in_lists=False)
         try:
             runtime.before_forward(unit)
             return runtime.after_forward(unit, method(*args, **kwargs))

@@ -133,11 +133,16 @@ class Runtime:
         """Gives None when the backward that was begun has ended in an exception."""
         for unit in units:
             self._hook(unit)
-        show_first_layers(units, self.root.module, changes)
+        show_first_layers(units, self.module, changes)
         # An engine that is dropped may have gathers under way, into memory that goes with it.
         weakref.finalize(self, _drain, context).atexit = False
 
     # -- what the outside asks ------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The sharded module."""
+        return self.root.modules[0]
 
     @property
     def buffers(self) -> Iterator[FlatBuffer]:
@@ -302,22 +307,27 @@ class Runtime:
         cast = None
         if (dtype := self.context.dtypes.param_dtype) is not None:
             cast = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is self.root)
-        if allows_no_hooks(unit.module):
-            surround(unit.module, self.changes, cast=cast, before=before, after=after, at_last=at_last)
-        else:
-            if cast is not None:
-                self.changes.hook(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
-            self.changes.hook(
-                unit.module.register_forward_pre_hook(before, prepend=True),
-                unit.module.register_forward_hook(after),
-                unit.module.register_forward_hook(at_last, always_call=True),
-            )
+        for module in unit.modules:
+            self._hook_module(module, cast=cast, before=before, after=after, at_last=at_last)
         if not unit.is_resident and not unit.is_compiled:
-            for layer in unit.owners - {unit.module} - layers_without_hooks(unit.module):
+            without = {layer for module in unit.modules for layer in layers_without_hooks(module)}
+            for layer in unit.owners.difference(unit.modules) - without:
                 self.changes.hook(layer.register_forward_hook(after_layer))
         for gradients in unit.gradients:
             for index, parameter in enumerate(gradients.buffer.unsharded):
                 self._hook_gradient(unit, gradients, index, parameter)
+
+    def _hook_module(self, module: nn.Module, *, cast: Any, before: Any, after: Any, at_last: Any) -> None:
+        if allows_no_hooks(module):
+            surround(module, self.changes, cast=cast, before=before, after=after, at_last=at_last)
+            return
+        if cast is not None:
+            self.changes.hook(module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
+        self.changes.hook(
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after),
+            module.register_forward_hook(at_last, always_call=True),
+        )
 
     def _is_within_method(self, unit: Unit) -> bool:
         """Whether this is the root's own forward inside another method of it that counts as the forward."""

@@ -129,7 +129,7 @@ def _build_unit(spec: UnitSpec, buffers: list[FlatBuffer], context: Context, poo
         else ReducedGradients(buffer, context, pool, buffer.tag + 1)
         for buffer in trained
     ]
-    return Unit(spec.name, spec.module, buffers, gradients, context.streams.gather, spec.reason)
+    return Unit(spec.name, spec.modules, buffers, gradients, context.streams.gather, spec.reason)
 
 
 def _take_over_buffers(module: nn.Module, context: Context) -> None:

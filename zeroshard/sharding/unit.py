@@ -5,7 +5,7 @@ SHARDED --unshard()--> GATHERING --wait()--> UNSHARDED --reshard()--> SHARDED
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -105,9 +105,9 @@ class UnitInfo:
     """Why its module is a unit."""
 
 
-def needs_parameters_in_backward(module: nn.Module) -> bool:
+def needs_parameters_in_backward(modules: Iterable[nn.Module]) -> bool:
     """Whether autograd saves the parameters of a unit; an embedding's backward needs the indices alone."""
-    return type(module) is not nn.Embedding
+    return any(type(module) is not nn.Embedding for module in modules)
 
 
 class Unit:
@@ -115,7 +115,7 @@ class Unit:
 
     Args:
         name: the module's name in the model.
-        module: whose forward brackets the use of the parameters.
+        modules: whose forwards bracket the use of the parameters; one, or several that are listed together.
         buffers: one for each dtype and `requires_grad`.
         gradients: one for each trained buffer.
         stream: on which its parameters are gathered.
@@ -125,19 +125,19 @@ class Unit:
     def __init__(
         self,
         name: str,
-        module: nn.Module,
+        modules: tuple[nn.Module, ...],
         buffers: list[FlatBuffer],
         gradients: list[Gradients],
         stream: SideStream,
         reason: str = "",
     ) -> None:
         self.reason = reason
-        self.name, self.module, self.described = name, module, describe_unit(name)
+        self.name, self.modules, self.described = name, modules, describe_unit(name)
         self.buffers, self.gradients, self._stream = buffers, gradients, stream
         self.is_resident = all(buffer.is_resident for buffer in buffers)
         self.is_compiled = False
         """Whether nothing inside the module can be hooked."""
-        self.backward_needs_parameters = needs_parameters_in_backward(module)
+        self.backward_needs_parameters = needs_parameters_in_backward(modules)
         self.position = -1
         """The place in the order of forwards, see `order.py`; -1 before the first one, and for the root."""
         self.call = ForwardCall(self, NEVER)
@@ -335,7 +335,7 @@ class Unit:
 
     def release(self) -> None:
         """Forget the module and all parameters: the engine was closed."""
-        self.module = nn.Identity()  # unit and call hold each other, and the module goes before garbage does
+        self.modules = (nn.Identity(),)  # unit and call hold each other: modules go before garbage does
         for gradients in self.gradients:
             gradients.drop()
         for buffer in self.buffers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,20 +16,22 @@ from zeroshard.sharding.ignored import find_ignored
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.placement import DtypePolicy
 from zeroshard.sharding.refusals import check_tensors
+from zeroshard.sharding.together import find_together
 
 LARGE = 1 << 20
 """Elements from which a layer outside the repeated blocks (embedding, head) is a unit of its own."""
 
-UnitPolicy = Sequence[str] | Callable[[nn.Module], bool] | None
-"""Class names, a predicate, or None: find the repeated blocks."""
+UnitPolicy = Sequence[str | Sequence[str]] | Callable[[nn.Module], bool] | None
+"""Class names and lists of module names, a predicate, or None: find the repeated blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """A unit to be: its module and the parameters that it owns, by name."""
+    """A unit to be: its modules and the parameters that it owns, by name."""
 
     name: str
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
+    """Whose forwards bracket the use of the parameters; one, but where several are listed together."""
     originals: list[Original] = field(default_factory=list)
     reason: str = ""
     """Why the module was chosen."""
@@ -61,16 +63,21 @@ def find_units(root: nn.Module, policy: UnitPolicy, ignored: Sequence[str] | Non
     for name, module in root.named_modules():
         _check_module(module, name)
     chosen = _choose(root, policy)
-    modules = chosen.keys() - {root}
-    specs = {root: UnitSpec("", root, reason=_why_root(root))}
+    together = find_together(root, policy, chosen)
+    modules = (chosen.keys() | together.keys()) - {root}
+    specs = {root: UnitSpec("", (root,), reason=_why_root(root))}
     for name, module in root.named_modules():
-        if module in modules:
-            specs[module] = UnitSpec(name, module, reason=chosen[module])
+        if module in together:
+            group = together[module]
+            specs.setdefault(group.modules[0], UnitSpec(group.name, group.modules, reason=group.reason))
+        elif module in modules:
+            specs[module] = UnitSpec(name, (module,), reason=chosen[module])
     left_out = find_ignored(root, ignored)
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
     names: dict[nn.Parameter, str] = {}
     owners: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
-    for chain, prefix, module in _walk(root, (), "", modules):
+    firsts = {module: together[module].modules[0] if module in together else module for module in modules}
+    for chain, prefix, module in _walk(root, (), "", firsts):
         for attribute, parameter in module._parameters.items():
             if parameter is not None and parameter not in left_out:
                 chains.setdefault(parameter, []).append(chain)
@@ -82,15 +89,19 @@ def find_units(root: nn.Module, policy: UnitPolicy, ignored: Sequence[str] | Non
     for parameter, name in names.items():
         original = Original(parameter, name, tuple(owners[parameter]))
         specs[_lowest_common(chains[parameter])].originals.append(original)
-    return [spec for spec in specs.values() if spec.originals or spec.module is root]
+    return [spec for spec in specs.values() if spec.originals or root in spec.modules]
 
 
 def _walk(
-    module: nn.Module, chain: tuple[nn.Module, ...], prefix: str, units: set[nn.Module]
+    module: nn.Module, chain: tuple[nn.Module, ...], prefix: str, units: Mapping[nn.Module, nn.Module]
 ) -> Iterator[tuple[tuple[nn.Module, ...], str, nn.Module]]:
-    """Every path to every module: (the units that enclose it, its name with a dot, the module)."""
+    """Every path to every module: (the units that enclose it, its name with a dot, the module).
+
+    Args:
+        units: the modules that become units, each with the first module of its unit, by which that is known.
+    """
     if module in units or not chain:
-        chain = (*chain, module)
+        chain = (*chain, units.get(module, module))
     yield chain, prefix, module
     for name, child in module._modules.items():
         if child is not None:
@@ -190,8 +201,9 @@ def _check_forward(module: nn.Module, name: str) -> None:
         )
 
 
-def _by_class_name(root: nn.Module, names: Sequence[str]) -> Chosen:
+def _by_class_name(root: nn.Module, policy: Sequence[str | Sequence[str]]) -> Chosen:
     known = {type(module).__name__ for module in root.modules()}
+    names = [name for name in policy if isinstance(name, str)]
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
