@@ -198,6 +198,25 @@ def shown(stage):
     )
 
 
+def copied_while_shown(stage):
+    engine, _ = start(build(Normalized, 1), "SGD", stage=stage)
+    with engine.unsharded():
+        shown = engine.module[1].weight
+        made = nn.Parameter(shown)
+        assert isinstance(made, nn.Parameter)
+        assert made.requires_grad
+        assert made.data_ptr() == shown.data_ptr()
+        assert type(shown.detach()) is type(shown.data) is torch.Tensor
+        layer = nn.Linear(7, 1)
+        layer.weight = made
+        assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+
+
+def test_a_shown_parameter_can_become_that_of_another_module(ranks):
+    for stage in STAGES:
+        ranks(2, copied_while_shown, stage)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_forward_inside_unsharded_after_an_edit_there_is_refused_by_name(ranks, num_ranks):
     for stage in STAGES:

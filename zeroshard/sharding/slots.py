@@ -7,6 +7,7 @@ one call by `torch.func.functional_call`. The engine computes with its own param
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -29,7 +30,16 @@ class ShownParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        return self.detach()
+        return Tensor.detach(self)
+
+    def detach(self) -> Tensor:
+        """Return the values without a graph; to `nn.Parameter(...)` of a shown one, another shown one.
+
+        torch expects that of subclasses, so that what it makes of one is a parameter too.
+        """
+        is_for_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
+        values = Tensor.detach(self)
+        return values.as_subclass(ShownParameter) if is_for_parameter else values
 
     @data.setter
     def data(self, new: Tensor) -> None:
