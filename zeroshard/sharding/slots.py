@@ -32,6 +32,10 @@ class ShownParameter(nn.Parameter):
     def data(self) -> Tensor:
         return Tensor.detach(self)
 
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+
     def detach(self) -> Tensor:
         """Return the values without a graph; to `nn.Parameter(...)` of a shown one, another shown one.
 
@@ -40,10 +44,6 @@ class ShownParameter(nn.Parameter):
         is_for_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
         values = Tensor.detach(self)
         return values.as_subclass(ShownParameter) if is_for_parameter else values
-
-    @data.setter
-    def data(self, new: Tensor) -> None:
-        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
 
 
 class Slots:
