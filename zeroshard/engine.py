@@ -199,6 +199,7 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those that were added up locally too, and the micro-batches behind them."""
+        self._runtime.reducer.pace.drop(self._micro_step, self._num_micro_batches)
         self._micro_step = 0
         self._runtime.drop_deferred()
         with torch._C.DisableTorchFunctionSubclass():  # its guards take longer than the rest

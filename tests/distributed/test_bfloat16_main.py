@@ -206,7 +206,7 @@ def in_plain_loop():
         model(step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for p in runtime.parameters:
+    for p in model.parameters():
         parts = [None] * dist.get_world_size()
         dist.all_gather_object(parts, p.detach())
         if not torch.equal(torch.cat(parts).float(), want[p.fqn].flatten()):

@@ -8,7 +8,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.training import STAGES, differences, finish, numbers, same_as_replicated, start, step
+from tests.distributed.training import (
+    STAGES,
+    differences,
+    finish,
+    numbers,
+    same_as_replicated,
+    start,
+    step,
+    train_replicated,
+    train_sharded,
+)
 
 
 class Normalized(nn.Module):
@@ -28,6 +38,13 @@ class Normalized(nn.Module):
 class ByData(Normalized):
     def forward(self, x):
         self.weight.data = self.weight.data / self.weight.data.norm()
+        return (self.inner(x) @ self.weight + self.bias).tanh()
+
+
+class BySet(Normalized):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.set_(self.weight / self.weight.norm())
         return (self.inner(x) @ self.weight + self.bias).tanh()
 
 
@@ -84,6 +101,22 @@ def edited(block, units, **config):
 def test_a_parameter_that_a_forward_edits_keeps_the_edit(ranks, num_ranks, block):
     for units in (["Sequential"], [block.__name__], []):
         assert not any(ranks(num_ranks, edited, block, units))
+
+
+def given_other_memory(units):
+    """DDP loses the gradients of such a parameter, so it edits the same values through `.data`."""
+    want = train_replicated(build(ByData), "SGD", 3, same_batch_loss)
+    found = []
+    for stage in STAGES:
+        got = train_sharded(build(BySet), "SGD", 3, same_batch_loss, stage=stage, units=units)
+        found += differences(f"stage {stage}", got, want)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_parameter_that_a_forward_gives_other_memory_keeps_the_values(ranks, num_ranks):
+    for units in (["Sequential"], []):
+        assert not any(ranks(num_ranks, given_other_memory, units))
 
 
 def edited_twice(stage):

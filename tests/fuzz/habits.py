@@ -30,6 +30,8 @@ class Habits:
     """Whether loss.backward() names all trained parameters as its inputs."""
     norm_type: float | None = None
     """If it is a number, the plain loop clips gradients by this norm."""
+    scales: bool = False
+    """Whether the engine's loop calls `engine.scale(loss)` and then backward by itself."""
     restarts: tuple[int, ...] = ()
     """Steps after which the engine is closed, and another one is made over the model."""
 
@@ -45,13 +47,18 @@ def draw_habits(
     may_clip = loop == "plain" and "clip_grad_norm" not in config
     is_wide = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
     may_restart = is_wide and "main_dtype" not in config["precision"]
-    draws = [random.random() for _ in range(5)]
+    draws = [random.random() for _ in range(8)]
+    if draws[5] < 0.2:
+        model.returns = random.choice(("attributes", "namespace"))
+    if draws[6] < 0.2 and isinstance(config.get("units"), list):
+        _put_together(random, model, config["units"])
     return Habits(
         edited=edited,
         hooks=draws[0] < 0.2,
         zeroes_model=draws[1] < 0.3,
         targets=may_target and draws[2] < 0.2,
         norm_type=random.choice((1.0, 2.0, 3.0, float("inf"))) if may_clip and draws[3] < 0.3 else None,
+        scales=loop == "engine" and draws[7] < 0.2,
         restarts=(random.randrange(num_steps),) if may_restart and draws[4] < 0.15 else (),
     )
 
@@ -65,6 +72,16 @@ def _edit_some(random: Random, model: Net) -> tuple[str, ...]:
         way = random.choice((_clamp_data, _set_data))
         model.get_submodule(name).register_forward_pre_hook(way)
     return chosen
+
+
+def _put_together(random: Random, model: Net, units: list[Any]) -> None:
+    """Make one unit of two modules that are in no unit yet, one of which is not inside the other."""
+    allowed = {id(m) for m in unconditional(model) if type(m).__name__ not in units}
+    names = [name for name, module in model.named_modules() if id(module) in allowed]
+    if len(names) > 1:
+        one, other = random.sample(names, 2)
+        if not f"{one}.".startswith(f"{other}.") and not f"{other}.".startswith(f"{one}."):
+            units.append([one, other])
 
 
 def _clamp_data(module: nn.Module, args: Any) -> None:

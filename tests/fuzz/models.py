@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +33,19 @@ class Pair(NamedTuple):
     states: Tensor
 
 
+class Attributes(dict):
+    """A mapping of a class that nobody else knows."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
 class Net(nn.Module):
     """A stem, blocks, a head; parameters of its own, one of which nobody uses.
 
     Args:
         kind: of the inputs, one of INPUTS.
-        returns: "tensor", "dict", "tuple" or "dataclass".
+        returns: "tensor", "dict", "tuple" or "dataclass"; or "attributes" or "namespace", with a parameter.
     """
 
     def __init__(self, kind: str, width: int, body: list[nn.Module], num_outputs: int, returns: str) -> None:
@@ -72,6 +80,10 @@ class Net(nn.Module):
                 return Pair(prediction, x)
             case "dataclass":
                 return Output(prediction)
+            case "attributes":
+                return Attributes(prediction=prediction, weights=[self.positions])
+            case "namespace":
+                return SimpleNamespace(prediction=prediction, weights=[self.positions])
         return prediction
 
 

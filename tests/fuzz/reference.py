@@ -50,7 +50,9 @@ class Reference:
         self.grad_norm: Tensor | None = None
 
     def restart(self) -> None:
-        """Go on with another engine over the same model."""
+        """Go on with another engine over the same model, which gives all ranks rank 0's buffers."""
+        for buffer in self.module.buffers() if self.size > 1 else ():
+            dist.broadcast(buffer, 0)
         for name, parameter in self.parameters.items():
             parameter.data = self.main[name].detach().to(self._dtypes[name], copy=True)
         self._begin()

@@ -89,6 +89,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
 
 @torch.no_grad()
 def _write_back(runtime: Runtime, opened: Opened, gradients: ShownGradients, moves: str) -> None:
+    moves = moves or _find_tie(opened)
     misshapen = [] if moves else [name for buffer, whole in opened for name in _take_replaced(buffer, whole)]
     digests = [blake2b(whole.cpu().view(torch.uint8).numpy().data).digest() for _, whole in opened]
     changed = gradients.digests()
@@ -140,6 +141,19 @@ def _describe_moves(before: Sequence[str], after: Sequence[str]) -> str:
         f"inside unsharded() the model was changed ({' and '.join(parts)}), but an engine keeps the "
         f"parameters that it was made with: {_REMEDY}"
     )
+
+
+def _find_tie(opened: Opened) -> str:
+    """The words of an error where one object has been put into the slots of two parameters."""
+    names: dict[int, str] = {}
+    for original in (original for buffer, _ in opened for original in buffer.originals):
+        for current in {id(owner._parameters.get(attribute)) for owner, attribute in original.owners}:
+            if current != id(None) and names.setdefault(current, original.fqn) != original.fqn:
+                return (
+                    f"unsharded(write_back=True): '{original.fqn}' was tied to '{names[current]}', which are "
+                    "sharded apart: tie parameters before initialize"
+                )
+    return ""
 
 
 def _take_replaced(buffer: FlatBuffer, whole: Tensor) -> list[str]:

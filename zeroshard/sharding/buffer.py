@@ -235,6 +235,26 @@ class FlatBuffer:
         if self.trainable:
             self._version = -1
 
+    def take_back(self, index: int) -> None:
+        """Let an unsharded parameter be a view of `full` again, where `set_()` gave it other memory.
+
+        Raises:
+            RuntimeError: of another shape or dtype.
+        """
+        parameter = self.unsharded[index]
+        view = self.full[self.layout.parameter(index).slice].view(self.shapes[index])
+        if parameter.data_ptr() == view.data_ptr() and parameter.shape == view.shape:
+            return
+        values = parameter.detach()
+        parameter.move(view)
+        if (values.shape, values.dtype) != (view.shape, view.dtype):
+            raise RuntimeError(
+                f"'{self.originals[index].fqn}' was given other memory in a forward, by set_() or resize_(): "
+                f"expected the shape {list(view.shape)} and {view.dtype}, got {list(values.shape)} and "
+                f"{values.dtype}. Change shapes before initialize"
+            )
+        view.copy_(values)
+
     def follow_own(self) -> None:
         """This rank's part of `full` was written to `main`: neither is newer than the other."""
         self._version = self.main._version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import types
 import warnings
 import weakref
@@ -83,7 +84,12 @@ class _Copies:
         return twin
 
     def reduce(self, protocol: Any) -> Any:
-        """Refuse to pickle the module."""
+        """Refuse to pickle the module; a shallow copy shares all that it has."""
+        module = self._module()
+        assert module is not None, "it is being copied"
+        if sys._getframe(1).f_code is copy.copy.__code__:
+            with _without(module, _COPYING):
+                return type(module).__reduce_ex__(module, protocol)
         raise RuntimeError(PICKLED)
 
 

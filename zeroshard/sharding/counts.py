@@ -78,7 +78,7 @@ def answer(parameter: Slice, func: Callable[..., Any], frame: FrameType | None) 
     if func in _NORMS:
         _warn_of_norm(parameter, frame)
         return None
-    is_sum = frame.f_code.co_name == "<genexpr>"
+    is_sum = frame.f_code.co_name in ("<genexpr>", "<listcomp>")
     caller = frame.f_back if is_sum and frame.f_back is not None else frame
     module = str(frame.f_globals.get("__name__", ""))
     if (module, caller.f_code.co_name) in _COUNTERS:

@@ -25,8 +25,7 @@ class Edits:
     """
 
     def __init__(self, buffers: Sequence[FlatBuffer]) -> None:
-        # What shares its memory with the main parameters needs no copy.
-        self._buffers = [buffer for buffer in buffers if not buffer.plan.is_alias]
+        self._buffers = list(buffers)
         self._parameters = [parameter for buffer in self._buffers for parameter in buffer.unsharded]
         self._versions = [parameter._version for parameter in self._parameters]
         self._notes = [buffer.data_note for buffer in self._buffers]
@@ -54,7 +53,9 @@ class Edits:
             for index in range(len(buffer.unsharded)):
                 parameter, version = next(seen)
                 if is_taken or parameter._version != version:
-                    _write_own(buffer, index)
+                    buffer.take_back(index)
+                    if not buffer.plan.is_alias:  # else it shares its memory with the main parameters
+                        _write_own(buffer, index)
         self._versions = [parameter._version for parameter in self._parameters]
 
 

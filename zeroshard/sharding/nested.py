@@ -96,7 +96,16 @@ def view_tensors(value: Any) -> Any:
     return _map(value, lambda t: t.view_as(t) if t.requires_grad else t)
 
 
-def copy_tensors(value: Any, which: Callable[[Tensor], bool]) -> Any:
+def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
+    """The same nested value with floating-point tensors in `dtype`, inside objects too."""
+    return copy_tensors(
+        value, lambda t: t.is_floating_point() and t.dtype != dtype, copying=lambda t: t.to(dtype)
+    )
+
+
+def copy_tensors(
+    value: Any, which: Callable[[Tensor], bool], *, copying: Callable[[Tensor], Tensor] = Tensor.clone
+) -> Any:
     """The same nested value with copies of some tensors, through which gradients flow.
 
     A container or object with such a tensor in it becomes a twin: who else holds it sees no change. What has
@@ -111,7 +120,7 @@ def copy_tensors(value: Any, which: Callable[[Tensor], bool]) -> Any:
         if id(part) not in done:
             done[id(part)] = part  # what refers to itself keeps referring to the first
             if isinstance(part, Tensor):
-                done[id(part)] = part.clone() if id(part) in chosen else part
+                done[id(part)] = copying(part) if id(part) in chosen else part
             elif (inside := _inside(part)) and any(visit(each) is not each for each in inside):
                 done[id(part)] = _twin(part, visit)
         return done[id(part)]

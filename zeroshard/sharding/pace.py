@@ -26,6 +26,7 @@ class Pace:
         """Backwards since the last step, or since gradients were dropped."""
         self._has_warned = False
         self._has_stepped = False
+        self._num_dropped, self._has_warned_of_drops = 0, False
 
     def expect_backwards(self, number: int) -> None:
         """The user steps the optimizer: if it is the first time, warn where fewer backwards came before.
@@ -41,6 +42,23 @@ class Pace:
                 "engine.backward(loss) and engine.step() for each of them; or set "
                 "gradient_accumulation_steps=1, divide the loss, and step after the last one",
                 stacklevel=6,
+            )
+
+    def drop(self, number: int, num_micro_batches: int) -> None:
+        """Gradients are dropped; warn once where the same is done again and again, so that no step comes.
+
+        Args:
+            number: the micro-batches behind them, of an unfinished step.
+            num_micro_batches: of a whole step.
+        """
+        self._num_dropped = self._num_dropped + number if number else 0
+        if self._num_dropped >= num_micro_batches and not self._has_warned_of_drops:
+            self._has_warned_of_drops = True
+            warnings.warn(
+                f"zero_grad() has dropped the gradients of {self._num_dropped} micro-batches of steps that "
+                f"were not finished: with gradient_accumulation_steps={num_micro_batches}, engine.step() "
+                "zeroes the gradients itself, at the end of a step; leave zero_grad() out of the loop",
+                stacklevel=4,
             )
 
     def flags(self) -> list[bool]:
@@ -61,10 +79,11 @@ class Pace:
             self._has_warned = True
             warnings.warn(
                 f"since the last backward this rank has called the model {own} times with gradients on, and "
-                "another rank another number of times. A rank that left out a batch (an exception that it "
-                "caught, a loss that it skipped) is ahead of the others now, which will wait for it at the "
+                "another rank another number of times. If a rank has left out a batch (an exception that it "
+                "caught, a loss that it skipped), it is ahead of the others, which will wait for it at the "
                 "end: leave out a batch on all ranks or on none, for instance with a loss that is multiplied "
-                "by 0. Forwards that only evaluate belong under torch.no_grad()",
+                "by 0. If some ranks only call it more often, under torch.no_grad() for what they evaluate, "
+                "all is well",
                 stacklevel=2,
             )
 

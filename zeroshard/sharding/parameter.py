@@ -186,8 +186,8 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:
         if func == _GET_GRAD:
             _check_grad_reader(args[0], sys._getframe(1))
-        elif func == _SET_GRAD:
-            if args[1] is None and args[0].phase.has_sums:
+        elif func in _SET_GRAD:
+            if (len(args) == 1 or args[1] is None) and args[0].phase.has_sums:
                 args[0].phase.forget_gradient(args[0])
         elif func is torch.autograd.backward:
             return backward_to(*args, **(kwargs or {}))
@@ -229,7 +229,7 @@ _CASTS = frozenset(
 
 # Compared with ==: each access of a getter makes a new object.
 _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
-_SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
+_SET_GRAD = (Tensor.grad.__set__, Tensor.grad.__delete__)  # type: ignore[union-attr]
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]

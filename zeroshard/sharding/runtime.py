@@ -37,7 +37,7 @@ from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.fastpaths import allows_no_hooks, layers_without_hooks, show_first_layers, surround
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.hooks import redirect_hooks
-from zeroshard.sharding.nested import cast_floats, cast_inputs, find_tensors, view_tensors
+from zeroshard.sharding.nested import cast_inputs, cast_outputs, find_tensors, view_tensors
 from zeroshard.sharding.norms import NormsOverRanks, UsesNorms
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
@@ -387,7 +387,7 @@ class Runtime:
         if self._is_within_method(unit):
             return output
         if unit is self.root and self._output_dtype is not None:
-            output = cast_floats(output, self._output_dtype)
+            output = cast_outputs(output, self._output_dtype)
         # Hooks would run inside the transform, and a unit whose outputs have none stays gathered.
         is_hidden = unit.call.is_transformed
         if not is_hidden:

@@ -15,6 +15,7 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config import Config, require_supported
+from zeroshard.sharding.additions import guard_additions
 from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.copies import guard_copies
@@ -107,6 +108,7 @@ def shard_over(
     )
     runtime.ignored = ignored
     guard_copies(runtime)
+    guard_additions(runtime)
     refuse_wrappers(module.modules(), changes.set)
     return runtime, replacements
 

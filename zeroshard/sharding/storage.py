@@ -22,7 +22,10 @@ def release(tensor: Tensor, message: str) -> None:
         message: of that error.
     """
     storage = tensor.untyped_storage()
-    storage.resize_(0)
+    try:
+        storage.resize_(0)
+    except RuntimeError as error:  # an array of NumPy holds the memory
+        raise RuntimeError(f"{message} (torch: {str(error).splitlines()[0]})") from None
     if _CAN_FORBID:
         torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
 

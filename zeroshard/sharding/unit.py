@@ -210,7 +210,8 @@ class Unit:
         Args:
             keep_second: this is between a forward and its backward; see `FlatBuffer.free`.
         """
-        self._edits.keep()
+        if self.is_resident or self.state is not UnitState.SHARDED:
+            self._edits.keep()
         if self.is_resident:
             return
         if self.state is not UnitState.SHARDED:

@@ -1,0 +1,105 @@
+"""Layers and parameters that are added to a sharded model are refused in the line that adds them."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.training import STAGES, differences, finish, numbers, square_loss, start, step
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(7, 7), nn.Tanh()), nn.Linear(7, 1))
+
+
+def replace_layer(model):
+    model[1] = nn.Linear(7, 1)
+
+
+def add_layer(model):
+    model[0].new = nn.Linear(7, 1)
+
+
+def append_block(model):
+    model.append(nn.Sequential(nn.Linear(1, 1)))
+
+
+def add_parameter(model):
+    model[0].scale = nn.Parameter(torch.ones(7))
+
+
+REFUSED = {
+    replace_layer: "'1' is added to a sharded model, where '1.weight' would be",
+    add_layer: "'0.new' is added to a sharded model, where '0.new.weight' would be",
+    append_block: "'2' is added to a sharded model, where '2.0.weight' would be",
+    add_parameter: "'0.scale' is added to a sharded model, where '0.scale' would be",
+}
+
+
+def refused(stage):
+    model, found = build(), []
+    replica = copy.deepcopy(model)
+    engine, optimizer = start(model, "SGD", stage=stage)
+    for add, message in REFUSED.items():
+        with pytest.raises(RuntimeError) as error:
+            add(model)
+        if message not in str(error.value) or "before initialize" not in str(error.value):
+            found.append(str(error.value))
+    model[0].append(nn.Dropout(0.0))  # nothing to shard
+    model.same = model[1]
+    del model.same
+    engine.close()
+    for add in REFUSED:
+        add(copy.deepcopy(model))
+    model[0].new = nn.Linear(7, 1)
+    del model[0].new
+    engine, optimizer = start(model, "SGD", stage=stage)
+    got = finish(engine, [step(engine, optimizer, lambda m, n: m(numbers(0, 5, 7)).square().mean(), 0)])
+    made = torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9)
+    want = finish(replica, [step(replica, made, square_loss, 0)])
+    return found + differences(f"stage {stage}", got, want)
+
+
+@pytest.mark.parametrize("num_ranks", [1])
+def test_what_is_added_to_a_sharded_model_is_refused_and_to_a_closed_one_is_not(ranks, num_ranks):
+    for stage in STAGES:
+        assert not any(ranks(num_ranks, refused, stage))
+
+
+def ties():
+    messages = []
+    for stage in STAGES:
+        model = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
+        engine, _ = start(model, "SGD", stage=stage)
+        before = {name: value.clone() for name, value in engine.full_state_dict().items()}
+        with pytest.raises(RuntimeError) as error, engine.unsharded(write_back=True):
+            model[2].weight = model[0].weight
+        messages.append(str(error.value))
+        after = engine.full_state_dict()
+        assert all(torch.equal(value, before[name]) for name, value in after.items())
+    return messages
+
+
+def test_parameters_that_are_tied_under_unsharded_are_refused_by_name(ranks):
+    for messages in ranks(2, ties):
+        assert all("'2.weight' was tied to '0.weight'" in message for message in messages)
+
+
+def dropped(stage):
+    """A zero_grad() before each micro-batch: no step would ever come."""
+    engine, _ = start(build(), "SGD", stage=stage, gradient_accumulation_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(5):
+            engine.module.zero_grad()
+            engine.backward(square_loss(engine, number))
+            assert not engine.step()
+    return len([one for one in caught if "leave zero_grad() out of the loop" in str(one.message)])
+
+
+def test_a_zero_grad_before_each_micro_batch_warns_once(ranks):
+    for stage in STAGES:
+        assert ranks(1, dropped, stage) == [1]
