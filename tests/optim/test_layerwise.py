@@ -363,7 +363,7 @@ def attach_by_hand(kind):
     model.zero_grad()
     train_plainly(model, optimizer)
     found = []
-    for p in runtime.parameters:
+    for p in model.parameters():
         parts = [None] * dist.get_world_size()
         dist.all_gather_object(parts, p.detach())
         if not distance(torch.cat(parts), want[p.fqn].flatten()) <= 1e-6:

@@ -130,6 +130,11 @@ class Reducer:
     def _meaning(self, more: bool, send: bool) -> Meaning:
         return Meaning(more and not send and self._axis.size > 1, more)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether a later backward is to add to the gradients of this one."""
+        return self._has_more
+
     def _follow(self) -> None:
         self.is_deferring = self._asked.defers or self._announced.defers
         self._has_more = self._asked.has_more or self._announced.has_more
@@ -240,9 +245,8 @@ class Reducer:
         self._hooks.call()
 
     def call_hooks(self) -> None:
-        """A backward is over: call the hooks of its gradients, unless a later one adds to them."""
-        if not self._has_more:
-            self._hooks.call()
+        """A backward is over, and no later one adds to its gradients: call their hooks."""
+        self._hooks.call()
 
     def forget(self, parameter: ShardedParameter) -> None:
         """Forget what was added up of one gradient and was not reduced yet, as `p.grad = None` does."""

@@ -627,11 +627,13 @@ class Runtime:
         self._walk.finish()
         self._is_in_backward, self._has_had_backward = False, True
         self.reducer.end()
+        has_more = self.reducer.has_more
         self.reducer.forget_announced()
         self.put_away()
         torch.clear_autocast_cache()  # of casts whose gradients would arrive at the end of the next backward
         self.here.leave()
-        self.reducer.call_hooks()
+        if not has_more:
+            self.reducer.call_hooks()
 
     def put_away(self) -> None:
         """Show sharded parameters and free the others, unless they are held or a graph needs them."""
