@@ -1,5 +1,7 @@
 """Which lists a forward runs whole, as far as its source tells."""
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -86,6 +88,117 @@ CHOOSING = {
 }
 
 
+class EndedByBreak(Listed):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if x.norm() < 1:
+                break
+        return x
+
+
+class EndedByReturn(Listed):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if self.rate > 0 and x.norm() < 1:
+                return x
+        for block in self.more:
+            x = block(x)
+        return x
+
+
+class ReturnedBefore(Listed):
+    def forward(self, x):
+        if x.sum() < 0:
+            return x
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class ByNamedItem(Listed):
+    def forward(self, x, task):
+        head = self.blocks[task]
+        return head(x)
+
+
+class ByNamedList(Listed):
+    def forward(self, x, task):
+        blocks = self.blocks
+        return blocks[task](x)
+
+
+class Conditional(Listed):
+    def forward(self, x, gate):
+        for block in self.blocks:
+            x = block(x) if gate else x
+        return x
+
+
+class Masked(Listed):
+    def forward(self, x, keep):
+        for i, (block, is_kept) in enumerate(zip(self.blocks, keep, strict=True)):
+            if i == 0 or is_kept:
+                x = block(x)
+        return x
+
+
+class Drawn(Listed):
+    def forward(self, x):
+        for block in random.sample(list(self.more), 1):
+            x = block(x)
+        return random.choice(self.blocks)(x)
+
+
+class Sliced(Listed):
+    def forward(self, x, depth):
+        for block in self.blocks[:depth]:
+            x = block(x)
+        for i in range(int(torch.randint(2, ()))):
+            x = self.more[i](x)
+        return x
+
+
+class RangeOfLocal(Listed):
+    def forward(self, x):
+        depth = int(torch.randint(3, ()))
+        for i in range(depth):
+            x = self.blocks[i](x)
+        return x
+
+
+class Summed(Listed):
+    def forward(self, x, mask):
+        more = [self.more[i](x) for i in range(2) if mask[i]]
+        return sum(block(x) for block in self.blocks if x.norm() > 1) + sum(more)
+
+
+class SkippedByAttribute(Listed):
+    def forward(self, x):
+        for block in self.blocks:
+            self.is_skipped = torch.rand(()) < self.rate
+            if not self.is_skipped:
+                x = block(x)
+        return x
+
+
+CHOOSING |= {
+    EndedByBreak: {"blocks"},
+    EndedByReturn: {"blocks", "more"},
+    ReturnedBefore: {"blocks"},
+    ByNamedItem: {"blocks"},
+    ByNamedList: {"blocks"},
+    Conditional: {"blocks"},
+    Masked: {"blocks"},
+    Drawn: {"blocks", "more"},
+    Sliced: {"blocks", "more"},
+    RangeOfLocal: {"blocks"},
+    Summed: {"blocks", "more"},
+    SkippedByAttribute: {"blocks"},
+}
+
+
 class Whole(Listed):
     def forward(self, x):
         for block in self.blocks:
@@ -130,6 +243,42 @@ class Configured(Listed):
         return x
 
 
+class Guarded(Listed):
+    def forward(self, x, mask=None, use_cache=False, output_hidden_states=False):
+        if x is None or x.dim() == 1 or isinstance(x, tuple):
+            return x
+        if not self.training and not torch.is_grad_enabled():
+            return x
+        if self.rate < 0 or x.dtype is torch.int64 or (use_cache and not output_hidden_states):
+            return x
+        is_masked = self.training and mask is not None
+        for block in self.blocks:
+            x = block(x) if self.training else checkpoint(block, x)
+            x = block(x) if is_masked else x
+            if mask is None:
+                break
+        if x.norm() > 1:
+            return x
+        return -x
+
+
+class Bounded(Listed):
+    def forward(self, x, features):
+        depth, last = len(self.blocks), self.depth - 1
+        counter = 0
+        for i in range(depth):
+            more = self.more[counter]
+            x = more(self.blocks[i](x))
+            counter += 1  # noqa: SIM113
+        for block in self.blocks[:last]:
+            x = block(x)
+        for step in range(x.shape[1]):
+            for block in self.more:
+                x = block(x) + step
+        levels = [self.blocks[i](features[i]) for i in range(len(features))]
+        return sum(block(x) for block, level in zip(self.blocks, levels, strict=True) if level is not None)
+
+
 class Nested(nn.Module):
     def __init__(self):
         super().__init__()
@@ -147,7 +296,9 @@ def test_lists_of_which_a_forward_may_run_a_part_are_told_by_the_source(kind):
     assert chosen_among(kind()) == CHOOSING[kind]
 
 
-@pytest.mark.parametrize("kind", [Whole, WholeByIndex, WithCheckpoints, Configured, Nested, Listed])
+@pytest.mark.parametrize(
+    "kind", [Whole, WholeByIndex, WithCheckpoints, Configured, Guarded, Bounded, Nested, Listed]
+)
 def test_lists_that_a_forward_runs_whole_are_not_taken_for_a_choice(kind):
     assert chosen_among(kind()) == set()
 
