@@ -19,7 +19,7 @@ NAME = "zeroshard_before"
 FOLDER = "ZEROSHARD_BEFORE"
 """Environment variable of the ranks: where the renamed package lies."""
 
-_FIRST_TAG_RANGE = 1 << 10
+_FIRST_NUMBER = 1 << 10
 """Its engines exchange with other tags than those of the package itself."""
 
 
@@ -57,5 +57,6 @@ def load() -> Any:
         sys.path.append(os.environ[FOLDER])
     package = importlib.import_module(NAME)
     mesh = importlib.import_module(f"{NAME}.comm.mesh")
-    mesh._tag_ranges_used = max(_FIRST_TAG_RANGE, mesh._tag_ranges_used)
+    counter = "_numbers_used" if hasattr(mesh, "_numbers_used") else "_tag_ranges_used"
+    setattr(mesh, counter, max(_FIRST_NUMBER, getattr(mesh, counter)))
     return package

@@ -36,10 +36,9 @@ class Edits:
         Raises:
             RuntimeError: the main parameter was edited too.
         """
-        for parameter, version in zip(self._parameters, self._versions, strict=True):
-            if parameter._version != version:
-                self._keep()
-                return
+        if [parameter._version for parameter in self._parameters] != self._versions:
+            self._keep()
+            return
         for note in self._notes:
             if note.is_taken:
                 self._keep()

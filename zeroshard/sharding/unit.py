@@ -210,8 +210,8 @@ class Unit:
         Args:
             keep_second: this is between a forward and its backward; see `FlatBuffer.free`.
         """
-        if self.is_resident or self.state is not UnitState.SHARDED:
-            self._edits.keep()
+        if not keep_second and (self.is_resident or self.state is not UnitState.SHARDED):
+            self._edits.keep()  # of a forward that ran again; others have been looked at when they ended
         if self.is_resident:
             return
         if self.state is not UnitState.SHARDED:
