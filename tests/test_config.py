@@ -190,8 +190,8 @@ def test_refusals_read_as_sentences():
         "config key 'recompute': expected 'none' or 'unit', came 'full' (str)"
     )
     assert refusal(Config, units=3) == (
-        "config key 'units': expected None or class names (or module classes) or a predicate that takes a "
-        "module, came 3 (int)"
+        "config key 'units': expected None or class names (or module classes, or lists of module names) or a "
+        "predicate that takes a module, came 3 (int)"
     )
     assert refusal(Config, reshard_after_forward=1) == (
         "config key 'reshard_after_forward': expected True or False or an integer >= 2, came 1 (int)"
