@@ -409,12 +409,15 @@ class Runtime:
         """A forward is over, perhaps by an exception; then the root's has not come to its end."""
         if self._is_within_method(unit):
             return
-        with outside_transforms() if is_transformed() else nullcontext():
+        if is_transformed():
+            with outside_transforms():
+                self._leave_forward(unit)
+        else:
             self._leave_forward(unit)
 
     def _leave_forward(self, unit: Unit) -> None:
         self._calls.end(unit)
-        unit.keep_edits()
+        unit.edits.keep()
         if not is_in_backward():
             if not self.is_held:
                 unit.uninstall()

@@ -152,7 +152,9 @@ class Unit:
         """Whether its parameters are gathered in this backward: on all ranks, as soon as one needs them."""
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
         self._handles: list[Handle] = []
-        self._slots, self._edits = Slots(buffers), Edits(buffers)
+        self._slots = Slots(buffers)
+        self.edits = Edits(buffers)
+        """What forwards have edited."""
 
     @property
     def is_in_forward(self) -> bool:
@@ -211,7 +213,7 @@ class Unit:
             keep_second: this is between a forward and its backward; see `FlatBuffer.free`.
         """
         if not keep_second and (self.is_resident or self.state is not UnitState.SHARDED):
-            self._edits.keep()  # of a forward that ran again; others have been looked at when they ended
+            self.edits.keep()  # of a forward that ran again; others have been looked at when they ended
         if self.is_resident:
             return
         if self.state is not UnitState.SHARDED:
@@ -245,10 +247,6 @@ class Unit:
     def check_slots(self) -> None:
         """Refuse parameters that others have put into the modules; see `Slots.check`."""
         self._slots.check()
-
-    def keep_edits(self) -> None:
-        """Keep what a forward edited; see `Edits.keep`."""
-        self._edits.keep()
 
     def note_views(self) -> None:
         """Before a forward without a graph: count the views of parameters that are there already."""
@@ -342,7 +340,7 @@ class Unit:
         for buffer in self.buffers:
             buffer.release()
         self._slots.clear()
-        self._edits = Edits(())
+        self.edits = Edits(())
 
     def _move(self, state: UnitState) -> None:
         if _MOVES[self.state] is not state:
