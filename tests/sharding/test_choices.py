@@ -355,3 +355,21 @@ def test_a_scripted_module_is_refused_wherever_it_is():
         find_units(scripted, None)
     with pytest.raises(ValueError, match=r"module '1' is a scripted"):
         find_units(nn.Sequential(nn.Linear(2, 2), scripted), None)
+
+
+class DropsLayers(nn.Module):
+    def __init__(self, layerdrop):
+        super().__init__()
+        self.layerdrop, self.blocks = layerdrop, nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.training and torch.rand(()) < self.layerdrop:
+                continue
+            x = block(x)
+        return x
+
+
+def test_blocks_that_are_left_out_with_a_chance_of_0_are_no_choice():
+    assert chosen_among(DropsLayers(0.1)) == {"blocks"}
+    assert chosen_among(DropsLayers(0.0)) == set()

@@ -40,6 +40,9 @@ _KINDS_OF_TENSOR = frozenset(("dtype", "device", "ndim", "is_cuda", "requires_gr
 _FLAGS = ("output_", "return_", "use_")
 """Arguments that are the same on all ranks by convention begin so."""
 
+_RATE_OF_DROPS = "layerdrop"
+"""The attribute of transformers that is the chance to leave out a block; 0 by default in most models."""
+
 _DRAWS = frozenset(("choice", "choices", "sample"))
 
 _Items = dict[str, str | None]
@@ -54,7 +57,8 @@ def chosen_among(module: nn.Module) -> set[str]:
         return names
     by_name = _LISTS_TO_CHOOSE_FROM & module._modules.keys()
     kind: Any = type(module)
-    return {*by_name, *(names & signs_of_choice(kind) if names else ())}
+    drops_none = getattr(module, _RATE_OF_DROPS, None) == 0
+    return {*by_name, *(names & signs_of_choice(kind) if names and not drops_none else ())}
 
 
 @functools.lru_cache(maxsize=256)
