@@ -179,6 +179,7 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
         self._runtime.before_step()
         if not self._runtime.has_gradients:
             warn_no_gradients()
+            self._micro_step = 0
             self.zero_grad()
             return False
         is_taken = self._guard.make_ready()
@@ -194,6 +195,7 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
         else:
             self.skipped_steps += 1
         self._guard.loss_scale = self._guard.loss_scale.after(overflow=not is_taken)
+        self._micro_step = 0
         self.zero_grad()
         return is_taken
 

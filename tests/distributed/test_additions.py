@@ -100,6 +100,24 @@ def dropped(stage):
     return len([one for one in caught if "leave zero_grad() out of the loop" in str(one.message)])
 
 
+def never_dropped():
+    engine, _ = start(build(), "SGD", stage=2, gradient_accumulation_steps=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(13):
+            engine.backward(square_loss(engine, number))
+            assert engine.step() == (number % 3 == 2)
+        engine.zero_grad()  # the end of an epoch
+        for number in range(6):
+            engine.backward(square_loss(engine, number))
+            engine.step()
+    return True
+
+
+def test_ordinary_accumulation_and_a_step_that_is_dropped_warn_of_nothing(ranks):
+    assert all(ranks(2, never_dropped))
+
+
 def test_a_zero_grad_before_each_micro_batch_warns_once(ranks):
     for stage in STAGES:
         assert ranks(1, dropped, stage) == [1]

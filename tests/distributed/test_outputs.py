@@ -268,7 +268,7 @@ def aside(how):
         model = KeepsAside(how)
         replica = copy.deepcopy(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        engine, optimizer = start(model, optimizer, stage=stage)
+        engine, optimizer = start(model, optimizer, stage=stage, units=["Aside"])
         for number, context in enumerate((torch.no_grad(), torch.inference_mode(), torch.enable_grad())):
             x = numbers(number, 5, WIDTH)
             with context:

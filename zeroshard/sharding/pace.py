@@ -48,7 +48,7 @@ class Pace:
         """Gradients are dropped; warn once where the same is done again and again, so that no step comes.
 
         Args:
-            number: the micro-batches behind them, of an unfinished step.
+            number: the micro-batches behind them, of an unfinished step; 0 after a step.
             num_micro_batches: of a whole step.
         """
         self._num_dropped = self._num_dropped + number if number else 0
