@@ -174,7 +174,8 @@ class _Rank:
 
     def close(self) -> None:
         self._job = None
-        gc.collect()
+        for _ in range(3):  # what a collection frees may hold more, through tensors and their graphs
+            gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
         torch.set_default_dtype(torch.float32)
