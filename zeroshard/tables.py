@@ -1,4 +1,4 @@
-"""How reports print: a small table for people."""
+"""A small table for people, as reports print it."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Slots:
 
     @property
     def is_shown(self) -> bool:
-        """Whether others stand in for the sharded parameters."""
+        """True while others stand in for the sharded parameters."""
         return bool(self._stand_ins)
 
     def stand_in(self, parameters: Mapping[int, nn.Parameter]) -> Mapping[int, nn.Parameter]:

@@ -25,7 +25,7 @@ from zeroshard.sharding.slots import Slots
 
 
 class UnitState(Enum):
-    """Whether the full parameters of a unit hold the current values."""
+    """The states of the full parameters of a unit."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -271,7 +271,7 @@ class Unit:
 
     @property
     def is_shown(self) -> bool:
-        """Whether others stand in for the sharded parameters."""
+        """True while others stand in for the sharded parameters."""
         return self._slots.is_shown
 
     def stand_in(self, parameters: Mapping[int, nn.Parameter]) -> Mapping[int, nn.Parameter]:
@@ -284,14 +284,14 @@ class Unit:
 
     @property
     def may_join_backward(self) -> bool:
-        """Whether it depends on the graph if its parameters are gathered in a backward: it is frozen."""
+        """True for a frozen unit: the graph decides if a backward gathers its parameters."""
         return self.backward_needs_parameters and not self.is_resident and not self.gradients
 
     # -- gradients ------------------------------------------------------------------------------------
 
     @property
     def is_complete(self) -> bool:
-        """Whether every trained parameter got its gradient."""
+        """True once every trained parameter has got its gradient."""
         return not any(gradients.num_missing for gradients in self.gradients)
 
     @property
@@ -319,7 +319,7 @@ class Unit:
             gradients.progress()
 
     def starts(self) -> dict[ShardedParameter, int]:
-        """Of what is trained, where this rank's slices start in the whole parameters."""
+        """The places where this rank's slices of trained parameters start in the whole ones."""
         trained = (buffer for buffer in self.buffers if buffer.trainable)
         return {p: buffer.start(index) for buffer in trained for index, p in enumerate(buffer.sharded)}
 

@@ -1,4 +1,4 @@
-"""Which modules become units, and which unit a parameter belongs to."""
+"""The modules that become units, and the unit that each parameter belongs to."""
 
 from __future__ import annotations
 
