@@ -1,6 +1,7 @@
 """The walk of a backward, with units that only note what happens to them."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 from hypothesis import given
@@ -16,6 +17,7 @@ class Noting:
 
     def __init__(self, name, log):
         self.name, self.log = name, log
+        self.slots = SimpleNamespace(uninstall=lambda: None)
         self.visit, self.recomputed_in, self.is_complete, self.is_gathered = None, [], False, False
 
     def __repr__(self):
@@ -25,9 +27,6 @@ class Noting:
         if not self.is_gathered:
             self.is_gathered = True
             self.log.append(f"gather {self.name}")
-
-    def uninstall(self):
-        pass
 
     def reshard(self):
         self.is_gathered = False

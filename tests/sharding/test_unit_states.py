@@ -285,10 +285,10 @@ def test_modules_hold_unsharded_parameters_only_while_they_are_installed():
     (buffer,) = unit.buffers
     assert layer.weight is buffer.sharded[0]
     unit.wait()
-    unit.install()
+    unit.slots.install()
     assert layer.weight is buffer.unsharded[0]
     assert list(dict(sharded.net.named_parameters())) == list(sharded.before)
-    unit.uninstall()
+    unit.slots.uninstall()
     assert layer.weight is buffer.sharded[0]
 
 

@@ -45,8 +45,8 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
     runtime.check_slots()
     names = _names(runtime)
     members = {member for module in modules for member in module.modules()}
-    units = [unit for unit in runtime.units if not members.isdisjoint(unit.owners)]
-    if write_back and any(unit.is_shown for unit in units):
+    units = [unit for unit in runtime.units if not members.isdisjoint(unit.slots.owners)]
+    if write_back and any(unit.slots.is_shown for unit in units):
         raise RuntimeError("unsharded(write_back=True) inside unsharded() of the same parameters")
     opened = [(buffer, buffer.gather_main()) for unit in units for buffer in unit.buffers]
     shown = {
@@ -59,7 +59,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
             carry_attributes(sharded, shown[id(sharded)])
     axes = runtime.context.axes
     gradients = ShownGradients([buffer for buffer, _ in opened], shown, axes.dp, axes.dp_shard)
-    before = [unit.stand_in(shown) for unit in units]
+    before = [unit.slots.stand_in(shown) for unit in units]
     try:
         yield
         moves = _describe_moves(names, _names(runtime))
@@ -81,7 +81,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         raise
     finally:
         for unit, parameters in zip(units, before, strict=True):
-            unit.stand_in(parameters)
+            unit.slots.stand_in(parameters)
             unit.refresh()
         # A step may come before anybody waits for these gathers.
         runtime.phase.reads_main |= any(unit.state is UnitState.GATHERING for unit in units)

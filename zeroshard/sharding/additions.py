@@ -56,7 +56,7 @@ def _runtime_of(owner: nn.Module) -> Runtime | None:
     if owner not in _guarded:
         return None
     runtime = _guarded[owner][1]()
-    if runtime is None or runtime.is_closed or any(unit.is_shown for unit in runtime.units):
+    if runtime is None or runtime.is_closed or any(unit.slots.is_shown for unit in runtime.units):
         return None
     return runtime
 

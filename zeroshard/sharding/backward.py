@@ -170,7 +170,7 @@ class Backward:
                 self._kept.append(unit)
 
     def _free(self, unit: Unit) -> None:
-        unit.uninstall()
+        unit.slots.uninstall()
         if not self._keeps:
             unit.reshard()
 

@@ -111,6 +111,8 @@ class FlatBuffer:
         dtypes = context.dtypes.where(originals[0].keeps_dtype)
         self.plan = plan_buffer(context.placements, dtypes, first.dtype, self.trainable, axis.size)
         self.is_resident, self.is_partial = self.plan.is_resident, self.plan.is_partial
+        self.is_alias_of_all = self.plan.is_alias and not self.is_partial
+        """Whether `full` holds the values of `main` by itself, without copy or exchange."""
         self.main_span = self.layout.shard(axis.rank) if self.is_partial else Span(0, self.layout.total)
         """The flat range that `main` holds."""
         if all(is_stored(original.parameter) for original in originals):
@@ -189,14 +191,14 @@ class FlatBuffer:
             for index, original in enumerate(self.originals)
         )
 
-    def _make_unsharded(self) -> tuple[UnshardedParameter, ...]:
+    def _make_unsharded(self) -> tuple[nn.Parameter, ...]:
         parameters = []
         for index, sharded in enumerate(self.sharded):
             view = self.full[self.layout.parameter(index).slice].view(self.shapes[index])
             parameter = UnshardedParameter.over(view, sharded.fqn, self.data_note)
             if not self.trainable:
                 refuse = _refuse_gradient(sharded.fqn)
-                parameter.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(refuse)
                 parameter.requires_grad_(False)
             sharded.unsharded = weakref.ref(parameter)  # weak: who keeps a slice need not keep the whole
             parameters.append(parameter)
@@ -225,11 +227,6 @@ class FlatBuffer:
         """Whether main parameters changed since `full` was filled from them."""
         return not self.is_alias_of_all and self.main._version != self._version
 
-    @property
-    def is_alias_of_all(self) -> bool:
-        """Whether `full` holds the values of `main` by itself, without copy or exchange."""
-        return self.plan.is_alias and not self.is_partial
-
     def mark_stale(self) -> None:
         """An optimizer stepped; not every one counts versions (`parameter.data` does not)."""
         if self.trainable:
@@ -246,7 +243,7 @@ class FlatBuffer:
         if parameter.data_ptr() == view.data_ptr() and parameter.shape == view.shape:
             return
         values = parameter.detach()
-        parameter.move(view)
+        UnshardedParameter.move(parameter, view)
         if (values.shape, values.dtype) != (view.shape, view.dtype):
             raise RuntimeError(
                 f"'{self.originals[index].fqn}' was given other memory in a forward, by set_() or resize_(): "
@@ -306,7 +303,8 @@ class FlatBuffer:
         with torch.inference_mode(False):
             self.full = self.full.clone()
             for index, parameter in enumerate(self.unsharded):
-                parameter.move(self.full[self.layout.parameter(index).slice].view(self.shapes[index]))
+                view = self.full[self.layout.parameter(index).slice].view(self.shapes[index])
+                UnshardedParameter.move(parameter, view)
 
     def _describe_freed(self) -> str:
         names = [original.fqn for original in self.originals]

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import FrameType
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 
-from zeroshard.sharding.autograd import is_in_backward, outermost_checkpoint
+from zeroshard.sharding.autograd import outermost_checkpoint
 from zeroshard.sharding.unit import NEVER, ForwardCall, Region, Unit, Visit
 
 
 class _Forward:
-    """The calls of one forward."""
+    """One forward. Its calls hold it: those that a graph holds, and the last one of each unit."""
+
+    __slots__ = ("__weakref__", "visits")
 
     def __init__(self) -> None:
         self.visits: dict[Unit, Visit] = {}
-        self.alive: WeakSet[ForwardCall] = WeakSet()
-        """Calls that a graph still holds, and the last one of each unit."""
 
 
 class CallLog:
@@ -38,8 +38,8 @@ class CallLog:
         """The clock: it goes on at each beginning and end of a call."""
         self._now: _Forward | None = None
         """The forward under way, where it may have a backward; all ranks alike."""
-        self._forwards: list[_Forward] = []
-        """The forwards since the last backward, except for those whose graphs are gone."""
+        self._forwards: list[ref[_Forward]] = []
+        """The forwards since the last backward; a dead one has no graph any more."""
         self._num_open = 0
         """Calls that are under way."""
         self._root_caller: FrameType | None = None
@@ -61,30 +61,34 @@ class CallLog:
         """
         if not self._num_open:  # the outermost: parts of it may be under no_grad on some ranks
             self._now = _Forward() if torch.is_grad_enabled() else None
-            self._forwards = [
-                one for one in (*self._forwards, self._now) if one is not None and self._may_come(one)
-            ]
-        call = ForwardCall(unit, self.tick())
+            self._forwards = [forward for forward in self._forwards if forward() is not None]
+            if self._now is not None:
+                self._forwards.append(ref(self._now))
+        self._tick += 1
+        call = ForwardCall(unit, self._tick)
         if unit.call.ended == NEVER and unit.call.began != NEVER:
             call.outer = unit.call
         unit.call = call
         self._num_open += 1
         if self._now is not None:
-            self._now.alive.add(call)
-            visit = self._now.visits.setdefault(unit, Visit(call.began))
+            call.forward = self._now
+            if (visit := self._now.visits.get(unit)) is None:
+                visit = self._now.visits[unit] = Visit(call.began)
             call.region = None if unit.is_resident else self._find_region(unit, caller)
             if call.region is not None and call.region not in visit.regions:
                 visit.regions = (*visit.regions, call.region)
 
-    def _may_come(self, forward: _Forward) -> bool:
-        return forward is self._now or bool(forward.alive)
+    def end(self, unit: Unit, is_second: bool) -> None:
+        """The call of a unit is over, perhaps by an exception.
 
-    def end(self, unit: Unit) -> None:
-        """The call of a unit is over, perhaps by an exception; also that of a second forward."""
+        Args:
+            is_second: True for a forward that a backward runs again.
+        """
         call = unit.call
         if call.ended == NEVER and call.began != NEVER:  # a hook before ours may have failed
-            call.ended = self.tick()
-            if not is_in_backward():
+            self._tick += 1
+            call.ended = self._tick
+            if not is_second:
                 self._end_first(call)
         if call.outer is not None:
             unit.call = call.outer
@@ -93,13 +97,14 @@ class CallLog:
         """A backward begins: tell each unit of its calls in all forwards that the backward may come to."""
         for unit in self._units:
             unit.visit = None
-        for forward in filter(self._may_come, self._forwards):
-            for unit, visit in forward.visits.items():
-                unit.visit = visit if unit.visit is None else unit.visit.and_then(visit)
+        for reference in self._forwards:
+            if (forward := reference()) is not None:
+                for unit, visit in forward.visits.items():
+                    unit.visit = visit if unit.visit is None else unit.visit.and_then(visit)
 
     def drop_failed(self) -> None:
         """The root's forward has ended in an exception: it will have no backward."""
-        self._forwards = [forward for forward in self._forwards if forward is not self._now]
+        self._forwards = [forward for forward in self._forwards if forward() is not self._now]
         self._now = None
         self._num_open = 0
         self._forget_frames()

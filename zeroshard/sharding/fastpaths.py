@@ -73,7 +73,7 @@ def show_first_layers(units: Iterable[Unit], root: nn.Module, changes: Changes) 
         if not torch.is_grad_enabled() and not module.training:
             unit.unshard()
             unit.wait()
-            unit.install()
+            unit.slots.install()
 
     for module in root.modules():
         if _is_own(module, nn.TransformerEncoder) and isinstance(module, nn.TransformerEncoder):

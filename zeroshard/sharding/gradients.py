@@ -125,16 +125,16 @@ class Gradients:
         if self.is_kept:
             return
         self.used = [False] * len(self.used)
-        plan = self.buffer.plan
+        sharded, dtype, unscale = self.buffer.sharded, self.buffer.plan.main_dtype, self.unscale
         with torch._C.DisableTorchFunctionSubclass():
             for index, gradient in self._held.items():
-                parameter, flat = self.buffer.sharded[index], self._flatten(index, gradient)
-                if self.unscale != 1.0:
-                    flat = flat.to(plan.wide_dtype).mul_(self.unscale)
-                if parameter.grad is None:
-                    parameter.grad = flat.to(plan.main_dtype)
+                parameter, flat = sharded[index], self._flatten(index, gradient)
+                if unscale != 1.0:
+                    flat = flat.to(self.buffer.plan.wide_dtype).mul_(unscale)
+                if (total := parameter.grad) is not None:
+                    total.add_(flat)
                 else:
-                    parameter.grad.add_(flat)
+                    parameter.grad = flat if flat.dtype is dtype else flat.to(dtype)
         self._held, self._sums = {}, []
 
     def drop(self) -> None:
@@ -151,7 +151,9 @@ class Gradients:
         if gradient.layout is not torch.strided:
             name = self.buffer.originals[index].fqn
             raise RuntimeError(f"the gradient of '{name}' is {gradient.layout}; expected a dense one")
-        return gradient.detach().reshape(-1)
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        return gradient if gradient.ndim == 1 else gradient.reshape(-1)
 
 
 class ReducedGradients(Gradients):

@@ -15,26 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.sharding.gradients import Gradients
-from zeroshard.sharding.parameter import Phase, ShardedParameter
+from zeroshard.sharding.parameter import ShardedParameter
 
 
 class PostAccumulateHooks:
-    """Calls post-accumulate hooks once for each gradient that is complete.
+    """Calls post-accumulate hooks once for each gradient that is complete."""
 
-    Args:
-        phase: of the module; tells whether there are hooks at all.
-    """
-
-    def __init__(self, phase: Phase) -> None:
-        self._phase = phase
+    def __init__(self) -> None:
         self._waiting: dict[int, ShardedParameter] = {}
         """The parameters whose gradients have been delivered and whose hooks have not been called."""
 
     def note(self, gradients: Gradients, used: Sequence[bool]) -> None:
-        """The gradients of the parameters in `used` have been delivered."""
-        if self._phase.has_hooks:
-            pairs = zip(gradients.buffer.sharded, used, strict=True)
-            self._waiting.update((id(parameter), parameter) for parameter, is_used in pairs if is_used)
+        """The gradients of the parameters in `used` have been delivered, and some have hooks."""
+        pairs = zip(gradients.buffer.sharded, used, strict=True)
+        self._waiting.update((id(parameter), parameter) for parameter, is_used in pairs if is_used)
 
     def call(self) -> None:
         """No later micro-batch adds to the gradients: call the hooks of those that were delivered."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
         root = runtime.root
         if (dtype := runtime.context.dtypes.param_dtype) is not None:
             args, kwargs = cast_inputs(root.modules[0], args, kwargs, dtype=dtype)
-        runtime.before_forward(root)
+        runtime.before_forward(root, sys._getframe())
         try:
             runtime.is_in_method = True
             try:
@@ -90,7 +91,7 @@ def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callab
         if (dtype := runtime.context.dtypes.param_dtype) is not None:
             args, kwargs = cast_inputs(unit.modules[0], args, kwargs, dtype=dtype, in_lists=False)
         try:
-            runtime.before_forward(unit)
+            runtime.before_forward(unit, sys._getframe())
             return runtime.after_forward(unit, method(*args, **kwargs))
         finally:
             runtime.leave_forward(unit)
@@ -106,7 +107,7 @@ class WholeOnly:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runtime, module = self._runtime(), self._module()
-        is_shown = runtime is None or any(unit.is_shown for unit in runtime.units)
+        is_shown = runtime is None or any(unit.slots.is_shown for unit in runtime.units)
         if not is_shown and kwargs.get("state_dict") is None:
             raise RuntimeError(
                 f"{self._name}() of the sharded model sees only this rank's slices: call "
@@ -148,7 +149,7 @@ def held_unsharded(runtime: Runtime) -> Iterator[None]:
         unit.unshard()
     for unit in runtime.units:
         unit.wait()
-        unit.install()
+        unit.slots.install()
     runtime.is_held = True
     try:
         yield

@@ -47,8 +47,8 @@ class UnitOrder:
         self.units: list[Unit] = []
         self.has_changed = False
         """True if this rank has met a new unit or another order since the ranks last agreed."""
-        self._left: list[Unit] = []
-        """The order in which all ranks reduce: agreed on, or that of the last backward."""
+        self._reductions: list[Unit] = []
+        self._reduce([])
 
     def follow(self, called: Sequence[Unit], has_backward: bool) -> None:
         """Take in the units of a forward, in the order of their calls; without a backward, only new ones."""
@@ -61,7 +61,7 @@ class UnitOrder:
     def leave(self, units: Sequence[Unit]) -> None:
         """A backward begins that leaves units in this order."""
         if self._is_common:
-            self._left = [unit for unit in units if unit is not self._by_name[""]]
+            self._reduce([unit for unit in units if unit is not self._by_name[""]])
 
     def agree(self, axis: Axis) -> None:
         """Make one order of those of all ranks."""
@@ -70,21 +70,24 @@ class UnitOrder:
         own = [unit.name for unit in self.units]
         everyone = axis.all_gather_object(own, "agreement on the order of units")
         merged = [self._by_name[name] for name in merge(everyone)]
-        self._left = merged[::-1]
+        self._reduce(merged[::-1])
         self._set(merged)
         self.has_changed = False
 
     def of_reductions(self) -> list[Unit]:
         """All units in the order in which they are reduced, the same on all ranks; the root comes last."""
-        root, *others = self._by_name.values()
-        known = set(self._left)
-        unknown = [unit for unit in reversed(others) if unit not in known]
-        return [*self._left, *unknown, root]
+        return self._reductions
 
     def following(self, unit: Unit, num: int) -> list[Unit]:
         """The next ones in forward; of the root, the first. None where the unit is new."""
         is_known = unit.position >= 0 or unit is self._by_name[""]
         return self.units[unit.position + 1 : unit.position + 1 + num] if is_known else []
+
+    def _reduce(self, first: list[Unit]) -> None:
+        """From now on reduce these first: agreed on by all ranks, or in the order of the last backward."""
+        root, *others = self._by_name.values()
+        known = set(first)
+        self._reductions = [*first, *(unit for unit in reversed(others) if unit not in known), root]
 
     def _set(self, units: list[Unit]) -> None:
         self.units = units

@@ -350,21 +350,21 @@ class UnshardedParameter(nn.Parameter):
             _GET_DATA(self).copy_(new)
 
     @staticmethod
-    def over(view: Tensor, fqn: str, note: DataNote) -> UnshardedParameter:
+    def over(view: Tensor, fqn: str, note: DataNote) -> nn.Parameter:
         """One whose memory is that of `view`, with a version counter of its own.
 
-        A refill of the buffer is then no in-place change to autograd.
+        A refill of the buffer is then no in-place change to autograd. It is of this class while it is watched
+        by `Edits`.
         """
         parameter = nn.Parameter(view.new_empty(0))
         parameter.data = view
-        parameter.__class__ = UnshardedParameter
-        assert isinstance(parameter, UnshardedParameter)
-        parameter.fqn, parameter.note = fqn, note
+        parameter.fqn, parameter.note = fqn, note  # type: ignore[attr-defined]
         return parameter
 
-    def move(self, view: Tensor) -> None:
-        """Go on over other memory, of the same shape."""
-        _SET_DATA(self, view)
+    @staticmethod
+    def move(parameter: nn.Parameter, view: Tensor) -> None:
+        """Let an unsharded parameter go on over other memory, of the same shape."""
+        _SET_DATA(parameter, view)
 
 
 REMEDY = (

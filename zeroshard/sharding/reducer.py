@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -68,7 +69,7 @@ class Reducer:
         self._all = tuple(gradients for unit in units for gradients in unit.gradients)
         self._order = order
         self.pace = Pace()
-        self._phase, self._hooks = phase, PostAccumulateHooks(phase)
+        self._phase, self._hooks = phase, PostAccumulateHooks()
         self._places: dict[int, tuple[Gradients, int]] = {}
         """The gradients and the index of each parameter, by its id; made when they are asked for."""
         self._must_agree = True
@@ -77,7 +78,7 @@ class Reducer:
         """The units that this backward has not begun to reduce, in the order of all ranks."""
         self._ready: set[str] = set()
         """Names of units whose reduction may start when those before them have started."""
-        self._under_way: list[Unit] = []
+        self.under_way: list[Unit] = []
         """Units whose reductions are under way, the newest last."""
         self.is_deferring = False
         """Whether backward adds gradients up locally and sends nothing."""
@@ -191,24 +192,25 @@ class Reducer:
 
     def make_room(self) -> None:
         """Before a buffer is packed: free those of all reductions but the newest."""
-        for unit in self._under_way[:-1]:
+        for unit in self.under_way[:-1]:
             unit.settle_reduce()
 
     def _start(self, unit: Unit) -> None:
         self._progress(but=1)
         unit.start_reduce()
         if unit.is_reducing:
-            self._under_way.append(unit)
+            self.under_way.append(unit)
 
     def _progress(self, but: int) -> None:
         """Let all reductions under way, but the newest ones, come to their next exchange."""
-        for unit in self._under_way[: len(self._under_way) - but]:
-            unit.progress_reduce()
-        self._under_way = [unit for unit in self._under_way if unit.is_reducing]
+        if self.under_way:
+            for unit in self.under_way[: len(self.under_way) - but]:
+                unit.progress_reduce()
+            self.under_way = [unit for unit in self.under_way if unit.is_reducing]
 
     def _finish(self) -> None:
         """Bring all reductions under way to their end."""
-        while self._under_way:
+        while self.under_way:
             self._progress(but=0)
 
     def _start_rest(self) -> None:
@@ -308,7 +310,8 @@ class Reducer:
         self._finish()
         for gradients, used in zip(self._all, agreed.used, strict=True):
             gradients.deliver(used)
-            self._hooks.note(gradients, used)
+            if self._phase.has_hooks:
+                self._hooks.note(gradients, used)
         self._must_agree = agreed.has_changed
         self._pool.release()
         self._phase.has_sums = any(gradients.is_kept for gradients in self._all)
@@ -325,7 +328,7 @@ class Reducer:
         self._is_open = False
         flag = iter(answer())
         return _Agreed(
-            used=[[next(flag) for _ in gradients.used] for gradients in self._all],
+            used=[list(islice(flag, len(gradients.used))) for gradients in self._all],
             again=[unit for unit in units if next(flag)],
             has_changed=next(flag),
             has_failed=next(flag),

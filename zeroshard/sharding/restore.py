@@ -59,7 +59,7 @@ def dismantle(runtime: Runtime) -> None:
     runtime.context.axes.drain(DRAIN_S)  # a wait that ends too early would close connections of all engines
     runtime.context.streams.join()
     for unit in runtime.units:
-        unit.uninstall()
+        unit.slots.uninstall()
     release(runtime, "belongs to an engine that was closed with restore=False: its model cannot be used")
 
 

@@ -99,7 +99,7 @@ class Runtime:
         self._order = UnitOrder(units, is_common=makes_same_calls)
         self.reducer = Reducer(units, context.axes.dp, pool, self._order, context.phase)
         self.here = context.axes.dp.here
-        self._num_prefetch = num_prefetch
+        self._num_prefetch = 0 if all(unit.is_resident for unit in units) else num_prefetch
         self._reshard_after_forward, self._output_dtype = reshard_after_forward, output_dtype
         self._is_alone = context.axes.dp.size == 1 and all(unit.is_resident for unit in units)
         """Whether there is nothing to gather, free or reduce: then only the root's outputs are watched."""
@@ -260,7 +260,7 @@ class Runtime:
         Raises:
             RuntimeError: inside unsharded().
         """
-        if any(unit.is_shown for unit in self.units):
+        if any(unit.slots.is_shown for unit in self.units):
             raise RuntimeError(
                 f"{what} inside engine.unsharded() would take the full parameters for the model's own: call "
                 "it after the block; inside, the model's own methods see full parameters"
@@ -273,7 +273,7 @@ class Runtime:
             RuntimeError: naming the first one, on the rank that has it.
         """
         for unit in self.units:
-            unit.check_slots()
+            unit.slots.check()
 
     def settle(self) -> None:
         """Wait for every exchange under way, and clean up after an exception.
@@ -293,7 +293,7 @@ class Runtime:
 
     def _hook(self, unit: Unit) -> None:
         def before(module: nn.Module, args: Any) -> None:
-            self.before_forward(unit)
+            self.before_forward(unit, sys._getframe(1))
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             return self.after_forward(unit, output)
@@ -311,7 +311,7 @@ class Runtime:
             self._hook_module(module, cast=cast, before=before, after=after, at_last=at_last)
         if not unit.is_resident and not unit.is_compiled:
             without = {layer for module in unit.modules for layer in layers_without_hooks(module)}
-            for layer in unit.owners.difference(unit.modules) - without:
+            for layer in unit.slots.owners.difference(unit.modules) - without:
                 self.changes.hook(layer.register_forward_hook(after_layer))
         for gradients in unit.gradients:
             for index, parameter in enumerate(gradients.buffer.unsharded):
@@ -329,52 +329,54 @@ class Runtime:
             module.register_forward_hook(at_last, always_call=True),
         )
 
-    def _is_within_method(self, unit: Unit) -> bool:
-        """Whether this is the root's own forward inside another method of it that counts as the forward."""
-        return unit is self.root and self.is_in_method
+    def before_forward(self, unit: Unit, caller: FrameType) -> None:
+        """Free what has ended, gather this unit and start to gather the next, and show it in the modules.
 
-    def before_forward(self, unit: Unit) -> None:
-        """Free what has ended, gather this unit and start to gather the next, and show it in the modules."""
-        if self._is_within_method(unit):
+        Args:
+            unit: whose forward begins.
+            caller: a frame that runs as long as that does.
+        """
+        if self.is_in_method and unit is self.root:
             return
-        caller = sys._getframe(2)  # of the module, whose hook led here
         if unit is self.root or not self.phase.is_in_forward:
             refuse_tracers()
         if is_transformed():
             with outside_transforms():
-                self._enter_forward(unit, caller)
+                self.before_forward(unit, caller)
             unit.call.is_transformed = True
-        else:
-            self._enter_forward(unit, caller)
-
-    def _enter_forward(self, unit: Unit, caller: FrameType) -> None:
-        if is_in_backward():
+            return
+        if is_second := is_in_backward():
             self._begin_second_call(unit)
         else:
-            if self._is_half_stepped:
-                raise RuntimeError(
-                    "a forward between the steps of optimizers that were attached together, after whose last "
-                    "step parameters are gathered: step all of them, or attach each one by itself"
-                )
-            if unit is self.root:
-                self._begin_forward()
-            elif self.phase.is_in_forward:
-                self._called.append(unit)
-            self._free_idle(unit)
-            if self._has_had_backward:
-                self._has_had_backward = False
-                self._calls.forget()
-            self._calls.begin(unit, caller)
+            self._begin_call(unit, caller)
         unit.unshard()
-        if not is_in_backward():
+        if self._num_prefetch and not is_second:
             for upcoming in self._order.following(unit, self._num_prefetch):
                 upcoming.unshard()
         unit.wait()
-        unit.install()
+        unit.slots.install()
+        unit.edits.watch()
         if not torch.is_grad_enabled():
             unit.note_views()
-        if not is_in_backward():
+        if not is_second:
             self.here.enter("the forward of ", unit.described)
+
+    def _begin_call(self, unit: Unit, caller: FrameType) -> None:
+        if self._is_half_stepped:
+            raise RuntimeError(
+                "a forward between the steps of optimizers that were attached together, after whose last "
+                "step parameters are gathered: step all of them, or attach each one by itself"
+            )
+        if unit is self.root:
+            self._begin_forward()
+        elif self.phase.is_in_forward:
+            self._called.append(unit)
+        if self._idle:
+            self._free_idle(unit)
+        if self._has_had_backward:
+            self._has_had_backward = False
+            self._calls.forget()
+        self._calls.begin(unit, caller)
 
     def _begin_second_call(self, unit: Unit) -> None:
         """Gather a unit whose forward runs again inside a backward, in the order of all ranks."""
@@ -384,7 +386,7 @@ class Runtime:
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
         """Hook the outputs for backward; the output, or views of it."""
-        if self._is_within_method(unit):
+        if self.is_in_method and unit is self.root:
             return output
         if unit is self.root and self._output_dtype is not None:
             output = cast_outputs(output, self._output_dtype)
@@ -399,6 +401,8 @@ class Runtime:
             if unit is self.root:
                 with outside_transforms() if unit.call.is_transformed else nullcontext():
                     self._end_forward(torch.is_grad_enabled() or unit.call.is_transformed)
+            elif unit.is_resident:
+                pass
             elif self._reshard_after_forward and not is_hidden:
                 self._idle.append(unit)
             else:
@@ -407,20 +411,18 @@ class Runtime:
 
     def leave_forward(self, unit: Unit) -> None:
         """A forward is over, perhaps by an exception; then the root's has not come to its end."""
-        if self._is_within_method(unit):
+        if self.is_in_method and unit is self.root:
             return
         if is_transformed():
             with outside_transforms():
-                self._leave_forward(unit)
-        else:
-            self._leave_forward(unit)
-
-    def _leave_forward(self, unit: Unit) -> None:
-        self._calls.end(unit)
+                self.leave_forward(unit)
+            return
+        is_second = is_in_backward()
+        self._calls.end(unit, is_second)
         unit.edits.keep()
-        if not is_in_backward():
+        if not is_second:
             if not self.is_held:
-                unit.uninstall()
+                unit.slots.uninstall()
                 if not torch.is_grad_enabled():
                     unit.leave_views()
             if unit is self.root:
@@ -448,9 +450,10 @@ class Runtime:
         else:
             self._staying = set()
         self._idle = []
-        for unit in self.units:
-            if unit not in self._staying and not self._keeps_all:
-                unit.reshard(keep_second=may_have_backward)
+        if not self._keeps_all:
+            for unit in self.units:
+                if unit not in self._staying:
+                    unit.reshard(keep_second=may_have_backward)
 
     @property
     def _keeps_all(self) -> bool:
@@ -463,10 +466,11 @@ class Runtime:
             self.put_away()
 
     def _free_idle(self, but: Unit) -> None:
-        for unit in self._idle:
-            if unit is not but and not self._keeps_all:
-                unit.reshard(keep_second=torch.is_grad_enabled())
-        self._idle = []
+        idle, self._idle = self._idle, []
+        if not self._keeps_all:
+            for unit in idle:
+                if unit is not but:
+                    unit.reshard(keep_second=torch.is_grad_enabled())
 
     def _is_kept(self, unit: Unit) -> bool:
         return (
@@ -495,7 +499,8 @@ class Runtime:
             tensors = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
         if tensors:
             call = unit.call
-            unit.open_calls.add(call)
+            if unit.may_join_backward:
+                unit.open_calls.add(call)
 
             def before_backward(gradient: Tensor) -> None:
                 self._before_backward(call)
@@ -540,13 +545,14 @@ class Runtime:
         if not self._is_in_backward:
             self._begin_backward()
         unit = call.unit
-        unit.open_calls.discard(call)
+        if unit.open_calls:
+            unit.open_calls.discard(call)
         call.entered_in = self._backward
         self._walk.enter(call)
         if unit.backward_needs_parameters:
             unit.unshard()
             unit.wait()
-            unit.install()  # a part of it may be recomputed
+            unit.slots.install()  # a part of it may be recomputed
         self.here.enter("the backward of ", unit.described)
 
     def _begin_walk(self) -> Backward:
@@ -566,7 +572,7 @@ class Runtime:
         self._agree_on_frozen()
         if self._is_alone:
             for unit in self.units:
-                unit.install()
+                unit.slots.install()
         token = _Token()
         self._backward = weakref.ref(token)
 
@@ -585,11 +591,13 @@ class Runtime:
 
     def _hook_gradient(self, unit: Unit, gradients: Gradients, index: int, parameter: nn.Parameter) -> None:
         # Autograd keeps the hook out of the garbage collector's sight: strong references would leak.
-        runtime, gradients, reference = weakref.proxy(self), weakref.proxy(gradients), weakref.ref(unit)
+        of_runtime, of_unit, place = weakref.ref(self), weakref.ref(unit), unit.gradients.index(gradients)
 
         def arrived(parameter: Tensor) -> None:
-            unit = reference()
-            assert unit is not None, "its module holds the hooks that hold it"
+            runtime, unit = of_runtime(), of_unit()
+            assert runtime is not None, "the module's hooks hold it"
+            assert unit is not None, "the module's hooks hold it"
+            gradients = unit.gradients[place]
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None, "called when it has been accumulated"
             if runtime.reducer.lacks_scale:
@@ -605,7 +613,7 @@ class Runtime:
                     f"backward of {unit.described}, whose parameters were freed: return what the loss "
                     "depends on from its forward"
                 )
-            if not gradients.has_more:
+            if runtime.reducer.under_way and not gradients.has_more:
                 runtime.reducer.make_room()
             gradients.pack(index, gradient, runtime.reducer.is_deferring)
             if not gradients.num_missing:
@@ -643,8 +651,10 @@ class Runtime:
         if self.is_held:
             return
         for unit in self.units:
-            unit.uninstall()
-            if not self._has_second_graph:
+            unit.slots.uninstall()
+            if unit.is_resident:
+                unit.edits.keep()  # of a forward that ran again
+            elif not self._has_second_graph:
                 unit.reshard()
 
     def _recover(self) -> None:

@@ -14,7 +14,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.parameter import ShardedParameter, UnshardedParameter
+from zeroshard.sharding.parameter import ShardedParameter
 
 
 class ShownParameter(nn.Parameter):
@@ -64,7 +64,7 @@ class Slots:
         ]
         self._is_plain = all(type(m).__setattr__ is nn.Module.__setattr__ for m, _, _, _ in self._places)
         self._stand_ins: Mapping[int, nn.Parameter] = {}
-        self._at_rest: list[tuple[nn.Module, str, UnshardedParameter, nn.Parameter]] = []
+        self._at_rest: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         """Each slot with the unsharded parameter and what it shows at rest."""
         self._versions: dict[int, tuple[int, int]] = {}
         """Of what stands in, by its id: version and place in memory when it was first shown."""
@@ -124,9 +124,10 @@ class Slots:
     def uninstall(self) -> None:
         """Show what is shown at rest. What others put there stays, for `check` to find."""
         for owner, attribute, unsharded, shown in self._at_rest:
-            if owner._parameters.get(attribute) is unsharded:
+            slots = owner._parameters
+            if slots.get(attribute) is unsharded:
                 if self._is_plain:
-                    owner._parameters[attribute] = shown
+                    slots[attribute] = shown
                 else:
                     self._put(owner, attribute, shown)
 
@@ -146,10 +147,10 @@ class Slots:
         self._places, self._at_rest, self._stand_ins = [], [], {}
 
     def _check_shown(self) -> None:
-        for _, _, unsharded, shown in self._at_rest:
+        for (_, _, _, sharded), (_, _, _, shown) in zip(self._places, self._at_rest, strict=True):
             if self._versions.get(id(shown)) != (shown._version, shown.data_ptr()):
                 raise RuntimeError(
-                    f"a forward inside engine.unsharded() after an edit of '{unsharded.fqn}', where the "
+                    f"a forward inside engine.unsharded() after an edit of '{sharded.fqn}', where the "
                     "engine still computes with the values before: leave the block, with write_back=True, "
                     "and then call forward"
                 )
@@ -161,7 +162,7 @@ class Slots:
             setattr(owner, attribute, parameter)
 
     def _describe(self, owner: nn.Module, attribute: str, current: object) -> str:
-        fqn = next(u.fqn for m, a, u, _ in self._places if m is owner and a == attribute)
+        fqn = next(sharded.fqn for m, a, _, sharded in self._places if m is owner and a == attribute)
         if current is None:
             return f"'{fqn}' was removed after initialize; expected modules that keep their parameters"
         if isinstance(current, ShardedParameter):

@@ -5,9 +5,10 @@ SHARDED --unshard()--> GATHERING --wait()--> UNSHARDED --reshard()--> SHARDED
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
 
@@ -38,6 +39,13 @@ _MOVES = {
     UnitState.UNSHARDED: UnitState.SHARDED,
 }
 
+
+# Every unit is asked in every step: a generator would take three times as long.
+_is_stale, _has_more = attrgetter("is_stale"), attrgetter("has_more")
+_is_reducing, _num_missing = attrgetter("is_reducing"), attrgetter("num_missing")
+
+_OWN_KINDS = (Tensor, nn.Parameter, UnshardedParameter)
+"""The types of the unsharded parameters and of what views them."""
 
 NEVER = -1
 """The tick of what has not happened yet."""
@@ -77,7 +85,10 @@ class ForwardCall:
         began: the tick at which it begins.
     """
 
-    __slots__ = ("__weakref__", "began", "ended", "entered_in", "is_transformed", "outer", "region", "unit")
+    __slots__ = (
+        *("__weakref__", "began", "ended", "entered_in", "forward", "is_transformed", "outer", "region"),
+        "unit",
+    )
 
     def __init__(self, unit: Unit, began: int) -> None:
         self.unit, self.began, self.ended = unit, began, NEVER
@@ -85,6 +96,8 @@ class ForwardCall:
         """The call of the same unit that this one is inside of."""
         self.region: Region | None = None
         """The activation checkpoint that it is in."""
+        self.forward: object = None
+        """What the call log notes of the forward that it belongs to."""
         self.is_transformed = False
         """True inside a transform of torch.func: its outputs have no hooks."""
         self.entered_in: object = None
@@ -147,12 +160,15 @@ class Unit:
         self.recomputed_in: list[Unit] = []
         """The units around it whose forward is run again in backward."""
         self.open_calls: WeakSet[ForwardCall] = WeakSet()
-        """The calls whose outputs have a graph that this backward has not come to."""
+        """Of a unit that may join a backward: the calls whose outputs have a graph yet to come to."""
         self.joins_backward = self.backward_needs_parameters
         """Whether its parameters are gathered in this backward: on all ranks, as soon as one needs them."""
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
         self._handles: list[Handle] = []
-        self._slots = Slots(buffers)
+        self._copies = [buffer for buffer in buffers if not buffer.is_alias_of_all]
+        """The buffers whose full parameters can be older than the main ones."""
+        self.slots = Slots(buffers)
+        """The places in modules that hold its parameters."""
         self.edits = Edits(buffers)
         """What forwards have edited."""
 
@@ -160,11 +176,6 @@ class Unit:
     def is_in_forward(self) -> bool:
         """Whether a forward of it is under way."""
         return self.call.began != NEVER and self.call.ended == NEVER
-
-    @property
-    def owners(self) -> set[nn.Module]:
-        """The modules that hold its parameters."""
-        return self._slots.owners
 
     @property
     def numel(self) -> int:
@@ -199,6 +210,8 @@ class Unit:
 
     def wait(self) -> None:
         """Let compute wait for the full parameters; gathers them if nobody has started to."""
+        if self.state is UnitState.UNSHARDED:
+            return
         self.unshard()
         if self.state is UnitState.GATHERING:
             handles, self._handles = self._handles, []
@@ -212,11 +225,11 @@ class Unit:
         Args:
             keep_second: this is between a forward and its backward; see `FlatBuffer.free`.
         """
-        if not keep_second and (self.is_resident or self.state is not UnitState.SHARDED):
-            self.edits.keep()  # of a forward that ran again; others have been looked at when they ended
         if self.is_resident:
             return
         if self.state is not UnitState.SHARDED:
+            if not keep_second:
+                self.edits.keep()  # of a forward that ran again; others have been looked at when they ended
             self.wait()
             for buffer in self.buffers:
                 buffer.free(keep_second and self.backward_needs_parameters)
@@ -227,7 +240,9 @@ class Unit:
 
     def refresh(self) -> None:
         """Where main parameters have changed: start new gathers of replicated ones, free the others."""
-        if self.state is UnitState.SHARDED or not any(buffer.is_stale for buffer in self.buffers):
+        if self.state is UnitState.SHARDED:
+            return
+        if not any(map(_is_stale, self._copies)):
             return
         self.wait()
         if self.is_resident:
@@ -235,18 +250,6 @@ class Unit:
             self.unshard()
         else:
             self.reshard()
-
-    def install(self) -> None:
-        """Put the unsharded parameters into the modules."""
-        self._slots.install()
-
-    def uninstall(self) -> None:
-        """Put the sharded parameters into the modules, or what stands in for them."""
-        self._slots.uninstall()
-
-    def check_slots(self) -> None:
-        """Refuse parameters that others have put into the modules; see `Slots.check`."""
-        self._slots.check()
 
     def note_views(self) -> None:
         """Before a forward without a graph: count the views of parameters that are there already."""
@@ -263,24 +266,11 @@ class Unit:
         places = [(b.full.data_ptr(), b.full.data_ptr() + b.full_bytes) for b in self.buffers]
 
         def is_own(tensor: Tensor) -> bool:
-            has_place = type(tensor) in (Tensor, UnshardedParameter) and tensor.layout is torch.strided
+            has_place = type(tensor) in _OWN_KINDS and tensor.layout is torch.strided
             at = tensor.data_ptr() if has_place else 0
             return any(start <= at < stop for start, stop in places)
 
         return copy_tensors(output, is_own)
-
-    @property
-    def is_shown(self) -> bool:
-        """True while others stand in for the sharded parameters."""
-        return self._slots.is_shown
-
-    def stand_in(self, parameters: Mapping[int, nn.Parameter]) -> Mapping[int, nn.Parameter]:
-        """From now on show others in the modules at rest, by the id of the sharded parameter.
-
-        Returns:
-            What was shown before.
-        """
-        return self._slots.stand_in(parameters)
 
     @property
     def may_join_backward(self) -> bool:
@@ -292,17 +282,17 @@ class Unit:
     @property
     def is_complete(self) -> bool:
         """True once every trained parameter has got its gradient."""
-        return not any(gradients.num_missing for gradients in self.gradients)
+        return not any(map(_num_missing, self.gradients))
 
     @property
     def is_reducing(self) -> bool:
         """True while exchanges of its gradients are under way or to come."""
-        return any(gradients.is_reducing for gradients in self.gradients)
+        return any(map(_is_reducing, self.gradients))
 
     @property
     def has_more(self) -> bool:
         """True if gradients have arrived since their last reduction."""
-        return any(gradients.has_more for gradients in self.gradients)
+        return any(map(_has_more, self.gradients))
 
     def start_reduce(self) -> None:
         for gradients in self.gradients:
@@ -339,7 +329,7 @@ class Unit:
             gradients.drop()
         for buffer in self.buffers:
             buffer.release()
-        self._slots.clear()
+        self.slots.clear()
         self.edits = Edits(())
 
     def _move(self, state: UnitState) -> None:
