@@ -186,6 +186,35 @@ if rank == 1:
     sys.exit(0)
 """
 
+LEAVE_OUT_A_BATCH_ON_RANK_1 = """
+def batches():
+    for number in range(6):
+        yield (lambda: 1 // 0) if rank == 1 and number == 2 else lambda: (x, y)
+
+for load in batches():
+    try:
+        batch = load()
+    except ZeroDivisionError:
+        continue
+    engine.train_batch(*batch)
+"""
+
+FEWER_BATCHES_ON_RANK_1 = """
+for _ in range(6 - rank):
+    engine.train_batch(x, y)
+"""
+
+SAVE = """
+import tempfile
+engine.save_checkpoint(os.path.join(tempfile.gettempdir(), "never-written"))
+"""
+
+FAIL_IN_LOADER_ON_RANK_1 = """
+if rank == 1:
+    raise LookupError("a row is missing")
+engine.train_batch(x, y)
+"""
+
 GO_ON_ALONE = """
 if rank == LONGER:
     time.sleep(4)
@@ -329,6 +358,45 @@ def test_exception_or_exit_of_one_rank_ends_the_other_too(run: Forks) -> None:
     )
 
 
+HAD_FEWER_BATCHES = (
+    "has had fewer batches (its data loader is shorter, or it left one out after an exception that it caught)"
+)
+
+
+@pytest.mark.parametrize("part", [LEAVE_OUT_A_BATCH_ON_RANK_1, FEWER_BATCHES_ON_RANK_1])
+def test_rank_that_had_fewer_batches_ends_and_the_others_are_told_why_they_wait(
+    run: Forks, part: str
+) -> None:
+    for waiting, done in run(*[script(TRAIN, part, stage=stage) for stage in (0, 1, 2, 3)]):
+        assert [waiting.code, done.code, done.output] == [1, 0, ""]
+        assert waiting.seconds < 20
+        assert_gave_up(waiting, rank=0)
+        advice = f"rank 1 has exited. If rank 1 is not on its way there, it {HAD_FEWER_BATCHES}"
+        assert advice in waiting.last_line
+
+
+@pytest.mark.parametrize("part", [LEAVE_OUT_A_BATCH_ON_RANK_1, FEWER_BATCHES_ON_RANK_1])
+def test_rank_that_had_fewer_batches_and_saves_is_told_so_too(run: Forks, part: str) -> None:
+    for pair in run(*[script(TRAIN, part, SAVE, stage=stage, watchdog_s=3.0) for stage in (0, 1, 2, 3)]):
+        for rank, ending in enumerate(pair):
+            assert ending.code == 1
+            assert ending.seconds < 30
+            assert f"rank {rank} of 2 gave up in the" in ending.last_line
+            advice = f"If these are not parts of the same call, one of the ranks {HAD_FEWER_BATCHES}"
+            assert advice in ending.last_line
+
+
+def test_exception_in_the_loader_of_one_rank_is_told_to_the_others(run: Forks) -> None:
+    for waiting, failed in run(
+        *[script(TRAIN, FAIL_IN_LOADER_ON_RANK_1, stage=stage) for stage in (0, 1, 2, 3)]
+    ):
+        assert [waiting.code, failed.code] == [1, 1]
+        assert waiting.seconds < 20
+        assert failed.last_line == "LookupError: a row is missing"
+        assert_gave_up(waiting, rank=0)
+        assert waiting.last_line.endswith("; rank 1 has exited with LookupError: a row is missing")
+
+
 def test_stuck_rank_is_ended_and_all_tell_where_each_one_was(run: Forks) -> None:
     places = {
         SLEEP_ON_RANK_1: "rank 1 is outside of forward, backward and optimizer step since",
@@ -344,7 +412,7 @@ def test_stuck_rank_is_ended_and_all_tell_where_each_one_was(run: Forks) -> None
         assert_gave_up(waiting, rank=0)
         report = rf"; rank 0 waits in the .*; {re.escape(place)} \d+\.\d s"
         is_outside = "outside" in place
-        advice = r"\. If rank 1 is not on its way there: .*call this on all ranks" if is_outside else "$"
+        advice = r"\. If rank 1 is not on its way there, it .*call this on all ranks" if is_outside else "$"
         assert re.search(report + advice, waiting.last_line)
         assert "zeroshard ends rank 1 of 2: rank 0 of 2 gave up in the" in stuck.output
         assert place in stuck.output

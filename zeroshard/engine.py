@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.guard import StepGuard
 from zeroshard.optim.halfway import Arguments, Halfway
 from zeroshard.sharded import ShardedCalls
-from zeroshard.sharding import restore as restoring
 from zeroshard.sharding.autograd import outside_transforms
 from zeroshard.sharding.methods import (
     EnginesOwn,
@@ -41,7 +40,6 @@ from zeroshard.sharding.methods import (
 )
 from zeroshard.sharding.nested import cast_inputs
 from zeroshard.sharding.pace import warn_no_gradients
-from zeroshard.sharding.restore import Closed
 from zeroshard.sharding.tracers import refuse_proxies
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -497,27 +495,10 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
 
     # -- the end --------------------------------------------------------------------------------------
 
-    def close(self, restore: bool = True) -> None:
-        """End the engine: the model becomes an ordinary module again; collective. A second call does nothing.
-
-        The model has its original parameters again, with the trained values, whole on every rank, in the
-        main dtype; hooks are gone and methods are its own. It may be used as it is, or given to `initialize`
-        again. Gradients are dropped. The optimizer cannot step any more: its states are of slices.
-
-        Args:
-            restore: False only gives back memory and waits for no other rank. The model cannot be used then.
-
-        Raises:
-            RuntimeError: inside forward, backward or `unsharded()`; a parameter was replaced. Then the
-                engine is not closed. Or the last save in the background has failed; then it is.
-        """
-        if isinstance(self._runtime, Closed):
-            return
-        runtime, axes, saver = self._runtime, self._axes, self._saver
-        restoring.restore(runtime) if restore else restoring.dismantle(runtime)
-        axes.dp.unwatch()
-        closed: Any = Closed()
-        self._parts = self._runtime = self._axes = self._saver = self._guard = closed
+    def _let_go(self, restore: bool) -> None:
+        super()._let_go(restore)
+        saver, closed = self._saver, cast(Any, self._runtime)
+        self._parts = self._axes = self._saver = closed
         saver.finish() if restore else saver.leave_alone()
 
     # -- reports --------------------------------------------------------------------------------------

@@ -15,8 +15,10 @@ from zeroshard.config import Config
 from zeroshard.optim.clipping import check_clipping
 from zeroshard.optim.guard import StepGuard
 from zeroshard.sharding import access
+from zeroshard.sharding import restore as restoring
 from zeroshard.sharding.copies import NotCopied
 from zeroshard.sharding.counts import count
+from zeroshard.sharding.restore import Closed
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.shard import shard_in_place
 from zeroshard.sharding.unit import UnitInfo
@@ -86,6 +88,32 @@ class ShardedCalls(NotCopied):
         """Name, padded size, whether it is kept from forward to backward, and why it is one, of each unit."""
         return self._runtime.unit_infos
 
+    def close(self, restore: bool = True) -> None:
+        """End it: the model becomes an ordinary module again; collective. A second call does nothing.
+
+        The model has its original parameters again, with the trained values, whole on every rank, in the
+        main dtype; hooks are gone and methods are its own. It may be used as it is, or given to `initialize`
+        or `shard` again. Gradients are dropped. The optimizer cannot step any more: its states are of slices.
+
+        Args:
+            restore: False only gives back memory and waits for no other rank. The model cannot be used then.
+
+        Raises:
+            RuntimeError: inside forward, backward or `unsharded()`; a parameter was replaced. Then nothing is
+                closed. Or the last save of an engine in the background has failed; then it is.
+        """
+        if isinstance(self._runtime, Closed):
+            return
+        runtime = self._runtime
+        restoring.restore(runtime) if restore else restoring.dismantle(runtime)
+        runtime.context.axes.dp.unwatch()
+        self._let_go(restore)
+
+    def _let_go(self, restore: bool) -> None:
+        """Forget all that was closed with `restore`: from now on its use is an error."""
+        closed: Any = Closed()
+        self._runtime = self._guard = closed
+
 
 class Sharded(ShardedCalls):
     """A module that `zeroshard.shard` has sharded in place: what its forward and backward do not do.
@@ -94,13 +122,12 @@ class Sharded(ShardedCalls):
     calls here (checkpoints, accumulation, loss scale, nonfinite steps) it does not have.
     """
 
+    module: nn.Module
+    """The module that was given."""
+
     def __init__(self, runtime: Runtime, config: Config) -> None:
         self._runtime, self._guard = runtime, StepGuard(runtime, config)
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that was given."""
-        return self._runtime.module
+        self.module = runtime.module
 
     def attach(self, *optimizers: Optimizer) -> None:
         """Follow optimizers over the sharded parameters, whoever steps them.

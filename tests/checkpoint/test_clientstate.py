@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
+from torch import nn
 
 from tests.checkpoint.runs import start
 from tests.checkpoint.test_plain import check_same
@@ -103,6 +104,11 @@ class Holds:
         ({"a": {"f": print}}, r"client_state\['a'\]\['f'\]: expected"),
         ({"a": numpy.array([{}])}, r"client_state\['a'\]: expected an array of numbers"),
         ({Mode.FAST: 1, "fast": 2}, r"client_state: expected keys that differ; .*as 'fast'"),
+        (
+            {"a": [torch.empty(3, device="meta")]},
+            r"client_state\['a'\]\[0\]: expected a tensor with values, came",
+        ),
+        ({"a": Holds(torch.empty((), device="meta"))}, r"client_state\['a'\]\.what: expected a tensor with"),
         (loop(), r"nested up to 95 deep, and none that holds itself"),
     ],
 )
@@ -111,13 +117,27 @@ def test_what_cannot_be_made_plain_is_refused_by_its_key(value, message):
         check_plain(to_plain(value, "client_state"), "client_state")
 
 
-def save(folder):
+META = {"a": nn.Parameter(torch.empty(2, device="meta"))}
+
+
+def save(folder, blocking):
+    """What came back, and what was said of values that cannot be saved."""
     engine = start(3)
-    engine.save_checkpoint(folder, client_state=GIVEN, blocking=False)
-    with pytest.raises(ValueError, match=r"client_state\['a'\]\['f'\]: expected"):
-        engine.save_checkpoint(folder, client_state={"a": {"f": print}}, blocking=False)
-    check_same(engine.load_checkpoint(folder), PLAIN)
+    engine.save_checkpoint(folder, client_state=GIVEN, blocking=blocking)
+    said = []
+    for given in ({"a": {"f": print}}, META):
+        try:
+            engine.save_checkpoint(folder, client_state=given, blocking=blocking)
+        except ValueError as error:
+            said.append(str(error))
+    return engine.load_checkpoint(folder), said
 
 
-def test_a_save_in_the_background_takes_and_refuses_the_same(ranks, tmp_path):
-    ranks(2, save, tmp_path)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_save_takes_and_refuses_the_same_in_the_background(ranks, tmp_path, blocking):
+    for loaded, said in ranks(2, save, tmp_path, blocking):
+        check_same(loaded, PLAIN)
+        assert [text.partition(",")[0] for text in said] == [
+            "client_state['a']['f']: expected tensors",
+            "client_state['a']: expected a tensor with values",
+        ]

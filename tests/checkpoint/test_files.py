@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.checkpoint.files import LATEST, MANIFEST, check_tag, commit, discard, find, open_place
+from zeroshard.checkpoint.files import (
+    LATEST,
+    MANIFEST,
+    check_free,
+    check_tag,
+    commit,
+    discard,
+    find,
+    open_place,
+)
 from zeroshard.checkpoint.reader import INDEX
 from zeroshard.checkpoint.save import VALUES
 
@@ -280,6 +289,69 @@ def test_tags_that_could_be_mistaken_are_refused(tag):
 def test_other_tags_are_names_of_files(tmp_path, tag):
     Save(tmp_path, check_tag(tag), "content")()
     assert read(find(tmp_path)) == read(find(tmp_path, tag)) == "content"
+
+
+def test_no_order_of_saves_lets_one_tag_touch_another_whose_name_is_like_its_directories(tmp_path):
+    tags = ("v1", "v1.0", "v1.1", "v1.1.0", "v1.0.name", "v1.tmp")
+    for number, order in enumerate(itertools.product(tags, repeat=4)):
+        folder, want = tmp_path / str(number), {}
+        folder.mkdir()
+        for step, tag in enumerate(order):
+            try:
+                check_free(folder, tag)
+            except ValueError as error:
+                assert "is a directory, a checkpoint of tag" in str(error)  # noqa: PT017 (as often)
+                continue
+            Save(folder, tag, f"{tag} of step {step}")()
+            want[tag] = f"{tag} of step {step}"
+            assert {tag: read(find(folder, tag)) for tag in want} == want
+            assert sorted(visible(folder)) == sorted(want.values())
+            assert not hidden(folder)
+        for tag in set(tags) - want.keys():
+            with pytest.raises(ValueError, match="expected a checkpoint with tag"):
+                find(folder, tag)
+        Save(folder, "last", "last", keep_last=1)()
+        assert visible(folder) == ["last"]
+
+
+def test_a_save_that_meets_the_file_of_another_tag_in_its_place_leaves_that_alone(tmp_path):
+    """Of two engines that save at once: the one saves v1 for the second time, the other one v1.1."""
+    Save(tmp_path, "v1", "first")()
+    place = open_place(tmp_path, "v1", 100)
+    (place.temporary / MANIFEST).write_text("second")
+    Save(tmp_path, "v1.1", "of another tag")()
+    with pytest.raises(OSError, match=r"v1\.1"):
+        commit(place, None)
+    discard(place)
+    assert read(find(tmp_path, "v1.1")) == "of another tag"
+    assert read(find(tmp_path, "v1")) == "first"
+
+
+def test_a_directory_of_such_a_name_that_holds_no_checkpoint_is_left_alone(tmp_path):
+    (tmp_path / "run.0").mkdir()
+    (tmp_path / "run.0" / "notes").write_text("the user's")
+    for content in ("first", "second", "third"):
+        Save(tmp_path, "run", content)()
+        assert read(find(tmp_path, "run")) == content
+    Save(tmp_path, "other", "last", keep_last=1)()
+    assert (tmp_path / "run.0" / "notes").read_text() == "the user's"
+
+
+def test_a_link_in_the_place_of_the_directory_is_refused_and_a_given_path_may_be_one(tmp_path):
+    folder = tmp_path / "folder"
+    Save(folder, "a", "content")()
+    (folder / "a.0").rename(tmp_path / "elsewhere")
+    (folder / "a.0").symlink_to(tmp_path / "elsewhere")
+    for path, tag in ((folder, None), (folder, "a"), (folder / "a", None), (folder / "latest", None)):
+        with pytest.raises(ValueError, match=r"'.*a\.0': a symbolic link, to '.*elsewhere': expected"):
+            find(path, tag)
+    assert read(find(tmp_path / "elsewhere")) == "content"
+    (tmp_path / "best").symlink_to(tmp_path / "elsewhere")
+    assert read(find(tmp_path / "best")) == "content"
+    Save(folder, "a", "next")()
+    assert read(find(folder)) == "next"
+    assert not hidden(folder)
+    assert read(tmp_path / "elsewhere") == "content"
 
 
 def test_too_little_space_is_an_error_before_anything_is_written(tmp_path):

@@ -19,9 +19,10 @@ def test_a_report_tells_where_each_rank_is():
     assert report(sightings, silence_s=3.0) == (
         "rank 0 is in the forward of unit 'layers.7' since 2.0 s; "
         "rank 1 waits in the all-gather of unit 'layers.3' since 12.1 s; "
-        "rank 2 has exited; nothing is known of rank 3. If rank 2 is not on its way there: every forward (in "
-        "evaluation too), save_checkpoint, load_checkpoint, save_pretrained and full_state_dict exchange "
-        "between ranks: call this on all ranks, equally often"
+        "rank 2 has exited; nothing is known of rank 3. If rank 2 is not on its way there, it has had fewer "
+        "batches (its data loader is shorter, or it left one out after an exception that it caught), or has "
+        "left out a call: every forward (in evaluation too), save_checkpoint, load_checkpoint, "
+        "save_pretrained and full_state_dict exchange between ranks: call this on all ranks, equally often"
     )
 
 
@@ -114,6 +115,13 @@ def test_a_collective_of_one_stream_is_noticed_though_later_ones_of_another_are_
 def test_a_rank_that_waits_for_one_in_no_call_tells_what_all_ranks_must_call(other, is_advised):
     sightings = {0: Sighting(Status(f"waits in the {GATHER}", 12.0), 0.0), 3: Sighting(other, 0.5)}
     text = report(sightings, silence_s=3.0)
-    assert ("If rank 3 is not on its way there: every forward (in evaluation too)" in text) == is_advised
-    assert ("call this on all ranks" in text) == is_advised
+    assert ("If rank 3 is not on its way there, it has had fewer batches" in text) == is_advised
+    is_elsewhere = other.text.startswith("waits")
+    advice = "If these are not parts of the same call, one of the ranks has had fewer batches"
+    assert (advice in text) == is_elsewhere
+    assert ("call this on all ranks" in text) == (is_advised or is_elsewhere)
     assert "on all ranks" not in report({3: sightings[3]}, silence_s=3.0)
+    computing = {0: Sighting(COMPUTES, 0.0), 3: sightings[3]}  # as where the connection was closed meanwhile
+    assert ("it has had fewer batches" in report(computing, silence_s=3.0)) == is_advised
+    together = dict.fromkeys((0, 3), sightings[0])
+    assert "on all ranks" not in report(together, silence_s=3.0)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.training import numbers, same_as_replicated
+from tests.distributed.training import numbers, same_as_replicated, start
 
 WIDTH = 7
 
@@ -47,7 +47,71 @@ def task_loss(model, number):
     return model(numbers(number, 5, WIDTH), (dist.get_rank() + number) % 3).square().mean()
 
 
-MODELS = {"adaptive softmax": (Softmax, softmax_loss), "a head for each task": (Heads, task_loss)}
+SIZES = {
+    "vocab_size": 40,
+    "d_model": 16,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "encoder_layerdrop": 0.5,
+    "decoder_layerdrop": 0.5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "use_cache": False,
+}
+
+
+def bart(**sizes):
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    return BartForConditionalGeneration(BartConfig(**SIZES | sizes, max_position_embeddings=16)).train()
+
+
+def whisper(**sizes):
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        **SIZES | sizes,
+        num_mel_bins=4,
+        max_source_positions=8,
+        max_target_positions=16,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    return WhisperForConditionalGeneration(config).train()
+
+
+def words(number, low=3):
+    return torch.randint(
+        low, 40, (2, 6), generator=torch.Generator().manual_seed(10 * number + dist.get_rank())
+    )
+
+
+def bart_loss(model, number):
+    return other_layers_on_each_rank(number, lambda: model(words(number), labels=words(50 + number)).loss)
+
+
+def whisper_loss(model, number):
+    inputs, labels = numbers(number, 2, 4, 16), words(number)
+    return other_layers_on_each_rank(number, lambda: model(inputs, labels=labels).loss)
+
+
+def other_layers_on_each_rank(number, loss):
+    torch.manual_seed(10 * number + dist.get_rank())
+    return loss()
+
+
+MODELS = {
+    "adaptive softmax": (Softmax, softmax_loss),
+    "a head for each task": (Heads, task_loss),
+    "Bart that drops layers": (bart, bart_loss),
+    "Whisper that drops layers": (whisper, whisper_loss),
+}
 
 
 def trained(name):
@@ -67,3 +131,18 @@ def seeded(loss):
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_that_run_other_parts_of_a_list_train_as_in_ddp_to_the_bit(ranks, name):
     assert ranks(2, trained, name) == [[], []]
+
+
+def units_with(make, layerdrop):
+    engine, _ = start(make(encoder_layerdrop=layerdrop, decoder_layerdrop=layerdrop), stage=3)
+    return {unit.name: unit.reason for unit in engine.units}
+
+
+@pytest.mark.parametrize("make", [bart, whisper])
+def test_layers_that_transformers_names_are_units_unless_some_are_dropped_at_random(ranks, make):
+    (whole,) = ranks(1, units_with, make, 0.5)
+    assert list(whole) == ["", "model.encoder", "model.decoder"]
+    assert "whose forward chooses among the modules in 'layers'; units=['" in whole["model.encoder"]
+    (cut,) = ranks(1, units_with, make, 0.0)
+    assert list(cut)[1:] == [f"model.{part}.layers.{n}" for part in ("encoder", "decoder") for n in range(3)]
+    assert all("named in the model's _no_split_modules" in reason for reason in list(cut.values())[1:])

@@ -1,6 +1,7 @@
 """Which lists a forward runs whole, as far as its source tells."""
 
 import random
+import types
 
 import pytest
 import torch
@@ -51,6 +52,17 @@ class Dropped(Listed):
         return x
 
 
+class DroppedInside(Listed):
+    def forward(self, x):
+        for block in self.blocks:
+            if self.training and self.rate > 0:
+                chance = torch.rand(())
+                if chance < self.rate:
+                    continue
+            x = block(x)
+        return x
+
+
 class DroppedByVariable(Listed):
     def forward(self, x):
         for number, block in enumerate(self.blocks):
@@ -82,6 +94,7 @@ CHOOSING = {
     ByKey: {"by_name"},
     ByTasks: {"blocks"},
     Dropped: {"blocks"},
+    DroppedInside: {"blocks"},
     DroppedByVariable: {"blocks"},
     Routed: {"blocks"},
     Method: {"more"},
@@ -373,3 +386,27 @@ class DropsLayers(nn.Module):
 def test_blocks_that_are_left_out_with_a_chance_of_0_are_no_choice():
     assert chosen_among(DropsLayers(0.1)) == {"blocks"}
     assert chosen_among(DropsLayers(0.0)) == set()
+
+
+def test_the_chance_may_be_in_a_config():
+    for chance, lists in ((0.1, {"blocks"}), (0.0, set())):
+        model = DropsLayers(chance)
+        del model.layerdrop
+        model.config = types.SimpleNamespace(layerdrop=chance)
+        assert chosen_among(model) == lists
+
+
+class Pretrained(Around):
+    _no_split_modules = ("Block",)
+
+
+def test_blocks_that_a_model_names_are_left_whole_where_a_forward_chooses_among_them():
+    found = reasons(Pretrained(Dropped()))
+    assert list(found) == ["", "inner", "tail.0", "tail.1"]
+    assert found["inner"] == (
+        "a Dropped, whose forward chooses among the modules in 'blocks'; units=['Block'] cuts it"
+    )
+    assert found["tail.0"] == "a Block, named in the model's _no_split_modules"
+    assert list(reasons(Pretrained(Dropped()), ["Block"]))[1:4] == [
+        f"inner.blocks.{number}" for number in range(3)
+    ]

@@ -90,7 +90,7 @@ class Packing(torch.optim.SGD):
         self.allocate()
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.norm()
+                parameter.norm(), parameter.grad.norm(), parameter.detach().norm()
         return super().step(closure)
 
 
@@ -130,3 +130,81 @@ def test_a_sum_of_slices_and_a_norm_of_one_warn_once_and_never_in_an_optimizer(r
             assert "'0.weight'" in norm
             assert "engine.unsharded" in norm
     assert ranks(1, warnings_about_slices, stage)[0][1] == []
+
+
+def norms_of_gradients(model):
+    return sum(p.grad.norm() ** 2 for p in model.parameters())
+
+
+def norm_of_one_gradient(model):
+    return torch.norm(model[0].weight.grad)
+
+
+def norm_of_values(model):
+    return model[0].weight.detach().norm()
+
+
+def norm_of_data(model):
+    return model[0].weight.data.norm(2)
+
+
+def count_in_a_loop(model):
+    count = 0
+    for parameter in model.parameters():
+        count += parameter.numel()
+    return count
+
+
+def count_in_a_longer_loop(model):
+    count = 0
+    for parameter in model.parameters():
+        count = count + parameter.nelement()
+    return count
+
+
+def nothing_of_slices(model):
+    norm = torch.ones(3).norm()
+    for p in model.parameters():
+        size = p.numel()
+        norm = norm + p.grad.sum() / size + p.detach().sum()
+    return norm
+
+
+def said_of(lines, stage):
+    """The texts and files of the warnings about lines of the user's that ran twice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5))
+    zeroshard.shard(model, {"stage": stage})
+    model(torch.randn(3, 7)).sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lines(model), lines(model)
+    return [(str(warning.message), warning.filename) for warning in caught]
+
+
+def all_said_of(lines):
+    return [said_of(lines, stage) for stage in STAGES]
+
+
+ASKED_OF_SLICES = {
+    norms_of_gradients: "'0.weight', or of its gradient, is that of this rank's slice",
+    norm_of_one_gradient: "engine.clip_grad_norm_() returns the norm of all gradients",
+    norm_of_values: "under engine.unsharded(module)",
+    norm_of_data: "under engine.unsharded(module)",
+    count_in_a_loop: "engine.num_parameters() counts the model",
+    count_in_a_longer_loop: "engine.num_parameters() counts the model",
+}
+
+
+@pytest.mark.parametrize("lines", ASKED_OF_SLICES)
+def test_norms_of_gradients_and_values_and_counts_in_loops_warn_once(ranks, lines):
+    for whole, *sliced in ranks(2, all_said_of, lines):
+        assert whole == []
+        for ((text, file),) in sliced:
+            assert ASKED_OF_SLICES[lines] in text
+            assert file == __file__
+    assert ranks(1, all_said_of, lines) == [[[]] * len(STAGES)]
+
+
+def test_other_lines_about_gradients_and_values_say_nothing(ranks):
+    assert ranks(2, all_said_of, nothing_of_slices) == [[[]] * len(STAGES)] * 2

@@ -27,7 +27,7 @@ from torch.serialization import get_safe_globals
 
 from zeroshard.checkpoint.pickles import MAX_DEPTH
 
-_KEPT = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, Tensor)
+_KEPT = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _KEPT_DICTS = (dict, OrderedDict, Counter)
 
 
@@ -40,13 +40,18 @@ def to_plain(value: Any, path: str, depth: int = 0) -> Any:
         depth: of containers around it.
 
     Raises:
-        ValueError: it is nested too deeply, or holds itself; or two keys of a dict become the same.
+        ValueError: it is nested too deeply, or holds itself; two keys of a dict become the same; or a tensor
+            is on the meta device.
     """
     if depth > MAX_DEPTH - 5:  # what is around it in a file takes some
         raise ValueError(
             f"{path}: expected values nested up to {MAX_DEPTH - 5} deep, and none that holds itself"
         )
-    if type(value) in _KEPT or isinstance(value, Tensor) or type(value) in get_safe_globals():
+    if isinstance(value, Tensor):
+        if value.is_meta:
+            raise ValueError(f"{path}: expected a tensor with values, came one on the meta device")
+        return value
+    if type(value) in _KEPT or type(value) in get_safe_globals():
         return value
     if isinstance(value, Enum):
         return to_plain(value.value, path, depth + 1)

@@ -67,7 +67,8 @@ def _is_tag(tag: str) -> bool:
 def check_free(folder: Path, tag: str) -> None:
     """Raise ValueError if a directory is in the place of the file `<tag>`.
 
-    The first checkpoint of the tag `v1` lies in the directory `v1.0`: beside it there is no tag `v1.0`.
+    The first checkpoint of the tag `v1` lies in the directory `v1.0`: beside it there is no tag `v1.0`. Where
+    `v1.0` is the file of a tag, the tag `v1` takes the next number.
     """
     if (folder / tag).is_dir():
         match = _GENERATION.fullmatch(tag)
@@ -116,7 +117,7 @@ def open_place(folder: Path, tag: str, num_bytes: int) -> Place:
             f"{folder}: a checkpoint of {num_bytes:,} bytes needs space; {free:,} bytes are free"
         )
     number = max(known.values(), default=-1) + 1
-    while (folder / f"{tag}.{number}").exists():  # the file of a tag such as v1.0, where this one is v1
+    while os.path.lexists(folder / f"{tag}.{number}"):  # such as the file of the tag v1.0, where this is v1
         number += 1
     place = Place(folder, tag, number)
     place.temporary.mkdir()
@@ -180,6 +181,11 @@ def find(path: Path, tag: str | None = None) -> Path:
     if name is None:
         tags = ", ".join(_tags_by_age(path)) or "none"
         raise ValueError(f"'{pointer}': expected a checkpoint with tag '{tag}'; there are: {tags}")
+    if (path / name).is_symlink():
+        raise ValueError(
+            f"'{path / name}': a symbolic link, to '{os.readlink(path / name)}': expected the directory "
+            "itself; if what it leads to is the checkpoint you want, give the path of that directory"
+        )
     if not (path / name / MANIFEST).is_file():
         raise ValueError(f"'{path / name}': expected a checkpoint, found no {MANIFEST} in it")
     return path / name
@@ -238,11 +244,12 @@ def _read_pointer(folder: Path, tag: str) -> str | None:
 
 
 def _generations(folder: Path, tag: str) -> Iterator[tuple[Path, int]]:
-    """Directories of a tag, complete or not, with their numbers."""
+    """Directories of a tag, complete or hidden, with their numbers: others of such a name are not ours."""
     for path in sorted(folder.iterdir()):
         name = path.name[1:-4] if _is_hidden(path) else path.name
         match = _GENERATION.fullmatch(name)
-        if match is not None and match["tag"] == tag and path.is_dir():
+        is_ours = match is not None and match["tag"] == tag and path.is_dir()
+        if match is not None and is_ours and (_is_hidden(path) or (path / MANIFEST).is_file()):
             yield path, int(match["number"])
 
 
@@ -252,10 +259,12 @@ def _is_hidden(path: Path) -> bool:
 
 def _drop(path: Path) -> None:
     """Remove a directory as far as possible: first its name, so that no half is taken for a checkpoint."""
+    if not path.is_dir():
+        return  # the file of another tag: v1.1, where this is the place of v1
     hidden = path if _is_hidden(path) else path.with_name(f".{path.name}.tmp")
     with suppress(OSError):
         os.rename(path, hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        hidden.unlink() if hidden.is_symlink() else shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _tags_by_age(folder: Path) -> list[str]:

@@ -15,10 +15,11 @@ from zeroshard.comm.ledger import Entries, Ledger
 _AT_ONCE = timedelta(milliseconds=1)
 """Gloo closes all connections of a group when a wait for a send or a receive takes longer than its timeout.
 Then each wait for one of them ends, that of the main thread too."""
-_WAITS = "waits in the "
+_WAITS, _IS_IN = "waits in the ", "is in "
 _ON_ALL_RANKS = (
-    "every forward (in evaluation too), save_checkpoint, load_checkpoint, save_pretrained and "
-    "full_state_dict exchange between ranks: call this on all ranks, equally often"
+    "has had fewer batches (its data loader is shorter, or it left one out after an exception that it "
+    "caught), or has left out a call: every forward (in evaluation too), save_checkpoint, load_checkpoint, "
+    "save_pretrained and full_state_dict exchange between ranks: call this on all ranks, equally often"
 )
 _OUTSIDE = "is outside of forward, backward and optimizer step"
 
@@ -72,13 +73,16 @@ def describe(rank: int, sighting: Sighting | None, silence_s: float) -> str:
 
 
 def report(sightings: Mapping[int, Sighting | None], silence_s: float) -> str:
-    """Where each rank is, in one line; with advice where some wait for others that are in no call."""
+    """Where each rank is, in one line; with advice where they are not in the same call."""
     text = "; ".join(describe(rank, sighting, silence_s) for rank, sighting in sightings.items())
     statuses = [sighting.status for sighting in sightings.values() if sighting is not None]
-    some_wait = any(status.text.startswith(_WAITS) for status in statuses)
+    waits = [status.text for status in statuses if status.text.startswith(_WAITS)]
     absent = [rank for rank, sighting in sightings.items() if sighting is not None and sighting.is_absent]
-    if some_wait and absent:
-        text += f". If rank {absent[0]} is not on its way there: {_ON_ALL_RANKS}"
+    is_any_inside = any(status.text.startswith((_WAITS, _IS_IN)) for status in statuses)
+    if is_any_inside and absent:
+        text += f". If rank {absent[0]} is not on its way there, it {_ON_ALL_RANKS}"
+    elif len(waits) == len(sightings) and len(set(waits)) > 1:
+        text += f". If these are not parts of the same call, one of the ranks {_ON_ALL_RANKS}"
     return text
 
 
@@ -167,7 +171,7 @@ class Whereabouts:
         if wait is not None:
             return Status(f"{_WAITS}{wait.label}", now - wait.since)
         phase, where, since = self._phase
-        text = f"is in {phase}{where}" if phase else _OUTSIDE
+        text = f"{_IS_IN}{phase}{where}" if phase else _OUTSIDE
         if issued is not None:
             return Status(f"{text}, its device waits in or before the {issued.label}", now - issued.since)
         return Status(text, now - since)

@@ -41,7 +41,7 @@ _FLAGS = ("output_", "return_", "use_")
 """Arguments that are the same on all ranks by convention begin so."""
 
 _RATE_OF_DROPS = "layerdrop"
-"""The attribute of transformers that is the chance to leave out a block; 0 by default in most models."""
+"""In transformers, the attribute of a module or of its config that is the chance to leave out a block."""
 
 _DRAWS = frozenset(("choice", "choices", "sample"))
 
@@ -57,7 +57,8 @@ def chosen_among(module: nn.Module) -> set[str]:
         return names
     by_name = _LISTS_TO_CHOOSE_FROM & module._modules.keys()
     kind: Any = type(module)
-    drops_none = getattr(module, _RATE_OF_DROPS, None) == 0
+    config = getattr(module, "config", None)
+    drops_none = getattr(module, _RATE_OF_DROPS, getattr(config, _RATE_OF_DROPS, None)) == 0
     return {*by_name, *(names & signs_of_choice(kind) if names and not drops_none else ())}
 
 
@@ -126,9 +127,7 @@ class _Method:
                 in_doubt = in_doubt or self._leaves(statement.body, inner, ast.Return)
             elif isinstance(statement, ast.If):
                 self._visit_if(statement, in_doubt, items, is_in_loop)
-                is_left = any(isinstance(part, ast.Continue) for part in ast.walk(statement))
-                if is_left and not self._is_static(statement.test, items):
-                    in_doubt = True
+                in_doubt = in_doubt or self._leaves([statement], items, ast.Continue)
                 if not is_in_loop and not _mentions_self(statement):
                     in_doubt = in_doubt or self._leaves([statement], items, ast.Return)
             elif isinstance(statement, ast.With | ast.While | ast.Try):

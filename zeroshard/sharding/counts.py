@@ -2,11 +2,15 @@
 
 `numel()` of a slice stays the slice's: optimizers allocate by it. Code that is known to count a model gets
 the elements of the whole parameter. A sum over parameters in anybody else's code, and a norm outside an
-optimizer, can be told by the frames that lead to it: the first one of a model gets a warning.
+optimizer, can be told by the frames that lead to it: the first one of a model gets a warning. So can those of
+`p.grad` and `p.detach()`, which are plain tensors, where the line that reads them says `norm`.
 """
 
 from __future__ import annotations
 
+import linecache
+import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -45,8 +49,13 @@ _COUNTERS = frozenset(
 
 _COUNTS = frozenset((Tensor.numel, Tensor.nelement, torch.numel))
 _NORMS = frozenset((Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm))
-ASKED = _COUNTS | _NORMS
-"""Functions whose answer for a slice differs from that for the whole without any error."""
+_SAYS_NORM = re.compile(r"norm\(")
+_ADDS_UP = re.compile(r"\+=.*(numel|nelement)\(|(\w+) = \2 \+ .*(numel|nelement)\(")
+ASKED = _COUNTS | _NORMS | {Tensor.detach}
+"""Functions whose answer for a slice differs from that for the whole without any error.
+
+`p.data` comes as detach().
+"""
 
 _OWN_NUMBERS = ("torch", "zeroshard", "bitsandbytes", "deepspeed", "apex")
 """Packages whose code sums the elements of what it was given, to allocate memory."""
@@ -78,14 +87,39 @@ def answer(parameter: Slice, func: Callable[..., Any], frame: FrameType | None) 
     if func in _NORMS:
         _warn_of_norm(parameter, frame)
         return None
+    if func is Tensor.detach:
+        warn_of_line(parameter, frame)
+        return None
     is_sum = frame.f_code.co_name in ("<genexpr>", "<listcomp>")
     caller = frame.f_back if is_sum and frame.f_back is not None else frame
     module = str(frame.f_globals.get("__name__", ""))
     if (module, caller.f_code.co_name) in _COUNTERS:
         return parameter.full_shape.numel()
-    if is_sum and module.partition(".")[0] not in _OWN_NUMBERS and not _is_of_optimizer(caller):
+    if parameter.phase.has_warned_of_counts or module.partition(".")[0] in _OWN_NUMBERS:
+        return None
+    if (is_sum or _ADDS_UP.search(_line_of(frame))) and not _is_of_optimizer(caller):
         _warn_of_count(parameter.phase)
     return None
+
+
+def warn_of_line(parameter: Any, frame: FrameType) -> None:
+    """Warn once where the line that reads a gradient, or takes a slice as a plain tensor, takes its norm.
+
+    Args:
+        parameter: a sharded one, or a slice in another dtype, which is left alone.
+        frame: that of the caller.
+    """
+    if "norm" not in frame.f_code.co_names or not getattr(parameter, "is_partial", False):
+        return
+    module = str(frame.f_globals.get("__name__", ""))
+    is_own = module.partition(".")[0] in _OWN_NUMBERS
+    if not is_own and not parameter.phase.has_warned_of_norms and _SAYS_NORM.search(_line_of(frame)):
+        _warn_of_norm(parameter, frame)
+
+
+def _line_of(frame: FrameType) -> str:
+    """The source; empty where there is none."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
 
 
 def _is_of_optimizer(frame: FrameType) -> bool:
@@ -93,13 +127,12 @@ def _is_of_optimizer(frame: FrameType) -> bool:
 
 
 def _warn_of_count(phase: Warned) -> None:
-    if not phase.has_warned_of_counts:
-        phase.has_warned_of_counts = True
-        warnings.warn(
-            "a sum of numel() over sharded parameters counts this rank's slices only; "
-            "engine.num_parameters() counts the model",
-            stacklevel=5,
-        )
+    phase.has_warned_of_counts = True
+    warnings.warn(
+        "a sum of numel() over sharded parameters counts this rank's slices only; "
+        "engine.num_parameters() counts the model",
+        stacklevel=5,
+    )
 
 
 def _warn_of_norm(parameter: Slice, frame: FrameType) -> None:
@@ -110,12 +143,15 @@ def _warn_of_norm(parameter: Slice, frame: FrameType) -> None:
         if caller.f_code.co_name == "step" and _is_of_optimizer(caller):
             return
         caller = caller.f_back
-    level, caller = 4, frame
+    level, caller = 1, sys._getframe()
+    while caller is not None and caller is not frame:
+        level, caller = level + 1, caller.f_back
     while caller is not None and str(caller.f_globals.get("__name__", "")).startswith("torch."):
         level, caller = level + 1, caller.f_back
     parameter.phase.has_warned_of_norms = True
     warnings.warn(
-        f"norm() of the sharded parameter '{parameter.fqn}' is that of this rank's slice; take it under "
-        "engine.unsharded(module), which shows whole parameters",
+        f"norm() of the sharded parameter '{parameter.fqn}', or of its gradient, is that of this rank's "
+        "slice; take it under engine.unsharded(module), which shows whole parameters and gradients; "
+        "engine.clip_grad_norm_() returns the norm of all gradients",
         stacklevel=level,
     )

@@ -432,7 +432,9 @@ def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
 
 
 def _check_grad_reader(parameter: Tensor, frame: FrameType | None) -> None:
-    """Refuse the functions of torch that would take a slice of the gradient for the whole."""
+    """Refuse the functions of torch that would take a slice of the gradient for the whole; warn of norms."""
+    if frame is not None and "norm" in frame.f_code.co_names:
+        counts.warn_of_line(parameter, frame)
     while frame is not None and frame.f_code.co_name.startswith("<"):
         frame = frame.f_back  # a comprehension has a frame of its own on Python 3.11
     if frame is None or not isinstance(parameter, ShardedParameter):

@@ -21,7 +21,7 @@ class Closed:
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError(
             "the engine is closed: its model is an ordinary module again; to go on sharded, give it to "
-            "zeroshard.initialize once more, with a new optimizer"
+            "zeroshard.initialize or zeroshard.shard once more, with a new optimizer"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -215,20 +215,35 @@ def _by_class_name(root: nn.Module, policy: Sequence[str | Sequence[str]]) -> Ch
 
 
 def _named_blocks(root: nn.Module) -> Chosen:
-    """Blocks that a transformers model names itself, in `_no_split_modules`."""
+    """Blocks that a transformers model names itself, in `_no_split_modules`.
+
+    Where the forward of the module around them may leave out some, that module is the unit.
+    """
     names = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return {
-        block: f"a {type(block).__name__}, named in the model's _no_split_modules"
-        for block in _outermost(root, lambda module: type(module).__name__ in names)
-    }
+    return dict(_outermost(root, names)) if names else {}
 
 
-def _outermost(module: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
-    for child in module.children():
-        if wanted(child):
-            yield child
+def _outermost(module: nn.Module, names: set[str]) -> Iterator[tuple[nn.Module, str]]:
+    left_whole = chosen_among(module)
+    for name, child in module.named_children():
+        if name in left_whole:
+            continue
+        if (kind := type(child).__name__) in names:
+            yield child, f"a {kind}, named in the model's _no_split_modules"
+        elif inside := {name for name in chosen_among(child) if _kinds(child, name) & names}:
+            blocks = sorted(set().union(*(_kinds(child, name) & names for name in inside)))
+            yield child, f"{_whose_forward_chooses(child, inside)}; units={blocks} cuts it"
         else:
-            yield from _outermost(child, wanted)
+            yield from _outermost(child, names)
+
+
+def _kinds(module: nn.Module, name: str) -> set[str]:
+    return {type(part).__name__ for part in module.get_submodule(name).modules()}
+
+
+def _whose_forward_chooses(module: nn.Module, among: Iterable[str]) -> str:
+    listed = ", ".join(map(repr, sorted(among)))
+    return f"a {type(module).__name__}, whose forward chooses among the modules in {listed}"
 
 
 def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[nn.Module, str]]:
@@ -244,13 +259,12 @@ def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[nn.M
     for name, child in module.named_children():
         if name in left_whole:
             continue
-        inside = sorted(chosen_among(child))
+        inside = chosen_among(child)
         if counts[type(child)] > 1:
             where = f"in '{prefix[:-1]}'" if prefix else "in the model"
             yield child, f"one of {counts[type(child)]} of class {type(child).__name__} {where}"
         elif inside:
-            listed = ", ".join(map(repr, inside))
-            yield child, f"a {type(child).__name__}, whose forward chooses among the modules in {listed}"
+            yield child, _whose_forward_chooses(child, inside)
         else:
             yield from _repeated_blocks(child, f"{prefix}{name}.")
 
