@@ -33,6 +33,7 @@ from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.autograd import outside_transforms
 from zeroshard.sharding.methods import (
     EnginesOwn,
+    NotSharded,
     WholeOnly,
     as_forward,
     held_unsharded,
@@ -88,6 +89,9 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
         if hasattr(module, "save_pretrained"):
             whole_only = WholeOnly(parts.runtime, module, "save_pretrained")
             parts.runtime.changes.set(module, "save_pretrained", whole_only)
+        if hasattr(module, "resize_token_embeddings"):
+            refused = NotSharded(module, "resize_token_embeddings")
+            parts.runtime.changes.set(module, "resize_token_embeddings", refused)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes are the engine's own: nn.Module's way would register them in the model."""

@@ -105,7 +105,9 @@ def save_without_frozen(folder):
     engine = without_frozen(3)
     train(engine, [0, 1], loss)
     engine.save_checkpoint(folder, blocking=False)
-    return train(engine, [2, 3], loss)
+    losses = train(engine, [2, 3], loss)
+    engine.close()  # waits for the thread that saves
+    return losses
 
 
 def load_without_frozen(folder):

@@ -124,6 +124,28 @@ class Tiny(nn.Module):
         return self.outer(x) * self.gain
 
 
+class Layered(nn.Module):
+    """A frozen layer, `num_blocks` blocks, a table whose rows are added, an idle layer; [n, 7] -> [n, 7].
+
+    The same on every rank; not each element count fills a block of a buffer.
+    """
+
+    def __init__(self, num_blocks: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(7, 90), nn.Tanh(), nn.Linear(90, 7)) for _ in range(num_blocks)
+        )
+        self.table = nn.Parameter(torch.linspace(-1, 1, 21).view(3, 7))
+        self.frozen, self.idle = nn.Linear(7, 7).requires_grad_(False), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(x)
+        for block in self.blocks:
+            x = block(x)
+        return x + self.table.sum(0)
+
+
 def _split_heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 

@@ -268,6 +268,20 @@ def test_uses_of_a_closed_engine_are_refused(ranks, num_ranks, tmp_path):
             assert forward == "nothing was raised" if restore else "its model cannot be used" in forward
 
 
+def old_optimizer_again():
+    model = net()
+    engine, optimizer, *_ = start(model, stage=3)
+    train(engine)
+    engine.close()
+    return caught(lambda: zeroshard.initialize(model, optimizer))
+
+
+@RANKS
+def test_the_optimizer_of_a_closed_engine_is_refused(ranks, num_ranks):
+    for text in ranks(num_ranks, old_optimizer_again):
+        assert text.startswith("ValueError: SGD holds the slices of another engine; expected a new optimizer")
+
+
 def replaced_on_the_last_rank():
     model = net()
     engine = start(model, stage=3).engine

@@ -6,48 +6,36 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 
 import zeroshard
+from tests.distributed.models import Layered
 from tests.distributed.training import (
     STAGES,
     finish,
     full_gradients,
-    numbers,
     plain,
     replicate,
+    square_loss,
     start,
 )
-
-
-class Net(nn.Module):
-    """Two blocks, an embedding-like table, and a layer that is left out; from [n, 7]."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2))
-        self.table, self.idle = nn.Parameter(torch.linspace(-1, 1, 21).view(3, 7)), nn.Linear(3, 3)
-        self.hook = None
-
-    def forward(self, x):
-        if self.hook is not None:
-            hook, self.hook = self.hook, None
-            hook(self.table)
-        for block in self.blocks:
-            x = block(x)
-        return x + self.table.sum(0)
-
 
 NAMES = ("blocks.1.0.weight", "table")
 
 
-def build():
-    torch.manual_seed(0)
-    return Net()
+class Visited(Layered):
+    """Hands its table to `visit`, once, in a forward."""
+
+    visit = None
+
+    def forward(self, x):
+        if self.visit is not None:
+            visit, self.visit = self.visit, None
+            visit(self.table)
+        return super().forward(x)
 
 
-def loss_of(model, number):
-    return model(numbers(number, 5, 7)).square().mean()
+def trained(engine):
+    return [parameter for parameter in engine.parameters() if parameter.requires_grad]
 
 
 # ---------------------------------------------------------------------------------- post-accumulate hooks
@@ -57,7 +45,7 @@ def called_by_step(accumulation, way):
     """(names and gradients that the hooks saw, by stage; those that were delivered)"""
     seen, found = [], []
     for stage in STAGES:
-        engine, _ = start(build(), "SGD", stage=stage, gradient_accumulation_steps=accumulation)
+        engine, _ = start(Layered(), "SGD", stage=stage, gradient_accumulation_steps=accumulation)
         parameters, calls = dict(engine.named_parameters()), []
         for name in (*NAMES, "idle.weight"):
             parameter = parameters[name]
@@ -67,7 +55,7 @@ def called_by_step(accumulation, way):
 
             parameter.register_post_accumulate_grad_hook(hook)
         for number in range(accumulation):
-            loss = loss_of(engine, number)
+            loss = square_loss(engine, number)
             engine.backward(loss) if way == "engine" else (loss / accumulation).backward()
             if number + 1 < accumulation and way == "engine":
                 engine.step()
@@ -95,17 +83,17 @@ def test_a_post_accumulate_hook_gets_the_sharded_parameter_with_its_gradient(ran
 def edited_by_hooks():
     """Gradients clamped and scaled in hooks; DDP's are changed after its reduction."""
     found = []
-    reference = replicate(build(), find_unused=True)
-    loss_of(reference, 0).backward()
+    reference = replicate(Layered(), find_unused=True)
+    square_loss(reference, 0).backward()
     want = dict(plain(reference).named_parameters())
     for stage in STAGES:
-        engine, _ = start(build(), "SGD", stage=stage)
+        engine, _ = start(Layered(), "SGD", stage=stage)
         parameters = dict(engine.named_parameters())
         for name in NAMES:
             parameters[name].register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-3, 1e-3))
         removed = parameters["table"].register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
         removed.remove()
-        loss_of(engine, 0).backward()
+        square_loss(engine, 0).backward()
         got = full_gradients(engine)
         wanted = {name: want[name].grad.flatten().clamp(-1e-3, 1e-3) for name in NAMES}
         found += [(stage, name) for name in NAMES if not torch.equal(got[name], wanted[name])]
@@ -121,9 +109,9 @@ def stepped_in_hooks():
     """An optimizer for each parameter, stepped in its hook, against one that steps after the backward."""
     found = []
     for stage in STAGES:
-        want_engine, want_optimizer = start(build(), "SGD", stage=stage)
-        engine, _, _, _ = zeroshard.initialize(build(), None, {"stage": stage})
-        for parameter in engine.parameters():
+        want_engine, want_optimizer = start(Layered(), "SGD", stage=stage)
+        engine, _, _, _ = zeroshard.initialize(Layered(), None, {"stage": stage})
+        for parameter in trained(engine):
             optimizer = torch.optim.SGD([parameter], lr=0.05, momentum=0.9)
 
             def step(p, optimizer=optimizer):
@@ -132,10 +120,10 @@ def stepped_in_hooks():
 
             parameter.register_post_accumulate_grad_hook(step)
         for number in range(3):
-            loss_of(want_engine, number).backward()
+            square_loss(want_engine, number).backward()
             want_optimizer.step()
             want_optimizer.zero_grad()
-            loss_of(engine, number).backward()
+            square_loss(engine, number).backward()
             if any(p.grad is not None for p in engine.parameters()):
                 found.append((stage, "gradient"))
         want, got = finish(want_engine, []).parameters, finish(engine, []).parameters
@@ -152,13 +140,13 @@ def hooked_in_a_forward():
     """Hooks registered on what the forward sees: calls, by stage."""
     counts = []
     for stage in STAGES:
-        engine, _ = start(build(), "SGD", stage=stage)
+        engine, _ = start(Visited(), "SGD", stage=stage)
         calls = []
-        engine.module.hook = lambda p, c=calls: p.register_post_accumulate_grad_hook(
+        engine.module.visit = lambda p, c=calls: p.register_post_accumulate_grad_hook(
             lambda p: c.append(p.grad is not None)
         )
         for number in range(2):
-            loss_of(engine, number).backward()
+            square_loss(engine, number).backward()
         counts.append(calls)
     return counts
 
@@ -172,12 +160,12 @@ def deferred_under_no_sync():
     """Calls after two backwards under no_sync, and after the step."""
     counts = []
     for stage in STAGES:
-        engine, optimizer = start(build(), "SGD", stage=stage)
+        engine, optimizer = start(Layered(), "SGD", stage=stage)
         calls = []
         dict(engine.named_parameters())["table"].register_post_accumulate_grad_hook(calls.append)
         with engine.no_sync():
             for number in range(2):
-                loss_of(engine, number).backward()
+                square_loss(engine, number).backward()
         before = len(calls)
         optimizer.step()
         counts.append((before, len(calls)))
@@ -197,8 +185,8 @@ def raised_in_a_hook():
     """A hook that raises once; the next backward is whole."""
     found = []
     for stage in STAGES:
-        engine, optimizer = start(build(), "SGD", stage=stage)
-        want_engine, _ = start(build(), "SGD", stage=stage)
+        engine, optimizer = start(Layered(), "SGD", stage=stage)
+        want_engine, _ = start(Layered(), "SGD", stage=stage)
         parameter = dict(engine.named_parameters())["table"]
 
         def fail(p):
@@ -206,13 +194,13 @@ def raised_in_a_hook():
 
         handle = parameter.register_post_accumulate_grad_hook(fail)
         try:
-            loss_of(engine, 0).backward()
+            square_loss(engine, 0).backward()
             found.append((stage, "nothing was raised"))
         except StopError:
             handle.remove()
         optimizer.zero_grad()
         for each in (engine, want_engine):
-            loss_of(each, 1).backward()
+            square_loss(each, 1).backward()
         got, want = full_gradients(engine), full_gradients(want_engine)
         found += [(stage, name) for name in want if not torch.equal(got[name], want[name])]
     return found
@@ -236,18 +224,18 @@ def masked(where):
         parameter.register_hook(lambda gradient: shapes.append(gradient.shape) or gradient * mask)
         return shapes
 
-    replica = replicate(build(), find_unused=True)
+    replica = replicate(Layered(), find_unused=True)
     register(plain(replica).table)
-    loss_of(replica, 0).backward()
+    square_loss(replica, 0).backward()
     want, found = plain(replica).table.grad.flatten(), []
     assert not want[7:14].any()
     for stage in STAGES:
-        engine, _ = start(build(), "SGD", stage=stage)
+        engine, _ = start(Visited(), "SGD", stage=stage)
         if where == "forward":
-            engine.module.hook = lambda parameter: register(parameter)
+            engine.module.visit = lambda parameter: register(parameter)
         else:
             register(dict(engine.named_parameters())["table"])
-        loss_of(engine, 0).backward()
+        square_loss(engine, 0).backward()
         if not torch.equal(full_gradients(engine)["table"], want):
             found.append(stage)
     return found
@@ -265,7 +253,7 @@ def test_a_hook_on_a_copy_of_a_parameter_is_refused_by_name(ranks):
 
 
 def hook_on_a_copy():
-    engine, _ = start(build(), "SGD", stage=3)
+    engine, _ = start(Layered(), "SGD", stage=3)
     twin, messages = copy.deepcopy(dict(engine.named_parameters())["table"]), []
     for register in (twin.register_hook, twin.register_post_accumulate_grad_hook):
         with pytest.raises(RuntimeError) as error:
@@ -275,11 +263,11 @@ def hook_on_a_copy():
 
 
 def hooks_and_garbage():
-    engine, optimizer = start(build(), "SGD", stage=3)
-    for parameter in engine.parameters():
+    engine, optimizer = start(Layered(), "SGD", stage=3)
+    for parameter in trained(engine):
         parameter.register_post_accumulate_grad_hook(lambda p: None)
         parameter.register_hook(lambda g: None)
-    loss_of(engine, 0).backward()
+    square_loss(engine, 0).backward()
     optimizer.step()
     reference = weakref.ref(engine._runtime)
     del engine, optimizer, parameter

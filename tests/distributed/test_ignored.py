@@ -117,7 +117,11 @@ def saved(folder, stage):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine.save_checkpoint(folder, "a")
-    notes = [str(warning.message) for warning in caught if "leaves out" in str(warning.message)]
+    notes = [
+        str(warning.message)
+        for warning in caught
+        if "leaves out" in str(warning.message) and warning.filename == __file__
+    ]
     before = {name: p.detach().clone() for name, p in engine.named_parameters()}
     step(engine, optimizer, loss_of, 1)
     after = {name: p.detach().clone() for name, p in engine.named_parameters()}

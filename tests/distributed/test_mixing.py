@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.training import STAGES, finish, numbers, plain, replicate, start
+from tests.distributed.training import STAGES, finish, plain, replicate, square_loss, start
 
 MOMENTUM = 0.75
 
@@ -25,10 +25,6 @@ class Pair(nn.Module):
 
     def forward(self, x):
         return self.student(x) - self.teacher(x)
-
-
-def loss_of(model, number):
-    return model(numbers(number, 5, 7)).square().mean()
 
 
 def pairs(model):
@@ -67,7 +63,7 @@ def averaged_whole(way):
     replica = replicate(Pair())
     reference = torch.optim.SGD(plain(replica).student.parameters(), lr=0.05)
     for number in range(3):
-        loss_of(replica, number).backward()
+        square_loss(replica, number).backward()
         reference.step()
         reference.zero_grad()
         WAYS[way](plain(replica))
@@ -75,7 +71,7 @@ def averaged_whole(way):
         model = Pair()
         engine, optimizer = start(model, torch.optim.SGD(model.student.parameters(), lr=0.05), stage=stage)
         for number in range(3):
-            loss_of(engine, number).backward()
+            square_loss(engine, number).backward()
             optimizer.step()
             optimizer.zero_grad()
             with engine.unsharded(write_back=True):

@@ -10,16 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.distributed.training import STAGES, finish, numbers, start
+from tests.distributed.training import STAGES, finish, numbers, square_loss, start
 
 
 def build():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
-def loss_of(model, number):
-    return model(numbers(number, 5, 7)).square().mean()
 
 
 @contextlib.contextmanager
@@ -42,13 +38,13 @@ def before_any_backward(engine):
 
 
 def after_a_step(engine):
-    engine.backward(loss_of(engine, 0))
+    engine.backward(square_loss(engine, 0))
     assert engine.step() is True
     return engine.step()
 
 
 def after_zero_grad(engine):
-    engine.backward(loss_of(engine, 0))
+    engine.backward(square_loss(engine, 0))
     engine.zero_grad()
     return engine.step()
 
@@ -93,7 +89,7 @@ def step_with_nothing():
             got = (answer, engine.global_step, engine.skipped_steps, scheduler.last_epoch)
             if got != (False, steps, 0, steps) or not any("without a gradient" in text for text in texts):
                 found.append((stage, case.__name__, got, texts))
-        engine.backward(loss_of(engine, 0))
+        engine.backward(square_loss(engine, 0))
         found += [] if engine.step() else [(stage, "the next step was not taken")]
     return found
 
@@ -123,7 +119,7 @@ def no_gradient_on_one_rank():
     for stage in STAGES:
         engine, _ = start(build(), "SGD", stage=stage)
         with warned() as texts:
-            loss = loss_of(engine, 0)
+            loss = square_loss(engine, 0)
             engine.backward(loss * dist.get_rank())
             taken = engine.step()
         if not taken or texts:
@@ -142,7 +138,7 @@ def plain_loop(accumulation, every, num_steps, backward):
         engine, optimizer = start(build(), "SGD", stage=stage, gradient_accumulation_steps=accumulation)
         with warned() as texts:
             for number in range(num_steps * every):
-                loss = loss_of(engine, number)
+                loss = square_loss(engine, number)
                 engine.backward(loss) if backward == "engine" else loss.backward()
                 if (number + 1) % every == 0:
                     optimizer.step()
@@ -195,7 +191,7 @@ def one_batch(engine, optimizer, number, fails_in):
     """A batch of a loop that goes on after exceptions; whether it came to its step."""
     try:
         _raise(fails_in == "forward", engine)
-        loss = loss_of(engine, number)
+        loss = square_loss(engine, number)
         _raise(fails_in == "loss")
         loss.backward()
         _raise(fails_in == "step")
@@ -251,7 +247,7 @@ def as_many_everywhere():
                 if stage < 3 and dist.get_rank() == 0:
                     with torch.no_grad():
                         engine(numbers(0, 5, 7))
-                engine.backward(loss_of(engine, number) + loss_of(engine, 10 + number))
+                engine.backward(square_loss(engine, number) + square_loss(engine, 10 + number))
                 engine.step()
         finish(engine, [])
         said.append(texts)

@@ -5,50 +5,30 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from tests.distributed.models import Layered
 from tests.distributed.training import (
     STAGES,
     distances,
     finish,
     full_gradients,
-    numbers,
     plain,
     replicate,
+    square_loss,
     start,
 )
 
 
-class Net(nn.Module):
-    """A frozen layer, one that nothing uses, and 2 x 2 layers that are trained."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.frozen, self.idle = nn.Linear(7, 7).requires_grad_(False), nn.Linear(2, 2)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 90), nn.Linear(90, 7)) for _ in range(2))
-
-    def forward(self, x):
-        x = self.frozen(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def loss_of(model, number):
-    return model(numbers(number, 5, 7)).square().mean()
-
-
 def shown_gradients():
     found = []
-    replica = replicate(Net(), find_unused=True)
-    loss_of(replica, 0).backward()
+    replica = replicate(Layered(), find_unused=True)
+    square_loss(replica, 0).backward()
     want = {name: p.grad for name, p in plain(replica).named_parameters()}
     for stage in STAGES:
-        engine, _ = start(Net(), "SGD", stage=stage)
+        engine, _ = start(Layered(), "SGD", stage=stage)
         with engine.unsharded():
             found += [(stage, "before", n) for n, p in engine.module.named_parameters() if p.grad is not None]
-        loss_of(engine, 0).backward()
+        square_loss(engine, 0).backward()
         before = full_gradients(engine)
         with warnings.catch_warnings(), engine.unsharded():
             warnings.simplefilter("error")
@@ -77,21 +57,21 @@ def edit(model):
     """A gradient clamped, one that is taken away, one that is made, one that is replaced."""
     first, second = model.blocks
     first[0].weight.grad.clamp_(-1e-3, 1e-3)
-    first[1].weight.grad = None
+    first[2].weight.grad = None
     model.idle.weight.grad = torch.ones_like(model.idle.weight)
     second[0].weight.grad = second[0].weight.grad * 2
 
 
 def edited_gradients(precision):
     found = []
-    replica = replicate(Net(), find_unused=True)
+    replica = replicate(Layered(), find_unused=True)
     reference = torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9)
-    loss_of(replica, 0).backward()
+    square_loss(replica, 0).backward()
     edit(plain(replica))
     reference.step()
     for stage in STAGES:
-        engine, optimizer = start(Net(), "SGD", stage=stage, precision=precision)
-        loss_of(engine, 0).backward()
+        engine, optimizer = start(Layered(), "SGD", stage=stage, precision=precision)
+        square_loss(engine, 0).backward()
         with engine.unsharded(write_back=True):
             edit(engine.module)
         optimizer.step()
@@ -113,13 +93,13 @@ def test_edits_of_shown_gradients_are_kept_with_write_back(ranks, num_ranks, pre
 def dropped_edits():
     said = []
     for stage in STAGES:
-        engine, _ = start(Net(), "SGD", stage=stage)
-        loss_of(engine, 0).backward()
+        engine, _ = start(Layered(), "SGD", stage=stage)
+        square_loss(engine, 0).backward()
         before = full_gradients(engine)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with engine.unsharded():
-                engine.module.blocks[0][1].bias.grad.zero_()
+                engine.module.blocks[0][2].bias.grad.zero_()
         after = full_gradients(engine)
         same = all(torch.equal(before[name], after[name]) for name in before)
         said.append((same, [str(one.message) for one in caught]))
@@ -132,21 +112,21 @@ def test_edits_of_shown_gradients_without_write_back_are_told(ranks, num_ranks):
         for same, texts in said:
             assert same
             assert len(texts) == 1
-            assert "'blocks.0.1.bias'" in texts[0]
+            assert "'blocks.0.2.bias'" in texts[0]
             assert "write_back=True" in texts[0]
 
 
 def different_edits():
     messages = []
     for stage in STAGES:
-        engine, _ = start(Net(), "SGD", stage=stage)
-        loss_of(engine, 0).backward()
+        engine, _ = start(Layered(), "SGD", stage=stage)
+        square_loss(engine, 0).backward()
         with pytest.raises(RuntimeError) as error, engine.unsharded(write_back=True):
-            engine.module.blocks[0][1].bias.grad.mul_(dist.get_rank())
+            engine.module.blocks[0][2].bias.grad.mul_(dist.get_rank())
         messages.append(str(error.value))
     return messages
 
 
 def test_different_edits_of_gradients_are_an_error_on_all_ranks(ranks):
     for messages in ranks(2, different_edits):
-        assert all("'blocks.0.1.bias'" in message and "different edits" in message for message in messages)
+        assert all("'blocks.0.2.bias'" in message and "different edits" in message for message in messages)

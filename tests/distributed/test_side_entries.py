@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import zeroshard
 from tests.distributed.training import (
     by_hand,
     differences,
@@ -270,3 +271,22 @@ def save_slices(folder):
 
 def test_a_model_that_shows_slices_is_not_saved_as_a_whole_one(ranks, tmp_path):
     assert ranks(2, save_slices, str(tmp_path)) == [(True, True)] * 2
+
+
+def resized(stage):
+    model = llama()
+    engine = zeroshard.initialize(model, config={"stage": stage}).engine
+    with pytest.raises(RuntimeError) as error:
+        model.resize_token_embeddings(VOCABULARY + 3)
+    engine.close()
+    model.resize_token_embeddings(VOCABULARY + 3)
+    engine = zeroshard.initialize(model, config={"stage": stage}).engine
+    return str(error.value), engine(batch(0)).logits.shape[-1]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_embeddings_are_resized_before_initialize_or_after_close(ranks, stage):
+    for message, size in ranks(2, resized, stage):
+        assert message.startswith("resize_token_embeddings() would replace parameters of a sharded model")
+        assert "engine.close()" in message
+        assert size == VOCABULARY + 3

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
 
+from tests.distributed.models import Layered
 from tests.distributed.training import (
     STAGES,
     finish,
@@ -12,45 +12,24 @@ from tests.distributed.training import (
     numbers,
     plain,
     replicate,
+    square_loss,
     start,
 )
 
 ASKED = ("blocks.1.0.weight", "blocks.0.0.bias")
 
 
-class Net(nn.Module):
-    """Notes the parameters that its forward sees."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(3))
-        self.head = nn.Linear(7, 3)
-        self.seen = {}
-
-    def forward(self, x):
-        for number, block in enumerate(self.blocks):
-            block[0].register_forward_hook(self.note(number)) if number not in self.seen else None
-            x = block(x)
-        return self.head(x)
-
-    def note(self, number):
-        self.seen[number] = None
-
-        def hook(layer, args, output):
-            self.seen[number] = layer.weight, layer.bias
-
-        return hook
-
-
-def loss_of(model, number):
-    return model(numbers(number, 5, 7)).square().mean()
-
-
 def inside(model):
-    """ASKED as the forward saw them."""
-    seen = plain(model).seen if not hasattr(model, "config") else model.module.seen
-    return [seen[1][0], seen[0][1]]
+    """A list that gets ASKED, in its order, as the next forward sees them."""
+    seen = [None] * len(ASKED)
+    for at, name in enumerate(ASKED):
+        path, _, own = name.rpartition(".")
+
+        def hook(layer, args, output, at=at, own=own):
+            seen[at] = getattr(layer, own)
+
+        plain(model).get_submodule(path).register_forward_hook(hook)
+    return seen
 
 
 def named(model):
@@ -60,20 +39,21 @@ def named(model):
 
 def asked_for(way):
     """Where gradients, also a second time, and the parameters after a whole step are not those of DDP."""
-    replica, found = replicate(Net()), []
+    replica, found = replicate(Layered(num_blocks=3), find_unused=True), []
     reference = torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9)
-    loss_of(replica, 0).backward()
+    square_loss(replica, 0).backward()
     whole = flat_gradients(replica)
     want = {name: whole[name] for name in ASKED}
     reference.step()
     reference.zero_grad()
     for stage in STAGES:
-        engine, optimizer = start(Net(), "SGD", stage=stage)
+        engine, optimizer = start(Layered(num_blocks=3), "SGD", stage=stage)
         parameters = dict(engine.named_parameters())
+        seen = inside(engine) if way == "inside" else []
         for times in (1, 2):
-            loss = loss_of(engine, 0)
+            loss = square_loss(engine, 0)
             if way == "inside":
-                loss.backward(inputs=inside(engine))
+                loss.backward(inputs=seen)
             elif way == "one by one":
                 torch.autograd.backward(loss, inputs=parameters[ASKED[0]], retain_graph=True)
                 torch.autograd.backward([loss], inputs=(parameters[ASKED[1]],))
@@ -84,7 +64,7 @@ def asked_for(way):
                 found.append((stage, sorted(got)))
             found += [(stage, times, n) for n in want if not torch.equal(got[n], times * want[n])]
         engine.zero_grad()
-        loss_of(engine, 0).backward()
+        square_loss(engine, 0).backward()
         optimizer.step()
         final, wanted = finish(engine, []).parameters, plain(replica).state_dict()
         found += [(stage, name) for name in final if not torch.equal(final[name], wanted[name])]
@@ -100,10 +80,10 @@ def test_backward_for_some_parameters_gives_them_the_gradients_of_ddp(ranks, num
 def with_an_input():
     """`inputs` of a parameter and of a tensor that is none; both get their gradients."""
     found = []
-    replica, x = replicate(Net()), numbers(0, 5, 7).requires_grad_()
+    replica, x = replicate(Layered(num_blocks=3), find_unused=True), numbers(0, 5, 7).requires_grad_()
     replica(x).square().mean().backward()
     for stage in STAGES:
-        engine, _ = start(Net(), "SGD", stage=stage)
+        engine, _ = start(Layered(num_blocks=3), "SGD", stage=stage)
         y = numbers(0, 5, 7).requires_grad_()
         engine(y).square().mean().backward(inputs=[y, dict(engine.named_parameters())[ASKED[0]]])
         same = (
@@ -121,17 +101,18 @@ def test_backward_for_a_parameter_and_an_input(ranks, num_ranks):
 
 def local_gradients():
     """torch.autograd.grad of what the forward saw: this rank's own, as without DDP; then a whole backward."""
-    found, single = [], Net()
-    want = torch.autograd.grad(loss_of(single, 0), named(single))
-    replica = replicate(Net())
-    loss_of(replica, 0).backward()
+    found, single = [], Layered(num_blocks=3)
+    want = torch.autograd.grad(square_loss(single, 0), named(single))
+    replica = replicate(Layered(num_blocks=3), find_unused=True)
+    square_loss(replica, 0).backward()
     for stage in STAGES:
-        engine, _ = start(Net(), "SGD", stage=stage)
-        loss = loss_of(engine, 0)
-        got = torch.autograd.grad(loss, inside(engine))
+        engine, _ = start(Layered(num_blocks=3), "SGD", stage=stage)
+        seen = inside(engine)
+        loss = square_loss(engine, 0)
+        got = torch.autograd.grad(loss, seen)
         found += [(stage, at) for at in (0, 1) if not torch.equal(got[at], want[at])]
         found += [stage] if full_gradients(engine) else []
-        loss_of(engine, 0).backward()
+        square_loss(engine, 0).backward()
         whole, wanted = full_gradients(engine), flat_gradients(replica)
         found += [(stage, name) for name in wanted if not torch.equal(whole[name], wanted[name])]
     return found
@@ -145,10 +126,11 @@ def test_grad_of_the_parameters_of_a_forward_is_the_local_one(ranks, num_ranks):
 def refused_grad(allow_unused):
     messages = []
     for stage in STAGES:
-        engine, _ = start(Net(), "SGD", stage=stage)
-        loss = loss_of(engine, 0)
+        engine, _ = start(Layered(num_blocks=3), "SGD", stage=stage)
+        loss = square_loss(engine, 0)
+        trained = [p for p in engine.parameters() if p.requires_grad]
         with pytest.raises(RuntimeError) as error:
-            torch.autograd.grad(loss, [*engine.parameters()], allow_unused=allow_unused)
+            torch.autograd.grad(loss, trained, allow_unused=allow_unused)
         messages.append(str(error.value))
         loss.backward()
     return messages
@@ -158,5 +140,5 @@ def refused_grad(allow_unused):
 def test_grad_over_sharded_parameters_is_refused_by_name_with_the_remedy(ranks, allow_unused):
     for messages in ranks(2, refused_grad, allow_unused):
         for message in messages:
-            assert "'blocks.0.0.weight'" in message
+            assert "'table'" in message
             assert "loss.backward(inputs=" in message

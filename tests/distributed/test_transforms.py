@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.distributed.models import Tiny
-from tests.distributed.training import STAGES, finish, numbers, start, step
+from tests.distributed.training import STAGES, finish, numbers, square_loss, start, step
 
 UNITS = {"units": ["Sequential"]}
 
@@ -68,10 +68,6 @@ TRACERS = (
 REFUSAL = r"a sharded model cannot be recorded by .*\. Trace the model before zeroshard\.initialize"
 
 
-def loss_of(model, number):
-    return model(numbers(number, 5, 7)).square().mean()
-
-
 def make():
     torch.manual_seed(0)
     return Tiny(2)
@@ -117,8 +113,8 @@ def transform_all(stage):
     engine, own = start(model, sgd(model), stage=stage, **UNITS)
     for number, (name, transform) in enumerate(TRANSFORMS.items()):
         found += unlike(f"stage {stage}, {name}", transform(engine), transform(plain))
-        losses.append(step(engine, own, loss_of, number))
-        want.append(averaged_step(plain, optimizer, loss_of, number))
+        losses.append(step(engine, own, square_loss, number))
+        want.append(averaged_step(plain, optimizer, square_loss, number))
     return found + apart(f"stage {stage}", finish(engine, losses), finish(plain, want))
 
 
@@ -137,8 +133,8 @@ def trace_all(stage):
     for number, trace in enumerate(TRACERS):
         with pytest.raises(RuntimeError, match=REFUSAL):
             trace(engine)
-        losses.append(step(engine, own, loss_of, number))
-        want.append(averaged_step(plain, optimizer, loss_of, number))
+        losses.append(step(engine, own, square_loss, number))
+        want.append(averaged_step(plain, optimizer, square_loss, number))
     return apart(f"stage {stage}", finish(engine, losses), finish(plain, want))
 
 
@@ -221,5 +217,5 @@ def train_both(build, losses, stage):
 def test_losses_made_of_transforms_train_as_in_plain_pytorch(ranks, num_ranks, stage):
     for found in ranks(num_ranks, train_both, Tiny, LOSSES, stage):
         assert found == []
-    for found in ranks(num_ranks, train_both, Energy, (loss_of,), stage):
+    for found in ranks(num_ranks, train_both, Energy, (square_loss,), stage):
         assert found == []

@@ -8,42 +8,29 @@ import pytest
 import torch
 from torch import nn
 
-import zeroshard
+from tests.distributed.models import Layered
 from tests.distributed.training import (
     STAGES,
     distances,
     finish,
     flat_gradients,
     full_gradients,
-    numbers,
     plain,
     replicate,
+    square_loss,
     start,
 )
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(7, 7), nn.Tanh())
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-
 class Wrapped(nn.Module):
+    """All parameters are those of one child."""
+
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.inner = Net()
+        self.inner = Layered()
 
     def forward(self, x):
         return self.inner(x)
-
-
-def loss_of(model, number):
-    return model(numbers(number, 5, 7)).square().mean()
 
 
 def set_none(model):
@@ -55,10 +42,11 @@ WAYS = {
     "the model": lambda model: model.zero_grad(),
     "the model, to zeros": lambda model: model.zero_grad(set_to_none=False),
     "a module that holds all": lambda model: model.inner.zero_grad(),
-    "a part": lambda model: model.inner.body.zero_grad(),
-    "a part, to zeros": lambda model: model.inner.body.zero_grad(set_to_none=False),
+    "a unit": lambda model: model.inner.blocks[0].zero_grad(),
+    "a part of a unit": lambda model: model.inner.blocks[0][2].zero_grad(),
+    "a part of a unit, to zeros": lambda model: model.inner.blocks[0][2].zero_grad(set_to_none=False),
     "p.grad = None": set_none,
-    "p.grad = None in a part": lambda model: set_none(model.inner.head),
+    "p.grad = None in a part": lambda model: set_none(model.inner.blocks[1][0]),
     "another optimizer": lambda model: torch.optim.SGD(model.parameters()).zero_grad(),
 }
 
@@ -66,16 +54,16 @@ WAYS = {
 def two_backwards(model, forget):
     """One that sends nothing, and one that does."""
     with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
-        (100 * loss_of(model, 0)).backward()
-    forget(plain(model) if not isinstance(model, zeroshard.Engine) else model.module)
-    loss_of(model, 1).backward()
+        (100 * square_loss(model, 0)).backward()
+    forget(plain(model))
+    square_loss(model, 1).backward()
 
 
 def forgotten(precision):
     """Where gradients are not those of DDP."""
     found = []
     for name, forget in WAYS.items():
-        replica = replicate(Wrapped())
+        replica = replicate(Wrapped(), find_unused=True)
         two_backwards(replica, forget)
         want = flat_gradients(replica)
         for stage in STAGES:
@@ -100,12 +88,12 @@ def counted_anew():
         runs = []
         for way in ("engine", "module"):
             engine, _ = start(Wrapped(), "SGD", stage=stage, gradient_accumulation_steps=2)
-            engine.backward(100 * loss_of(engine, 0))
+            engine.backward(100 * square_loss(engine, 0))
             engine.step()
             (engine if way == "engine" else engine.module).zero_grad()
             taken = []
             for number in (1, 2):
-                engine.backward(loss_of(engine, number))
+                engine.backward(square_loss(engine, number))
                 taken.append(engine.step())
             runs.append((taken, finish(engine, []).parameters))
         (taken, want), (_, got) = runs
@@ -122,7 +110,7 @@ def test_zero_grad_of_the_model_is_that_of_the_engine(ranks, num_ranks):
 def without_the_engine():
     """Whether the engine is gone, and the model forgets gradients by itself."""
     engine, _ = start(Wrapped(), "SGD", stage=0)
-    loss_of(engine, 0).backward()
+    square_loss(engine, 0).backward()
     module = engine.module
     reference = weakref.ref(engine)
     del engine

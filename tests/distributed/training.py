@@ -95,8 +95,8 @@ def replicate(model: nn.Module, *, find_unused: bool = False) -> nn.Module:
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """The model inside DDP."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """The model inside DDP, or inside an engine."""
+    return model.module if isinstance(model, DistributedDataParallel | Engine) else model
 
 
 def start(model: nn.Module, optimizer: str | Optimizer = "AdamW", **config: Any) -> tuple[Engine, Optimizer]:

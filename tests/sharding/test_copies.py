@@ -151,6 +151,35 @@ def test_saving_a_state_dict_of_slices_warns_and_names_what_saves_the_model(rank
                 assert "engine.save_pretrained(folder)" in text[0]
 
 
+def saved_optimizers():
+    """By stage, the warnings when the state of an optimizer over slices is saved."""
+    found = []
+    for stage in STAGES:
+        engine = start(stage)
+        engine.backward(loss(engine, 0))
+        engine.step()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state = engine.optimizer.state_dict()
+            torch.save({"optimizer": state}, file := io.BytesIO())
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)["optimizer"]
+        assert loaded["param_groups"] == state["param_groups"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+        found.append([str(warning.message) for warning in caught if warning.filename == __file__])
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_saving_the_state_of_an_optimizer_over_slices_warns_and_names_what_saves_it(ranks, num_ranks):
+    for found in ranks(num_ranks, saved_optimizers):
+        for texts in found:
+            assert len(texts) == 1
+            assert "engine.save_checkpoint(folder)" in texts[0]
+
+
 def train_wrapped():
     """Stages at which an engine inside torch.compile or DataParallel trains to other losses."""
     found = []

@@ -67,6 +67,18 @@ class _Answer(NamedTuple):
     """Of the parameters that are left out."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """What this rank has of a checkpoint, checked; tensors are those that the engine goes on to change."""
+
+    folder: Path
+    tag: str
+    model: ModelState
+    optimizer: OptimizerState
+    lr_scheduler: Any
+    client_state: Any
+
+
 def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_state: Any) -> Snapshot:
     """A snapshot whose slices are views of what the engine goes on to change; collective.
 
@@ -74,7 +86,54 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
         ValueError: the ranks were given different places; or, on any rank, no path, a bad tag, or a value
             that can't be loaded again without running code, by its key.
     """
-    runtime, optimizer, axis = parts.runtime, parts.optimizer, parts.runtime.context.axes.dp
+    runtime, axis = parts.runtime, parts.runtime.context.axes.dp
+    _check_moment(runtime)
+    left_out = [] if parts.config.checkpoint.frozen else frozen_names(runtime)
+    readings: list[_Reading] = []
+    snapshots: list[Snapshot] = []
+
+    def read() -> _Answer:
+        reading = _read(parts, dir, tag, client_state)
+        readings.append(reading)
+        return _Answer(
+            place=f"'{reading.folder}' with tag '{tag}'",
+            rng=rng.capture(runtime.context.device),
+            few=reading.optimizer.few,
+            frozen=measure_pieces(runtime, left_out),
+        )
+
+    answers = on_all(axis, "agreement on a checkpoint", read)
+    _check_places(answers)
+    [reading] = readings
+    values = _values(reading, answers)
+    few = {key for answer in answers for key in answer.few}
+    frozen = join_pieces(piece for answer in answers for piece in answer.frozen)
+
+    def build() -> str:
+        digest = "" if parts.optimizer is None else keep_few(parts.optimizer, reading.optimizer, few)
+        manifest = replace(
+            _describe(parts, progress, reading.model.aliases, tuple(reading.model.buffers)),
+            frozen={name: frozen.get(name, 0) for name in left_out},
+        )
+        snapshots.append(_build(parts, reading, manifest, values, left_out))
+        return digest
+
+    digests = on_all(axis, "agreement on a checkpoint", build)
+    if len(set(digests)) > 1:
+        raise ValueError(
+            f"{type(parts.optimizer).__name__}: states {', '.join(map(repr, sorted(few)))} have few values "
+            "for a parameter, and other ones on other ranks; expected the same on all ranks, or a value for "
+            "each element"
+        )
+    return snapshots[0]
+
+
+def _check_moment(runtime: Runtime) -> None:
+    """Finish what is under way.
+
+    Raises:
+        RuntimeError: in a `with` block of full parameters, or with gradients that no checkpoint keeps.
+    """
     runtime.settle()
     runtime.check_slots()
     runtime.require_slices("save_checkpoint()")
@@ -83,87 +142,93 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
             "save_checkpoint() after a backward under no_sync(), whose gradients are not saved: take the "
             "step first, or drop them with zero_grad()"
         )
-    state = OptimizerState([], {}, {}, {}, [])
-    model = ModelState({}, {}, {}, {})
-    schedule, folder, kept = None, Path(), {}
 
-    left_out = [] if parts.config.checkpoint.frozen else frozen_names(runtime)
 
-    def prepare() -> _Answer:
-        nonlocal state, schedule, model, folder, kept
-        folder = as_folder(dir)
-        check_tag(tag)
-        if axis.rank == 0:
-            check_free(folder, tag)
-        model = read_model(runtime)
-        if model.ignored:
-            warnings.warn(
-                f"the checkpoint leaves out parameters that each rank keeps for itself (Config.ignored), and "
-                f"their optimizer states: {', '.join(map(repr, model.ignored))}. Give them as client_state "
-                "if they are the same on all ranks, or write a file for each rank",
-                stacklevel=5,
-            )
-        if optimizer is not None:
-            state = read_optimizer(optimizer)
-            check_plain(state.groups, "parameter groups")
-            check_plain(state.scalars, "optimizer state")
-            check_plain(state.other, "optimizer state")
-        if parts.lr_scheduler is not None:
-            schedule = parts.lr_scheduler.state_dict()
-            check_plain(schedule, "LR scheduler state")
-        check_plain(model.extra, "extra state of modules")
-        if client_state is not None and not isinstance(client_state, Mapping):
-            raise ValueError(f"client_state: expected a dict, came {type(client_state).__name__}")
-        kept = to_plain(dict(client_state or {}), "client_state")
-        _check_whole(kept)
-        check_plain(kept, "client_state")
-        states = rng.capture(runtime.context.device)
-        return _Answer(f"'{folder}' with tag '{tag}'", states, state.few, measure_pieces(runtime, left_out))
+def _read(parts: Parts, dir: object, tag: str, client_state: Any) -> _Reading:
+    """Read and check all that a checkpoint keeps, without exchanges."""
+    folder = as_folder(dir)
+    check_tag(tag)
+    if parts.runtime.context.axes.dp.rank == 0:
+        check_free(folder, tag)
+    model = read_model(parts.runtime)
+    if model.ignored:
+        warnings.warn(
+            f"the checkpoint leaves out parameters that each rank keeps for itself (Config.ignored), and "
+            f"their optimizer states: {', '.join(map(repr, model.ignored))}. Give them as client_state "
+            "if they are the same on all ranks, or write a file for each rank",
+            stacklevel=6,  # the caller of save_checkpoint()
+        )
+    optimizer = _read_checked_optimizer(parts.optimizer)
+    schedule = None
+    if parts.lr_scheduler is not None:
+        schedule = parts.lr_scheduler.state_dict()
+        check_plain(schedule, "LR scheduler state")
+    check_plain(model.extra, "extra state of modules")
+    return _Reading(
+        folder=folder,
+        tag=tag,
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        client_state=_read_client_state(client_state),
+    )
 
-    answers = on_all(axis, "agreement on a checkpoint", prepare)
+
+def _read_checked_optimizer(optimizer: Optimizer | None) -> OptimizerState:
+    """The state of an optimizer that loads again without running code; without an optimizer, an empty one."""
+    if optimizer is None:
+        return OptimizerState([], {}, {}, {}, [])
+    state = read_optimizer(optimizer)
+    check_plain(state.groups, "parameter groups")
+    check_plain(state.scalars, "optimizer state")
+    check_plain(state.other, "optimizer state")
+    return state
+
+
+def _read_client_state(client_state: Any) -> Any:
+    """The user's values as plain ones, of which none is a slice."""
+    if client_state is not None and not isinstance(client_state, Mapping):
+        raise ValueError(f"client_state: expected a dict, came {type(client_state).__name__}")
+    kept = to_plain(dict(client_state or {}), "client_state")
+    _check_whole(kept)
+    check_plain(kept, "client_state")
+    return kept
+
+
+def _check_places(answers: list[_Answer]) -> None:
     for rank, answer in enumerate(answers):
         if answer.place != answers[0].place:
             raise ValueError(
                 f"save_checkpoint: rank 0 saves to {answers[0].place}, rank {rank} to {answer.place}"
             )
-    values = {
-        "groups": state.groups,
-        "scalars": state.scalars,
-        "other": state.other,
-        "lr_scheduler": schedule,
+
+
+def _values(reading: _Reading, answers: list[_Answer]) -> dict[str, Any]:
+    """What rank 0 writes beside tensors and manifest."""
+    return {
+        "groups": reading.optimizer.groups,
+        "scalars": reading.optimizer.scalars,
+        "other": reading.optimizer.other,
+        "lr_scheduler": reading.lr_scheduler,
         "rng": [answer.rng for answer in answers],
-        "extra": model.extra,
-        "client_state": _copy_tensors(kept),
+        "extra": reading.model.extra,
+        "client_state": _copy_tensors(reading.client_state),
     }
-    snapshots: list[Snapshot] = []
 
-    few = {key for answer in answers for key in answer.few}
-    frozen = join_pieces(piece for answer in answers for piece in answer.frozen)
 
-    def build() -> str:
-        told = "" if optimizer is None else keep_few(optimizer, state, few)
-        snapshot = Snapshot(
-            folder=folder,
-            tag=tag,
-            keep_last=parts.config.checkpoint.keep_last,
-            slices=written_slices(runtime, state.tensors, model.buffers, left_out),
-            aliases=model.aliases,
-            manifest=replace(
-                _describe(parts, progress, model.aliases, tuple(model.buffers)),
-                frozen={name: frozen.get(name, 0) for name in left_out},
-            ),
-            values=to_bytes(values) if axis.rank == 0 else b"",
-        )
-        snapshots.append(snapshot)
-        return told
-
-    if len(set(on_all(axis, "agreement on a checkpoint", build))) > 1:
-        raise ValueError(
-            f"{type(optimizer).__name__}: states {', '.join(map(repr, sorted(few)))} have few values for a "
-            "parameter, and other ones on other ranks; expected the same on all ranks, or a value for each "
-            "element"
-        )
-    return snapshots[0]
+def _build(
+    parts: Parts, reading: _Reading, manifest: Manifest, values: dict[str, Any], left_out: list[str]
+) -> Snapshot:
+    runtime = parts.runtime
+    return Snapshot(
+        folder=reading.folder,
+        tag=reading.tag,
+        keep_last=parts.config.checkpoint.keep_last,
+        slices=written_slices(runtime, reading.optimizer.tensors, reading.model.buffers, left_out),
+        aliases=reading.model.aliases,
+        manifest=manifest,
+        values=to_bytes(values) if runtime.context.axes.dp.rank == 0 else b"",
+    )
 
 
 def _copy_tensors(client_state: dict[str, Any]) -> Any:

@@ -51,9 +51,15 @@ def inspect(options: Namespace) -> None:
 def estimate(options: Namespace) -> None:
     """`zeroshard estimate`."""
     config = {"stage": options.stage} if options.config is None else Config.from_file(options.config)
-    print(
-        memory.estimate(options.num_params, options.world_size, config, optimizer_bits=options.optimizer_bits)
+    answer = memory.estimate(
+        options.num_params, options.world_size, config, optimizer_bits=options.optimizer_bits
     )
+    print(answer)
+    if answer.peak_unsharded:
+        print(
+            "peak_unsharded: as if the whole model were gathered at once. zeroshard.estimate(model, ...) "
+            "finds the units of a model, which are gathered one after another."
+        )
 
 
 def _load_tokenizer(folder: Path) -> Any:

@@ -44,7 +44,11 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="zeroshard", description="On one process, without a GPU.", allow_abbrev=False)
+    parser = _Parser(
+        prog="zeroshard",
+        description="Export and inspect checkpoints, estimate memory: in one process, without a GPU.",
+        allow_abbrev=False,
+    )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     export = subparsers.add_parser(
         "export",

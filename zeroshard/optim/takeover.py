@@ -63,6 +63,11 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
         for parameter in group["params"]
         if parameter not in names
     ]
+    if any(isinstance(p, ShardedParameter) for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"{_name(optimizer)} holds the slices of another engine; expected a new optimizer, built over "
+            "the parameters of the model given to initialize"
+        )
     if foreign:
         raise ValueError(
             f"{_name(optimizer)} holds {len(foreign)} parameter(s) that are not the model's: "

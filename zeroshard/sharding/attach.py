@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.whereabouts import Whereabouts
 from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.saved import SavedOptimizer
 
 
 class Stepped(Protocol):
@@ -65,8 +66,12 @@ def follow(runtime: Stepped, optimizer: Optimizer) -> None:
             runtime.drop_deferred()
         zero_grad(set_to_none)
 
+    def mark(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        return None if weak() is None else SavedOptimizer(state_dict)
+
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
+    optimizer.register_state_dict_post_hook(mark)
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 import types
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from torch import nn
 
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.saved import SavedSlices
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks")
 _KINDS_OF_HOOKS = (
@@ -26,11 +26,6 @@ _KINDS_OF_HOOKS = (
 _COPYING = ("__deepcopy__", "__reduce_ex__")
 """Attributes by which `copy` and `pickle` ask an object."""
 
-_SAVED_SLICES = (
-    "a state_dict() of a sharded model is being saved, which holds this rank's 1-D slices: save "
-    "engine.full_state_dict() (called on all ranks; rank 0 gets whole tensors) or call "
-    "engine.save_pretrained(folder); to go on training, engine.save_checkpoint(folder)"
-)
 PICKLED = (
     "a sharded model cannot be pickled: save engine.full_state_dict() (called on all ranks), or call "
     "engine.save_pretrained(folder) or engine.save_checkpoint(folder)"
@@ -137,25 +132,10 @@ def _innermost(method: Any) -> Any:
     return method
 
 
-class _Slices(OrderedDict[str, Any]):
-    """A state dict of slices, which warns when it is saved."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        warnings.warn(_SAVED_SLICES, stacklevel=4)  # of torch.save
-        plain = OrderedDict(self)
-        plain.__dict__.update(self.__dict__)
-        return plain.__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Slices:
-        twin = memo[id(self)] = _Slices((name, copy.deepcopy(value, memo)) for name, value in self.items())
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
-
-
 def _mark_slices(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: str, _: Any) -> Any:
     """The state dict to return from the module that was asked for it."""
     if prefix or not any(isinstance(parameter, ShardedParameter) for parameter in module.parameters()):
         return None
-    marked = _Slices(state_dict)
+    marked = SavedSlices(state_dict)
     marked.__dict__.update(state_dict.__dict__)  # torch keeps versions there
     return marked

@@ -99,20 +99,14 @@ def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callab
     return called
 
 
-class WholeOnly:
-    """A method of a model that would take slices for its parameters: only where those are shown whole."""
+class _InPlace:
+    """Stands in a model for a method of its class; a deep copy of the model has the method itself."""
 
-    def __init__(self, runtime: Runtime, module: nn.Module, name: str) -> None:
-        self._runtime, self._module, self._name = weakref.ref(runtime), weakref.ref(module), name
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = weakref.ref(module), name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        runtime, module = self._runtime(), self._module()
-        is_shown = runtime is None or any(unit.slots.is_shown for unit in runtime.units)
-        if not is_shown and kwargs.get("state_dict") is None:
-            raise RuntimeError(
-                f"{self._name}() of the sharded model sees only this rank's slices: call "
-                f"engine.{self._name}(), or call it under engine.unsharded()"
-            )
+    def _original(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
         return getattr(type(module), self._name)(module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -120,21 +114,45 @@ class WholeOnly:
         return types.MethodType(getattr(type(module), self._name), memo.get(id(module), module))
 
 
-class EnginesOwn:
+class WholeOnly(_InPlace):
+    """A method of a model that would take slices for its parameters: only where those are shown whole."""
+
+    def __init__(self, runtime: Runtime, module: nn.Module, name: str) -> None:
+        super().__init__(module, name)
+        self._runtime = weakref.ref(runtime)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        runtime = self._runtime()
+        is_shown = runtime is None or any(unit.slots.is_shown for unit in runtime.units)
+        if not is_shown and kwargs.get("state_dict") is None:
+            raise RuntimeError(
+                f"{self._name}() of the sharded model sees only this rank's slices: call "
+                f"engine.{self._name}(), or call it under engine.unsharded()"
+            )
+        return self._original(*args, **kwargs)
+
+
+class NotSharded(_InPlace):
+    """A method of a model that makes parameters of other shapes."""
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            f"{self._name}() would replace parameters of a sharded model: call it before initialize; or call "
+            "engine.close() on all ranks, which gives the whole model back, then this, and initialize again"
+        )
+
+
+class EnginesOwn(_InPlace):
     """A method of a model that calls the engine's of the same name, as long as there is one."""
 
     def __init__(self, engine: nn.Module, module: nn.Module, name: str) -> None:
-        self._engine, self._module, self._name = weakref.ref(engine), weakref.ref(module), name
+        super().__init__(module, name)
+        self._engine = weakref.ref(engine)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        engine, module = self._engine(), self._module()
-        if engine is None:
-            return getattr(type(module), self._name)(module, *args, **kwargs)
-        return getattr(engine, self._name)(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = self._module()
-        return types.MethodType(getattr(type(module), self._name), memo.get(id(module), module))
+        engine = self._engine()
+        call = self._original if engine is None else getattr(engine, self._name)
+        return call(*args, **kwargs)
 
 
 @contextmanager

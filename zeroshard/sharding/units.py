@@ -148,7 +148,10 @@ def _check_module(module: nn.Module, name: str) -> None:
 
 def _check(parameter: nn.Parameter, name: str) -> None:
     if isinstance(parameter, ShardedParameter):
-        raise ValueError(f"parameter '{name}' is sharded already")
+        raise ValueError(
+            f"parameter '{name}' is sharded already: call engine.close() on all ranks first, which gives the "
+            "whole model back"
+        )
     if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
         raise ValueError(
             f"parameter '{name}' is a DTensor, which is distributed over ranks already; expected a plain "
