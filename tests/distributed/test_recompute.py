@@ -118,6 +118,27 @@ def test_recomputation_leaves_running_statistics_as_one_forward_makes_them(ranks
     assert ranks(num_ranks, running_statistics) == [[]] * num_ranks
 
 
+def two_backwards():
+    """The second through the graph of the first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Normalized(), Normalized())
+
+    def loss(net, number):
+        x = numbers(number, 5, 7).requires_grad_()
+        value = net(x).square().mean()
+        (gradient,) = torch.autograd.grad(value, x, retain_graph=True)
+        return value * gradient.square().sum()
+
+    want = train_replicated(model, "SGD", 2, loss).losses
+    runs = [train_sharded(model, "SGD", 2, loss, stage=stage, recompute="unit") for stage in STAGES]
+    return [run.losses == want for run in runs]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_graph_is_recomputed_in_each_backward_through_it(ranks, num_ranks):
+    assert ranks(num_ranks, two_backwards) == [[True] * 4] * num_ranks
+
+
 class Averaging(nn.Module):
     """Its forward reads a moving average, then updates it; one that is assigned anew, too."""
 

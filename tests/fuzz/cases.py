@@ -29,6 +29,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 }
 
 Blocks = dict[str, tuple[int, ...]]
+"""The arguments of a model's forward beside its inputs."""
 
 FAILURES = ("forward", "backward")
 """Where a step may fail, on all ranks alike."""
@@ -80,13 +81,10 @@ class Case:
     sets_to_none: bool
     """Of optimizer.zero_grad() in the plain loop."""
     batch_size: int
+    """Of a micro-batch."""
     wants_input_gradients: bool
     steps: tuple[Step, ...]
     habits: Habits
-
-    @property
-    def num_micro_batches(self) -> int:
-        return len(self.steps[0].unsynced)
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -145,7 +143,7 @@ def build_case(seed: int) -> Case:
         config["gradient_accumulation_steps"] = num_micro_batches
     unit_names = _choose_units(random, model, config)
     _choose_sharding(random, num_ranks, config)
-    config["precision"] = _precision(random, num_ranks, model)
+    config["precision"] = _precision(random, num_ranks, model) | _use_half(seed, num_ranks, model, loop)
     if dtype := config["precision"].get("param_dtype"):
         compute_in(model, dtype)
     if random.random() < 0.4:
@@ -161,20 +159,65 @@ def build_case(seed: int) -> Case:
         is_factory=random.random() < 0.3,
         decay=random.choice((0.0, 0.1)),
         sets_to_none=random.random() < 0.8,
-        batch_size=random.choice((1, 2, 3)) * (num_micro_batches if loop == "train_batch" else 1),
+        batch_size=random.choice((1, 2, 3)),
         wants_input_gradients=model.kind != "tokens" and loop != "train_batch" and random.random() < 0.3,
-        steps=_cut(
-            seed,
-            num_ranks,
-            [_step(random, model, loop, num_micro_batches) for _ in range(random.randint(2, 4))],
-        ),
+        steps=(),
         habits=Habits(),
     )
-    habits = draw_habits(seed, model, loop, config, len(case.steps), case.wants_input_gradients)
-    return replace(case, habits=habits)
+    steps = [_step(random, model, loop, num_micro_batches) for _ in range(random.randint(2, 4))]
+    steps = _change_pace(seed, loop, config["stage"], _cut(seed, num_ranks, steps))
+    nums = [len(step.unsynced) for step in steps]
+    habits = draw_habits(seed, model, loop, config, nums, case.wants_input_gradients)
+    if habits.penalty is not None:  # derivatives of gradients have another graph on each rank then
+        steps = [replace(step, cuts=((),) * num_ranks, num_forwards=1) for step in steps]
+    return replace(case, steps=tuple(steps), habits=habits)
 
 
-def _cut(seed: int, num_ranks: int, steps: list[Step]) -> tuple[Step, ...]:
+def restaged(config: dict[str, Any], stage: int) -> dict[str, Any]:
+    """A config with another stage, without what only stage 3 has."""
+    config = config | {"stage": stage}
+    if stage < 3:
+        config.pop("shard_group_size", None)
+        config["reshard_after_forward"] = bool(config["reshard_after_forward"])
+    return config
+
+
+def _use_half(seed: int, num_ranks: int, model: Net, loop: str) -> dict[str, Any]:
+    """Float16 and its loss scale, for a loop of the engine's, which alone may leave steps out."""
+    random = Random(f"half {seed}")
+    is_exact = num_ranks != 3 or all(p.dtype != torch.float64 for p in model.parameters())
+    if loop == "plain" or not is_exact or random.random() >= 0.15:
+        return {}
+    minimum = random.choice((1.0, 1024.0))
+    return {
+        "param_dtype": torch.float16,
+        "loss_scale": {
+            "start": minimum * random.choice((1, 64, 2**16, 2**24)),
+            "window": random.choice((1, 2, 3)),
+            "minimum": minimum,
+            "hysteresis": random.choice((1, 1, 2)),
+        },
+    }
+
+
+def _change_pace(seed: int, loop: str, stage: int, steps: list[Step]) -> list[Step]:
+    """Give each step another number of micro-batches."""
+    random = Random(f"pace {seed}")
+    if random.random() >= 0.25:
+        return steps
+    if stage < 3:
+        # Where a backward does not go through all calls since the last one, a unit may be reduced before its
+        # gradient comes, and again with it: what was deferred is added up in another order.
+        steps = [replace(step, cuts=((),) * len(step.cuts), num_forwards=1) for step in steps]
+    part = 0.25 if stage == 3 else 0.0
+
+    def unsynced() -> tuple[bool, ...]:
+        return tuple(loop != "train_batch" and random.random() < part for _ in range(random.randint(1, 4)))
+
+    return [replace(step, unsynced=unsynced()) for step in steps]
+
+
+def _cut(seed: int, num_ranks: int, steps: list[Step]) -> list[Step]:
     """Let each rank leave out other gradients in each step; drawn apart, so that seeds keep their cases."""
     random = Random(f"cuts {seed}")
     part = random.choice((0.0, 0.0, 0.2, 0.5))
@@ -182,7 +225,7 @@ def _cut(seed: int, num_ranks: int, steps: list[Step]) -> tuple[Step, ...]:
     def cut(step: Step) -> tuple[int, ...]:
         return tuple(place for place in range(len(step.called)) if random.random() < part)
 
-    return tuple(replace(step, cuts=tuple(cut(step) for _ in range(num_ranks))) for step in steps)
+    return [replace(step, cuts=tuple(cut(step) for _ in range(num_ranks))) for step in steps]
 
 
 def _first(seed: int) -> tuple[int, Random]:
@@ -219,7 +262,7 @@ def _choose_sharding(random: Random, num_ranks: int, config: dict[str, Any]) -> 
             config["reshard_after_forward"] = random.choice(inner)
 
 
-def _precision(random: Random, num_ranks: int, model: Net) -> dict[str, torch.dtype]:
+def _precision(random: Random, num_ranks: int, model: Net) -> dict[str, Any]:
     # Where 1/N is not a power of two and gradients have another dtype on the wire than in the optimizer, it
     # matters whether they are rounded before or after they are multiplied by it.
     is_exact = num_ranks != 3

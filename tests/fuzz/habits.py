@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.fuzz.acts import Act, draw_acts
 from tests.fuzz.blocks import Checkpointed
 from tests.fuzz.models import Net, unconditional
+from tests.fuzz.penalties import PENALTIES, can_compute
 
 BOUND = 0.125
 """Exact in every dtype, so that an edit in a narrow one is the same in a wide one."""
@@ -32,14 +34,30 @@ class Habits:
     """If it is a number, the plain loop clips gradients by this norm."""
     scales: bool = False
     """Whether the engine's loop calls `engine.scale(loss)` and then backward by itself."""
-    restarts: tuple[int, ...] = ()
-    """Steps after which the engine is closed, and another one is made over the model."""
+    penalty: str | None = None
+    """A key of PENALTIES: a part of the loss that is made of derivatives of the model."""
+    acts: tuple[Act, ...] = ()
+    """What is done beside training."""
 
 
 def draw_habits(
-    seed: int, model: Net, loop: str, config: dict[str, Any], num_steps: int, wants_input_gradients: bool
+    seed: int,
+    model: Net,
+    loop: str,
+    config: dict[str, Any],
+    num_micro_batches: list[int],
+    wants_input_gradients: bool,
 ) -> Habits:
-    """The habits of a case; a module that is edited gets its hook here."""
+    """The habits of a case; a module that is edited gets its hook here, and the config what belongs to them.
+
+    Args:
+        seed: of the case.
+        model: as it will be trained.
+        loop: as `Case` has it.
+        config: as it will be, but for `ignored` and `checkpoint`.
+        num_micro_batches: of each step.
+        wants_input_gradients: as `Case` has it.
+    """
     random = Random(f"habits {seed}")
     is_reentrant = any(isinstance(m, Checkpointed) and m.reentrant for m in model.modules())
     edited = _edit_some(random, model) if random.random() < 0.25 else ()
@@ -48,10 +66,17 @@ def draw_habits(
     is_wide = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
     may_restart = is_wide and "main_dtype" not in config["precision"]
     draws = [random.random() for _ in range(8)]
+    # torch.autograd.grad ends a deferral, and calls the post-accumulate hooks of what was deferred.
+    may_derive = not edited and loop != "train_batch" and draws[0] >= 0.2
     if draws[5] < 0.2:
         model.returns = random.choice(("attributes", "namespace"))
     if draws[6] < 0.2 and isinstance(config.get("units"), list):
         _put_together(random, model, config["units"])
+    if (ignored := _ignore_some(seed, model, config)) and not edited:
+        config["ignored"] = ignored
+    acts = draw_acts(seed, loop, num_micro_batches, restarts=may_restart and draws[4] < 0.15)
+    if Random(f"frozen {seed}").random() < 0.5:
+        config["checkpoint"] = {"frozen": False}
     return Habits(
         edited=edited,
         hooks=draws[0] < 0.2,
@@ -59,8 +84,39 @@ def draw_habits(
         targets=may_target and draws[2] < 0.2,
         norm_type=random.choice((1.0, 2.0, 3.0, float("inf"))) if may_clip and draws[3] < 0.3 else None,
         scales=loop == "engine" and draws[7] < 0.2,
-        restarts=(random.randrange(num_steps),) if may_restart and draws[4] < 0.15 else (),
+        penalty=_penalty(seed, model, config) if may_derive else None,
+        acts=acts,
     )
+
+
+def _ignore_some(seed: int, model: Net, config: dict[str, Any]) -> list[str]:
+    """Patterns for `ignored`: names of parameters, and of all that a module has."""
+    random, dtype = Random(f"ignored {seed}"), config["precision"].get("param_dtype")
+    kept = {id(model.offset)} | {id(p) for p in model.parameters() if dtype not in (None, p.dtype)}
+    patterns = [name for name, p in model.named_parameters() if id(p) not in kept]
+    for name, module in model.named_modules():
+        if (
+            name
+            and kept.isdisjoint(map(id, module.parameters()))
+            and next(module.parameters(), None) is not None
+        ):
+            patterns.append(f"{name}.*")
+    if random.random() >= 0.15 or dtype == torch.float16:
+        return []
+    return random.sample(patterns, min(len(patterns), random.randint(1, 3)))
+
+
+def _penalty(seed: int, model: Net, config: dict[str, Any]) -> str | None:
+    random = Random(f"penalty {seed}")
+    is_checkpointed = any(isinstance(m, Checkpointed) for m in model.modules())
+    if random.random() >= 0.3 or (config["stage"] == 3 and is_checkpointed):
+        return None
+    # Not drawn, as they fail: transforms through units that are recomputed, or sharded beside other forwards.
+    allows_transforms = config["recompute"] == "none" and config["stage"] < 3
+    kinds = [kind for kind in PENALTIES if kind == "autograd.grad" or allows_transforms]
+    random.shuffle(kinds)
+    dtype = config["precision"].get("param_dtype")
+    return next((kind for kind in kinds if can_compute(kind, model, dtype)), None)
 
 
 def _edit_some(random: Random, model: Net) -> tuple[str, ...]:

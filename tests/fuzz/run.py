@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,91 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import zeroshard
-from tests.fuzz.cases import Blocks, Case, Step, build_case
-from tests.fuzz.habits import halve
-from tests.fuzz.models import prediction_of, random_inputs
-from tests.fuzz.reference import MAX_NORM, Reference, edit, mean_loss
-
-
-class Sharded:
-    """zeroshard's face, as `Reference` has it."""
-
-    def __init__(self, case: Case) -> None:
-        self.case, self.module = case, copy.deepcopy(case.model)
-        if dist.get_rank():  # rank 0's values count
-            with torch.no_grad():
-                for value in (*self.module.parameters(), *self.module.buffers()):
-                    value.zero_()
-        self._begin()
-
-    def _begin(self) -> None:
-        case, model, config = self.case, self.module, dict(self.case.config)
-        if case.unit_names is not None:
-            chosen = {id(model.get_submodule(name)) for name in case.unit_names}
-            config["units"] = lambda module: id(module) in chosen
-
-        def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-            return case.make_optimizer(parameters, [p.dim() for p in parameters])
-
-        self.engine, self.optimizer, _, self.scheduler = zeroshard.initialize(
-            model,
-            make if case.is_factory else make(list(model.parameters())),
-            config,
-            lr_scheduler=case.make_scheduler,
-            loss_fn=lambda output, target: mean_loss(prediction_of(output), target),
-        )
-        for parameter in self.engine.parameters() if case.habits.hooks else ():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(halve)
-
-    def restart(self) -> None:
-        self.engine.close()
-        self._begin()
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        return self.engine.grad_norm
-
-    def forward(self, inputs: Tensor, blocks: Blocks) -> Tensor:
-        return prediction_of(self.engine(inputs, **blocks))
-
-    def backward(self, loss: Tensor, *, unsynced: bool) -> None:
-        with self.engine.no_sync() if unsynced else nullcontext():
-            if self.case.loop == "plain":
-                trained = [p for p in self.engine.parameters() if p.requires_grad]
-                loss.backward(inputs=trained if self.case.habits.targets else None)
-            elif self.case.habits.scales:
-                self.engine.scale(loss).backward()
-            else:
-                self.engine.backward(loss)
-
-    def step(self) -> None:
-        habits = self.case.habits
-        if self.case.loop == "plain":
-            if habits.norm_type is not None:
-                self.engine.clip_grad_norm_(MAX_NORM, habits.norm_type)
-            self.optimizer.step()
-            self.scheduler.step()
-            (self.module if habits.zeroes_model else self.optimizer).zero_grad(self.case.sets_to_none)
-        else:
-            self.engine.step()
-
-    def train_batch(self, inputs: Tensor, targets: Tensor, blocks: Blocks) -> Tensor:
-        return self.engine.train_batch({"inputs": inputs, **blocks}, targets)
-
-    def forget(self) -> None:
-        (self.module if self.case.habits.zeroes_model else self.engine).zero_grad()
-
-    def edit(self, number: int) -> None:
-        with self.engine.unsharded(write_back=True):
-            edit(dict(self.module.named_parameters()), number)
-
-    def names_with_gradient(self) -> list[str]:
-        return [name for name, p in self.engine.named_parameters() if p.grad is not None]
-
-    def state(self) -> dict[str, Tensor]:
-        return self.engine.full_state_dict()
+from tests.fuzz.acts import END
+from tests.fuzz.cases import Case, Step, build_case
+from tests.fuzz.models import random_inputs
+from tests.fuzz.penalties import penalty
+from tests.fuzz.reference import Reference, mean_loss
+from tests.fuzz.sharded import Sharded
 
 
 @dataclass
@@ -155,12 +75,13 @@ def follow(case: Case, trainer: Reference | Sharded) -> Trace:
     """Make the case's steps."""
     trace = Trace()
     for number, step in enumerate(case.steps):
+        trainer.set_num_micro_batches(len(step.unsynced))
         if step.evaluates:
             _evaluate(case, trainer, step, number, trace)
         if step.fails is not None:
             _fail(case, trainer, step, number)
         if case.loop == "train_batch":
-            inputs, targets = _batch(case, number, 0, 0)
+            inputs, targets = _batch(case, number, 0, 0, size=case.batch_size * len(step.unsynced))
             _seed(case, number, 0)
             trace.note(f"step {number}: mean loss", trainer.train_batch(inputs, targets, step.blocks))
         else:
@@ -170,22 +91,34 @@ def follow(case: Case, trainer: Reference | Sharded) -> Trace:
             trainer.edit(number)
         for name, buffer in trainer.module.named_buffers():
             trace.note(f"step {number}: buffer {name}", buffer)
-        if number in case.habits.restarts:
-            trainer.restart()
+        trace.note(f"step {number}: loss scale", trainer.loss_scale)
+        _act(case, trainer, number, END, trace)
+        for name, value in trainer.own().items():
+            trace.note(f"step {number}: this rank's {name}", value)
         for name, value in trainer.state().items() if number + 1 == len(case.steps) else ():
             trace.note(f"at the end: {name}", value)
+    trainer.end()
     return trace
+
+
+def _act(case: Case, trainer: Reference | Sharded, number: int, micro: int, trace: Trace) -> None:
+    """What the user does at a place."""
+    for position, act in enumerate(case.habits.acts):
+        if (act.step, act.micro) == (number, micro):
+            where = f"step {number}, act {position} ({type(act).__name__})"
+            act.perform(trainer, lambda what, value, where=where: trace.note(f"{where}: {what}", value))
 
 
 def _train(case: Case, trainer: Reference | Sharded, step: Step, number: int, trace: Trace) -> None:
     for micro, unsynced in enumerate(step.unsynced):
         what = f"step {number}, micro-batch {micro}"
         losses = []
+        trainer.train(case.habits.penalty is None)
         for forward in range(step.num_forwards):
             inputs, targets = _batch(case, number, micro, forward)
             inputs.requires_grad_(case.wants_input_gradients)
             _seed(case, number, micro)
-            losses.append((mean_loss(trainer.forward(inputs, step.blocks), targets), inputs))
+            losses.append((_loss(case, trainer, inputs, targets, step), inputs))
         pieces = [loss for loss, _ in losses]
         for position, loss in enumerate(pieces if step.is_split else [sum(pieces)]):
             trace.note(f"{what}: loss {position}", loss)
@@ -194,20 +127,31 @@ def _train(case: Case, trainer: Reference | Sharded, step: Step, number: int, tr
             trace.note(f"{what}: gradient of inputs {position}", inputs.grad)
         if not any(step.unsynced):
             trace.note(f"{what}: parameters with a gradient", trainer.names_with_gradient())
+        _act(case, trainer, number, micro, trace)
         if case.loop == "engine":
             trainer.step()
     if case.loop == "plain":
         trainer.step()
+    trainer.train(True)
+
+
+def _loss(case: Case, trainer: Reference | Sharded, inputs: Tensor, targets: Tensor, step: Step) -> Tensor:
+    """Of the prediction, and before it of derivatives of the model where the case has a penalty."""
+    kind, more = case.habits.penalty, 0.0
+    if kind is not None:
+        if kind == "autograd.grad":
+            trainer.before_derivatives()
+        more = penalty(kind, lambda x: trainer.forward(x, {"called": step.called}), inputs)
+    return mean_loss(trainer.forward(inputs, step.blocks), targets) + more
 
 
 @torch.no_grad()
 def _evaluate(case: Case, trainer: Reference | Sharded, step: Step, number: int, trace: Trace) -> None:
-    module = trainer.engine if isinstance(trainer, Sharded) else trainer.module
-    module.eval()
+    trainer.train(False)
     trace.note(
         f"evaluation before step {number}", trainer.forward(_batch(case, number, 8, 0)[0], step.blocks)
     )
-    module.train()
+    trainer.train(True)
 
 
 def _fail(case: Case, trainer: Reference | Sharded, step: Step, number: int) -> None:
@@ -222,12 +166,13 @@ def _fail(case: Case, trainer: Reference | Sharded, step: Step, number: int) -> 
     trainer.forget()
 
 
-def _batch(case: Case, step: int, micro: int, forward: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, other ones for each rank and time."""
+def _batch(case: Case, step: int, micro: int, forward: int, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, other ones for each rank and time; `size` of them, or a micro-batch."""
+    size = case.batch_size if size is None else size
     seed = hash((case.seed, dist.get_rank(), step, micro, forward))
     generator = torch.Generator().manual_seed(seed)
-    inputs = random_inputs(case.model.kind, case.batch_size, generator)
-    shape = (case.batch_size, 9, case.model.head.out_features)
+    inputs = random_inputs(case.model.kind, size, generator)
+    shape = (size, 9, case.model.head.out_features)
     return inputs, torch.randn(shape, generator=generator)
 
 
@@ -247,7 +192,7 @@ def differences(got: Trace, want: Trace) -> list[str]:
                 found.append(
                     f"{what}: {value.dtype} {list(value.shape)}, not {other.dtype} {list(other.shape)}"
                 )
-            elif not torch.equal(value, other):
+            elif not torch.equal(value.nan_to_num(nan=-1.5), other.nan_to_num(nan=-1.5)):
                 far = (value.double() - other.double()).norm() / other.double().norm()
                 found.append(f"{what}: off by {far.item():.2g} of its norm")
         elif value != other:

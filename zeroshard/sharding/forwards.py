@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ def _checkpointed(module: nn.Module) -> Callable[..., Any]:
         before = _copy_buffers(module)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), _with_buffers(before)
+            return nullcontext(), _WithBuffers(before)
 
         once, inputs = _each_once(forward, args, kwargs)
         return checkpoint(once, *inputs, use_reentrant=False, context_fn=contexts)
@@ -133,14 +133,23 @@ def _copy_buffers(module: nn.Module) -> Copies:
     return [(part, copies(part)) for part in module.modules() if part.training and part._buffers]
 
 
-@contextmanager
-def _with_buffers(copies: Copies) -> Iterator[None]:
-    """The second forward reads what the first one read, and what it writes is lost."""
-    now = [(part, dict(part._buffers)) for part, _ in copies]
-    for part, values in copies:
-        part._buffers.update({name: value.clone() for name, value in values.items()})
-    try:
-        yield
-    finally:
+class _WithBuffers:
+    """A second forward reads what the first one read, and what it writes is lost.
+
+    Entered once for each backward through the graph of the first forward, so it is no generator.
+    """
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._now: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
+        """The buffers of the model, while copies are in their places."""
+
+    def __enter__(self) -> None:
+        self._now = [(part, dict(part._buffers)) for part, _ in self._copies]
+        for part, values in self._copies:
+            part._buffers.update({name: value.clone() for name, value in values.items()})
+
+    def __exit__(self, *_: object) -> None:
+        now, self._now = self._now, []
         for part, buffers in now:
             part._buffers.update(buffers)
