@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zeroshard
 from tests.distributed.models import Layered
@@ -13,6 +14,7 @@ from tests.distributed.training import (
     STAGES,
     finish,
     full_gradients,
+    numbers,
     plain,
     replicate,
     square_loss,
@@ -103,6 +105,50 @@ def edited_by_hooks():
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_post_accumulate_hook_may_edit_the_gradient(ranks, num_ranks):
     assert ranks(num_ranks, edited_by_hooks) == [[]] * num_ranks
+
+
+def penalized():
+    """Calls of a hook that halves gradients, where each micro-batch takes gradients of its inputs too."""
+    found = []
+    for stage in STAGES:
+        model = Layered()
+        reference = copy.deepcopy(model)
+        engine, _ = start(model, "SGD", stage=stage, gradient_accumulation_steps=3)
+        calls = []
+        for parameter in trained(engine):
+
+            def halve(p, calls=calls):
+                calls.append(p.fqn)
+                p.grad.mul_(0.5)
+
+            parameter.register_post_accumulate_grad_hook(halve)
+        for number in range(3):
+            loss = critic_loss(engine, number)
+            engine.backward(loss)
+            if number < 2:
+                found += [(stage, "early", name) for name in calls]
+                engine.step()
+            critic_loss(reference, number).backward()
+        if len(calls) != len(set(calls)):
+            found.append((stage, calls))
+        want = dict(reference.named_parameters())
+        for name, gradient in full_gradients(engine).items():
+            dist.all_reduce(want[name].grad)
+            far = (gradient - want[name].grad.flatten() / 6 / dist.get_world_size()).abs().max().item()
+            if far > 1e-7:  # three micro-batches are added up in another order
+                found.append((stage, name, far))
+    return found
+
+
+def critic_loss(model, number):
+    x = numbers(number, 5, 7).requires_grad_()
+    (slopes,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return slopes.square().mean() + square_loss(model, number)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gradients_of_inputs_call_no_post_accumulate_hook(ranks, num_ranks):
+    assert ranks(num_ranks, penalized) == [[]] * num_ranks
 
 
 def stepped_in_hooks():

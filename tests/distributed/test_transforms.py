@@ -196,16 +196,25 @@ def loss_of_two_backwards(model, number):
     return penalty
 
 
+def loss_of_samples_first(model, number):
+    return loss_of_samples(model, number) + square_loss(model, number + 50)
+
+
+def loss_of_samples_last(model, number):
+    return square_loss(model, number + 50) + loss_of_samples(model, number)
+
+
 LOSSES = (loss_of_samples, loss_of_derivatives, loss_of_directions, loss_of_critic, loss_of_two_backwards)
+MIXED = (loss_of_samples_first, loss_of_samples_last, loss_of_derivatives, loss_of_directions)
 
 
-def train_both(build, losses, stage):
+def train_both(build, losses, stage, **options):
     found = []
     for loss in losses:
         model = build()
         plain = copy.deepcopy(model)
         optimizer = sgd(plain)
-        engine, own = start(model, sgd(model), stage=stage, **UNITS)
+        engine, own = start(model, sgd(model), stage=stage, **UNITS, **options)
         got = [step(engine, own, loss, number) for number in range(3)]
         want = [averaged_step(plain, optimizer, loss, number) for number in range(3)]
         found += apart(f"stage {stage}, {loss.__name__}", finish(engine, got), finish(plain, want))
@@ -219,3 +228,27 @@ def test_losses_made_of_transforms_train_as_in_plain_pytorch(ranks, num_ranks, s
         assert found == []
     for found in ranks(num_ranks, train_both, Energy, (square_loss,), stage):
         assert found == []
+
+
+@pytest.mark.parametrize("recompute", ["none", "unit"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_backward_goes_through_forwards_inside_and_outside_of_transforms(ranks, num_ranks, recompute):
+    for stage in STAGES:
+        for found in ranks(num_ranks, train_both, Tiny, MIXED, stage, recompute=recompute):
+            assert found == []
+
+
+def gathered_after_transforms():
+    """Elements of units gathered: after a transform, a forward and a backward; and a transform and a step."""
+    model = make()
+    engine, own = start(model, sgd(model), stage=3, units=["Sequential"])
+    now = []
+    for ends in (lambda: square_loss(engine, 1).backward(), own.step, lambda: engine.full_state_dict()):
+        loss_of_samples(engine, 0)
+        ends()
+        now.append(engine.memory_report().unsharded)
+    return now
+
+
+def test_what_a_transform_gathered_is_freed_by_a_backward_or_a_step(ranks):
+    assert ranks(2, gathered_after_transforms) == [[0, 0, 0]] * 2

@@ -24,6 +24,7 @@ from zeroshard.sharding.autograd import (
     outermost_checkpoint,
     outside_transforms,
     tracer_around,
+    will_accumulate,
 )
 from zeroshard.sharding.nested import cast_floats, find_tensors, view_tensors
 
@@ -580,3 +581,45 @@ def test_each_tracer_has_a_name_and_a_mode_of_a_user_has_none():
     ]
     assert all(before == after for before, _, after in seen)
     assert tracer_around() is None
+
+
+# ----------------------------------------------------------------------------------- chosen inputs of a backward
+
+
+def accumulations(backward):
+    """For each hook that a backward runs, in order: whether it may give gradients to the parameters."""
+    layers = nn.Linear(3, 3), nn.Linear(3, 3)
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    x = torch.ones(2, 3, requires_grad=True)
+    hidden = layers[0](x).tanh()
+    output, found = layers[1](hidden), []
+    for tensor in (hidden, output):
+        tensor.register_hook(lambda _: found.append(will_accumulate(parameters)))
+    backward(output.sum(), x, hidden, parameters)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backward", "want"),
+    [
+        (lambda loss, x, hidden, parameters: loss.backward(), [True, True]),
+        (lambda loss, x, hidden, parameters: loss.backward(inputs=[x]), [False, False]),
+        (lambda loss, x, hidden, parameters: loss.backward(inputs=parameters[:1]), [True, True]),
+        (lambda loss, x, hidden, parameters: torch.autograd.grad(loss, x), [False, False]),
+        (lambda loss, x, hidden, parameters: torch.autograd.grad(loss, x, create_graph=True), [False] * 2),
+        (lambda loss, x, hidden, parameters: torch.autograd.grad(loss, hidden)[0], [False, True]),
+        (lambda loss, x, hidden, parameters: torch.autograd.grad(loss, parameters), [False, False]),
+    ],
+)
+def test_a_backward_for_chosen_inputs_is_known_by_whether_it_gives_gradients_to_parameters(backward, want):
+    """The hook of a tensor that is asked for by itself cannot know; the first hook of a backward asks."""
+    assert accumulations(backward) == want
+
+
+def test_inside_a_reentrant_checkpoint_gradients_are_given():
+    layer, found = nn.Linear(3, 3), []
+    x = torch.ones(2, 3, requires_grad=True)
+    output = checkpoint(layer, x, use_reentrant=True)
+    output.register_hook(lambda _: found.append(will_accumulate(layer.parameters())))
+    output.sum().backward()
+    assert found == [True]

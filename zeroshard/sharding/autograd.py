@@ -6,14 +6,17 @@ Nothing public offers it. tests/sharding/test_autograd.py notices a change.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
+from typing import Any
 
 import torch
+from torch import nn
 from torch._C import _get_dispatch_mode, _is_tracing, _len_torch_dispatch_stack, _TorchDispatchModeKey
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
@@ -36,6 +39,25 @@ def is_in_backward() -> bool:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back when the backward pass that runs now has ended; not if it ends in an exception."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def will_accumulate(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether the backward that runs now may give gradients to parameters; `torch.autograd.grad` gives none.
+
+    Args:
+        parameters: leaves that require gradients. They are looked at only where the backward goes to chosen
+            inputs; there torch allows no reentrant checkpoint, whose inner graphs could not be seen.
+    """
+    if torch.autograd._is_checkpoint_valid():
+        return True
+    return any(_is_run(get_gradient_edge(parameter).node) for parameter in parameters)
+
+
+def _is_run(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad returns the gradient of this very parameter
+        return False
 
 
 def outermost_checkpoint(frame: FrameType | None, until: FrameType | None) -> FrameType | None:

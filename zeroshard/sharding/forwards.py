@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zeroshard.sharding.autograd import is_transformed
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.unit import Unit
 
@@ -82,7 +83,7 @@ def _checkpointed(module: nn.Module) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_transformed():  # no unit is shown in a transform's backward
             return forward(*args, **kwargs)
         for cache in _CACHES:
             if kwargs.get(cache) is not None:

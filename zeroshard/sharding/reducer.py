@@ -90,6 +90,8 @@ class Reducer:
         """Whether gradients pass through float16, where small ones vanish: the loss must be scaled."""
         self.lacks_scale = self.is_half
         """True if a gradient that arrives now is one of a loss that was not scaled."""
+        self.accumulates = True
+        """False in a backward that gives no gradients to parameters: what is deferred stays so."""
         self._is_open = False
         """True from the beginning of a backward that reduces to the agreement at its end."""
         self._is_tainted = False
@@ -125,6 +127,7 @@ class Reducer:
 
     def forget_announced(self) -> None:
         """The backward is over."""
+        self.accumulates = True
         self._announced, self.lacks_scale = Meaning(), self.is_half
         self._follow()
 
@@ -137,7 +140,7 @@ class Reducer:
         return self._has_more
 
     def _follow(self) -> None:
-        self.is_deferring = self._asked.defers or self._announced.defers
+        self.is_deferring = self._asked.defers or self._announced.defers or not self.accumulates
         self._has_more = self._asked.has_more or self._announced.has_more
 
     @contextmanager
@@ -154,8 +157,16 @@ class Reducer:
         finally:
             self.lacks_scale = self.is_half
 
-    def begin(self) -> None:
-        """A backward begins."""
+    def begin(self, accumulates: bool) -> None:
+        """A backward begins.
+
+        Args:
+            accumulates: False where it gives no gradients to parameters; then it sends nothing.
+        """
+        self.accumulates = accumulates
+        self._follow()
+        if not accumulates:
+            return
         for gradients in self._all:
             gradients.begin(self._has_more)
         if not self.is_deferring:
@@ -220,6 +231,8 @@ class Reducer:
 
     def end(self) -> None:
         """A backward has ended: reduce what is left and deliver, or keep the sums."""
+        if not self.accumulates:
+            return
         self.pace.num_backwards += 1
         if self.is_deferring:
             self._phase.has_sums = True
@@ -279,7 +292,9 @@ class Reducer:
             self._start_rest()
             self._agree(has_failed=True)
             self.pace.num_forwards = 0
-        self._drop()
+        if self.accumulates:
+            self._drop()
+        self.forget_announced()
 
     def _drop(self) -> None:
         delivered = any(p.grad is not None for gradients in self._all for p in gradients.buffer.sharded)

@@ -29,7 +29,13 @@ from torch.optim import Optimizer
 from zeroshard.comm.ledger import REDUCE, STEP
 from zeroshard.comm.pool import BufferPool
 from zeroshard.sharding.attach import follow
-from zeroshard.sharding.autograd import at_end_of_backward, is_in_backward, is_transformed, outside_transforms
+from zeroshard.sharding.autograd import (
+    at_end_of_backward,
+    is_in_backward,
+    is_transformed,
+    outside_transforms,
+    will_accumulate,
+)
 from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.calls import CallLog
@@ -110,6 +116,8 @@ class Runtime:
         """Units whose forward has ended and whose storage goes when another unit begins."""
         self._staying: set[Unit] = set()
         """Units that stay gathered from this forward to its backward."""
+        self._hidden: dict[Unit, list[ForwardCall]] = {}
+        """Units with outputs that have no hooks: they stay gathered up to the end of a backward or a step."""
         self._has_warned = False
         self.phase = context.phase
         finish = weakref.WeakMethod(self._finish_gathers)
@@ -398,6 +406,8 @@ class Runtime:
             if unit is self.root or not self._is_alone:
                 output, is_hidden = self._watch_outputs(unit, output)
         if not is_in_backward():
+            if is_hidden and torch.is_grad_enabled():
+                self._hidden.setdefault(unit, []).append(unit.call)
             if unit is self.root:
                 with outside_transforms() if unit.call.is_transformed else nullcontext():
                     self._end_forward(torch.is_grad_enabled() or unit.call.is_transformed)
@@ -452,7 +462,7 @@ class Runtime:
         self._idle = []
         if not self._keeps_all:
             for unit in self.units:
-                if unit not in self._staying:
+                if unit not in self._staying and unit not in self._hidden:
                     unit.reshard(keep_second=may_have_backward)
 
     @property
@@ -460,8 +470,8 @@ class Runtime:
         return self.is_held or self._has_second_graph
 
     def _drop_second_graph(self) -> None:
-        """A step ends: no backward goes through the gradients of an earlier one any more."""
-        if self._has_second_graph:
+        """A step ends: no backward goes through earlier forwards and backwards any more."""
+        if self._has_second_graph or self._hidden:
             self._has_second_graph = False
             self.put_away()
 
@@ -469,7 +479,7 @@ class Runtime:
         idle, self._idle = self._idle, []
         if not self._keeps_all:
             for unit in idle:
-                if unit is not but:
+                if unit is not but and unit not in self._hidden:
                     unit.reshard(keep_second=torch.is_grad_enabled())
 
     def _is_kept(self, unit: Unit) -> bool:
@@ -568,7 +578,7 @@ class Runtime:
         self._calls.collect()
         self._walk = self._begin_walk()
         self._order.leave(self._walk.left)
-        self.reducer.begin()
+        self.reducer.begin(will_accumulate(self._trained()))
         self._agree_on_frozen()
         if self._is_alone:
             for unit in self.units:
@@ -580,6 +590,11 @@ class Runtime:
             self._end_backward()
 
         at_end_of_backward(end)
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        for unit in self.units:
+            for gradients in unit.gradients:
+                yield from (p for p in gradients.buffer.unsharded if p.requires_grad)
 
     def _agree_on_frozen(self) -> None:
         """A frozen unit has a backward if something trained ran before it, perhaps on some ranks only."""
@@ -638,18 +653,19 @@ class Runtime:
         self._walk.finish()
         self._is_in_backward, self._has_had_backward = False, True
         self.reducer.end()
-        has_more = self.reducer.has_more
+        completes = self.reducer.accumulates and not self.reducer.has_more
         self.reducer.forget_announced()
         self.put_away()
         torch.clear_autocast_cache()  # of casts whose gradients would arrive at the end of the next backward
         self.here.leave()
-        if not has_more:
+        if completes:
             self.reducer.call_hooks()
 
     def put_away(self) -> None:
         """Show sharded parameters and free the others, unless they are held or a graph needs them."""
         if self.is_held:
             return
+        self._hidden.clear()
         for unit in self.units:
             unit.slots.uninstall()
             if unit.is_resident:
@@ -667,6 +683,5 @@ class Runtime:
         self._is_in_backward, self._has_had_backward = False, True
         self._has_second_graph = False
         self.reducer.abandon()
-        self.reducer.forget_announced()
         self.put_away()
         self.here.leave()
