@@ -17,9 +17,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.distributed.models import Block
-from tests.distributed.training import STAGES, build, padded_size, start, token_loss
+from tests.distributed.training import STAGES, build, numbers, padded_size, start, token_loss
 
 
 class SendCounter:
@@ -163,6 +164,39 @@ def traffic_of_one_rank():
         assert not any(report.bytes_sent.values()), report
         assert not any(report.calls.values()), report
         assert not counter.elements
+
+
+class ReturnsParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(7))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).tanh()
+        return {"x": x * self.scale, "scale": self.scale}
+
+
+def traffic_of_a_returned_parameter():
+    """Bytes of gradients by stage and step, where each backward comes to what was returned before too."""
+    sent = []
+    for stage in STAGES:
+        engine, optimizer = start(ReturnsParameter(), "SGD", stage=stage, units=["Linear"])
+        for number in range(3):
+            engine.reset_comm_report()
+            output = engine(numbers(number, 5, 7))
+            (output["x"].square().mean() + output["scale"].square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sent.append((stage, engine.comm_report().bytes_sent["reduce_scatter"]))
+    return sent
+
+
+def test_a_parameter_that_a_forward_returns_has_no_gradient_sent_twice(ranks):
+    for sent in ranks(2, traffic_of_a_returned_parameter):
+        assert len(set(sent)) == len(STAGES)
 
 
 def test_one_rank_sends_nothing_and_calls_nothing(ranks):

@@ -165,7 +165,7 @@ def build_case(seed: int) -> Case:
         habits=Habits(),
     )
     steps = [_step(random, model, loop, num_micro_batches) for _ in range(random.randint(2, 4))]
-    steps = _change_pace(seed, loop, config["stage"], _cut(seed, num_ranks, steps))
+    steps = _change_pace(seed, loop, _cut(seed, num_ranks, steps))
     nums = [len(step.unsynced) for step in steps]
     habits = draw_habits(seed, model, loop, config, nums, case.wants_input_gradients)
     if habits.penalty is not None:  # derivatives of gradients have another graph on each rank then
@@ -200,19 +200,14 @@ def _use_half(seed: int, num_ranks: int, model: Net, loop: str) -> dict[str, Any
     }
 
 
-def _change_pace(seed: int, loop: str, stage: int, steps: list[Step]) -> list[Step]:
+def _change_pace(seed: int, loop: str, steps: list[Step]) -> list[Step]:
     """Give each step another number of micro-batches."""
     random = Random(f"pace {seed}")
     if random.random() >= 0.25:
         return steps
-    if stage < 3:
-        # Where a backward does not go through all calls since the last one, a unit may be reduced before its
-        # gradient comes, and again with it: what was deferred is added up in another order.
-        steps = [replace(step, cuts=((),) * len(step.cuts), num_forwards=1) for step in steps]
-    part = 0.25 if stage == 3 else 0.0
 
     def unsynced() -> tuple[bool, ...]:
-        return tuple(loop != "train_batch" and random.random() < part for _ in range(random.randint(1, 4)))
+        return tuple(loop != "train_batch" and random.random() < 0.25 for _ in range(random.randint(1, 4)))
 
     return [replace(step, unsynced=unsynced()) for step in steps]
 

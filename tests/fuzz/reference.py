@@ -154,11 +154,6 @@ class Reference:
         if is_last and not defers:
             self._call_hooks()
 
-    def before_derivatives(self) -> None:
-        """torch.autograd.grad is a backward outside of no_sync(), so it reduces what has been deferred."""
-        if self.size > 1 and self._waiting:
-            self._reduce()
-
     def _call_hooks(self) -> None:
         """Call the post-accumulate hooks of gradients that no later micro-batch of the step adds to."""
         for name in self._hooked if self.case.habits.hooks else ():

@@ -139,8 +139,6 @@ def _loss(case: Case, trainer: Reference | Sharded, inputs: Tensor, targets: Ten
     """Of the prediction, and before it of derivatives of the model where the case has a penalty."""
     kind, more = case.habits.penalty, 0.0
     if kind is not None:
-        if kind == "autograd.grad":
-            trainer.before_derivatives()
         more = penalty(kind, lambda x: trainer.forward(x, {"called": step.called}), inputs)
     return mean_loss(trainer.forward(inputs, step.blocks), targets) + more
 

@@ -125,9 +125,6 @@ class Sharded:
     def state(self) -> dict[str, Tensor]:
         return self.engine.full_state_dict()
 
-    def before_derivatives(self) -> None:
-        """Nothing is to be told."""
-
     def own(self) -> dict[str, Tensor]:
         return {name: self.module.get_parameter(name).detach() for name in sorted(self.ignored)}
 

@@ -583,7 +583,7 @@ def test_each_tracer_has_a_name_and_a_mode_of_a_user_has_none():
     assert tracer_around() is None
 
 
-# ----------------------------------------------------------------------------------- chosen inputs of a backward
+# ------------------------------------------------------------------------- chosen inputs of a backward
 
 
 def accumulations(backward):

@@ -92,8 +92,8 @@ def cast_inputs(
 
 
 def view_tensors(value: Any) -> Any:
-    """The same nested value with new tensor objects, views of the old ones, that autograd tells apart."""
-    return _map(value, lambda t: t.view_as(t) if t.requires_grad else t)
+    """The same nested value with views of its tensors, inside objects too, that autograd tells apart."""
+    return copy_tensors(value, lambda t: t.requires_grad, copying=lambda t: t.view_as(t))
 
 
 def cast_outputs(value: Any, dtype: torch.dtype) -> Any:

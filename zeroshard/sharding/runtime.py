@@ -503,8 +503,9 @@ class Runtime:
             return output, False
         tensors, is_opaque = find_tensors(output)
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
-        if any(tensor._backward_hooks for tensor in tensors):
-            # A unit that returned its input: hooks of one tensor would run in the order of the forward.
+        if any(tensor.is_leaf or tensor._backward_hooks for tensor in tensors):
+            # A unit that returned its input: hooks of one tensor would run in the order of the forward. Those
+            # of a parameter, which lives on, would run in later backwards too.
             output = view_tensors(output)
             tensors = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
         if tensors:
