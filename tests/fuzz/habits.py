@@ -111,9 +111,7 @@ def _penalty(seed: int, model: Net, config: dict[str, Any]) -> str | None:
         return None
     kinds = list(PENALTIES)
     if config["stage"] == 3 and any(isinstance(module, Gate) and module.cuts for module in model.modules()):
-        kinds.remove(
-            "autograd.grad"
-        )  # where one rank's graph does not come to the inputs, nothing is gathered
+        kinds.remove("autograd.grad")  # where a rank's graph does not come to its inputs, it gathers nothing
     random.shuffle(kinds)
     dtype = config["precision"].get("param_dtype")
     return next((kind for kind in kinds if can_compute(kind, model, dtype)), None)
