@@ -130,7 +130,7 @@ class Runtime:
         """Whether everything stays gathered after a forward."""
         self._is_in_backward = False
         self._has_had_backward = False
-        """Since the last forward."""
+        """Since the last forward, and its graph is not to come again."""
         self._makes_graph = False
         """Whether this backward makes a graph for others, which need the parameters once more."""
         self._has_second_graph = False
@@ -472,7 +472,7 @@ class Runtime:
     def _drop_second_graph(self) -> None:
         """A step ends: no backward goes through earlier forwards and backwards any more."""
         if self._has_second_graph or self._hidden:
-            self._has_second_graph = False
+            self._has_second_graph, self._has_had_backward = False, True
             self.put_away()
 
     def _free_idle(self, but: Unit) -> None:
@@ -652,7 +652,7 @@ class Runtime:
 
     def _end_backward(self) -> None:
         self._walk.finish()
-        self._is_in_backward, self._has_had_backward = False, True
+        self._is_in_backward, self._has_had_backward = False, not self._makes_graph
         self.reducer.end()
         completes = self.reducer.accumulates and not self.reducer.has_more
         self.reducer.forget_announced()
