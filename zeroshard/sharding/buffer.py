@@ -49,7 +49,12 @@ class Original:
     @property
     def keeps_dtype(self) -> bool:
         """Whether it is computed with in its own dtype: torch's BatchNorm wants that of its statistics."""
-        return any(isinstance(module, _BatchNorm) for module, _ in self.owners)
+        return any(computes_in_own_dtype(module) for module, _ in self.owners)
+
+
+def computes_in_own_dtype(module: nn.Module) -> bool:
+    """True for torch's BatchNorm: its inputs and parameters are not cast."""
+    return isinstance(module, _BatchNorm)
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ from zeroshard.sharding.autograd import (
     will_accumulate,
 )
 from zeroshard.sharding.backward import Backward
-from zeroshard.sharding.buffer import Context, FlatBuffer
+from zeroshard.sharding.buffer import Context, FlatBuffer, computes_in_own_dtype
 from zeroshard.sharding.calls import CallLog
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.fastpaths import allows_no_hooks, layers_without_hooks, show_first_layers, surround
@@ -316,7 +316,8 @@ class Runtime:
         if (dtype := self.context.dtypes.param_dtype) is not None:
             cast = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is self.root)
         for module in unit.modules:
-            self._hook_module(module, cast=cast, before=before, after=after, at_last=at_last)
+            own = None if computes_in_own_dtype(module) else cast
+            self._hook_module(module, cast=own, before=before, after=after, at_last=at_last)
         if not unit.is_resident and not unit.is_compiled:
             without = {layer for module in unit.modules for layer in layers_without_hooks(module)}
             for layer in unit.slots.owners.difference(unit.modules) - without:
