@@ -353,8 +353,7 @@ class UnshardedParameter(nn.Parameter):
     def over(view: Tensor, fqn: str, note: DataNote) -> nn.Parameter:
         """One whose memory is that of `view`, with a version counter of its own.
 
-        A refill of the buffer is then no in-place change to autograd. It is of this class while it is watched
-        by `Edits`.
+        A refill of the buffer is then no in-place change to autograd. `Edits` makes it one of this class.
         """
         parameter = nn.Parameter(view.new_empty(0))
         parameter.data = view

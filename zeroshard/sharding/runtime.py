@@ -40,7 +40,7 @@ from zeroshard.sharding.hooks import redirect_hooks
 from zeroshard.sharding.nested import cast_inputs, cast_outputs, find_tensors, view_tensors
 from zeroshard.sharding.norms import NormsOverRanks, UsesNorms
 from zeroshard.sharding.order import UnitOrder
-from zeroshard.sharding.parameter import ShardedParameter, describe_unit
+from zeroshard.sharding.parameter import ShardedParameter, UnshardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.rounding import Rounding
 from zeroshard.sharding.tracers import refuse_tracers
@@ -355,7 +355,6 @@ class Runtime:
                 upcoming.unshard()
         unit.wait()
         unit.slots.install()
-        unit.edits.watch()
         if not torch.is_grad_enabled():
             unit.note_views()
         if not is_second:
@@ -598,7 +597,9 @@ class Runtime:
             assert runtime is not None, "the module's hooks hold it"
             assert unit is not None, "the module's hooks hold it"
             gradients = unit.gradients[place]
+            parameter.__class__ = nn.Parameter  # see `edits.py`
             gradient, parameter.grad = parameter.grad, None
+            parameter.__class__ = UnshardedParameter
             assert gradient is not None, "called when it has been accumulated"
             if runtime.reducer.lacks_scale:
                 raise RuntimeError(
