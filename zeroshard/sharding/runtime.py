@@ -400,7 +400,7 @@ class Runtime:
             if unit is self.root:
                 with outside_transforms() if unit.call.is_transformed else nullcontext():
                     self._end_forward(torch.is_grad_enabled() or unit.call.is_transformed)
-            elif unit.is_resident:
+            elif unit.is_resident or unit.call.outer is not None:
                 pass
             elif self._reshard_after_forward and not is_hidden:
                 self._idle.append(unit)
@@ -420,7 +420,7 @@ class Runtime:
         self._calls.end(unit, is_second)
         unit.edits.keep()
         if not is_second:
-            if not self.is_held:
+            if not self.is_held and not unit.is_in_forward:  # else it has called itself
                 unit.slots.uninstall()
                 if not torch.is_grad_enabled():
                     unit.leave_views()
