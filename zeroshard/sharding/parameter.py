@@ -338,13 +338,21 @@ class UnshardedParameter(nn.Parameter):
         """Take over the values; the memory stays that of the buffer.
 
         Raises:
-            RuntimeError: of another shape.
+            RuntimeError: of another shape, or the memory of another parameter of the buffer.
         """
         if new.shape != self.shape:
             raise RuntimeError(
                 f"the data of '{self.fqn}' is a view of a flat buffer: expected new data of the shape "
                 f"{list(self.shape)}, got {list(new.shape)}. Change shapes before initialize"
             )
+        if new.untyped_storage().data_ptr() == self.untyped_storage().data_ptr():
+            if not 0 <= new.data_ptr() - self.data_ptr() < self.nbytes:
+                raise RuntimeError(
+                    f"'{self.fqn}' was given the data of another parameter, whose memory it would share "
+                    "from then on. A sharded one keeps its own: assign a copy, other.data.clone(); to "
+                    "swap two, clone both first; to tie two, assign one Parameter to both before initialize"
+                )
+            new = new.clone()  # a view of itself, as its transpose
         self.note.is_taken = True
         with torch.no_grad():
             _GET_DATA(self).copy_(new)
