@@ -41,6 +41,18 @@ class ByData(Normalized):
         return (self.inner(x) @ self.weight + self.bias).tanh()
 
 
+class Transposes(Normalized):
+    def forward(self, x):
+        self.weight.data = self.weight.data.t()
+        return super().forward(x)
+
+
+class TransposesCopy(Normalized):
+    def forward(self, x):
+        self.weight.data = self.weight.data.t().clone(memory_format=torch.contiguous_format)
+        return super().forward(x)
+
+
 class BySet(Normalized):
     def forward(self, x):
         with torch.no_grad():
@@ -103,20 +115,21 @@ def test_a_parameter_that_a_forward_edits_keeps_the_edit(ranks, num_ranks, block
         assert not any(ranks(num_ranks, edited, block, units))
 
 
-def given_other_memory(units):
-    """DDP loses the gradients of such a parameter, so it edits the same values through `.data`."""
-    want = train_replicated(build(ByData), "SGD", 3, same_batch_loss)
+def given_other_memory(block, by_copy, units):
+    """DDP loses gradients of such parameters, so it edits the same values by copies through `.data`."""
+    want = train_replicated(build(by_copy), "SGD", 3, same_batch_loss)
     found = []
     for stage in STAGES:
-        got = train_sharded(build(BySet), "SGD", 3, same_batch_loss, stage=stage, units=units)
+        got = train_sharded(build(block), "SGD", 3, same_batch_loss, stage=stage, units=units)
         found += differences(f"stage {stage}", got, want)
     return found
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_parameter_that_a_forward_gives_other_memory_keeps_the_values(ranks, num_ranks):
+@pytest.mark.parametrize(("block", "by_copy"), [(BySet, ByData), (Transposes, TransposesCopy)])
+def test_a_parameter_that_a_forward_gives_other_memory_keeps_the_values(ranks, num_ranks, block, by_copy):
     for units in (["Sequential"], []):
-        assert not any(ranks(num_ranks, given_other_memory, units))
+        assert not any(ranks(num_ranks, given_other_memory, block, by_copy, units))
 
 
 def edited_twice(stage):
@@ -200,6 +213,38 @@ def test_data_of_another_shape_is_refused_by_name(ranks):
         for message in ranks(2, reshaped, stage):
             assert "'0.0.weight'" in message
             assert "expected new data of the shape [7, 7], got [3, 7]" in message
+
+
+class Swaps(Normalized):
+    clones = False
+
+    def forward(self, x):
+        one, other = self.weight.data, self.inner.weight.data
+        if self.clones:
+            one, other = one.clone(), other.clone()
+        self.weight.data, self.inner.weight.data = other, one
+        return super().forward(x)
+
+
+def swapped(stage):
+    engine, optimizer = start(build(Swaps, 1), "SGD", stage=stage)
+    with pytest.raises(RuntimeError) as error:
+        engine(numbers(0, 5, 7))
+    engine.module[0][0].clones = True
+    got = finish(engine, [step(engine, optimizer, same_batch_loss, 0)])
+    model = build(Swaps, 1)
+    model[0][0].clones = True
+    want = train_replicated(model, "SGD", 1, same_batch_loss)
+    return str(error.value), differences(f"stage {stage}", got, want)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_data_of_another_parameter_is_refused_by_name_and_a_copy_of_it_is_kept(ranks, num_ranks):
+    for stage in STAGES:
+        for message, found in ranks(num_ranks, swapped, stage):
+            assert "'0.0.weight' was given the data of another parameter" in message
+            assert "clone both first" in message
+            assert not found
 
 
 def shown(stage):

@@ -308,6 +308,32 @@ def hook_on_a_copy():
     return messages
 
 
+def hook_inside_unsharded(stage):
+    engine, _ = start(Layered(), "SGD", stage=stage)
+    messages = []
+    with engine.unsharded():
+        parameter = dict(engine.module.named_parameters())["table"]
+        for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
+            with pytest.raises(RuntimeError) as error:
+                register(print)
+            messages.append(str(error.value))
+        twin = copy.deepcopy(parameter)
+        assert type(twin) is torch.nn.Parameter
+        twin.register_hook(print)
+    called = []
+    dict(engine.named_parameters())["table"].register_hook(lambda gradient: called.append(gradient.shape))
+    square_loss(engine, 0).backward()
+    assert len(called) == 1
+    return messages
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_hook_on_a_parameter_that_unsharded_shows_is_refused_by_name(ranks, num_ranks):
+    for stage in STAGES:
+        for messages in ranks(num_ranks, hook_inside_unsharded, stage):
+            assert all("'table' inside engine.unsharded()" in message for message in messages)
+
+
 def hooks_and_garbage():
     engine, optimizer = start(Layered(), "SGD", stage=3)
     for parameter in trained(engine):

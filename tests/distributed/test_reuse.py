@@ -21,6 +21,7 @@ from tests.distributed.training import (
     numbers,
     replicate,
     same_as_replicated,
+    square_loss,
     start,
     step,
     token_loss,
@@ -517,3 +518,33 @@ def stateful():
 @RANKS
 def test_dropout_and_running_statistics_are_those_of_ddp(ranks, num_ranks):
     assert ranks(num_ranks, stateful) == [[]] * num_ranks
+
+
+class CallsItself(nn.Module):
+    """Runs its own forward inside its forward, and uses its parameters before and after."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.randn(7, 7) / 3), nn.Linear(7, 7)
+
+    def forward(self, x, depth=2):
+        x = self.inner(x)
+        if depth:
+            x = x + self(x, depth - 1)
+        return (x @ self.weight).tanh()
+
+
+def calling_themselves():
+    torch.manual_seed(0)
+    layers = [layer for _ in range(2) for layer in (CallsItself(), nn.Linear(7, 7))]
+    model = nn.Sequential(*layers, nn.Linear(7, 1))
+    return [
+        message
+        for units in (["CallsItself"], ["CallsItself", "Linear"])
+        for message in same_as_replicated(model, "SGD", 3, square_loss, units=units)
+    ]
+
+
+@RANKS
+def test_a_unit_may_call_itself_inside_its_forward(ranks, num_ranks):
+    assert not any(ranks(num_ranks, calling_themselves))

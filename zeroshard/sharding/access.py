@@ -50,7 +50,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         raise RuntimeError("unsharded(write_back=True) inside unsharded() of the same parameters")
     opened = [(buffer, buffer.gather_main()) for unit in units for buffer in unit.buffers]
     shown = {
-        id(sharded): ShownParameter.over(view, sharded.requires_grad)
+        id(sharded): ShownParameter.over(view, sharded.requires_grad, sharded.fqn)
         for buffer, whole in opened
         for sharded, view in zip(buffer.sharded, buffer.main_views(whole), strict=True)
     }

@@ -4,9 +4,9 @@ The unsharded parameters are copies, except where one buffer is both. So when a 
 its own slice of the parameters that were edited into the main parameters. Every edit counts a version of the
 parameter, except through `.data`, which a property of its class notes. The hot path compares versions.
 
-torch takes several times as long to read an attribute of a subclass of Parameter. So parameters are of the
-class with the property only while a forward runs. A backward may run a part of a forward again: there they
-are so if a forward has used the property.
+torch takes several times as long to read an attribute of a subclass of Parameter. So parameters are plain
+ones where many are read. At all other times uses of `.data` are noted: a backward may run a part of a forward
+again or call hooks of the user's, and other code runs where everything stays gathered.
 
 As with DistributedDataParallel, each rank makes its own edits and nothing is sent. Where the parameters are
 replicated, a rank computes with its own edit until the next step; then all ranks have the slices of all.
@@ -37,19 +37,7 @@ class Edits:
         self._buffers = list(buffers)
         self._parameters = [parameter for buffer in self._buffers for parameter in buffer.unsharded]
         self._notes = [buffer.data_note for buffer in self._buffers]
-        self._versions = list(map(_version_of, self._parameters))
-        self._watches_always = False
-        """Whether the parameters stay of the class with the property."""
-
-    def watch_always(self) -> None:
-        """From now on note uses of `.data` outside of forwards too."""
-        self._watches_always = True
-        self.watch()
-
-    def watch(self) -> None:
-        """A forward begins: have uses of `.data` noted."""
-        for parameter in self._parameters:
-            parameter.__class__ = UnshardedParameter
+        self._versions = self._read_versions()
 
     def keep(self) -> None:
         """Write this rank's slices of what was edited since the last call into the main parameters.
@@ -57,15 +45,22 @@ class Edits:
         Raises:
             RuntimeError: the main parameter was edited too.
         """
+        if self._read_versions() != self._versions:
+            self._keep()
+            return
         for note in self._notes:
             if note.is_taken:
-                self._watches_always = True
                 self._keep()
-        if not self._watches_always:
-            for parameter in self._parameters:
-                parameter.__class__ = nn.Parameter
-        if list(map(_version_of, self._parameters)) != self._versions:
-            self._keep()
+                return
+
+    def _read_versions(self) -> list[int]:
+        parameters = self._parameters
+        for parameter in parameters:
+            parameter.__class__ = nn.Parameter
+        versions = list(map(_version_of, parameters))
+        for parameter in parameters:
+            parameter.__class__ = UnshardedParameter
+        return versions
 
     @torch.no_grad()
     def _keep(self) -> None:
@@ -78,7 +73,7 @@ class Edits:
                     buffer.take_back(index)
                     if not buffer.plan.is_alias:  # else it shares its memory with the main parameters
                         _write_own(buffer, index)
-        self._versions = list(map(_version_of, self._parameters))
+        self._versions = self._read_versions()
 
 
 def _write_own(buffer: FlatBuffer, index: int) -> None:

@@ -35,7 +35,6 @@ def compile_forwards(units: Sequence[Unit], changes: Changes) -> None:
         if with_hooks.keys().isdisjoint(set(module.modules()) - {module}):
             changes.set(module, "forward", torch.compile(module.forward))
             with_hooks[module].is_compiled = True
-            with_hooks[module].edits.watch_always()  # another class of a parameter is compiled again
 
 
 @functools.cache

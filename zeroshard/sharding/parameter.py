@@ -338,13 +338,21 @@ class UnshardedParameter(nn.Parameter):
         """Take over the values; the memory stays that of the buffer.
 
         Raises:
-            RuntimeError: of another shape.
+            RuntimeError: of another shape, or the memory of another parameter of the buffer.
         """
         if new.shape != self.shape:
             raise RuntimeError(
                 f"the data of '{self.fqn}' is a view of a flat buffer: expected new data of the shape "
                 f"{list(self.shape)}, got {list(new.shape)}. Change shapes before initialize"
             )
+        if new.untyped_storage().data_ptr() == self.untyped_storage().data_ptr():
+            if not 0 <= new.data_ptr() - self.data_ptr() < self.nbytes:
+                raise RuntimeError(
+                    f"'{self.fqn}' was given the data of another parameter, whose memory it would share "
+                    "from then on. A sharded one keeps its own: assign a copy, other.data.clone(); to "
+                    "swap two, clone both first; to tie two, assign one Parameter to both before initialize"
+                )
+            new = new.clone()  # a view of itself, as its transpose
         self.note.is_taken = True
         with torch.no_grad():
             _GET_DATA(self).copy_(new)
@@ -353,8 +361,7 @@ class UnshardedParameter(nn.Parameter):
     def over(view: Tensor, fqn: str, note: DataNote) -> nn.Parameter:
         """One whose memory is that of `view`, with a version counter of its own.
 
-        A refill of the buffer is then no in-place change to autograd. It is of this class while it is watched
-        by `Edits`.
+        A refill of the buffer is then no in-place change to autograd. `Edits` makes it one of this class.
         """
         parameter = nn.Parameter(view.new_empty(0))
         parameter.data = view

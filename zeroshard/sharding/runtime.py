@@ -46,7 +46,7 @@ from zeroshard.sharding.hooks import redirect_hooks
 from zeroshard.sharding.nested import cast_inputs, cast_outputs, find_tensors, view_tensors
 from zeroshard.sharding.norms import NormsOverRanks, UsesNorms
 from zeroshard.sharding.order import UnitOrder
-from zeroshard.sharding.parameter import ShardedParameter, describe_unit
+from zeroshard.sharding.parameter import ShardedParameter, UnshardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.rounding import Rounding
 from zeroshard.sharding.tracers import refuse_tracers
@@ -364,7 +364,6 @@ class Runtime:
                 upcoming.unshard()
         unit.wait()
         unit.slots.install()
-        unit.edits.watch()
         if not torch.is_grad_enabled():
             unit.note_views()
         if not is_second:
@@ -412,7 +411,7 @@ class Runtime:
             if unit is self.root:
                 with outside_transforms() if unit.call.is_transformed else nullcontext():
                     self._end_forward(torch.is_grad_enabled() or unit.call.is_transformed)
-            elif unit.is_resident:
+            elif unit.is_resident or unit.call.outer is not None:
                 pass
             elif self._reshard_after_forward and not is_hidden:
                 self._idle.append(unit)
@@ -432,7 +431,7 @@ class Runtime:
         self._calls.end(unit, is_second)
         unit.edits.keep()
         if not is_second:
-            if not self.is_held:
+            if not self.is_held and not unit.is_in_forward:  # else it has called itself
                 unit.slots.uninstall()
                 if not torch.is_grad_enabled():
                     unit.leave_views()
@@ -615,7 +614,9 @@ class Runtime:
             assert runtime is not None, "the module's hooks hold it"
             assert unit is not None, "the module's hooks hold it"
             gradients = unit.gradients[place]
+            parameter.__class__ = nn.Parameter  # see `edits.py`
             gradient, parameter.grad = parameter.grad, None
+            parameter.__class__ = UnshardedParameter
             assert gradient is not None, "called when it has been accumulated"
             if runtime.reducer.lacks_scale:
                 raise RuntimeError(

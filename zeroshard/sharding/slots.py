@@ -8,8 +8,8 @@ one call by `torch.func.functional_call`. The engine computes with its own param
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -18,15 +18,44 @@ from zeroshard.sharding.parameter import ShardedParameter
 
 
 class ShownParameter(nn.Parameter):
-    """A full parameter under `unsharded()`. Edits of its data count as edits of itself."""
+    """A full parameter under `unsharded()`. Edits of its data count as edits of itself.
+
+    Attributes:
+        fqn: the original name; None for one that was made of a shown one.
+    """
+
+    fqn: str | None = None
 
     @staticmethod
-    def over(view: Tensor, requires_grad: bool) -> ShownParameter:
+    def over(view: Tensor, requires_grad: bool, fqn: str) -> ShownParameter:
         """One whose memory is that of `view`, with a version counter of its own."""
         parameter = nn.Parameter(view.new_empty(0), requires_grad)
         parameter.data = view
         parameter.__class__ = ShownParameter
-        return cast(ShownParameter, parameter)
+        shown = cast(ShownParameter, parameter)
+        shown.fqn = fqn
+        return shown
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        self._refuse_hook("register_hook")
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        self._refuse_hook("register_post_accumulate_grad_hook")
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _refuse_hook(self, method: str) -> None:
+        if self.fqn is not None:
+            raise RuntimeError(
+                f"{method}() on '{self.fqn}' inside engine.unsharded(), which shows another object than is "
+                "trained, so the hook would never be called: register it outside of the block, on the "
+                "parameter of engine.named_parameters()"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain parameter: a copy of the model is an ordinary one."""
+        twin = memo[id(self)] = nn.Parameter(Tensor.detach(self).clone(), self.requires_grad)
+        return twin
 
     @property
     def data(self) -> Tensor:
