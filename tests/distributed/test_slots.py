@@ -202,3 +202,30 @@ def with_an_optimizer_over_originals():
 def test_an_optimizer_over_the_original_parameters_raises_in_its_step(ranks):
     for message in ranks(1, with_an_optimizer_over_originals):
         assert "Build an optimizer that initialize is not given over engine.parameters()" in message
+
+
+class Small(nn.Module):
+    """A parameter of one element: one of two ranks has an empty slice."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def replaced_data(stage):
+    engine, _ = start(Small(), "SGD", stage=stage)
+    with pytest.raises(RuntimeError, match="its data cannot be replaced") as raised:
+        engine.module.scale.data = engine.module.scale.data * 2
+    engine.module.scale.data -= 0.5
+    return "'scale'" in str(raised.value), engine.full_state_dict().get("scale")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_data_of_an_empty_slice_is_not_replaced_either(ranks, num_ranks):
+    for stage in STAGES:
+        answers = ranks(num_ranks, replaced_data, stage)
+        assert all(is_named for is_named, _ in answers)
+        assert answers[0][1].item() == 0.5

@@ -210,3 +210,58 @@ def train_wrapped():
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_engine_inside_torch_compile_or_data_parallel_trains_as_before(ranks, num_ranks):
     assert ranks(num_ranks, train_wrapped, timeout=120.0) == [[]] * num_ranks
+
+
+def loaded_wholes():
+    """By stage, what a whole state dict is answered; and where the remedies do not load it."""
+    found = []
+    for stage in STAGES:
+        other = build()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.add_(1)
+        engine = start(stage)
+        answers = []
+        for model, whole in ((engine.module, other), (engine.module.inner, other.inner)):
+            with pytest.raises(RuntimeError) as raised:
+                model.load_state_dict(whole.state_dict())
+            answers.append(str(raised.value))
+        slices = copy.deepcopy(engine.module.state_dict())
+        with engine.unsharded(write_back=True):
+            engine.module.load_state_dict(other.state_dict())
+        whole = engine.full_state_dict()
+        wrong = [name for name, value in whole.items() if not torch.equal(value, other.state_dict()[name])]
+        engine.module.load_state_dict(slices)
+        same = [torch.equal(value, slices[name]) for name, value in engine.module.state_dict().items()]
+        found.append((answers, wrong, all(same)))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_whole_state_dict_is_not_loaded_into_slices_and_the_remedy_loads_it(ranks, num_ranks):
+    for found in ranks(num_ranks, loaded_wholes):
+        for answers, wrong, loads_slices in found:
+            for answer in answers:
+                assert "load_state_dict() got the whole 'inner.weight'" in answer
+                assert "engine.unsharded(write_back=True)" in answer
+            assert wrong == []
+            assert loads_slices
+
+
+def marked_inside():
+    """Attributes that were set on a shown parameter, on the sharded one and on what a forward sees."""
+    found = []
+    for stage in STAGES:
+        engine = start(stage)
+        with engine.unsharded():
+            engine.module.inner.weight.no_decay = True
+        seen = []
+        engine.module.inner.register_forward_pre_hook(lambda m, _, seen=seen: seen.append(m.weight.no_decay))
+        loss(engine, 0)
+        found.append((engine.module.inner.weight.no_decay, seen))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_attribute_of_a_shown_parameter_stays(ranks, num_ranks):
+    assert ranks(num_ranks, marked_inside) == [[(True, [True])] * len(STAGES)] * num_ranks

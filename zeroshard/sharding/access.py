@@ -70,8 +70,9 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         else:
             gradients.warn_of_changes()
         for buffer, _ in opened:
-            for sharded in buffer.sharded:
+            for sharded, unsharded in zip(buffer.sharded, buffer.unsharded, strict=True):
                 sharded.requires_grad_(shown[id(sharded)].requires_grad)
+                carry_attributes(shown[id(sharded)], sharded, unsharded)
     except RuntimeError as error:
         if ShownParameter.__name__ in str(error):  # torch's own words for nn.Parameter(module.weight)
             raise RuntimeError(

@@ -7,10 +7,11 @@ import sys
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from zeroshard.sharding.parameter import ShardedParameter
@@ -37,9 +38,12 @@ COPIED = (
 
 
 def guard_copies(runtime: Runtime) -> None:
-    """Let deep copies of the model and of its units be plain; warn where a state dict of slices is saved."""
+    """Let deep copies of the model and of its units be plain; tell if slices are saved or wholes loaded."""
     for module in runtime.module.modules():
-        runtime.changes.hook(module._register_state_dict_hook(_mark_slices))
+        runtime.changes.hook(
+            module._register_state_dict_hook(_mark_slices),
+            module.register_load_state_dict_pre_hook(_refuse_wholes),
+        )
     for module in (module for unit in runtime.units for module in unit.modules):
         copies = _Copies(module)
         for name, method in zip(_COPYING, (copies.deepcopy, copies.reduce), strict=True):
@@ -130,6 +134,19 @@ def _innermost(method: Any) -> Any:
             break
         method = method.__wrapped__
     return method
+
+
+def _refuse_wholes(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Refuse to load whole parameters into the slices of a module."""
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if not isinstance(parameter, ShardedParameter) or not isinstance(value, torch.Tensor):
+            continue
+        if value.shape == parameter.full_shape != parameter.shape:
+            raise RuntimeError(
+                f"load_state_dict() got the whole '{parameter.fqn}', of which a rank holds a slice: call it "
+                "on all ranks under engine.unsharded(write_back=True), or load before initialize"
+            )
 
 
 def _mark_slices(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: str, _: Any) -> Any:

@@ -26,6 +26,7 @@ class Warned(Protocol):
 
     has_warned_of_counts: bool
     has_warned_of_norms: bool
+    has_warned_of_zeros: bool
 
 
 class Slice(Protocol):
@@ -49,6 +50,7 @@ _COUNTERS = frozenset(
 
 _COUNTS = frozenset((Tensor.numel, Tensor.nelement, torch.numel))
 _NORMS = frozenset((Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm))
+_ZEROES = re.compile(r"grad(\.data|\.detach\(\))?\.zero_\(")
 _SAYS_NORM = re.compile(r"norm\(")
 _ADDS_UP = re.compile(r"\+=.*(numel|nelement)\(|(\w+) = \2 \+ .*(numel|nelement)\(")
 ASKED = _COUNTS | _NORMS | {Tensor.detach}
@@ -117,6 +119,30 @@ def warn_of_line(parameter: Any, frame: FrameType) -> None:
         _warn_of_norm(parameter, frame)
 
 
+def warn_of_zeros(parameter: Slice, frame: FrameType) -> None:
+    """Warn once where the line that reads a gradient zeroes it, while sums wait that are not in it."""
+    if not parameter.phase.has_warned_of_zeros and _ZEROES.search(_line_of(frame)):
+        parameter.phase.has_warned_of_zeros = True
+        warnings.warn(
+            f"the gradient of '{parameter.fqn}' was zeroed in place; sums of micro-batches that were not "
+            "reduced yet are not in it and stay: call zero_grad() of the engine, the optimizer or the model, "
+            "which drops them too",
+            stacklevel=_level_of(frame),
+        )
+
+
+def _level_of(frame: FrameType) -> int:
+    """The `stacklevel`, for the function that asks, of the line in a frame."""
+    return _depth_of(sys._getframe(1)) - _depth_of(frame) + 1
+
+
+def _depth_of(frame: FrameType) -> int:
+    depth, caller = 0, frame.f_back
+    while caller is not None:
+        depth, caller = depth + 1, caller.f_back
+    return depth
+
+
 def _line_of(frame: FrameType) -> str:
     """The source; empty where there is none."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
@@ -143,9 +169,7 @@ def _warn_of_norm(parameter: Slice, frame: FrameType) -> None:
         if caller.f_code.co_name == "step" and _is_of_optimizer(caller):
             return
         caller = caller.f_back
-    level, caller = 1, sys._getframe()
-    while caller is not None and caller is not frame:
-        level, caller = level + 1, caller.f_back
+    level, caller = _level_of(frame), frame
     while caller is not None and str(caller.f_globals.get("__name__", "")).startswith("torch."):
         level, caller = level + 1, caller.f_back
     parameter.phase.has_warned_of_norms = True

@@ -70,7 +70,7 @@ class Phase:
     before_edit: Callable[[], object] = object
     """Waits for them."""
     has_warned_of_counts = False
-    has_warned_of_norms = False
+    has_warned_of_norms = has_warned_of_zeros = False
     refusal: str | None = None
     """Why sharded parameters cannot be used any more, once the engine is closed."""
     has_hooks = False
@@ -417,13 +417,9 @@ def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
     if func == _SET_DATA:
         with torch._C.DisableTorchFunctionSubclass():
             new = args[1]
-            same_kind = (new.shape, new.dtype, new.device) == (
-                parameter.shape,
-                parameter.dtype,
-                parameter.device,
-            )
-            if same_kind and new.data_ptr() == parameter.data_ptr():
-                return  # p.data -= ... has changed it in place and sets it to itself
+            # p.data -= ... has changed it in place and sets it to itself
+            if isinstance(new, Tensor) and new.dtype == parameter.dtype and new.is_set_to(parameter):
+                return
         raise RuntimeError(
             f"{parameter.describe()} is a view of a flat buffer: its data cannot be replaced; copy_() into "
             "it under torch.no_grad(), or edit the whole under engine.unsharded(module, write_back=True)"
@@ -447,8 +443,11 @@ def _check_grad_reader(parameter: Tensor, frame: FrameType | None) -> None:
     if frame is None or not isinstance(parameter, ShardedParameter):
         return
     reader = (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
-    if parameter.phase.has_sums and reader in _GRAD_FORGETTERS:
-        parameter.phase.forget_gradient(parameter)
+    if parameter.phase.has_sums:
+        if reader in _GRAD_FORGETTERS:
+            parameter.phase.forget_gradient(parameter)
+        elif "zero_" in frame.f_code.co_names:
+            counts.warn_of_zeros(parameter, frame)
     if parameter.is_partial and reader in _GRAD_READERS:
         raise RuntimeError(
             f"{'.'.join(reader)} would see only this rank's slice of the gradient of '{parameter.fqn}'; "
