@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from zeroshard.batch import to_device
-from zeroshard.data import EpochLoader
+from zeroshard.data.loader import EpochLoader
+from zeroshard.data.microbatch import to_device
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 

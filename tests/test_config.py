@@ -14,7 +14,16 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from zeroshard.config import Checkpoint, Config, Loader, Mesh, Offload, Pipeline, Precision, require_supported
+from zeroshard.config.sections import (
+    Checkpoint,
+    Config,
+    Loader,
+    Mesh,
+    Offload,
+    Pipeline,
+    Precision,
+    require_supported,
+)
 
 SECTIONS = {
     "precision": Precision,

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from torch.utils.data import DataLoader, DistributedSampler
 
-from zeroshard.config import Loader
-from zeroshard.data import EpochLoader, order, turns
+from zeroshard.config.sections import Loader
+from zeroshard.data.loader import EpochLoader, order, turns
 
 LENGTHS = st.integers(1, 40)
 NUM_RANKS = st.integers(1, 9)

@@ -13,12 +13,14 @@ ROOT = Path(__file__).parents[1]
 
 # The layer picture of docs/architecture.md, from the ground up.
 LAYERS = (
-    {"config", "deepspeed", "tables"},
-    {"comm"},
-    {"sharding", "data", "batch"},
-    {"memory", "offload", "optim", "parallel", "checkpoint", "safetensors", "byname"},
-    {"engine", "sharded"},
-    {"initialize", "pretrained"},
+    {"plan", "config", "deepspeed", "tables"},
+    {"comm", "lazy", "data"},
+    {"sharding", "agreement"},
+    {"stepping", "forwards", "guards", "restore"},
+    {"assemble", "optim"},
+    {"checkpoint", "hf", "byname", "memory", "sharded"},
+    {"engine"},
+    {"initialize"},
     {"cli"},
     {"__init__", "__main__"},
 )
@@ -115,7 +117,7 @@ def test_only_comm_and_the_wrappers_of_torch_libraries_use_torch_distributed() -
 
 
 def test_layout_is_pure() -> None:
-    names = list(imported(ZEROSHARD["zeroshard/sharding/layout.py"]))
+    names = list(imported(ZEROSHARD["zeroshard/plan/layout.py"]))
     assert not [name for name in names if is_within(name, "torch")]
 
 

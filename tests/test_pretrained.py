@@ -15,8 +15,8 @@ import torch.distributed as dist
 import zeroshard
 from tests.distributed.models import VOCABULARY
 from tests.distributed.training import plain, replicate, start, step, token_loss
-from zeroshard.safetensors import find_tensors
-from zeroshard.sharding.deferred import is_stored, values_of
+from zeroshard.hf.safetensors import find_tensors
+from zeroshard.lazy.deferred import is_stored, values_of
 
 transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -224,10 +224,10 @@ NUM_RANKS, RANK = 8, 3
 
 def load_as_one_of_many(folder: str) -> None:
     """Print the growth of peak memory, and the bytes of a shard and of the largest parameter."""
+    from zeroshard.assemble import shard_over
     from zeroshard.comm.collectives import Axis
     from zeroshard.comm.counter import Counter
     from zeroshard.comm.mesh import Axes
-    from zeroshard.sharding.shard import shard_over
 
     class Alone(Axis):
         def broadcast(self, tensor, label):

@@ -2,14 +2,14 @@
 
 from zeroshard import optim
 from zeroshard.comm.counter import CommReport
-from zeroshard.config import Checkpoint, Config, Loader, Mesh, Offload, Pipeline, Precision
+from zeroshard.config.sections import Checkpoint, Config, Loader, Mesh, Offload, Pipeline, Precision
 from zeroshard.engine import Engine
+from zeroshard.hf.pretrained import from_pretrained
 from zeroshard.initialize import Initialized, initialize
+from zeroshard.lazy.recorder import deferred_init
 from zeroshard.memory.estimate import Estimate, estimate
 from zeroshard.memory.report import MemoryReport
-from zeroshard.pretrained import from_pretrained
 from zeroshard.sharded import Sharded, shard
-from zeroshard.sharding.recorder import deferred_init
 
 __all__ = [
     "Checkpoint",

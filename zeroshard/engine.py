@@ -13,25 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zeroshard.batch import split_batch, to_device
 from zeroshard.byname import ByName
-from zeroshard.checkpoint.adapters import export_adapters, has_adapters
 from zeroshard.checkpoint.capture import Parts, Progress, capture
-from zeroshard.checkpoint.export import export_engine
-from zeroshard.checkpoint.format import Format
 from zeroshard.checkpoint.load import load
 from zeroshard.checkpoint.save import Saver
-from zeroshard.checkpoint.weights import MAX_SHARD_BYTES
 from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.wrappers import refuse_wrappers
+from zeroshard.data.microbatch import split_batch, to_device
 from zeroshard.deepspeed.habits import DeepSpeedNames
-from zeroshard.memory.report import MemoryReport, measure
-from zeroshard.optim.guard import StepGuard
-from zeroshard.optim.halfway import Arguments, Halfway
-from zeroshard.sharded import ShardedCalls
-from zeroshard.sharding.autograd import outside_transforms
-from zeroshard.sharding.methods import (
+from zeroshard.forwards.methods import (
     EnginesOwn,
     NotSharded,
     WholeOnly,
@@ -39,9 +30,19 @@ from zeroshard.sharding.methods import (
     held_unsharded,
     register_method_of_part,
 )
+from zeroshard.hf.adapters import export_adapters, has_adapters
+from zeroshard.hf.export import export_engine
+from zeroshard.hf.format import Format
+from zeroshard.hf.weights import MAX_SHARD_BYTES
+from zeroshard.memory.report import MemoryReport, measure
+from zeroshard.sharded import ShardedCalls
+from zeroshard.sharding.autograd import outside_transforms
 from zeroshard.sharding.nested import cast_inputs
 from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.tracers import refuse_proxies
+from zeroshard.stepping.attach import attach
+from zeroshard.stepping.guard import StepGuard
+from zeroshard.stepping.halfway import Arguments, Halfway
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -309,7 +310,7 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
                 if not self._is_ready:
                     self._halfway.end()
 
-        self._runtime.attach(optimizer)
+        attach(self._runtime, self._guard.rounding, optimizer)
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
@@ -411,8 +412,8 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
         progress = loaded.progress
         self.global_step, self.skipped_steps = progress.global_step, progress.skipped_steps
         self._guard.loss_scale = progress.loss_scale
-        if self._runtime.rounding is not None and progress.rounding is not None:
-            self._runtime.rounding.resume(progress.rounding)
+        if self._guard.rounding is not None and progress.rounding is not None:
+            self._guard.rounding.resume(progress.rounding)
         return loaded.client_state
 
     def save_pretrained(
@@ -447,7 +448,7 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
             global_step=self.global_step,
             skipped_steps=self.skipped_steps,
             loss_scale=self._guard.loss_scale,
-            rounding=self._runtime.rounding,
+            rounding=self._guard.rounding,
         )
 
     # -- other methods --------------------------------------------------------------------------------

@@ -11,21 +11,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
+from zeroshard.agreement import check_agreement
+from zeroshard.assemble import open_data_parallel, shard_over
 from zeroshard.checkpoint.capture import Parts
 from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, watch
 from zeroshard.comm.mesh import open_world, start_process_group
-from zeroshard.config import Config, require_supported
-from zeroshard.data import EpochLoader
+from zeroshard.config.sections import Config, require_supported
+from zeroshard.data.loader import EpochLoader
 from zeroshard.engine import Engine, LossFunction
-from zeroshard.optim.overrides import forget, read_overrides
-from zeroshard.optim.takeover import OptimizerFactory, check_optimizer, take_over
-from zeroshard.sharding.agreement import check_agreement
-from zeroshard.sharding.recorder import refuse_recording
-from zeroshard.sharding.shard import open_data_parallel, shard_over
-from zeroshard.sharding.units import find_units
+from zeroshard.lazy.recorder import refuse_recording
+from zeroshard.optim.adopt.overrides import forget, read_overrides
+from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, take_over
+from zeroshard.plan.wrapping import find_units
 
 
 class Initialized(NamedTuple):

@@ -11,17 +11,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zeroshard.config import Config
-from zeroshard.optim.clipping import check_clipping
-from zeroshard.optim.guard import StepGuard
-from zeroshard.sharding import access
-from zeroshard.sharding import restore as restoring
-from zeroshard.sharding.copies import NotCopied
+from zeroshard import restore as restoring
+from zeroshard.assemble import shard_in_place
+from zeroshard.config.sections import Config
+from zeroshard.guards.copies import NotCopied
+from zeroshard.restore import Closed
+from zeroshard.sharding import full_parameters
 from zeroshard.sharding.counts import count
-from zeroshard.sharding.restore import Closed
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.sharding.shard import shard_in_place
 from zeroshard.sharding.unit import UnitInfo
+from zeroshard.stepping.attach import attach
+from zeroshard.stepping.clipping import check_clipping
+from zeroshard.stepping.guard import StepGuard
 
 
 class ShardedCalls(NotCopied):
@@ -72,12 +73,12 @@ class ShardedCalls(NotCopied):
         for part in parts:
             if part not in inside:
                 raise ValueError(f"unsharded: expected modules of the model, got {type(part).__name__}")
-        with access.unsharded(self._runtime, parts, write_back):
+        with full_parameters.unsharded(self._runtime, parts, write_back):
             yield
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Rank 0: CPU tensors under the model's original names, parameters in float32; {} elsewhere."""
-        return access.full_state_dict(self._runtime)
+        return full_parameters.full_state_dict(self._runtime)
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Count the elements of the whole model, tied parameters once. `numel()` of a sharded one is less."""
@@ -139,7 +140,7 @@ class Sharded(ShardedCalls):
         Raises:
             ValueError: one is of bitsandbytes', which `zeroshard.initialize` takes over.
         """
-        self._runtime.attach(*optimizers)
+        attach(self._runtime, self._guard.rounding, *optimizers)
 
 
 def shard(

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 
 from zeroshard.checkpoint.boxes import Box, boxes_of, runs, split, whole
-from zeroshard.sharding.layout import Span
+from zeroshard.plan.layout import Span
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 FULL_SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)

@@ -22,7 +22,7 @@ import zeroshard
 from tests.distributed.models import VOCABULARY, Tiny
 from tests.distributed.training import numbers, replicate, start, step, token_loss, tokens
 from zeroshard.cli.main import main
-from zeroshard.sharding.deferred import values_of
+from zeroshard.lazy.deferred import values_of
 
 transformers = pytest.importorskip("transformers")
 from safetensors import safe_open  # noqa: E402

@@ -14,7 +14,7 @@ from zeroshard.checkpoint.reader import TensorReader, open_checkpoint
 from zeroshard.checkpoint.tensors import TensorSlice
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.sharding.layout import Layout
+from zeroshard.plan.layout import Layout
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux tells it"

@@ -14,7 +14,7 @@ from zeroshard.checkpoint.boxes import Box, runs
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.reader import TensorReader, iterate_whole, open_checkpoint
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
-from zeroshard.sharding.layout import Layout
+from zeroshard.plan.layout import Layout
 
 
 def saved(folder, config):

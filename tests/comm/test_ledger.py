@@ -6,7 +6,16 @@ import torch.distributed as dist
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.ledger import CONTROL, GATHER, KEPT, REDUCE, Entries, Ledger, find_difference, is_proven
+from zeroshard.comm.watch.ledger import (
+    CONTROL,
+    GATHER,
+    KEPT,
+    REDUCE,
+    Entries,
+    Ledger,
+    find_difference,
+    is_proven,
+)
 
 CPU = torch.device("cpu")
 A, B, C = (f"all-gather of unit '{name}'" for name in "abc")

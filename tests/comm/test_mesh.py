@@ -21,7 +21,7 @@ from zeroshard.comm.mesh import (
     start_process_group,
     stop_process_group,
 )
-from zeroshard.config import Config, Mesh
+from zeroshard.config.sections import Config, Mesh
 
 CPU = torch.device("cpu")
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -149,7 +149,7 @@ ALONE = """
 import json, torch, torch.distributed as dist
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import build_mesh, open_axes, open_world, start_process_group, stop_process_group
-from zeroshard.config import Config
+from zeroshard.config.sections import Config
 cpu = torch.device("cpu")
 started = start_process_group(cpu, 20.0)
 axis = open_axes(build_mesh(Config(), cpu), open_world(cpu, Counter(), 20.0)).dp_shard

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from zeroshard.comm.whereabouts import Sighting, Status, Wait, Whereabouts, describe, find_lost, report
+from zeroshard.comm.watch.status import Sighting, Status, Wait, Whereabouts, describe, find_lost, report
 
 GATHER = "all-gather of unit 'layers.3'"
 REDUCE = "reduce-scatter of the gradients of unit 'layers.3'"

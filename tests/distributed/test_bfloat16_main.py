@@ -506,7 +506,7 @@ def load_rounding(folder, rounding):
         other.load_checkpoint(folder)
     except RuntimeError as error:
         return str(error)
-    return other._runtime.rounding.seed
+    return other._guard.rounding.seed
 
 
 def test_a_checkpoint_with_a_damaged_seed_is_refused_and_one_without_leaves_the_present_one(ranks, tmp_path):

@@ -11,10 +11,10 @@ from torch import nn
 
 from tests.distributed.training import STAGES, start
 from tests.operators import Operators
-from zeroshard.optim.clipping import own_gradients, scale_
-from zeroshard.optim.nonfinite import all_finite, largest
-from zeroshard.sharding.norms import foreach_sum_of_squares
-from zeroshard.sharding.runs import contiguous_runs
+from zeroshard.stepping.clipping import own_gradients, scale_
+from zeroshard.stepping.nonfinite import all_finite, largest
+from zeroshard.stepping.norms import foreach_sum_of_squares
+from zeroshard.stepping.runs import contiguous_runs
 
 NUM_BLOCKS = 3
 

@@ -11,12 +11,13 @@ from torch import nn
 
 from tests.optim.eightbit.reference import Reference
 from tests.optim.eightbit.test_optimizers import gradients
-from zeroshard.optim import AdamW8bit, LAMB8bit, bitsandbytes
-from zeroshard.optim.bitsandbytes import adopt
+from zeroshard.optim import AdamW8bit, LAMB8bit
+from zeroshard.optim.adopt import bitsandbytes
+from zeroshard.optim.adopt.bitsandbytes import adopt
+from zeroshard.optim.adopt.overrides import forget, read_overrides
+from zeroshard.optim.adopt.takeover import check_optimizer
 from zeroshard.optim.eightbit import step as steps
-from zeroshard.optim.overrides import forget, read_overrides
 from zeroshard.optim.statenames import from_common, num_bits, to_common
-from zeroshard.optim.takeover import check_optimizer
 
 bnb = pytest.importorskip("bitsandbytes").optim
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from zeroshard import Config, Precision
-from zeroshard.config import DynamicLossScale
-from zeroshard.optim.scaling import LossScale
+from zeroshard.config.sections import DynamicLossScale
+from zeroshard.stepping.loss_scale import LossScale
 
 DEFAULT = DynamicLossScale()
 INITIAL, GROWTH_INTERVAL, MINIMUM = DEFAULT.start, DEFAULT.window, DEFAULT.minimum

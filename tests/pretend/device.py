@@ -22,7 +22,8 @@ import torch
 from tests.pretend.clocks import Event, Stream, Timeline
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
-from zeroshard.comm import aside, collectives, mesh, streams
+from zeroshard.comm import background as aside
+from zeroshard.comm import collectives, mesh, streams
 
 _resize = torch.UntypedStorage.resize_
 

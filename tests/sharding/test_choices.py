@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroshard.sharding.choices import chosen_among
-from zeroshard.sharding.units import find_units
+from zeroshard.plan.choices import chosen_among
+from zeroshard.plan.wrapping import find_units
 
 
 class Block(nn.Module):

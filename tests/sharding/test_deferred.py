@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.sharding.deferred import values_of
-from zeroshard.sharding.materialize import check_values, materialize_others, record_resets
-from zeroshard.sharding.recorder import is_recording
+from zeroshard.lazy.deferred import values_of
+from zeroshard.lazy.materialize import check_values, materialize_others, record_resets
+from zeroshard.lazy.recorder import is_recording
 
 
 class Layers(nn.Module):

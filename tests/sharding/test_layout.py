@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from zeroshard.sharding.layout import BLOCK, Layout, Span, round_up
+from zeroshard.plan.layout import BLOCK, Layout, Span, round_up
 
 EDGES = st.sampled_from((0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK))
 SIZES = st.lists(EDGES | st.integers(0, 5 * BLOCK) | st.integers(0, 40_000), max_size=6).map(tuple)

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from zeroshard.sharding.placement import STAGES, DtypePolicy, Placement, Placements, plan_buffer
+from zeroshard.plan.placement import STAGES, DtypePolicy, Placement, Placements, plan_buffer
 
 REPLICATED, SHARDED = Placement.REPLICATE, Placement.SHARD
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64

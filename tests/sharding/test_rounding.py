@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 
-from zeroshard.sharding.rounding import Rounding, random_bits, round_into
+from zeroshard.stepping.rounding import Rounding, random_bits, round_into
 
 KEY = 0x9D39247E33776D41
 
@@ -89,7 +89,7 @@ def test_infinities_and_every_payload_of_nan_stay_whatever_the_bits():
 @pytest.mark.parametrize("upper", [0x0000, 0x0001, 0x007F, 0x3F80, 0x3FFF, 0x7F7E, 0x8000, 0xBF80, 0xC17F])
 @pytest.mark.parametrize("lower", [0, 1, 0x7FFF, 0x8000, 0xFFFF, 12345])
 def test_of_all_random_bits_exactly_the_right_share_rounds_away_from_zero(upper, lower):
-    from zeroshard.sharding.rounding import _round
+    from zeroshard.stepping.rounding import _round
 
     value = torch.tensor([as_float(upper << 16 | lower)]).expand(1 << 16)
     result = words_of(_round(value, torch.arange(1 << 16, dtype=torch.int32)).bfloat16())

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from zeroshard.sharding.layout import Layout
-from zeroshard.sharding.runs import contiguous_runs
+from zeroshard.plan.layout import Layout
+from zeroshard.stepping.runs import contiguous_runs
 
 
 def places(runs):

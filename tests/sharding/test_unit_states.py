@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeroshard.assemble import shard_over
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import Axes
-from zeroshard.config import Config, Precision
+from zeroshard.config.sections import Config, Precision
+from zeroshard.plan.layout import Layout
 from zeroshard.sharding.gradients import GradientState
-from zeroshard.sharding.layout import Layout
-from zeroshard.sharding.shard import shard_over
 from zeroshard.sharding.unit import UnitState
 
 CPU = torch.device("cpu")

@@ -6,14 +6,14 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
+from zeroshard.assemble import shard_over
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import Axes
-from zeroshard.config import Config
+from zeroshard.config.sections import Config
+from zeroshard.plan.placement import DtypePolicy
+from zeroshard.plan.wrapping import LARGE, find_units
 from zeroshard.sharding.parameter import Phase, ShardedParameter
-from zeroshard.sharding.placement import DtypePolicy
-from zeroshard.sharding.shard import shard_over
-from zeroshard.sharding.units import LARGE, find_units
 
 WIDTH = 64
 

@@ -9,7 +9,7 @@ import torch
 
 from zeroshard.optim.eightbit.blocks import num_blocks
 from zeroshard.optim.eightbit.states import ABSMAX
-from zeroshard.sharding.layout import BLOCK, Span
+from zeroshard.plan.layout import BLOCK, Span
 
 Dtypes = Mapping[str, torch.dtype]
 """Of all states of a parameter, by key: they tell which belong together."""

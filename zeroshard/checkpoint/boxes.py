@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 from operator import add
 
-from zeroshard.sharding.layout import Span
+from zeroshard.plan.layout import Span
 
 Shape = tuple[int, ...]
 

@@ -25,12 +25,12 @@ from zeroshard.checkpoint.optimizers import OptimizerState, keep_few, read_optim
 from zeroshard.checkpoint.plain import check_plain, to_bytes
 from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.tensors import ModelState, dtype_name, read_model, written_slices
-from zeroshard.config import Config
-from zeroshard.data import EpochLoader
-from zeroshard.optim.scaling import LossScale
+from zeroshard.config.sections import Config
+from zeroshard.data.loader import EpochLoader
 from zeroshard.sharding.parameter import ShardedParameter
-from zeroshard.sharding.rounding import Rounding
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.stepping.loss_scale import LossScale
+from zeroshard.stepping.rounding import Rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zeroshard.optim.bitsandbytes import is_bitsandbytes
+from zeroshard.optim.adopt.bitsandbytes import is_bitsandbytes
 
 MAX_STEPS = 1 << 53
 """Float64 can't count further."""

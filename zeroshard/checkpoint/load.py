@@ -25,15 +25,14 @@ from zeroshard.checkpoint.reader import INDEX, Stored, TensorReader, open_checkp
 from zeroshard.checkpoint.save import VALUES
 from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, match_states, read_converted
 from zeroshard.checkpoint.tensors import TensorSlice, held_slices, read_model
-from zeroshard.data import parse_place
+from zeroshard.data.loader import parse_place
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.layerwise import LayerWise
-from zeroshard.optim.scaling import LossScale
 from zeroshard.optim.statenames import from_common
-from zeroshard.sharding.ignored import only_sharded
-from zeroshard.sharding.parameter import ShardedParameter
-from zeroshard.sharding.rounding import Rounding
+from zeroshard.sharding.parameter import ShardedParameter, only_sharded
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.stepping.loss_scale import LossScale
+from zeroshard.stepping.rounding import Rounding
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.checkpoint.blockwise import shape_of
 from zeroshard.checkpoint.checks import SMALL
 from zeroshard.optim.statenames import to_common
-from zeroshard.sharding.ignored import only_sharded
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.parameter import ShardedParameter, only_sharded
 
 HOW = frozenset(
     (

@@ -16,7 +16,7 @@ from zeroshard.checkpoint.hostcopies import HostCopies
 from zeroshard.checkpoint.manifest import FileRecord, Manifest
 from zeroshard.checkpoint.tensors import TensorSlice
 from zeroshard.checkpoint.writer import Written, write_index, write_part
-from zeroshard.comm.aside import Aside, open_aside
+from zeroshard.comm.background import Aside, open_aside
 from zeroshard.comm.collectives import Axis
 
 VALUES = "values.pt"

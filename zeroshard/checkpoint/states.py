@@ -17,15 +17,14 @@ from zeroshard.checkpoint.conversion import Family, convert_scalars, family_of
 from zeroshard.checkpoint.reader import INDEX, Stored, StoredTensor, TensorReader
 from zeroshard.checkpoint.save import VALUES
 from zeroshard.checkpoint.tensors import TensorSlice, state_name
-from zeroshard.optim.bitsandbytes import is_bitsandbytes
+from zeroshard.optim.adopt.bitsandbytes import is_bitsandbytes
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.blocks import Quantized, num_blocks
 from zeroshard.optim.eightbit.codebook import Codebook, codebook
 from zeroshard.optim.eightbit.states import ABSMAX
 from zeroshard.optim.statenames import num_bits, to_common
-from zeroshard.sharding.ignored import only_sharded
-from zeroshard.sharding.layout import Span
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.plan.layout import Span
+from zeroshard.sharding.parameter import ShardedParameter, only_sharded
 
 _PIECE = 1 << 16
 """Elements that are converted together, a multiple of BLOCK: a rank never holds more in both forms."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zeroshard.checkpoint.blockwise import blocks_of, is_scales, shape_of
 from zeroshard.checkpoint.boxes import Box, boxes_of, split, whole
+from zeroshard.plan.layout import BLOCK, Span
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.layout import BLOCK, Span
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 

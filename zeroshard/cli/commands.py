@@ -7,13 +7,13 @@ from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint.export import export_checkpoint
 from zeroshard.checkpoint.files import find
-from zeroshard.checkpoint.format import Format
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.cli.contents import describe
-from zeroshard.config import Config
+from zeroshard.config.sections import Config
+from zeroshard.hf.export import export_checkpoint
+from zeroshard.hf.format import Format
 from zeroshard.memory import estimate as memory
 
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?i?B)?", re.IGNORECASE)

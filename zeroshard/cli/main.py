@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from zeroshard.checkpoint.weights import MAX_SHARD_BYTES
 from zeroshard.cli import commands
+from zeroshard.hf.weights import MAX_SHARD_BYTES
 
 USAGE, FAILURE = 2, 1
 """Exit codes: what was asked for cannot be; what was to be read or written could not."""

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from zeroshard.comm import streams
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.ledger import CONTROL, GATHER, REDUCE, Entries, Ledger, find_difference, is_proven
 from zeroshard.comm.pool import BufferPool
-from zeroshard.comm.waits import Waits
-from zeroshard.comm.watchdog import Watchdog
-from zeroshard.comm.whereabouts import Whereabouts
+from zeroshard.comm.watch.ledger import CONTROL, GATHER, REDUCE, Entries, Ledger, find_difference, is_proven
+from zeroshard.comm.watch.status import Whereabouts
+from zeroshard.comm.watch.waits import Waits
+from zeroshard.comm.watch.watchdog import Watchdog
 
 Parts = Mapping[int, Tensor] | Sequence[Tensor]
 """A tensor for each rank."""

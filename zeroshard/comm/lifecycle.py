@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.mesh import Axes, stop_process_group
-from zeroshard.comm.watchdog import Watchdog, open_watchdog
+from zeroshard.comm.watch.watchdog import Watchdog, open_watchdog
 
 _DRAIN_S = 5.0
 

@@ -15,7 +15,7 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.groups import shared_group
 from zeroshard.comm.rendezvous import check_device_types, open_store
-from zeroshard.config import Config
+from zeroshard.config.sections import Config
 
 DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
 """The axis over which shard groups are replicated (hybrid sharding), and that of the ranks of a group."""

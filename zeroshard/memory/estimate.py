@@ -9,16 +9,16 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from zeroshard.config import Config, require_supported
+from zeroshard.assemble import dtype_policy
+from zeroshard.config.sections import Config, require_supported
 from zeroshard.memory.report import MemoryReport
 from zeroshard.optim.eightbit.blocks import num_blocks
 from zeroshard.optim.eightbit.states import MIN_8BIT_SIZE
-from zeroshard.sharding.buffer import Original
-from zeroshard.sharding.layout import Layout
-from zeroshard.sharding.placement import STAGES, BufferPlan, Placements, plan_buffer
-from zeroshard.sharding.shard import dtype_policy
+from zeroshard.plan.layout import Layout
+from zeroshard.plan.originals import Original
+from zeroshard.plan.placement import STAGES, BufferPlan, Placements, plan_buffer
+from zeroshard.plan.wrapping import find_units
 from zeroshard.sharding.unit import needs_parameters_in_backward
-from zeroshard.sharding.units import find_units
 
 ADAM_STATES = 2
 """Tensors of optimizer state for each trained parameter (exp_avg, exp_avg_sq)."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from zeroshard.sharding.norms import Norms, whole_norms
+from zeroshard.stepping.norms import Norms, whole_norms
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 """What torch's for-each functions take."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.optim import bitsandbytes
+from zeroshard.optim.adopt import bitsandbytes
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.states import whole_size
 from zeroshard.sharding.parameter import ShardedParameter

@@ -17,14 +17,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from zeroshard.comm.collectives import Axis, Part
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Streams
+from zeroshard.lazy.deferred import has_memory, is_stored, read_part, values_of
+from zeroshard.plan.layout import Layout, Span
+from zeroshard.plan.originals import Original
+from zeroshard.plan.placement import DtypePolicy, Placements, plan_buffer
 from zeroshard.sharding.attributes import carry_attributes
-from zeroshard.sharding.deferred import has_memory, is_stored, read_part, values_of
-from zeroshard.sharding.layout import Layout, Span
 from zeroshard.sharding.original import retire
 from zeroshard.sharding.parameter import (
     DataNote,
@@ -33,28 +34,7 @@ from zeroshard.sharding.parameter import (
     UnshardedParameter,
     describe_unit,
 )
-from zeroshard.sharding.placement import DtypePolicy, Placements, plan_buffer
 from zeroshard.sharding.storage import allocate, count_views, release
-
-
-@dataclass(frozen=True, slots=True)
-class Original:
-    """A parameter of the module before sharding, and every place that holds it."""
-
-    parameter: nn.Parameter
-    fqn: str
-    owners: tuple[tuple[nn.Module, str], ...]
-    """(module, attribute): more than one for a tied parameter."""
-
-    @property
-    def keeps_dtype(self) -> bool:
-        """Whether it is computed with in its own dtype: torch's BatchNorm wants that of its statistics."""
-        return any(computes_in_own_dtype(module) for module, _ in self.owners)
-
-
-def computes_in_own_dtype(module: nn.Module) -> bool:
-    """True for torch's BatchNorm: its inputs and parameters are not cast."""
-    return isinstance(module, _BatchNorm)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ would flow to it, and where torch would take its slice of the gradient for the w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -372,6 +372,11 @@ class UnshardedParameter(nn.Parameter):
     def move(parameter: nn.Parameter, view: Tensor) -> None:
         """Let an unsharded parameter go on over other memory, of the same shape."""
         _SET_DATA(parameter, view)
+
+
+def only_sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
+    """Of the parameters of an optimizer's group, those that are sharded."""
+    return [parameter for parameter in parameters if isinstance(parameter, ShardedParameter)]
 
 
 REMEDY = (

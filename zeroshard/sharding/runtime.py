@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.comm.ledger import REDUCE, STEP
 from zeroshard.comm.pool import BufferPool
-from zeroshard.sharding.attach import follow
+from zeroshard.comm.watch.ledger import REDUCE, STEP
+from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.sharding.autograd import (
     at_end_of_backward,
     is_in_backward,
@@ -37,21 +37,18 @@ from zeroshard.sharding.autograd import (
     will_accumulate,
 )
 from zeroshard.sharding.backward import Backward
-from zeroshard.sharding.buffer import Context, FlatBuffer, computes_in_own_dtype
+from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.calls import CallLog
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.fastpaths import allows_no_hooks, layers_without_hooks, show_first_layers, surround
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.hooks import redirect_hooks
 from zeroshard.sharding.nested import cast_inputs, cast_outputs, find_tensors, view_tensors
-from zeroshard.sharding.norms import NormsOverRanks, UsesNorms
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.parameter import ShardedParameter, UnshardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
-from zeroshard.sharding.rounding import Rounding
 from zeroshard.sharding.tracers import refuse_tracers
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
-from zeroshard.sharding.widening import widen_steps
 
 DRAIN_S = 5.0
 """Seconds to wait for exchanges under way when nobody needs them any more."""
@@ -76,7 +73,6 @@ class Runtime:
         num_prefetch: how many units are gathered ahead.
         reshard_after_forward: whether freed parameters are gathered again for backward.
         output_dtype: floating-point outputs of the root are cast to it.
-        rounding: of updates into main parameters of bfloat16; None where they are wider.
         changes: of the modules; hooks are added to them.
     """
 
@@ -89,11 +85,10 @@ class Runtime:
         num_prefetch: int,
         reshard_after_forward: bool,
         output_dtype: torch.dtype | None,
-        rounding: Rounding | None,
         changes: Changes,
     ) -> None:
         self.root, self.units, self.context = units[0], tuple(units), context
-        self.rounding, self.changes = rounding, changes
+        self.changes = changes
         self.ignored: Mapping[nn.Parameter, str] = {}
         """Parameters that are not sharded, which optimizers may step beside the others."""
         makes_same_calls = context.placements.frees_parameters and context.axes.dp_replicate.size == 1
@@ -186,24 +181,11 @@ class Runtime:
             if unit.buffers
         ]
 
-    def attach(self, *optimizers: Optimizer) -> None:
-        """Follow optimizers over the sharded parameters, whoever steps them.
-
-        Args:
-            optimizers: replicated parameters are gathered again after the last of them has stepped, so they
-                must step together, one after the other. One that steps alone is attached by itself.
-
-        Raises:
-            ValueError: one is of bitsandbytes', which `zeroshard.initialize` takes over.
-        """
+    def expect_together(self, optimizers: Sequence[Optimizer]) -> None:
+        """From now on these step together: parameters are gathered again after the last of them."""
         together = WeakSet(optimizers)
         for optimizer in optimizers:
-            follow(self, optimizer)
             self._together[optimizer] = together
-            if isinstance(optimizer, UsesNorms):
-                optimizer.norms_of = NormsOverRanks(self.buffers, self.context.axis)
-            if self.rounding is not None:
-                widen_steps(optimizer, [unit.starts() for unit in self.units], self.rounding)
 
     def before_step(self) -> None:
         """Make the gradients ready for an optimizer: reduce what was deferred.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from zeroshard.lazy.recorder import refuse_recording
 from zeroshard.sharding.autograd import tracer_around
-from zeroshard.sharding.recorder import refuse_recording
 
 
 def refuse_tracers() -> None:

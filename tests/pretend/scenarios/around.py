@@ -9,7 +9,7 @@ import torch
 from tests.pretend.scenario import Bench, add, scenario
 from tests.pretend.scenarios.models import Editing, Residual
 from tests.pretend.scenarios.plain import BF16
-from zeroshard.sharding.methods import held_unsharded
+from zeroshard.forwards.methods import held_unsharded
 
 
 def _two_forwards(stage: int) -> None:
@@ -93,7 +93,7 @@ def _hooks_and_shown_gradients(stage: int, precision: dict[str, str]) -> None:
             engine.step()
 
     name = f"hooks_and_shown_gradients_stage{stage}{'_bf16' if precision else ''}"
-    add(name, run, may_sync=("sharding/access.py", "sharding/shown.py"))
+    add(name, run, may_sync=("sharding/full_parameters.py", "sharding/shown.py"))
 
 
 def _two_optimizers(stage: int, precision: dict[str, str]) -> None:
@@ -133,7 +133,7 @@ def _full_parameters(stage: int) -> None:
         engine.full_state_dict()
         bench.train(1)
 
-    add(f"full_parameters_stage{stage}", run, may_sync=("sharding/access.py",))
+    add(f"full_parameters_stage{stage}", run, may_sync=("sharding/full_parameters.py",))
 
 
 for _stage in (1, 3):

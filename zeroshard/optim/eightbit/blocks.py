@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.optim.eightbit.codebook import Codebook
-from zeroshard.sharding.layout import BLOCK, round_up
+from zeroshard.plan.layout import BLOCK, round_up
 
 
 class State(Protocol):

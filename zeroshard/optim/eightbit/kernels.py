@@ -18,7 +18,7 @@ from zeroshard.optim.eightbit.blocks import Quantized
 from zeroshard.optim.eightbit.rules import Rule, Scalars
 from zeroshard.optim.eightbit.simd import dequantize_block, largest_of_block, quantize_block
 from zeroshard.optim.eightbit.threads import over_blocks
-from zeroshard.sharding.layout import BLOCK
+from zeroshard.plan.layout import BLOCK
 
 _compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False)
 _MOST_STATES = 3

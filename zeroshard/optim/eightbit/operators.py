@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from zeroshard.optim.eightbit.blocks import Exact, Quantized, State
 from zeroshard.optim.eightbit.rules import Numbers, Rule
-from zeroshard.sharding.layout import BLOCK
+from zeroshard.plan.layout import BLOCK
 
 
 def step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers: Numbers) -> None:

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from zeroshard.sharding.layout import BLOCK
+from zeroshard.plan.layout import BLOCK
 
 _LANES = 16
 _FLOAT, _INT, _BYTE, _LONG, _BIT = (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zeroshard.optim.eightbit.blocks import Quantized, State, num_blocks
 from zeroshard.optim.eightbit.rules import Numbers, Rule
-from zeroshard.sharding.layout import BLOCK
+from zeroshard.plan.layout import BLOCK
 
 _CHUNK = 1 << 10
 """Blocks that are worked on together on the CPU; more let their scratch memory out of the caches."""

@@ -1,0 +1,157 @@
+"""A module becomes units and a runtime, in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroshard.comm.collectives import Axis
+from zeroshard.comm.counter import Counter
+from zeroshard.comm.device import use_device
+from zeroshard.comm.lifecycle import watch
+from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world
+from zeroshard.comm.pool import BufferPool
+from zeroshard.comm.streams import Streams
+from zeroshard.comm.wrappers import refuse_wrappers
+from zeroshard.config.sections import Config, require_supported
+from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
+from zeroshard.guards.additions import guard_additions
+from zeroshard.guards.copies import guard_copies
+from zeroshard.lazy.deferred import has_memory
+from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
+from zeroshard.lazy.recorder import refuse_recording
+from zeroshard.plan.ignored import find_ignored
+from zeroshard.plan.placement import STAGES, DtypePolicy
+from zeroshard.plan.wrapping import UnitSpec, find_units
+from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
+from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.gradients import Gradients, ReducedGradients
+from zeroshard.sharding.parameter import Phase, ShardedParameter
+from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.unit import Unit
+
+_TAGS_PER_BUFFER = 2
+
+Replacements = dict[nn.Parameter, ShardedParameter]
+"""Original parameter -> what replaced it."""
+
+
+def shard_in_place(module: nn.Module, config: Config, mesh: DeviceMesh | None) -> Runtime:
+    """Shard a module over the ranks of the default process group, or of a mesh."""
+    refuse_recording("shard")
+    device = use_device(config.device or _device_of(module, mesh))
+    world = open_world(device, Counter(), config.watchdog_s)
+    watch(world)
+    axes = open_data_parallel(config, world, mesh)
+    runtime, _ = shard_over(module, config, axes, device)
+    return runtime
+
+
+def open_data_parallel(config: Config, world: Axis, mesh: DeviceMesh | None = None) -> Axes:
+    """The axes that `config` asks for over all ranks, or those of a mesh; collective."""
+    inner = config.reshard_after_forward
+    return open_axes(
+        mesh or build_mesh(config, world.device), world, inner_size=1 if isinstance(inner, bool) else inner
+    )
+
+
+def shard_over(
+    module: nn.Module, config: Config, axes: Axes, device: torch.device
+) -> tuple[Runtime, Replacements]:
+    """Shard a module in place and tell which parameter became which."""
+    require_supported(config)
+    record_resets(module)
+    check_values(module)
+    ignored = find_ignored(module, config.ignored)
+    specs = find_units(module, config.units, config.ignored)
+    context = Context(
+        axes=axes,
+        placements=STAGES[config.stage],
+        device=device,
+        streams=Streams.on(device),
+        meter=Meter(),
+        dtypes=dtype_policy(config),
+        phase=Phase(),
+    )
+    _take_over_buffers(module, context)
+    place_ignored(ignored, device)
+    pool = BufferPool(device)
+    replacements: Replacements = {}
+    tags = 0
+    units: list[Unit] = []
+    for spec in specs:
+        buffers = []
+        for group in spec.groups(context.dtypes):
+            buffers.append(FlatBuffer(group, spec.name, tags, context))
+            tags += _TAGS_PER_BUFFER
+        for buffer in buffers:
+            originals = (original.parameter for original in buffer.originals)
+            replacements.update(zip(originals, buffer.sharded, strict=True))
+        units.append(_build_unit(spec, buffers, context, pool))
+    changes = Changes()
+    if config.compile:
+        compile_forwards(units, changes)
+    if config.recompute == "unit":
+        recompute_forwards(units, changes)
+    leave_untraced()
+    runtime = Runtime(
+        units,
+        context,
+        pool,
+        num_prefetch=config.num_prefetch,
+        reshard_after_forward=bool(config.reshard_after_forward),
+        output_dtype=config.precision.output_dtype,
+        changes=changes,
+    )
+    runtime.ignored = ignored
+    guard_copies(runtime)
+    guard_additions(runtime)
+    refuse_wrappers(module.modules(), changes.set)
+    return runtime, replacements
+
+
+def dtype_policy(config: Config) -> DtypePolicy:
+    """The dtypes that a config asks for."""
+    precision = config.precision
+    return DtypePolicy(
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        main_dtype=precision.main_dtype,
+    )
+
+
+def _build_unit(spec: UnitSpec, buffers: list[FlatBuffer], context: Context, pool: BufferPool) -> Unit:
+    trained = [buffer for buffer in buffers if buffer.trainable]
+    gradients: list[Gradients] = [
+        Gradients(buffer)
+        if context.axes.dp.size == 1
+        else ReducedGradients(buffer, context, pool, buffer.tag + 1)
+        for buffer in trained
+    ]
+    return Unit(spec.name, spec.modules, buffers, gradients, context.streams.gather, spec.reason)
+
+
+def _take_over_buffers(module: nn.Module, context: Context) -> None:
+    """Move the module's buffers to the device, shared ones together; all ranks get rank 0's values."""
+    materialize_others(module)
+    taken: dict[Tensor, Tensor] = {}
+    for name, owner in module.named_modules():
+        for attribute, buffer in owner._buffers.items():
+            if buffer is None:
+                continue
+            if buffer not in taken:
+                moved = buffer.to(context.device)
+                values = moved.resolve_conj().resolve_neg().contiguous()
+                context.axes.dp.broadcast(values.detach(), f"first broadcast of buffer '{name}.{attribute}'")
+                # Kernels give other bits for other strides.
+                taken[buffer] = values if moved.is_contiguous() else torch.empty_like(moved).copy_(values)
+            owner._buffers[attribute] = taken[buffer]
+
+
+def _device_of(module: nn.Module, mesh: DeviceMesh | None) -> str | None:
+    """The accelerator that a module is on; else the type of the mesh; None leaves the choice open."""
+    first = next(module.parameters(), None)
+    if first is not None and has_memory(first) and first.device.type != "cpu":
+        return str(first.device)
+    return mesh.device_type if mesh is not None else None

@@ -1,0 +1,1 @@
+"""How ranks notice that another one is lost or late."""

@@ -1,0 +1,340 @@
+"""Who waits for whom: when a rank waits too long, or is lost, all ranks end and tell where each one was.
+
+main thread   notes where this rank is, in attributes of its `Whereabouts`
+thread        tells the others, at least every second, through a store that rank 0 holds; looks there
+              for an alarm, and after rank 0 and the next rank
+alarm         raised by a rank that gave up in a collective, is late in one, watches a rank that is lost,
+              or waits and sees that another one waits in other collectives than its own. Then every rank
+              reads where all are, and waits of main threads are interrupted. A main thread that fails in
+              a collective raises that as an error; one that has not done so within seconds is printed
+              with its stack, and its process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from textwrap import shorten
+from typing import Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from zeroshard.comm.watch.ledger import find_difference
+from zeroshard.comm.watch.status import Sighting, Status, Whereabouts, find_lost, report
+
+_MAX_PAUSE_S = 1.0
+_PAUSES_PER_LIMIT = 5
+_SILENT_PAUSES, _MIN_SILENCE_S = 3, 1.0
+"""A rank that was not heard of for so many pauses, and so long, has died or is stopped."""
+_MIN_PATIENCE_PAUSES, _MIN_PATIENCE_S = 2, 1.0
+"""A rank that waits longer tells the others what it has issued, and compares."""
+_GRACE_S = 2.0
+"""Seconds that the main thread has to raise an error by itself."""
+_BUSY_PAUSE_S = 0.05
+"""The pause when a report is collected, or the process ends."""
+_STORE_S = 30.0
+"""Seconds that the store may take to answer."""
+_EXTRA_BEATS = 3
+"""A rank that has its report stays where it is until others have theirs."""
+_ERROR_WIDTH = 120
+_ALARM = "alarm"
+"""The key of the store under which it is; a rank's status is under its number."""
+_LOST = Status("has exited: the connection to it is lost", 0.0, has_ended=True, has_failed=True)
+"""Of rank 0, when the store does not answer."""
+
+
+class Watchdog:
+    """Tells the other ranks where this one is, and ends it when any rank is stuck or lost.
+
+    Args:
+        store: shared by all ranks; its server is in rank 0's process.
+        rank, size: of this process among those that are watched.
+        name: the same on all ranks, and of no other watchdog.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, name: str) -> None:
+        self.name, self.here = name, Whereabouts()
+        self._store: dist.Store | None = store
+        self._rank, self._size = rank, size
+        self._limits: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+        """Of each engine that is watched, the seconds that its ranks may wait."""
+        self._limits_lock = threading.Lock()
+        self._pause_s = _MAX_PAUSE_S
+        self._heard: dict[int, tuple[Status, float]] = {}
+        """By rank, the last status and when it was first read."""
+        self._beat = 0
+        self._alarm: str | None = None
+        self._report: str | None = None
+        self._has_report = threading.Event()
+        self._main_raises = False
+        self._ending: Status | None = None
+        self._closes_at: float | None = None
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zeroshard_watchdog", daemon=True)
+
+    def watches_as(self, rank: int, size: int) -> bool:
+        """Whether this process may be `rank` of `size` here: so it is, and nothing has gone wrong so far."""
+        is_sound = self._store is not None and self._alarm is None
+        return is_sound and (rank, size) == (self._rank, self._size)
+
+    def watch(self, engine: object, limit_s: float) -> None:
+        """Be on guard as long as `engine` exists, whose ranks may wait `limit_s`."""
+        with self._limits_lock:
+            self._limits[engine] = limit_s
+        # Never longer again: others, where an engine lives on that is gone here, expect news as often.
+        self._pause_s = min(self._pause_s, limit_s / _PAUSES_PER_LIMIT)
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._wake.set()
+
+    def unwatch(self, engine: object) -> None:
+        """Be on guard for `engine` no more: it was closed."""
+        with self._limits_lock:
+            self._limits.pop(engine, None)
+
+    def raise_alarm(self, reason: str) -> str:
+        """Have all ranks end; the caller raises an error.
+
+        Returns:
+            The first alarm, if it is another one, and where each rank is. Takes some pauses: ranks that are
+            alive say so first.
+        """
+        self._main_raises = True
+        self._alarm = self._alarm or reason
+        self._wake.set()
+        if self._ending is None:
+            self._has_report.wait(2 * self._silence_s + _GRACE_S)
+        text = self._report or report(self._sightings(), self._silence_s)
+        return text if self._alarm == reason else f"{self._alarm}; {text}"
+
+    def leave(self) -> None:
+        """Tell the others that this rank ends, and with what exception."""
+        error: BaseException | None = getattr(sys, "last_value", None)  # what the interpreter has printed
+        text = "has exited"
+        if error is not None:
+            text += f" with {type(error).__name__}: {shorten(str(error), _ERROR_WIDTH)}"
+        self._ending = Status(text, 0.0, has_ended=True, has_failed=error is not None)
+        self._wake.set()
+
+    def close(self, linger_s: float | None = None) -> None:
+        """End the thread.
+
+        Args:
+            linger_s: how long rank 0 holds the store for others that have not left; None: until they
+                must have seen that it has.
+        """
+        self._closes_at = time.monotonic() + (self._silence_s if linger_s is None else linger_s)
+        self._wake.set()
+        self._thread.join(_STORE_S)
+        self._store = None
+
+    # -- the thread -----------------------------------------------------------------------------------
+
+    @property
+    def _limit_s(self) -> float | None:
+        """The fewest seconds that ranks may wait in an engine that is watched; None where there is none."""
+        with self._limits_lock:
+            return min(self._limits.values(), default=None)
+
+    @property
+    def _silence_s(self) -> float:
+        return max(_SILENT_PAUSES * self._pause_s, _MIN_SILENCE_S)
+
+    @property
+    def _patience_s(self) -> float:
+        return max(_MIN_PATIENCE_PAUSES * self._pause_s, _MIN_PATIENCE_S)
+
+    def _run(self) -> None:
+        ends_at = float("inf")
+        while not self._may_close():
+            self._exchange({0, (self._rank + 1) % self._size})
+            if self._ending is None and (limit_s := self._limit_s) is not None:
+                self._alarm = self._alarm or self._reason(limit_s)
+                if self._alarm is not None and self._report is None:
+                    self._collect_report()
+                    self.here.interrupt()
+                    ends_at = time.monotonic() + _GRACE_S
+                if not self._main_raises and time.monotonic() > ends_at:
+                    self._end_process()
+            self._rest()
+
+    def _may_close(self) -> bool:
+        if self._closes_at is None:
+            return False
+        self._exchange(range(self._size))
+        if self._rank != 0 or self._store is None or time.monotonic() > self._closes_at:
+            return True
+        others = (sighting for rank, sighting in self._sightings().items() if rank != 0)
+        return all(other is not None and self._is_over(other) for other in others)
+
+    def _is_over(self, sighting: Sighting) -> bool:
+        return sighting.status.has_ended or sighting.silent_s >= self._silence_s
+
+    def _rest(self) -> None:
+        is_busy = self._closes_at is not None or (self._alarm is not None and self._limit_s is not None)
+        self._wake.wait(_BUSY_PAUSE_S if is_busy else self._pause_s)
+        self._wake.clear()
+
+    def _exchange(self, ranks: Iterable[int]) -> None:
+        """Tell where this rank is; hear of an alarm and of `ranks`."""
+        if self._store is None:
+            return
+        ending = self._ending
+        try:
+            if self._alarm is not None:  # the first one stays
+                self._alarm = self._store.compare_set(_ALARM, "", self._alarm).decode()
+            elif self._store.check([_ALARM]):
+                self._alarm = self._store.get(_ALARM).decode()
+            issued = self.here.issued_when_waiting(self._patience_s)
+            self._tell(self._store, ending or self.here.status()._replace(issued=issued))
+            if ending is not None and self._rank != 0:
+                self._store = None  # rank 0 may end now
+                return
+            for rank in ranks:
+                if rank != self._rank:
+                    self._hear(rank, Status.parse(json.loads(self._store.get(str(rank)))))
+        except RuntimeError:
+            self._forget_store()
+            return
+        status, heard_at = self._heard.get(0, (_LOST, time.monotonic()))
+        is_collecting = self._alarm is not None and self._report is None
+        if status.has_ended and time.monotonic() - heard_at > self._pause_s and not is_collecting:
+            self._forget_store()  # before it is gone: torch would print a stack
+
+    def _tell(self, store: dist.Store, status: Status) -> None:
+        self._beat += 1
+        store.set(str(self._rank), json.dumps(status._replace(beat=self._beat)))
+
+    def _hear(self, rank: int, status: Status) -> None:
+        before = self._heard.get(rank)
+        if before is None or (status.beat != before[0].beat and not before[0].has_ended):
+            self._heard[rank] = status, time.monotonic()
+
+    def _forget_store(self) -> None:
+        """Rank 0, which holds it, has ended: nothing more will be heard of any rank."""
+        self._store = None
+        first = self._heard.get(0)
+        self._heard = {0: first if first and first[0].has_ended else (_LOST, time.monotonic())}
+
+    def _sightings(self) -> dict[int, Sighting | None]:
+        now = time.monotonic()
+        found: dict[int, Sighting | None] = dict.fromkeys(range(self._size))
+        found.update({rank: Sighting(status, now - at) for rank, (status, at) in self._heard.items()})
+        found[self._rank] = Sighting(self.here.status(), 0.0)
+        return found
+
+    def _reason(self, limit_s: float) -> str | None:
+        """Why this rank raises the alarm, if it does."""
+        if (label := self.here.find_overdue(self._pause_s)) is not None:
+            return f"rank {self._rank} waits too long in the {label}"
+        return find_lost(self._sightings(), limit_s) or self._difference()
+
+    def _difference(self) -> str | None:
+        """The first collective that this rank and another one have issued differently, while both wait."""
+        own = self.here.issued_when_waiting(self._patience_s)
+        if own is None:
+            return None
+        told = {rank: status.issued for rank, (status, _) in self._heard.items()}
+        return find_difference({self._rank: own, **{rank: theirs for rank, theirs in told.items() if theirs}})
+
+    def _collect_report(self) -> None:
+        """Read where all ranks are, once each has told it after it heard the alarm, or is silent."""
+        self._exchange(range(self._size))
+        first_beats = {rank: status.beat for rank, (status, _) in self._heard.items()}
+
+        def is_settled(rank: int, sighting: Sighting | None) -> bool:
+            if sighting is None or rank == self._rank or self._is_over(sighting):
+                return True
+            return sighting.status.beat >= first_beats.get(rank, 0) + 2
+
+        def go_on() -> None:
+            self._rest()
+            self._exchange(range(self._size))
+
+        while not all(is_settled(*item) for item in self._sightings().items()):
+            go_on()
+        self._report = report(self._sightings(), self._silence_s)
+        for _ in range(_EXTRA_BEATS):
+            go_on()
+        self._has_report.set()
+
+    def _end_process(self) -> None:
+        """The main thread does not come to an error of its own."""
+        sys.stderr.write(
+            f"zeroshard ends rank {self._rank} of {self._size}: {self._alarm}. {self._report}\n"
+            f"{_stacks(f'rank {self._rank}')}"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _stacks(of: str) -> str:
+    """The stacks of all threads but this one, the main thread last: hooks may run in autograd's threads."""
+    names = {thread.ident: f"thread '{thread.name}'" for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    names[main] = "main thread"
+    frames = {
+        ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()
+    }
+    texts = []
+    for ident, frame in sorted(frames.items(), key=lambda item: item[0] == main):
+        name = names.get(ident, "thread of autograd or another library")
+        texts.append(f"The {name} of {of} is here:\n{''.join(traceback.format_stack(frame))}")
+    return "".join(texts)
+
+
+def open_watchdog(
+    rank: int, size: int, gather: Callable[[Any, str], list[Any]], running: Watchdog | None
+) -> Watchdog | None:
+    """The watchdog of these ranks: the one that is running if it is theirs, or a new one. Collective.
+
+    Args:
+        rank, size: of this process.
+        gather: a picklable value and a label -> the values of all ranks.
+        running: the watchdog of this process.
+
+    Returns:
+        None, after a warning, where a rank cannot connect to rank 0.
+    """
+    label = "agreement on the watchdog"
+    name = running.name if running is not None and running.watches_as(rank, size) else None
+    if name is not None and set(gather(name, label)) == {name}:
+        return running
+    if name is None:
+        gather(name, label)
+    if running is not None:
+        running.leave()
+        running.close(linger_s=0.0)
+    timeout = timedelta(seconds=_STORE_S)
+    store: dist.TCPStore | None = None
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    own = (socket.gethostname(), store.port if store is not None else 0, uuid4().hex)
+    hosts, ports, names = zip(*gather(own, label), strict=True)
+    is_one_machine = len(set(hosts)) == 1
+    address = "127.0.0.1" if is_one_machine else os.environ.get("MASTER_ADDR", hosts[0])
+    try:
+        store = store or dist.TCPStore(address, ports[0], is_master=False, timeout=timeout)
+        store.set(str(rank), json.dumps(Status("is in initialize", 0.0)))
+        problem = None
+    except RuntimeError as error:
+        problem = f"rank {rank} cannot reach rank 0 at {address}:{ports[0]} ({_first_line(error)})"
+    problems = [problem for problem in gather(problem, label) if problem]
+    if problems or store is None:
+        warnings.warn(f"zeroshard runs without its watchdog: {problems[0]}", stacklevel=2)
+        return None
+    return Watchdog(store, rank, size, names[0])
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,1 @@
+"""Batches: the loader and micro-batches."""

@@ -1,0 +1,1 @@
+"""What is put around a module's forward: compilation, recomputation, other methods."""

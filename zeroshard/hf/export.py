@@ -1,0 +1,215 @@
+"""A model in the layout of transformers: from a checkpoint on disk, or from the engine that trains it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint.agreed import on_first
+from zeroshard.checkpoint.description import describe_model, saved_names
+from zeroshard.checkpoint.files import as_folder, write_synced
+from zeroshard.checkpoint.manifest import check_sums
+from zeroshard.checkpoint.reader import Stored, StoredTensor, TensorReader, open_checkpoint
+from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, read_model
+from zeroshard.hf.format import Format
+from zeroshard.hf.safetensors import TensorInfo
+from zeroshard.hf.weights import check_folder, write_weights
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """What will be written."""
+
+    model: Mapping[str, Any]
+    """Of `describe_model`."""
+    parameters: dict[str, TensorInfo]
+    buffers: dict[str, TensorInfo]
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return self.parameters | self.buffers
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """One that holds the values of all parameters."""
+        dtypes = [t.dtype for t in self.parameters.values() if t.dtype.is_floating_point]
+        return reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+def _write(folder: Path, weights: _Weights, slices: Iterator[TensorSlice], how: Format) -> None:
+    write_weights(folder, weights.tensors, slices, how.max_shard_bytes)
+    if "config" in weights.model:
+        config = dict(weights.model["config"])
+        if weights.dtype is not None:
+            config["dtype"] = dtype_name(weights.dtype)
+        _write_json(folder / "config.json", config)
+    if "generation_config" in weights.model:
+        _write_json(folder / "generation_config.json", weights.model["generation_config"])
+    how.save_tokenizer(folder)
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    write_synced(file, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+
+
+# --------------------------------------------------------------------------------- a checkpoint on disk
+
+
+def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: bool = True) -> None:
+    """Write the model that a checkpoint holds. One process, no GPU, a few megabytes of memory.
+
+    Args:
+        directory: of the checkpoint.
+        folder: made if it is not there. Weights in it are replaced.
+        how: dtype and size of files.
+        verify: compare checksums of all files first.
+
+    Raises:
+        ValueError: the checkpoint is of a model with adapters, or without what was frozen.
+        RuntimeError: it is damaged; or there is too little space.
+        OSError: a file can't be written.
+    """
+    stored = open_checkpoint(directory)
+    manifest = stored.manifest
+    if manifest.frozen:
+        raise ValueError(
+            f"'{directory}': was saved without its {len(manifest.frozen)} frozen parameters, such as "
+            f"'{next(iter(manifest.frozen))}': load it into an engine over the same ones and call "
+            "engine.save_pretrained()"
+        )
+    if manifest.model.get("adapters"):
+        raise ValueError(
+            f"'{directory}': has adapters of peft, which need their model to be exported: load it "
+            "into an engine and call engine.save_pretrained()"
+        )
+    if verify:
+        check_sums(directory, manifest, manifest.files)
+    sources = {
+        name: first
+        for first, record in manifest.parameters.items()
+        for name in saved_names(manifest.model, (first, *record.aliases))
+    }
+    not_saved = manifest.model.get("not_saved", ())
+    weights = _Weights(
+        manifest.model,
+        {name: _cast(_lookup(stored, first), how.dtype) for name, first in sources.items()},
+        {name: _info(_lookup(stored, name)) for name in manifest.buffers if name not in not_saved},
+    )
+    check_folder(folder, weights.tensors)
+    _write(folder, weights, _read(stored, weights.tensors, sources), how)
+
+
+def _lookup(stored: Stored, name: str) -> StoredTensor:
+    if name not in stored.tensors:
+        raise RuntimeError(f"{stored.directory}: expected a tensor '{name}', found none")
+    return stored.tensors[name]
+
+
+def _read(
+    stored: Stored, tensors: Mapping[str, TensorInfo], sources: Mapping[str, str]
+) -> Iterator[TensorSlice]:
+    """Pieces of tensors, in memory that the next one is read into."""
+    memory = torch.empty(MAX_BOX_BYTES, dtype=torch.uint8, device="cpu")
+    with TensorReader(stored) as reader:
+        for name, tensor in tensors.items():
+            source, step = sources.get(name, name), MAX_BOX_BYTES // tensor.dtype.itemsize
+            numel = math.prod(tensor.shape)
+            for start in range(0, numel, step):
+                data = memory.view(tensor.dtype)[: min(step, numel - start)]
+                reader.read(TensorSlice(source, tensor.shape, start, data))
+                yield TensorSlice(name, tensor.shape, start, data)
+
+
+# ----------------------------------------------------------------------------------------- an engine
+
+
+def export_engine(runtime: Runtime, dir: object, how: Format) -> None:
+    """Write the model that is being trained; collective. Rank 0 writes and holds one unit at a time.
+
+    Args:
+        runtime: of the model.
+        dir: the folder, as rank 0 was given it.
+        how: dtype and size of files.
+
+    Raises:
+        ValueError, RuntimeError: rank 0 could not write, on all ranks.
+    """
+    runtime.settle()
+    runtime.require_slices("save_pretrained()")
+    axis = runtime.context.axes.dp
+    folder = on_first(axis, "start of an export", lambda: as_folder(dir))
+    weights, names = _plan(runtime, how.dtype)
+    on_first(axis, "start of an export", lambda: check_folder(folder, weights.tensors))
+    slices = _gather(runtime, weights.buffers, names)
+
+    def write() -> None:
+        try:
+            _write(folder, weights, slices, how)
+        finally:
+            for _ in slices:  # the ranks gather together, whatever became of the writing
+                pass
+
+    if axis.rank:
+        for _ in slices:
+            pass
+    on_first(axis, "end of an export", write)
+
+
+def _plan(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Weights, dict[str, list[str]]]:
+    """What to write, and the names of each parameter in it."""
+    module = runtime.module
+    model, state = describe_model(module), read_model(runtime)
+    names: dict[str, list[str]] = {}
+    parameters: dict[str, TensorInfo] = {}
+    for sharded in _in_order(runtime):
+        names[sharded.fqn] = saved_names(model, (sharded.fqn, *state.aliases.get(sharded.fqn, ())))
+        info = TensorInfo(sharded.dtype, tuple(sharded.full_shape))
+        parameters |= dict.fromkeys(names[sharded.fqn], _cast(info, dtype))
+    not_saved, others = model.get("not_saved", ()), state.buffers | state.ignored
+    buffers = {name: _info(b) for name, b in others.items() if name not in not_saved}
+    return _Weights(model, parameters, buffers), names
+
+
+def _in_order(runtime: Runtime) -> Iterator[ShardedParameter]:
+    return (sharded for buffer in runtime.buffers for sharded in buffer.sharded)
+
+
+def _gather(
+    runtime: Runtime, buffers: Collection[str], names: Mapping[str, list[str]]
+) -> Iterator[TensorSlice]:
+    """The whole tensors on rank 0; nothing on other ranks."""
+    is_first = runtime.context.axes.dp.rank == 0
+    for buffer in runtime.buffers:
+        yield from _gather_buffer(buffer, names, is_first)
+    state = read_model(runtime)
+    for name, value in (state.buffers | state.ignored).items() if is_first else ():
+        if name in buffers and value.numel():
+            yield TensorSlice(name, tuple(value.shape), 0, value.reshape(-1))
+
+
+def _gather_buffer(
+    buffer: FlatBuffer, names: Mapping[str, list[str]], is_first: bool
+) -> Iterator[TensorSlice]:
+    views = buffer.main_views(buffer.gather_main())
+    for sharded, view in zip(buffer.sharded, views if is_first else (), strict=is_first):
+        for name in names[sharded.fqn] if view.numel() else ():
+            yield TensorSlice(name, tuple(view.shape), 0, view.view(-1))
+
+
+def _info(tensor: Tensor | StoredTensor) -> TensorInfo:
+    return TensorInfo(tensor.dtype, tuple(tensor.shape))
+
+
+def _cast(tensor: TensorInfo | StoredTensor, dtype: torch.dtype | None) -> TensorInfo:
+    return TensorInfo(dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype, tensor.shape)

@@ -1,0 +1,149 @@
+"""Load a transformers checkpoint such that each rank reads its own part of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.config.sections import Config, require_supported
+from zeroshard.hf.safetensors import FileTensor, find_tensors
+from zeroshard.lazy.deferred import defer
+from zeroshard.lazy.recorder import recording
+
+_IMPOSSIBLE = frozenset(
+    (
+        *("device_map", "ignore_mismatched_sizes", "max_memory", "offload_folder", "quantization_config"),
+        *("revision", "state_dict", "variant"),
+    )
+)
+"""Arguments of transformers' `from_pretrained` that have no meaning here."""
+
+
+def from_pretrained(
+    auto_class: Any,
+    path: str | os.PathLike[str],
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """A transformers model whose weights stay in their files until `initialize` reads them.
+
+    Names, renamed names, ties, dtypes and the report of missing and unexpected weights are transformers' own.
+    Missing weights get what the model initializes them with.
+
+    Args:
+        auto_class: transformers.AutoModelForCausalLM or its like, or a model class.
+        path: a folder with config.json and model.safetensors, or model.safetensors.index.json and its files.
+            Every rank reads its copy.
+        config: the zeroshard config that `initialize` will get; checked here, before anything is built.
+        kwargs: dtype (default "auto": as the checkpoint says), attn_implementation, and fields of the model's
+            config, as for transformers' `from_pretrained`.
+
+    Returns:
+        The model on the meta device, in eval mode as transformers gives it.
+
+    Raises:
+        ValueError: no safetensors checkpoint at `path`, or one of another model.
+    """
+    require_supported(Config.parse(config))
+    tensors = find_tensors(path)
+    from transformers import AutoConfig, GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
+
+    if impossible := sorted(_IMPOSSIBLE & kwargs.keys()):
+        raise ValueError(
+            f"from_pretrained: {', '.join(impossible)} cannot be asked for here: every rank reads its own "
+            "part of the safetensors files on this machine, onto its own device"
+        )
+    for name in ("local_files_only", "low_cpu_mem_usage", "use_safetensors"):
+        kwargs.pop(name, None)  # always so
+    asked, torch_dtype = kwargs.pop("dtype", None), kwargs.pop("torch_dtype", None)
+    options = {key: kwargs.pop(key) for key in ("attn_implementation", "trust_remote_code") if key in kwargs}
+    trust = {key: options[key] for key in ("trust_remote_code",) if key in options}
+    model_config, unknown = AutoConfig.from_pretrained(
+        path, local_files_only=True, return_unused_kwargs=True, **trust, **kwargs
+    )
+    if unknown:
+        raise ValueError(f"from_pretrained: expected fields of {type(model_config).__name__}, got {unknown}")
+    if getattr(model_config, "quantization_config", None) is not None:
+        raise ValueError(f"'{path}': expected a checkpoint that is not quantized")
+    dtype = _resolve_dtype(asked or torch_dtype or "auto", model_config, tensors)
+    build = getattr(auto_class, "from_config", None) or auto_class._from_config
+    with recording(draw=False), torch.no_grad():
+        model: Any = build(model_config, dtype=dtype, **options)
+        _load(model, tensors, path, dtype)
+    if (Path(path) / GENERATION_CONFIG_NAME).is_file() and hasattr(model, "generation_config"):
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    module: nn.Module = model.eval()
+    return module
+
+
+class _Lazy:
+    """What transformers takes for a slice of an open safetensors file."""
+
+    def __init__(self, source: FileTensor) -> None:
+        self._source = source
+
+    def get_shape(self) -> list[int]:
+        return list(self._source.shape)
+
+    def __getitem__(self, key: EllipsisType) -> _Lazy:
+        return self
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        """On the meta device, whatever is asked for."""
+        source = self._source.cast(dtype or self._source.dtype)
+        tensor = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        defer(tensor, source)
+        return tensor
+
+
+def _load(model: Any, tensors: dict[str, FileTensor], path: Any, dtype: torch.dtype) -> None:
+    """Put deferred tensors in the place of the model's weights, by transformers' own rules."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils.loading_report import log_state_dict_report
+
+    conversions: Any = get_model_conversion_mapping(model)
+    how = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(path),
+        device_map={"": "meta"},
+        dtype=dtype,
+        dtype_plan=model._get_dtype_plan(dtype),
+        weight_mapping=conversions,
+    )
+    found = {name: _Lazy(tensor) for name, tensor in tensors.items()}
+    info, _ = convert_and_load_state_dict_in_model(model, found, how)
+    if info.mismatched_keys:
+        name, came, expected = min(info.mismatched_keys)
+        raise ValueError(
+            f"'{path}': parameter '{name}' has shape {tuple(came)}; the model expects {tuple(expected)}"
+        )
+    model.mark_tied_weights_as_initialized(info)
+    model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(info)
+    log_state_dict_report(
+        model=model, pretrained_model_name_or_path=str(path), ignore_mismatched_sizes=False, loading_info=info
+    )
+
+
+def _resolve_dtype(asked: Any, model_config: Any, tensors: dict[str, FileTensor]) -> torch.dtype:
+    """What transformers means by its argument `dtype`."""
+    if isinstance(asked, torch.dtype):
+        return asked
+    if asked != "auto":
+        named = getattr(torch, str(asked).removeprefix("torch."), None)
+        if not isinstance(named, torch.dtype):
+            raise ValueError(f"dtype: expected a torch.dtype, its name or 'auto', got {asked!r}")
+        return named
+    stated = getattr(model_config, "dtype", None)
+    if isinstance(stated, torch.dtype):
+        return stated
+    floating = (tensor.file_dtype for tensor in tensors.values() if tensor.file_dtype.is_floating_point)
+    return next(floating, torch.float32)

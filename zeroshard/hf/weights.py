@@ -1,0 +1,127 @@
+"""A stream of tensors becomes the safetensors files that transformers loads.
+
+    model.safetensors                 where all fits into one file; otherwise
+    model-00001-of-0000N.safetensors  and
+    model.safetensors.index.json      which file has which tensor
+
+Files are written under temporary names and renamed when all are complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from zeroshard.checkpoint.files import sync, write_synced
+from zeroshard.checkpoint.tensors import TensorSlice
+from zeroshard.hf.safetensors import INDEX, SINGLE, TensorInfo, begin_file
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+def check_folder(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    """Make a folder that is to hold tensors.
+
+    Raises:
+        OSError: it can't be written to.
+        RuntimeError: there is too little space.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    needed = sum(tensor.num_bytes for tensor in tensors.values())
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise RuntimeError(f"{folder}: weights of {needed:,} bytes need space; {free:,} bytes are free")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder}: is not writable")
+
+
+def write_weights(
+    folder: Path, tensors: Mapping[str, TensorInfo], slices: Iterator[TensorSlice], max_shard_bytes: int
+) -> None:
+    """Write tensors, fsynced; what an earlier call left there is replaced.
+
+    Args:
+        folder: is there.
+        tensors: all of them.
+        slices: their elements in the same order, in any dtype, on any device; none without elements.
+        max_shard_bytes: of the tensors in a file; a larger tensor has a file of its own.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    shards = list(cut(tensors, max_shard_bytes))
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else [SINGLE]
+    try:
+        for name, shard in zip(names, shards, strict=True):
+            _write_file(_aside(folder, name), {tensor: tensors[tensor] for tensor in shard}, slices)
+        if len(names) > 1:
+            home = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            total = sum(tensor.num_bytes for tensor in tensors.values())
+            index = {"metadata": {"total_size": total}, "weight_map": home}
+            names.append(INDEX)
+            write_synced(_aside(folder, INDEX), json.dumps(index, indent=2).encode())
+        _appear(folder, names)
+    except BaseException:
+        for name in names:
+            _aside(folder, name).unlink(missing_ok=True)
+        raise
+
+
+def cut(tensors: Mapping[str, TensorInfo], max_bytes: int) -> Iterator[list[str]]:
+    """Names in their order, so many at a time that their tensors have at most `max_bytes`; at least one."""
+    shard: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + tensor.num_bytes > max_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(name)
+        size += tensor.num_bytes
+    yield shard
+
+
+def _write_file(file: Path, tensors: Mapping[str, TensorInfo], slices: Iterator[TensorSlice]) -> None:
+    """Take the slices that belong into this file; none is held when the next one is taken."""
+    beginning = begin_file(tensors)
+    try:
+        with file.open("wb") as stream:
+            left = beginning.num_bytes - stream.write(beginning.header)
+            while left:
+                left -= _write_slice(stream, tensors, beginning.offsets, next(slices))
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(file)) from error
+
+
+def _write_slice(
+    stream: BinaryIO, tensors: Mapping[str, TensorInfo], offsets: Mapping[str, int], part: TensorSlice
+) -> int:
+    dtype = tensors[part.name].dtype
+    stream.seek(offsets[part.name] + part.start * dtype.itemsize)
+    return stream.write(part.data.to("cpu", dtype).view(torch.uint8).numpy().data)
+
+
+def _appear(folder: Path, names: list[str]) -> None:
+    """Rename files that are complete. Until the last one is there, nothing loads, rather than a mixture."""
+    for name in (SINGLE, INDEX):
+        (folder / name).unlink(missing_ok=True)
+    for name in names:
+        os.replace(_aside(folder, name), folder / name)
+    for path in folder.iterdir():
+        if _SHARD.fullmatch(path.name) and path.name not in names:
+            path.unlink()
+    sync(folder)
+
+
+def _aside(folder: Path, name: str) -> Path:
+    return folder / f".{name}.tmp"

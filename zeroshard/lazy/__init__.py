@@ -1,0 +1,1 @@
+"""Models without memory: tensors whose values are read or computed later."""

@@ -1,0 +1,259 @@
+"""Tensors on the meta device whose values are known all the same: where they lie, or how they are computed.
+
+The storage of such a tensor carries a `Deferred`. Its values are what a file holds (`stored`), then
+changed by the operations that were recorded while the model was built (`ops`, see `recorder.py`). To
+read a parameter is to read its part of the file, or to run again what leads to it and nothing else:
+
+    weight.untyped_storage().deferred -> Deferred(ops=[empty, uniform_, normal_])
+                                         only normal_ is run: it overwrites what came before
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from mmap import mmap
+from typing import Any, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from zeroshard.plan.layout import Span
+
+
+class Stored(Protocol):
+    """A contiguous tensor that lies elsewhere and can be read in parts."""
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+
+    def read(self, span: Span) -> Tensor:
+        """[span.size], elements of the flattened tensor, on the CPU."""
+
+
+@dataclass(eq=False, slots=True)
+class Deferred:
+    """How the values of one storage come about."""
+
+    num_bytes: int
+    stored: Stored | None = None
+    ops: list[Op] = field(default_factory=list)
+    """What wrote to it, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor over a deferred storage: what stands for it in a recorded operation."""
+
+    deferred: Deferred
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: Tensor, deferred: Deferred) -> View:
+        offset = int(tensor.storage_offset())
+        return View(deferred, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every byte of the storage belongs to it."""
+        return math.prod(self.shape) * self.dtype.itemsize == self.deferred.num_bytes
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """The same view of a storage with memory."""
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Op:
+    """A recorded operation: what is needed to run it again with the same outcome."""
+
+    number: int
+    """Its place in the order of all operations."""
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    """With a `View` for each deferred tensor, as in `args`."""
+    creates: dict[int, View]
+    """Outputs with storage of their own, by their place among the flattened outputs."""
+    reads: frozenset[Deferred]
+    overwrites: frozenset[Deferred]
+    """What does not depend on earlier values afterwards."""
+    default_dtype: torch.dtype
+    rng_state: Tensor | None
+    """Of the CPU generator, for a random operation."""
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is on a device; `is_meta` answers something else while a model is recorded."""
+    return tensor.device.type != "meta"
+
+
+def deferred_of(tensor: Tensor) -> Deferred | None:
+    """Where the values of a tensor without memory come from; None: unknown, or it has memory."""
+    return getattr(tensor.untyped_storage(), "deferred", None) if not has_memory(tensor) else None
+
+
+def defer(tensor: Tensor, stored: Stored | None = None) -> Deferred:
+    """From now on the values of a meta tensor are what `stored` holds, None: what is yet to be recorded."""
+    storage = tensor.untyped_storage()
+    storage.deferred = deferred = Deferred(storage.nbytes(), stored)  # type: ignore[attr-defined]
+    return deferred
+
+
+def is_known(tensor: Tensor) -> bool:
+    """Whether a tensor has values, in memory or deferred ones."""
+    deferred = deferred_of(tensor)
+    return has_memory(tensor) or (deferred is not None and _needed(deferred) is not None)
+
+
+def is_stored(tensor: Tensor) -> bool:
+    """Whether the values of a meta tensor come from files alone: each rank can read its part by itself."""
+    deferred = deferred_of(tensor)
+    ops = None if deferred is None else _needed(deferred)
+    if deferred is None or ops is None:
+        return False
+    sources = [deferred, *(read for op in ops.values() for read in op.reads)]
+    is_random = any(op.rng_state is not None for op in ops.values())
+    return not is_random and any(source.stored is not None for source in sources)
+
+
+def is_changed(parameter: nn.Parameter) -> bool:
+    """Whether a deferred parameter was changed when nothing was recorded, so that the change is lost."""
+    version = getattr(parameter, "recorded_version", None)
+    return not has_memory(parameter) and version is not None and version != parameter._version
+
+
+def describe_origin(tensor: Tensor) -> str:
+    """Where the values of a meta tensor come from, in words that are the same on all ranks."""
+    stored = _readable(tensor)
+    if stored is not None:
+        return str(stored)
+    if is_stored(tensor):
+        return "computed from files"
+    return "deferred" if is_known(tensor) else "on the meta device"
+
+
+def read_part(tensor: Tensor, span: Span) -> Tensor:
+    """[span.size], on the CPU: elements of a flattened tensor, of which no others are read if possible."""
+    stored = _readable(tensor)
+    return values_of(tensor).reshape(-1)[span.slice] if stored is None else stored.read(span)
+
+
+def _readable(tensor: Tensor) -> Stored | None:
+    """The file in which a tensor lies as it is."""
+    deferred = deferred_of(tensor)
+    if (
+        deferred is None
+        or deferred.ops
+        or not View.of(tensor, deferred).is_whole
+        or not tensor.is_contiguous()
+    ):
+        return None
+    return deferred.stored
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """A tensor that has memory, as it is; a deferred one with memory and values, on the CPU."""
+    deferred = deferred_of(tensor)
+    if deferred is None:
+        return tensor.detach()
+    return View.of(tensor, deferred).over(_replay(deferred))
+
+
+def values_in(tree: Any) -> Any:
+    """The same nested arguments, each deferred tensor with its values."""
+    return pytree.tree_map_only(Tensor, values_of, tree)
+
+
+def _needed(target: Deferred) -> dict[int, Op] | None:
+    """What has to be run for the values of `target`, by number; None where they are unknown."""
+    found: dict[int, Op] = {}
+    pending: list[tuple[Deferred, float]] = [(target, math.inf)]
+    while pending:
+        deferred, before = pending.pop()
+        for op in reversed(deferred.ops):
+            if op.number < before:
+                if op.number not in found:
+                    found[op.number] = op
+                    pending += [(read, op.number) for read in op.reads]
+                if deferred in op.overwrites:
+                    break
+        else:
+            if deferred.stored is None:
+                return None
+    return found
+
+
+@torch.no_grad()
+def _replay(target: Deferred) -> torch.UntypedStorage:
+    """Run what leads to a storage, in order."""
+    ops = _needed(target)
+    if ops is None:
+        raise RuntimeError("expected a tensor whose values are known, got one on the meta device")
+    storages: dict[Deferred, torch.UntypedStorage] = {}
+
+    def storage(deferred: Deferred) -> torch.UntypedStorage:
+        if deferred not in storages:
+            storages[deferred] = _allocate(deferred)
+        return storages[deferred]
+
+    last_uses = {deferred: number for number in sorted(ops) for deferred in ops[number].reads}
+    for number, op in sorted(ops.items()):
+        args, kwargs = pytree.tree_map_only(View, lambda v: v.over(storage(v.deferred)), (op.args, op.kwargs))
+        with _as_recorded(op):
+            outputs = pytree.tree_leaves(op.call(*args, **kwargs))
+        for place, view in op.creates.items():
+            storages[view.deferred] = _lay_out(outputs[place], view)
+        for deferred in op.reads - {target}:
+            if last_uses[deferred] == number:
+                del storages[deferred]  # a stack of experts needs its parts no longer
+    return storage(target)
+
+
+def allocate(num_bytes: int) -> Tensor:
+    """[num_bytes] that go back to the system when they are dropped.
+
+    malloc would keep them: small objects settle in the hole, and the next large tensor does not fit in.
+    """
+    return (
+        torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8)
+        if num_bytes
+        else torch.empty(0, dtype=torch.uint8)
+    )
+
+
+def _allocate(deferred: Deferred) -> torch.UntypedStorage:
+    if deferred.stored is None:
+        return allocate(deferred.num_bytes).untyped_storage()
+    return deferred.stored.read(Span(0, deferred.stored.numel)).untyped_storage()
+
+
+def _lay_out(output: Tensor, view: View) -> torch.UntypedStorage:
+    """The storage of an output, laid out as was recorded."""
+    if View.of(output, view.deferred) == view:
+        return output.untyped_storage()
+    storage = torch.empty(view.deferred.num_bytes, dtype=torch.uint8).untyped_storage()
+    view.over(storage).copy_(output)
+    return storage
+
+
+@contextmanager
+def _as_recorded(op: Op) -> Iterator[None]:
+    """The default dtype and the random numbers that the operation saw."""
+    dtype, state = torch.get_default_dtype(), torch.get_rng_state() if op.rng_state is not None else None
+    torch.set_default_dtype(op.default_dtype)
+    if op.rng_state is not None:
+        torch.set_rng_state(op.rng_state)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if state is not None:
+            torch.set_rng_state(state)

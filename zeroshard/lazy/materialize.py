@@ -1,0 +1,91 @@
+"""A model on the meta device: which of its tensors have values, and where the others get theirs from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.lazy.deferred import deferred_of, has_memory, is_changed, is_known, values_of
+from zeroshard.lazy.recorder import recording
+
+
+def record_resets(root: nn.Module) -> None:
+    """Give values to a model that was built on the meta device: those that its modules reset themselves to.
+
+    A module's `reset_parameters()` is recorded, or in a transformers model `_init_weights(module)`. Where
+    some values are deferred, others were lost on the way, and a reset would hide it.
+    """
+    tensors = [*root.parameters(), *root.buffers()]
+    if all(map(has_memory, tensors)) or any(deferred_of(tensor) is not None for tensor in tensors):
+        return
+    with torch.no_grad(), recording(draw=True):
+        _record_resets(root, None)
+
+
+def _record_resets(module: nn.Module, init_weights: Callable[[nn.Module], None] | None) -> None:
+    init_weights = getattr(module, "_init_weights", init_weights)
+    for child in module.children():
+        _record_resets(child, init_weights)
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    own = [tensor for tensor in tensors if tensor is not None]
+    if not own or any(is_known(tensor) for tensor in own):
+        return  # a reset would change what has values
+    reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if init_weights is not None:
+        init_weights(module)
+    elif reset is not None:
+        reset()
+
+
+def check_values(root: nn.Module) -> None:
+    """Refuse parameters and buffers that nothing tells the values of.
+
+    Raises:
+        ValueError: naming the first one.
+    """
+    for prefix, module in root.named_modules():
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for attribute, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                if not is_known(tensor):
+                    raise ValueError(
+                        f"{kind} '{name}' is on the meta device; expected it to have values: build the "
+                        "model, and what changes it (adapters, resized embeddings), under "
+                        "zeroshard.deferred_init() without device='meta', or give "
+                        f"{type(module).__name__} a reset_parameters() that sets all it holds"
+                    )
+                if is_changed(tensor):
+                    raise ValueError(
+                        f"{kind} '{name}' was changed after zeroshard.deferred_init() had ended; expected "
+                        "weights to be initialized inside the block"
+                    )
+
+
+def materialize_others(root: nn.Module) -> None:
+    """Give memory to deferred buffers, and to tensors that modules hold as plain attributes."""
+    made: dict[int, Tensor] = {}
+
+    def materialize(tensors: dict[str, Any]) -> None:
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and deferred_of(tensor) is not None:
+                if id(tensor) not in made:
+                    made[id(tensor)] = values_of(tensor)
+                tensors[name] = made[id(tensor)]
+
+    for module in root.modules():
+        materialize(module._buffers)
+        materialize(vars(module))
+
+
+@torch.no_grad()
+def place_ignored(ignored: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Move ignored parameters to the device; those whose values were deferred get them, on each rank."""
+    for parameter in ignored:
+        data = parameter.detach() if has_memory(parameter) else values_of(parameter.detach())
+        if data.device != parameter.device or data.device != device:
+            parameter.data = data.to(device)

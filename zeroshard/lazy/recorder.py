@@ -1,0 +1,285 @@
+"""Build a model without memory: tensors go to the meta device, and what computes their values is recorded.
+
+What the recorder does with an operation that torch dispatches:
+
+    makes a tensor out of nothing       the tensor is made on the meta device; recorded
+    makes one on the meta device        as ever: it has no values, and draws no random numbers
+    computes with a deferred tensor     its output is one as well; recorded
+    asks for values (item, cpu, equal)  what leads to the tensor is run for real, and the answer is given
+    anything else                       as ever
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from zeroshard.lazy.deferred import (
+    Op,
+    View,
+    allocate,
+    defer,
+    deferred_of,
+    has_memory,
+    values_in,
+    values_of,
+)
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_DEFERRED = (None, _CPU)
+"""What is asked for where a tensor is not made at once."""
+
+_FILLS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("normal_", "uniform_", "zero_", "fill_", "copy_", "random_"),
+        *("exponential_", "log_normal_", "cauchy_", "geometric_"),
+    )
+)
+"""In-place operations whose outcome does not depend on earlier values of what they write to."""
+
+_GET_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+_EMPTY, _EMPTY_LIKE = torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default
+
+_numbers = count()
+
+
+@contextmanager
+def deferred_init() -> Iterator[None]:
+    """Build a model without memory: `with zeroshard.deferred_init(): model = Net()`.
+
+    Parameters and buffers are on the meta device afterwards. `initialize` and `shard` give them the
+    values of an ordinary init on the CPU with the same random seed, unit by unit. Random numbers are drawn
+    as ever, one tensor at a time, so that the generator is left as an ordinary init leaves it; building takes
+    as long as one. Tensors that are given another device than the CPU are made there; those on the meta
+    device have no values until they are given some (`to_empty(device="cpu")` and an init).
+
+    Initialize weights inside the block: changes after it are refused.
+    """
+    with recording(draw=True, adopts_meta=False):
+        yield
+
+
+def refuse_recording(what: str) -> None:
+    """Refuse what needs tensors with memory.
+
+    Args:
+        what: the name of the function that was called.
+
+    Raises:
+        RuntimeError: inside `deferred_init()`.
+    """
+    if is_recording():
+        raise RuntimeError(
+            f"{what} inside zeroshard.deferred_init(), where new tensors have no memory: build the model in "
+            f"the block, and call {what} after it"
+        )
+
+
+def is_recording() -> bool:
+    """Whether new tensors get no memory now."""
+    return bool(_len_torch_dispatch_stack()) and bool(_active_recorders())
+
+
+def _active_recorders() -> list[_Recorder]:
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Recorder)]
+
+
+@contextmanager
+def _watch_parameters() -> Iterator[None]:
+    """Note the versions of the parameters at the end: later changes would be lost."""
+    made: list[weakref.ref[nn.Parameter]] = []
+
+    def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            made.append(weakref.ref(parameter))
+
+    hook = register_module_parameter_registration_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for reference in made:
+            parameter = reference()
+            if parameter is not None and not has_memory(parameter):
+                parameter.recorded_version = parameter._version  # type: ignore[attr-defined]
+
+
+@contextmanager
+def recording(*, draw: bool, adopts_meta: bool = True) -> Iterator[None]:
+    """Record how tensors without memory come about.
+
+    Args:
+        draw: whether random numbers are drawn while recording, as an ordinary init would. Otherwise each
+            random operation gets a generator of its own, seeded from torch's seed, when it is run.
+        adopts_meta: whether tensors on the meta device get the values that are computed for them, though
+            they were made there on purpose.
+    """
+    active = _active_recorders()
+    if active:  # from_pretrained under deferred_init: one recorder is enough
+        with active[-1].changed(draw, adopts_meta):
+            yield
+    else:
+        recorder = _Recorder(draw, adopts_meta)
+        with _watch_parameters(), _NothingIsMeta(recorder), recorder:
+            yield
+
+
+class _NothingIsMeta(TorchFunctionMode):
+    """What is built must not know: trunc_normal_ of torch 2.15 leaves a meta tensor as it is."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _GET_IS_META and self._recorder.takes(args[0]):
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    """What does the recording, below autograd."""
+
+    def __init__(self, draw: bool, adopts_meta: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draw, self._adopts_meta = draw, adopts_meta
+
+    @contextmanager
+    def changed(self, draw: bool, adopts_meta: bool) -> Iterator[None]:
+        """Draw random numbers and adopt meta tensors, or not, for a while."""
+        before = self._draw, self._adopts_meta
+        self._draw, self._adopts_meta = draw, adopts_meta
+        try:
+            yield
+        finally:
+            self._draw, self._adopts_meta = before
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one whose values are recorded."""
+        return not has_memory(tensor) and (self._adopts_meta or deferred_of(tensor) is not None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        device = kwargs.get("device")
+        if func is _EMPTY_LIKE and device == _CPU and not has_memory(tensors[0]):  # to_empty()
+            like = func(*args, **kwargs | {"device": _META})
+            func, args, tensors = _EMPTY, (like.shape, like.stride()), []
+            kwargs = {"dtype": like.dtype, "device": _CPU}
+        is_wanted = device in _DEFERRED or (self._adopts_meta and device == _META)
+        is_made = not tensors and _has_device(func) and is_wanted
+        if not is_made and not any(map(self.takes, tensors)):
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        is_asked = not _returns_tensors(func) or (tensors and device not in (None, _META))
+        if is_asked or any(map(has_memory, written)):
+            real_args, real_kwargs = values_in((args, kwargs))
+            return func(*real_args, **real_kwargs)
+        if is_made or device is not None:
+            kwargs["device"] = _CPU
+        return self._record(func, args, kwargs, written)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
+        inputs = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        deferred = {id(t): deferred_of(t) or defer(t) for t in inputs if not has_memory(t)}
+        # Geometry as it is before: t_() and its like change it.
+        run_args, run_kwargs = pytree.tree_map_only(
+            Tensor,
+            lambda t: t.clone() if has_memory(t) else View.of(t, deferred[id(t)]),
+            (args, kwargs | ({"generator": None} if "generator" in kwargs else {})),
+        )
+        fills = func._schema.name in _FILLS and View.of(args[0], deferred[id(args[0])]).is_whole
+        overwrites = {deferred[id(args[0])]} if fills else set()
+        number, state = next(_numbers), None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            state = self._random_state(func, args, kwargs, number, blank=args[0] if fills else None)
+        outputs = _run_on_meta(func, args, kwargs)
+        creates = {}
+        for place, output in enumerate(pytree.tree_leaves(outputs)):
+            if isinstance(output, Tensor) and deferred_of(output) is None:
+                creates[place] = View.of(output, defer(output))
+        made = {view.deferred for view in creates.values()}
+        op = Op(
+            number=number,
+            call=func,
+            args=run_args,
+            kwargs=run_kwargs,
+            creates=creates,
+            reads=frozenset(deferred.values()) - overwrites,
+            overwrites=frozenset(overwrites | made),
+            default_dtype=torch.get_default_dtype(),
+            rng_state=state,
+        )
+        for target in made | {deferred[id(tensor)] for tensor in written}:
+            target.ops.append(op)
+        return outputs
+
+    def _random_state(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, blank: Tensor | None
+    ) -> Tensor:
+        """The state of the generator that an operation gets; moves it on as the operation would."""
+        if not self._draw:
+            seed = (torch.initial_seed() + number) % (1 << 63)
+            return torch.Generator().manual_seed(seed).get_state()
+        generator = kwargs.get("generator") or torch.default_generator
+        state = generator.get_state()
+
+        def real(tensor: Tensor) -> Tensor:
+            if tensor is not blank:
+                return values_of(tensor)
+            deferred = deferred_of(tensor)
+            assert deferred is not None, "what is recorded is deferred"
+            return View.of(tensor, deferred).over(allocate(deferred.num_bytes).untyped_storage())
+
+        real_args, real_kwargs = pytree.tree_map_only(Tensor, real, (args, kwargs))
+        func(*real_args, **real_kwargs)
+        return state
+
+
+def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The outputs without memory, written ones in place."""
+    if "generator" in kwargs:
+        kwargs = kwargs | {"generator": None}
+    if "device" in kwargs:
+        kwargs = kwargs | {"device": _META}
+    try:
+        meta_args, meta_kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(_META), (args, kwargs))
+        return func(*meta_args, **meta_kwargs)
+    except NotImplementedError:  # the shape depends on the values
+        real_args, real_kwargs = values_in((args, kwargs | ({"device": _CPU} if "device" in kwargs else {})))
+        return pytree.tree_map_only(Tensor, lambda t: t.to(_META), func(*real_args, **real_kwargs))
+
+
+def _has_device(func: Any) -> bool:
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def _returns_tensors(func: Any) -> bool:
+    return any("Tensor" in str(returned.type) for returned in func._schema.returns)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation changes."""
+    values = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]

@@ -1,0 +1,1 @@
+"""Optimizers of other packages, which an engine takes over."""

@@ -1,0 +1,211 @@
+"""bitsandbytes' optimizers over slices: the same objects, whose states are in blocks of the whole parameter.
+
+Which states take a byte an element is told by the size of the whole parameter. On the CPU their 8-bit update
+is ours, with exact nearest codes; else it is bitsandbytes' operator. A state of an optimizer:
+
+    state1    codes of the first moment, or float32; AdEMAMix: [2, n], the fast average and the slow one
+    absmax1   their scales, [ceil(n / 256)] or [2, ceil(n / 256)]
+    state2    the same of the second moment, where there is one
+    absmax2
+    step
+
+The maps of the codes, which bitsandbytes keeps beside them, are the same for all: they are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.optim.eightbit import rules, states
+from zeroshard.optim.eightbit.blocks import Exact, Quantized, State, num_blocks
+from zeroshard.optim.eightbit.codebook import codebook
+from zeroshard.optim.eightbit.rules import Numbers
+from zeroshard.optim.eightbit.states import ABSMAX
+from zeroshard.optim.eightbit.step import take_step
+from zeroshard.plan.layout import BLOCK
+
+_RULES = {
+    rule.name: rule
+    for rule in (rules.ADAM, rules.LION, rules.MOMENTUM, rules.RMSPROP, rules.ADAGRAD, rules.ADEMAMIX)
+}
+
+_METHODS = ("get_config", "init_state", "update_step")
+"""What is asked of an optimizer, or replaced."""
+
+_UNSUPPORTED = {
+    "max_unorm": (0, "it needs norms of whole tensors, and a rank holds slices of them"),
+    "skip_zeros": (False, "not all devices have it, so a step would depend on the device"),
+    "percentile_clipping": (100, "it needs norms of whole tensors; use Config(clip_grad_norm=...)"),
+    "block_wise": (True, "one scale for a whole tensor would need all of its slices"),
+}
+"""By option: the value that is expected, and why. The last two are of older versions."""
+
+
+def is_bitsandbytes(optimizer: Optimizer) -> bool:
+    """Whether it is one of bitsandbytes' or derived from one; the library is not imported for that."""
+    return any(
+        (base.__module__, base.__name__) == ("bitsandbytes.optim.optimizer", "Optimizer8bit")
+        for base in type(optimizer).__mro__
+    )
+
+
+def check(optimizer: Any) -> None:
+    """Whether it can go on over slices.
+
+    Raises:
+        ValueError: an update that is not known, or an option that needs whole tensors.
+    """
+    kind = type(optimizer)
+    if optimizer.optimizer_name not in _RULES:
+        raise ValueError(
+            f"{kind.__name__}: expected an optimizer of bitsandbytes that is one of {', '.join(_RULES)}; "
+            f"came {optimizer.optimizer_name!r}"
+        )
+    for name in _METHODS:
+        if not getattr(kind, name).__module__.startswith("bitsandbytes."):
+            raise ValueError(
+                f"{kind.__name__} has its own {name}(): expected that of bitsandbytes, which is what "
+                "zeroshard knows how to do on slices"
+            )
+    check_options(kind.__name__, options_of(optimizer))
+
+
+def options_of(optimizer: Any) -> dict[str, Any]:
+    """What bitsandbytes has for a whole optimizer, not for a group."""
+    keys = ("optim_bits", "min_8bit_size", *_UNSUPPORTED)
+    return {key: getattr(optimizer.args, key) for key in keys if hasattr(optimizer.args, key)}
+
+
+def check_options(where: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options of bitsandbytes that can't be had on slices.
+
+    Args:
+        where: they were given, for the error.
+        options: by name; others are left alone.
+    """
+    if (num_bits := options.get("optim_bits", 32)) not in (8, 32):
+        raise ValueError(f"{where}: optim_bits: expected 8 or 32, came {num_bits!r}")
+    for key, (expected, why) in _UNSUPPORTED.items():
+        if key in options and options[key] != expected:
+            raise ValueError(f"{where}: expected {key}={expected}, came {options[key]!r}: {why}")
+
+
+def adopt(optimizer: Any, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Let it step over slices.
+
+    Args:
+        optimizer: holds them.
+        settings: of single ones, what differs from their groups.
+    """
+    # Its own manager: that of all optimizers knows parameters by ids, which are given to others.
+    manager = object.__new__(type(optimizer.mng))
+    manager.initialize()
+    manager.pid2config = {id(parameter): dict(own) for parameter, own in settings.items()}
+    optimizer.mng = manager
+    optimizer.init_state = MethodType(_init_state, optimizer)
+    optimizer.update_step = MethodType(_update_step, optimizer)
+
+
+def num_bits(optimizer: Any, parameter: Tensor) -> int:
+    """Of the states of a parameter, over all ranks the same."""
+    options = {**options_of(optimizer), **optimizer.mng.pid2config.get(id(parameter), {})}
+    is_large = states.whole_size(parameter) >= options["min_8bit_size"]
+    return 8 if options["optim_bits"] == 8 and is_large else 32
+
+
+def unpack(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state under the names that torch's optimizers use, scales under `<name>_absmax`; views of it."""
+    common = {key: value for key, value in state.items() if not key.startswith(("state", "absmax", "qmap"))}
+    for slot, names in _slots(optimizer).items():
+        for key, ending in ((f"state{slot}", ""), (f"absmax{slot}", ABSMAX)):
+            if key in state:
+                rows = state[key].unbind() if len(names) > 1 else (state[key],)
+                common |= {name + ending: row for name, row in zip(names, rows, strict=True)}
+    return common
+
+
+def pack(optimizer: Any, common: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `unpack`; what is to be paged, so that the driver may move it to the host, is copied."""
+    state = dict(common)
+    for slot, names in _slots(optimizer).items():
+        for key, ending in ((f"state{slot}", ""), (f"absmax{slot}", ABSMAX)):
+            if names[0] + ending in state:
+                rows = [state.pop(name + ending) for name in names]
+                values = torch.stack(rows) if len(rows) > 1 else rows[0]
+                is_paged = optimizer.is_paged and values.is_cuda and not ending
+                state[key] = _zeros(optimizer, values, values.dtype).copy_(values) if is_paged else values
+    return state
+
+
+def _slots(optimizer: Any) -> dict[str, tuple[str, ...]]:
+    """Which states are kept under 1 and under 2; those of one place are rows of a tensor."""
+    rule = _RULES[optimizer.optimizer_name]
+    if rule is rules.ADEMAMIX:
+        return {"1": rule.states[:2], "2": rule.states[2:]}
+    return {str(number): (name,) for number, name in enumerate(rule.states, start=1)}
+
+
+def _init_state(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+    is_quantized, state = num_bits(self, p) == 8, self.state[p]
+    state["step"] = 0
+    for slot, names in _slots(self).items():
+        like = p.detach() if len(names) == 1 else p.detach().expand(len(names), -1)
+        state[f"state{slot}"] = _zeros(self, like, torch.uint8 if is_quantized else torch.float32)
+        if is_quantized:
+            shape = *like.shape[:-1], num_blocks(p.numel())
+            state[f"absmax{slot}"] = torch.zeros(shape, device=p.device)
+
+
+def _zeros(optimizer: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the shape of a tensor, paged where the optimizer is for that."""
+    if dtype == torch.uint8 and _is_cut(optimizer, like.shape[-1]):
+        # It is stepped in parts, and a part of a paged tensor is not known as one.
+        return torch.zeros(like.shape, dtype=dtype, device=like.device)
+    zeros: Tensor = optimizer.get_state_buffer(like, dtype)
+    return zeros
+
+
+def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+    state = self.state[p]
+    state["step"] += 1
+    if not p.numel():
+        return
+    rule = _RULES[self.optimizer_name]
+    numbers = Numbers.of(self.get_config(gindex, pindex, group), state["step"])
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = p.grad
+        assert gradient is not None, "it is stepped because of it"
+        if "absmax1" in state and _is_ours(self, p):
+            values = states.flat(p)
+            take_step(rule, values, states.flat(gradient), states.read(rule, unpack(self, state)), numbers)
+            if values.data_ptr() != p.data_ptr():
+                p.copy_(values)
+        else:
+            from zeroshard.optim.eightbit import operators
+
+            second = _stored(state, 2) if "state2" in state else None
+            operators.call(rule, p.detach(), gradient, _stored(state, 1), second, numbers)
+
+
+def _is_ours(optimizer: Any, p: Tensor) -> bool:
+    """Whether an 8-bit step is not one of bitsandbytes' operators."""
+    return p.is_cpu or _is_cut(optimizer, p.numel())
+
+
+def _is_cut(optimizer: Any, size: int) -> bool:
+    """Whether the last block goes by itself: AdEMAMix's operator would let its scales overlap with others."""
+    return optimizer.optimizer_name == "ademamix" and size % BLOCK != 0
+
+
+def _stored(state: Mapping[str, Any], slot: int) -> State:
+    """As operators take it."""
+    values = state[f"state{slot}"]
+    if (absmax := state.get(f"absmax{slot}")) is None:
+        return Exact(values)
+    return Quantized(values, absmax, codebook(slot == 1, absmax.device))

@@ -1,0 +1,1 @@
+"""Everything that happens around the step of an optimizer."""

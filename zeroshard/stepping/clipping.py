@@ -1,0 +1,104 @@
+"""The global gradient norm, and clipping by it.
+
+The gradients of a flat buffer are views of one tensor, unless the user replaced them or one rank is alone. So
+operators work on the runs of memory that the gradients form: a few kernels per buffer, however many
+parameters it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeroshard.sharding.runtime import Runtime
+from zeroshard.stepping.norms import sum_of_powers
+from zeroshard.stepping.runs import contiguous_runs
+
+_EPSILON = 1e-6
+"""Of torch.nn.utils.clip_grad_norm_, so that factors agree."""
+
+
+def check_clipping(max_norm: object, norm_type: object) -> float:
+    """Return the order of the norm.
+
+    Raises:
+        ValueError: one of the two is no number of its range.
+    """
+    if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
+        raise ValueError(f"clip_grad_norm_: expected a number >= 0, got {max_norm!r}")
+    try:
+        order = float(norm_type)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        order = math.nan
+    if not order > 0:
+        raise ValueError(f"clip_grad_norm_: expected a norm_type above 0, or inf, got {norm_type!r}")
+    return order
+
+
+@torch.no_grad()
+def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients, whose norm is known, by min(1, max_norm / (norm + 1e-6))."""
+    factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+    with torch._C.DisableTorchFunctionSubclass():  # its guards take longer than the rest
+        grads = [p.grad for buffer in runtime.buffers for p in buffer.sharded if p.grad is not None]
+    scale_(grads, factor)
+
+
+def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place; a product is rounded once, to the dtype of its tensor.
+
+    Args:
+        tensors: of any floating-point dtypes, on one device.
+        factor: 0-dim, float32.
+    """
+    runs = contiguous_runs(tensors)
+    if alike := [run for run in runs if run.dtype == factor.dtype]:
+        torch._foreach_mul_(alike, factor)
+    for run in runs:
+        if run.dtype != factor.dtype:
+            run.mul_(factor.view(1))  # 0-dim, it would become a bfloat16 before it is multiplied by one
+
+
+@torch.no_grad()
+def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
+    """The norm over all gradients, each element counted once; one exchange of a number.
+
+    Every rank adds up the powers of the elements that the layout gives it, at every stage alike, in float64.
+    So the norm does not depend on the stage: to the bit on CPU ranks, which add up each parameter by itself;
+    on accelerators as `norms.foreach_sum_of_squares` tells.
+
+    Args:
+        order: above 0; inf gives the largest magnitude.
+
+    Returns:
+        0-dim, float32.
+    """
+    axis, own = runtime.context.axis, own_gradients(runtime)
+    if math.isinf(order):
+        largest = torch.zeros(axis.size, dtype=torch.float64, device=runtime.context.device)
+        if parts := [tensor for tensor in own if tensor.numel()]:
+            largest[axis.rank] = torch.stack([tensor.abs().max().double() for tensor in parts]).max()
+        return axis.sum(largest, "largest gradients").max().float()
+    total = torch.zeros((), dtype=torch.float64, device=runtime.context.device)
+    if own:
+        total += sum_of_powers(own, order).sum()
+    total = axis.sum(total, f"sum of the gradient norms to the power of {order:g}")
+    return (total.sqrt() if order == 2.0 else total.pow(1.0 / order)).float()
+
+
+def own_gradients(runtime: Runtime) -> list[Tensor]:
+    """The parts of the gradients that the layout gives to this rank: over all ranks, each element once.
+
+    On a CPU one tensor per parameter, as the bits of their sums depend on it; on accelerators, runs of them.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        own = [
+            parameter.grad[buffer.counted(index)]
+            for buffer in runtime.buffers
+            for index, parameter in enumerate(buffer.sharded)
+            if parameter.grad is not None
+        ]
+    return own if runtime.context.device.type == "cpu" else contiguous_runs(own)

@@ -1,0 +1,87 @@
+"""Between the gradients and the optimizer: they are clipped, judged, and followed by the loss scale."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from zeroshard.config.sections import Config
+from zeroshard.sharding.runtime import Runtime
+from zeroshard.stepping.clipping import global_norm, limit_norm
+from zeroshard.stepping.loss_scale import LossScale
+from zeroshard.stepping.nonfinite import all_finite, describe_nonfinite
+from zeroshard.stepping.rounding import Rounding
+
+
+class StepGuard:
+    """Makes gradients ready for a step and tells whether it may be taken, the same on all ranks.
+
+    Collective where it is made.
+    """
+
+    def __init__(self, runtime: Runtime, config: Config) -> None:
+        self._runtime, self._max_norm, self._nonfinite = runtime, config.clip_grad_norm, config.nonfinite
+        is_half = runtime.reducer.is_half
+        self.loss_scale = LossScale.of(config.precision.loss_scale) if is_half else LossScale()
+        is_narrow = config.precision.main_dtype is torch.bfloat16
+        self.rounding = Rounding.agreed(runtime.context.axes.dp) if is_narrow else None
+        """Of updates into main parameters of bfloat16; None where they are wider."""
+        self.grad_norm: Tensor | None = None
+        """The global norm before the last clipping, 0-dim; None before."""
+        self.may_skip = is_half or config.nonfinite == "skip"
+        """Whether a step may have to be left out."""
+        self._judges = self.may_skip or config.nonfinite == "error"
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether gradients must be there before the optimizer's step begins."""
+        return self._judges or self._max_norm is not None
+
+    def clip(self, max_norm: float, order: float, must_be_finite: bool) -> Tensor:
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); the norm before that.
+
+        Raises:
+            RuntimeError: `must_be_finite`, and the norm is not; gradients are as they were.
+        """
+        self.grad_norm = norm = global_norm(self._runtime, order)
+        if must_be_finite and not norm.isfinite():
+            what = describe_nonfinite(self._runtime, order)
+            raise RuntimeError(f"{what}. Nothing was clipped: clip_grad_norm_(error_if_nonfinite=True)")
+        limit_norm(self._runtime, norm, max_norm)
+        return norm
+
+    def make_ready(self) -> bool:
+        """Clip the gradients and, where that was asked for, judge them: then the host waits for a device.
+
+        Returns:
+            Whether the optimizer may step.
+
+        Raises:
+            RuntimeError: gradients are not finite, and that is to be an error.
+        """
+        norm = None
+        if self._max_norm is not None:
+            self.grad_norm = norm = global_norm(self._runtime)
+        if self._judges:
+            is_finite = all_finite(self._runtime) if norm is None else bool(norm.isfinite())
+            if not is_finite:
+                self._answer_nonfinite()
+                return False
+        if self._max_norm is not None and norm is not None:
+            limit_norm(self._runtime, norm, self._max_norm)
+        return True
+
+    def _answer_nonfinite(self) -> None:
+        """Raise or warn where a lower loss scale is no remedy."""
+        if self.loss_scale.can_fall or self._nonfinite == "skip":
+            return
+        what = describe_nonfinite(self._runtime)
+        if self._nonfinite == "error":
+            raise RuntimeError(f"{what}. The step was not taken: Config(nonfinite='error')")
+        warnings.warn(
+            f"{what}. The step was left out, and will be again where this happens: the loss scale "
+            f"{self.loss_scale.value:g} is not lowered; see engine.skipped_steps",
+            stacklevel=5,
+        )

@@ -1,0 +1,52 @@
+"""Gradients that are inf or nan: whether there are any, and what is said of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeroshard.sharding.runtime import Runtime
+from zeroshard.stepping.clipping import global_norm, own_gradients
+from zeroshard.stepping.norms import foreach_norm
+
+_NUM_SHOWN = 3
+
+
+@torch.no_grad()
+def all_finite(runtime: Runtime) -> bool:
+    """Whether no gradient holds inf or nan on any rank; one exchange."""
+    own = own_gradients(runtime)
+    probe = summed if runtime.context.device.type == "cpu" else largest
+    is_bad = bool(own) and not bool(probe(own).isfinite().all())
+    return not runtime.context.axes.dp.any([is_bad], "agreement on whether gradients are finite")()[0]
+
+
+def summed(tensors: Sequence[Tensor]) -> Tensor:
+    """0-dim, float64: not finite if an element is not, or if the sum of a tensor overflows.
+
+    A CPU takes a fifteenth of the time of a norm.
+    """
+    return torch.stack([tensor.sum().double() for tensor in tensors]).sum()
+
+
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """[n]: the largest magnitude of each tensor; inf or nan exactly if an element is.
+
+    An accelerator takes as long as for a sum, with a few kernels for all tensors of a dtype.
+    """
+    return torch.stack(foreach_norm(tensors, math.inf))
+
+
+def describe_nonfinite(runtime: Runtime, order: float = 2.0) -> str:
+    """The norm, and the first parameters that made it so on any rank."""
+    parameters = list(runtime.parameters)
+    own = [p.grad is not None and not bool(p.grad.isfinite().all()) for p in parameters]
+    answer = runtime.context.axes.dp.any(own, "search for gradients that are not finite")
+    names = [p.fqn for p, is_bad in zip(parameters, answer(), strict=True) if is_bad]
+    shown = ", ".join(map(repr, names[:_NUM_SHOWN])) or "none: they are too large to be added up"
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    norm = global_norm(runtime, order).item()
+    return f"the gradient norm is {norm}; not finite are the gradients of {shown}{more}"

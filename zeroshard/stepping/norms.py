@@ -1,0 +1,125 @@
+"""2-norms of whole parameters, of which a rank may hold slices.
+
+Squares are added up in float64, so that what is made of a norm does not depend on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.collectives import Axis
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.parameter import ShardedParameter
+
+Norms = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""(parameters, tensors) -> [n] float64: of each tensor, which has an element for each of its parameter's."""
+
+_CHUNK = 1 << 16
+"""Elements that a CPU converts to float64 at a time. It takes ten times as long for a whole tensor, whose
+copy is new memory and leaves the cache."""
+
+
+@runtime_checkable
+class UsesNorms(Protocol):
+    """An optimizer whose update of an element needs norms of whole parameters."""
+
+    norms_of: Norms
+    """As they can be had: `whole_norms` until ranks share the parameters."""
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """[n], float64: of each tensor. All tensors are on one device.
+
+    A CPU goes through a tensor in chunks; an accelerator takes the kernels of `foreach_sum_of_squares`.
+    """
+    if tensors[0].is_cpu:
+        return torch.stack([_sum_in_chunks(tensor) for tensor in tensors])
+    return foreach_sum_of_squares(tensors)
+
+
+def sum_of_powers(tensors: Sequence[Tensor], order: float) -> Tensor:
+    """[n], float64: of each tensor, the sum of its magnitudes to the power of `order`, above 0 and finite."""
+    if order == 2.0:
+        return sum_of_squares(tensors)
+    return torch.stack([_sum_in_chunks(tensor, order) for tensor in tensors])
+
+
+def foreach_sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """[n], float64: the sum of squares of each tensor, by one operator for all tensors of a dtype.
+
+    Values are converted to float64 in registers, so nothing is copied. How gradients are cut into tensors
+    moves the sums in their 16th digit. A norm that is rounded to float32 keeps 7 digits, so it is the same at
+    all stages unless it lies that close to the middle between two float32 numbers.
+    """
+    return torch.stack(foreach_norm(tensors, 2, torch.float64)).square()
+
+
+def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The norm of each tensor, 0-dim, as `torch._foreach_norm` computes it, which torch's own clipping uses.
+
+    On CUDA it has kernels for lists of one dtype, so each dtype is a list of its own.
+
+    Args:
+        order: 1, 2 or inf. For inf no tensor may be empty.
+        dtype: of the result and of what is added up; None: that of the tensor.
+    """
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(index)
+    norms: dict[int, Tensor] = {}
+    for indices in by_dtype.values():
+        found = torch._foreach_norm([tensors[index] for index in indices], order, dtype=dtype)
+        norms |= zip(indices, found, strict=True)
+    return [norms[index] for index in range(len(tensors))]
+
+
+@torch.no_grad()
+def whole_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """`Norms` where this process holds all of every parameter.
+
+    Raises:
+        RuntimeError: it holds a slice.
+    """
+    for parameter in parameters:
+        if isinstance(parameter, ShardedParameter) and parameter.is_partial:
+            raise RuntimeError(
+                f"norms of whole parameters: this rank holds a slice of '{parameter.fqn}'. Hand the "
+                "optimizer to zeroshard.initialize, or to attach() of what zeroshard.shard returns"
+            )
+    return sum_of_squares(tensors).sqrt()
+
+
+class NormsOverRanks:
+    """`Norms` of sharded parameters, the same bits on all ranks; one exchange a call, on all ranks alike.
+
+    Each rank adds up the squares of the elements that the layout gives it, at every stage alike.
+    """
+
+    def __init__(self, buffers: Iterable[FlatBuffer], axis: Axis) -> None:
+        self._axis = axis
+        self._own = {p: buffer.counted(at) for buffer in buffers for at, p in enumerate(buffer.sharded)}
+
+    @torch.no_grad()
+    def __call__(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        own = [tensor[self._slice(p)] for p, tensor in zip(parameters, tensors, strict=True)]
+        return self._axis.sum(sum_of_squares(own), "sum of the squared norms of parameters").sqrt()
+
+    def _slice(self, parameter: Tensor) -> slice:
+        own = self._own.get(parameter) if isinstance(parameter, ShardedParameter) else None
+        if own is None:
+            raise RuntimeError(
+                "norms of whole parameters: expected parameters of one sharded module, got one of shape "
+                f"{list(parameter.shape)} that is not of the module that the optimizer was attached to last"
+            )
+        return own
+
+
+def _sum_in_chunks(tensor: Tensor, order: float = 2.0) -> Tensor:
+    """0-dim, float64."""
+    chunks = tensor.reshape(-1).split(_CHUNK)
+    norms = [torch.linalg.vector_norm(chunk, order, dtype=torch.float64) for chunk in chunks]
+    return torch.stack(norms).pow(order).sum()
