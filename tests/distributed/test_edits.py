@@ -247,6 +247,32 @@ def test_the_data_of_another_parameter_is_refused_by_name_and_a_copy_of_it_is_ke
             assert not found
 
 
+class TakesTrained(nn.Module):
+    """A frozen weight in the memory of a trained one, which lies in another flat buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.frozen = nn.Linear(7, 7), nn.Linear(7, 7).requires_grad_(False)
+
+    def forward(self, x):
+        self.frozen.weight.data = self.trained.weight.data
+        return self.frozen(self.trained(x))
+
+
+def taken(stage):
+    engine, _ = start(TakesTrained(), "SGD", stage=stage)
+    with pytest.raises(RuntimeError) as error:
+        engine(numbers(0, 5, 7))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_data_of_a_parameter_in_another_buffer_is_refused_by_name(ranks, num_ranks):
+    for stage in STAGES:
+        for message in ranks(num_ranks, taken, stage):
+            assert "'frozen.weight' was given the data of another parameter" in message
+
+
 def shown(stage):
     model = build(Normalized, 1)
     replica = copy.deepcopy(model)

@@ -109,7 +109,7 @@ class FlatBuffer:
             self.main = own if self.plan.is_alias else own.clone()
         for original in self.originals:
             retire(original.parameter, original.fqn)
-        self.data_note = DataNote()
+        self.data_note = DataNote(context.phase)
         self.sharded = self._make_sharded()
         self.unsharded = self._make_unsharded()
         for original, *others in zip(self.originals, self.sharded, self.unsharded, strict=True):

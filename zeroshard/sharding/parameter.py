@@ -79,6 +79,8 @@ class Phase:
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
     forget_gradient: Callable[[ShardedParameter], object]
     """Drops these of one parameter; set by the runtime."""
+    owns_memory: Callable[[Tensor], bool]
+    """Whether a tensor lies in one of the flat buffers; set by the runtime."""
 
 
 class ShardedParameter(nn.Parameter):
@@ -308,12 +310,16 @@ torch_optimizer.register_optimizer_step_pre_hook(_count_change)
 
 
 class DataNote:
-    """Whether somebody was given the data of a buffer's parameters, through which edits count no version."""
+    """Whether somebody was given the data of a buffer's parameters, through which edits count no version.
 
-    __slots__ = ("is_taken",)
+    Args:
+        phase: of the module.
+    """
 
-    def __init__(self) -> None:
-        self.is_taken = False
+    __slots__ = ("is_taken", "phase")
+
+    def __init__(self, phase: Phase) -> None:
+        self.is_taken, self.phase = False, phase
 
 
 class UnshardedParameter(nn.Parameter):
@@ -325,7 +331,7 @@ class UnshardedParameter(nn.Parameter):
     """
 
     fqn = ""
-    note = DataNote()
+    note: DataNote
 
     @property
     def data(self) -> Tensor:
@@ -338,14 +344,14 @@ class UnshardedParameter(nn.Parameter):
         """Take over the values; the memory stays that of the buffer.
 
         Raises:
-            RuntimeError: of another shape, or the memory of another parameter of the buffer.
+            RuntimeError: of another shape, or the memory of another parameter.
         """
         if new.shape != self.shape:
             raise RuntimeError(
                 f"the data of '{self.fqn}' is a view of a flat buffer: expected new data of the shape "
                 f"{list(self.shape)}, got {list(new.shape)}. Change shapes before initialize"
             )
-        if new.untyped_storage().data_ptr() == self.untyped_storage().data_ptr():
+        if self.note.phase.owns_memory(new):
             if not 0 <= new.data_ptr() - self.data_ptr() < self.nbytes:
                 raise RuntimeError(
                     f"'{self.fqn}' was given the data of another parameter, whose memory it would share "

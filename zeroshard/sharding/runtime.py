@@ -47,6 +47,7 @@ from zeroshard.sharding.nested import cast_inputs, cast_outputs, find_tensors, v
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.parameter import ShardedParameter, UnshardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
+from zeroshard.sharding.storage import share_storage
 from zeroshard.sharding.tracers import refuse_tracers
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
 
@@ -119,6 +120,8 @@ class Runtime:
         self.phase.before_edit = lambda: (call := finish()) is not None and call()
         forget = weakref.WeakMethod(self._forget_gradient)
         self.phase.forget_gradient = lambda parameter: (call := forget()) is not None and call(parameter)
+        owns = weakref.WeakMethod(self._owns_memory)
+        self.phase.owns_memory = lambda tensor: (call := owns()) is not None and call(tensor)
         self.is_in_method = False
         """Whether the forward under way is another method of the root, which may call the root itself."""
         self.is_held = False
@@ -235,6 +238,10 @@ class Runtime:
         if not is_in_backward():
             self._recover()
             self.reducer.forget(parameter)
+
+    def _owns_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the memory of unsharded parameters."""
+        return any(share_storage(tensor, buffer.full) for buffer in self.buffers)
 
     def abandon_forward(self) -> None:
         """If a forward was begun, it has ended in an exception. Gradients stay as they are."""

@@ -38,6 +38,11 @@ def allocate(tensor: Tensor, num_bytes: int) -> None:
     storage.resize_(num_bytes)
 
 
+def share_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors lie in one storage, whose memory may be given back at the moment."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
 def count_views(tensor: Tensor) -> int:
     """The tensors over the storage of a tensor, itself and those that autograd keeps included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
