@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.config.sections import parse_dtype
+from zeroshard.config.rules import parse_dtype
 from zeroshard.hf.weights import MAX_SHARD_BYTES
 
 

@@ -1,0 +1,138 @@
+"""Rules for the values of a config: what each accepts, what it stores, and what it says it expects."""
+
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence, Set
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+REFUSED: Any = object()
+
+
+class Rule(NamedTuple):
+    """The values that a field takes."""
+
+    expected: str  # completes the sentence "expected ..."
+    accept: Callable[[Any], Any]  # value given -> value stored, or REFUSED
+
+
+def number(expected: str, in_range: Callable[[Any], bool], kind: type = Real, store: type = float) -> Rule:
+    """A number in a range; a bool is none."""
+
+    def accept(value: Any) -> Any:
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        return store(value) if is_number and in_range(value) else REFUSED
+
+    return Rule(expected, accept)
+
+
+def integer(low: int, high: float = math.inf) -> Rule:
+    """An integer from `low` to `high`."""
+    expected = f"an integer >= {low}" if high == math.inf else f"an integer from {low} to {high}"
+    return number(expected, lambda value: low <= value <= high, kind=Integral, store=int)
+
+
+def choice(*choices: str) -> Rule:
+    """One of some words, in any case."""
+
+    def accept(value: Any) -> Any:
+        return value.lower() if isinstance(value, str) and value.lower() in choices else REFUSED
+
+    return Rule(" or ".join(map(repr, choices)), accept)
+
+
+def names_by(expected: str, name_of: Callable[[Any], Any]) -> Rule:
+    """One name or several, stored as a tuple."""
+
+    def accept(value: Any) -> Any:
+        several = isinstance(value, Sequence | Set) and not isinstance(value, str | bytes)
+        names = [name_of(item) for item in (value if several else [value])]
+        if REFUSED in names:
+            return REFUSED
+        # A set's order differs between processes, and all ranks must read the same config.
+        return tuple(sorted(names, key=str) if isinstance(value, Set) else names)
+
+    return Rule(expected, accept)
+
+
+def instance(kind: type, expected: str) -> Rule:
+    """An object of a class."""
+    return Rule(expected, lambda value: value if isinstance(value, kind) else REFUSED)
+
+
+def either(*rules: Rule) -> Rule:
+    """What the first rule that accepts a value makes of it."""
+
+    def accept(value: Any) -> Any:
+        answers = (rule.accept(value) for rule in rules)
+        return next((answer for answer in answers if answer is not REFUSED), REFUSED)
+
+    return Rule(" or ".join(rule.expected for rule in rules), accept)
+
+
+def _text(value: Any) -> Any:
+    return value if isinstance(value, str) and value else REFUSED
+
+
+def _class_name(value: Any) -> Any:
+    if isinstance(value, list | tuple):  # the names of modules that are one unit together
+        names = tuple(map(_text, value))
+        return REFUSED if REFUSED in names or not names else names
+    return value.__name__ if isinstance(value, type) and issubclass(value, nn.Module) else _text(value)
+
+
+_DTYPES = {
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+    **dict.fromkeys(("float16", "fp16", "half"), torch.float16),
+    **dict.fromkeys(("float32", "fp32", "float"), torch.float32),
+    **dict.fromkeys(("float64", "fp64", "double"), torch.float64),
+}
+
+
+def _dtype(value: Any) -> Any:
+    is_named = isinstance(value, str | torch.dtype)
+    return _DTYPES.get(str(value).lower().removeprefix("torch."), REFUSED) if is_named else REFUSED
+
+
+def parse_dtype(value: Any) -> torch.dtype:
+    """A floating-point dtype, or its name.
+
+    Raises:
+        ValueError: it is none.
+    """
+    dtype = DTYPE.accept(value)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype: expected {DTYPE.expected}, got {value!r}")
+    return dtype
+
+
+def _device(value: Any) -> Any:
+    if not isinstance(value, str | torch.device):
+        return REFUSED
+    try:
+        device = torch.device(value)
+    except RuntimeError:
+        return REFUSED
+    return {"cpu": "cpu", "meta": REFUSED}.get(device.type, str(device))
+
+
+BOOLEAN = instance(bool, "True or False")
+DTYPE = Rule("a dtype among bfloat16, float16, float32, float64", _dtype)
+DEVICE = Rule("a device such as 'cpu', 'cuda' or 'cuda:1'", _device)
+FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+POSITIVE = number("a finite number > 0", lambda value: 0 < value <= sys.float_info.max)
+SECONDS = number("a number > 0 and at most 1e6", lambda value: 0 < value <= 1e6)
+PATH = Rule("a path", lambda value: _text(os.fspath(value) if isinstance(value, os.PathLike) else value))
+TIER = choice("none", "cpu", "nvme")
+MODULE_NAMES = names_by("module names", _text)
+PATTERNS = names_by("parameter names, or patterns such as 'blocks.*.bias'", _text)
+# A class or a module is callable too, but calling it would build or run something.
+_PREDICATE = Rule(
+    "a predicate that takes a module",
+    lambda value: value if callable(value) and not isinstance(value, type | nn.Module) else REFUSED,
+)
+UNITS = either(names_by("class names (or module classes, or lists of module names)", _class_name), _PREDICATE)
