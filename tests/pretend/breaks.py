@@ -17,7 +17,8 @@ from tests.pretend.clocks import Stream
 from tests.pretend.findings import Kind
 from tests.pretend.scenario import Bench
 from zeroshard.comm import collectives, streams
-from zeroshard.comm.collectives import Axis, Handle
+from zeroshard.comm.collectives import Axis
+from zeroshard.comm.handles import Handle
 from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.sharding.unit import Unit
 

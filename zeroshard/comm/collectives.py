@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from zeroshard.comm import streams
 from zeroshard.comm.counter import Counter
+from zeroshard.comm.handles import DONE, Handle, Issued, Pending, Several
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watch.ledger import CONTROL, GATHER, REDUCE, Entries, Ledger, find_difference, is_proven
 from zeroshard.comm.watch.status import Whereabouts
@@ -50,74 +51,6 @@ class Part(NamedTuple):
     own: Tensor
     """[K], this rank's shard."""
     tag: int
-
-
-class Handle(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> None:
-        """Return when the result may be used by the current stream; a second call does nothing."""
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-DONE: Handle = _Done()
-"""The handle of a collective that had nothing to exchange."""
-
-
-class _Issued:
-    """A collective that the host left to the device."""
-
-    def __init__(self, mark: streams.Mark) -> None:
-        self._mark: streams.Mark | None = mark
-
-    def wait(self) -> None:
-        mark, self._mark = self._mark, None
-        if mark is not None:
-            mark.wait()
-
-
-class _Several:
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self._handles = handles
-
-    def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
-
-
-class _Pending:
-    """An exchange under way, what remains to be done when it is there, and how to speak of it."""
-
-    def __init__(
-        self,
-        axis: Axis,
-        label: str,
-        works: Sequence[dist.Work | None],
-        then: Callable[[], None] | None = None,
-    ) -> None:
-        self._axis, self._label, self._works, self._then = axis, label, works, then
-        axis.under_way.add(self)
-
-    def wait(self) -> None:
-        self._axis.under_way.discard(self)
-        works, self._works = self._works, ()
-        then, self._then = self._then, None
-        self._axis.waits.wait_for(works, self._label)
-        if then is not None:
-            then()
-
-    def drain(self, timeout: timedelta) -> None:
-        """Let the exchange end, whatever comes of it: peers may still read this rank's buffers."""
-        try:
-            for work in self._works:
-                if work is not None:
-                    work.wait(timeout)
-        except RuntimeError:
-            pass  # the other side is gone
 
 
 class Axis:
@@ -146,7 +79,7 @@ class Axis:
         self.waits = Waits(f"rank {self.rank} of {self.size}", device, timeout_s)
         """Shared with axes that are made from this one, so messages name the rank in this one."""
         self.counter = counter
-        self.under_way: set[_Pending] = set()
+        self.under_way: set[Pending] = set()
         self._groups = dict.fromkeys(Channel, group)
         self._control = control or group
         self.timeout_s = timeout_s
@@ -217,13 +150,13 @@ class Axis:
         if not self.exchanges:
             with self.waits.naming(label):
                 dist.all_gather_into_tensor(flat, own, group=self._groups[channel], async_op=False)
-            return _Issued(self.waits.issue(label))
+            return Issued(self.waits.issue(label))
         chunks = flat.chunk(self.size)
         sent = dict.fromkeys(self._peers, own)
         works = self._exchange(sent, chunks, tag, label)
         if chunks[self.rank].data_ptr() != own.data_ptr():
             chunks[self.rank].copy_(own)  # while the exchange runs
-        return _Pending(self, label, works)
+        return Pending(self.waits, self.under_way, label, works)
 
     def all_gather_together(self, parts: Sequence[Part], *, label: str) -> Handle:
         """All-gather several tensors, of any dtypes; on an accelerator as one launch.
@@ -233,7 +166,7 @@ class Axis:
             label: of all of them, for error messages.
         """
         if self.exchanges or self.size == 1 or len(parts) == 1:
-            return _Several([self.all_gather(p.flat, p.own, tag=p.tag, label=label) for p in parts])
+            return Several([self.all_gather(p.flat, p.own, tag=p.tag, label=label) for p in parts])
         group = self._groups[Channel.GATHER]
         # Private to torch, which has nothing public that gathers several tensors at once; tests/comm tells
         # when it changes.
@@ -241,11 +174,11 @@ class Axis:
             for part in parts:
                 self._note("all_gather", part.own.nbytes * (self.size - 1), label, GATHER)
                 dist.all_gather_into_tensor(part.flat, part.own, group=group, async_op=False)
-        return _Issued(self.waits.issue(label))
+        return Issued(self.waits.issue(label))
 
     def _copied(self) -> Handle:
         """The handle of a copy on this rank alone."""
-        return DONE if self.exchanges else _Issued(streams.mark_here(self.device))
+        return DONE if self.exchanges else Issued(streams.mark_here(self.device))
 
     def reduce_scatter(self, flat: Tensor, out: Tensor, pool: BufferPool, *, tag: int, label: str) -> Handle:
         """Sum `flat` over the ranks in rank order and leave this rank's part in `out`.
@@ -270,7 +203,7 @@ class Axis:
                 dist.reduce_scatter_tensor(target, flat, group=group, async_op=False)
             if target is not out:
                 out.copy_(target)  # on the same stream, where `target` is freed as well
-            return _Issued(self.waits.issue(label))
+            return Issued(self.waits.issue(label))
         received = {peer: pool.take(flat.dtype, own.numel()) for peer in self._peers}
         works = self._exchange(chunks, received, tag, label)
 
@@ -279,7 +212,7 @@ class Axis:
             for buffer in received.values():
                 pool.give(buffer)
 
-        return _Pending(self, label, works, add)
+        return Pending(self.waits, self.under_way, label, works, add)
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
         """Give every rank rank 0's values; returns when they are there.

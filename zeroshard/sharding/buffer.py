@@ -28,13 +28,12 @@ from zeroshard.plan.placement import DtypePolicy, Placements, plan_buffer
 from zeroshard.sharding.attributes import carry_attributes
 from zeroshard.sharding.original import retire
 from zeroshard.sharding.parameter import (
-    DataNote,
     Phase,
     ShardedParameter,
-    UnshardedParameter,
     describe_unit,
 )
 from zeroshard.sharding.storage import allocate, count_views, release
+from zeroshard.sharding.unsharded import DataNote, UnshardedParameter
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.parameter import UnshardedParameter
+from zeroshard.sharding.unsharded import UnshardedParameter
 
 _version_of = attrgetter("_version")
 

@@ -45,11 +45,12 @@ from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.hooks import redirect_hooks
 from zeroshard.sharding.nested import cast_inputs, cast_outputs, find_tensors, view_tensors
 from zeroshard.sharding.order import UnitOrder
-from zeroshard.sharding.parameter import ShardedParameter, UnshardedParameter, describe_unit
+from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.storage import share_storage
 from zeroshard.sharding.tracers import refuse_tracers
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
+from zeroshard.sharding.unsharded import UnshardedParameter
 
 DRAIN_S = 5.0
 """Seconds to wait for exchanges under way when nobody needs them any more."""

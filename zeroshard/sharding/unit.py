@@ -15,14 +15,15 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.collectives import Handle
+from zeroshard.comm.handles import Handle
 from zeroshard.comm.streams import SideStream
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.edits import Edits
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.nested import copy_tensors
-from zeroshard.sharding.parameter import ShardedParameter, UnshardedParameter, describe_unit
+from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.slots import Slots
+from zeroshard.sharding.unsharded import UnshardedParameter
 
 
 class UnitState(Enum):

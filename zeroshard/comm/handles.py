@@ -1,0 +1,94 @@
+"""Collectives under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+
+from zeroshard.comm import streams
+from zeroshard.comm.watch.waits import Waits
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Return when the result may be used by the current stream; a second call does nothing."""
+
+
+class Done:
+    """Nothing was to be exchanged."""
+
+    def wait(self) -> None:
+        pass
+
+
+DONE: Handle = Done()
+"""The handle of a collective that had nothing to exchange."""
+
+
+class Issued:
+    """A collective that the host left to the device."""
+
+    def __init__(self, mark: streams.Mark) -> None:
+        self._mark: streams.Mark | None = mark
+
+    def wait(self) -> None:
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.wait()
+
+
+class Several:
+    """Several collectives, waited for in order."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+
+class Pending:
+    """An exchange under way.
+
+    Args:
+        waits: of the axis.
+        under_way: the exchanges of the axis that nobody has waited for.
+        label: how messages speak of it.
+        works: what the host waits for.
+        then: remains to be done when the values are there.
+    """
+
+    def __init__(
+        self,
+        waits: Waits,
+        under_way: set[Pending],
+        label: str,
+        works: Sequence[dist.Work | None],
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        self._waits, self._under_way = waits, under_way
+        self._label, self._works, self._then = label, works, then
+        under_way.add(self)
+
+    def wait(self) -> None:
+        self._under_way.discard(self)
+        works, self._works = self._works, ()
+        then, self._then = self._then, None
+        self._waits.wait_for(works, self._label)
+        if then is not None:
+            then()
+
+    def drain(self, timeout: timedelta) -> None:
+        """Let the exchange end, whatever comes of it: peers may still read this rank's buffers."""
+        try:
+            for work in self._works:
+                if work is not None:
+                    work.wait(timeout)
+        except RuntimeError:
+            pass  # the other side is gone

@@ -1,0 +1,82 @@
+"""Unsharded parameters: full, in the modules during forward and backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.sharding.parameter import Phase
+
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class DataNote:
+    """Whether somebody was given the data of a buffer's parameters, through which edits count no version.
+
+    Args:
+        phase: of the module.
+    """
+
+    __slots__ = ("is_taken", "phase")
+
+    def __init__(self, phase: Phase) -> None:
+        self.is_taken, self.phase = False, phase
+
+
+class UnshardedParameter(nn.Parameter):
+    """The full parameter inside the forward of its unit, a view of a flat buffer.
+
+    Attributes:
+        fqn: the original name.
+        note: of its buffer.
+    """
+
+    fqn = ""
+    note: DataNote
+
+    @property
+    def data(self) -> Tensor:
+        self.note.is_taken = True
+        data: Tensor = _GET_DATA(self)
+        return data
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        """Take over the values; the memory stays that of the buffer.
+
+        Raises:
+            RuntimeError: of another shape, or the memory of another parameter.
+        """
+        if new.shape != self.shape:
+            raise RuntimeError(
+                f"the data of '{self.fqn}' is a view of a flat buffer: expected new data of the shape "
+                f"{list(self.shape)}, got {list(new.shape)}. Change shapes before initialize"
+            )
+        if self.note.phase.owns_memory(new):
+            if not 0 <= new.data_ptr() - self.data_ptr() < self.nbytes:
+                raise RuntimeError(
+                    f"'{self.fqn}' was given the data of another parameter, whose memory it would share "
+                    "from then on. A sharded one keeps its own: assign a copy, other.data.clone(); to "
+                    "swap two, clone both first; to tie two, assign one Parameter to both before initialize"
+                )
+            new = new.clone()  # a view of itself, as its transpose
+        self.note.is_taken = True
+        with torch.no_grad():
+            _GET_DATA(self).copy_(new)
+
+    @staticmethod
+    def over(view: Tensor, fqn: str, note: DataNote) -> nn.Parameter:
+        """One whose memory is that of `view`, with a version counter of its own.
+
+        A refill of the buffer is then no in-place change to autograd. `Edits` makes it one of this class.
+        """
+        parameter = nn.Parameter(view.new_empty(0))
+        parameter.data = view
+        parameter.fqn, parameter.note = fqn, note  # type: ignore[attr-defined]
+        return parameter
+
+    @staticmethod
+    def move(parameter: nn.Parameter, view: Tensor) -> None:
+        """Let an unsharded parameter go on over other memory, of the same shape."""
+        _SET_DATA(parameter, view)
