@@ -21,6 +21,7 @@ from torch import nn
 
 from tests.distributed.models import Block
 from tests.distributed.training import STAGES, build, numbers, padded_size, start, token_loss
+from zeroshard.stepping.attach import attach
 
 
 class SendCounter:
@@ -229,7 +230,7 @@ def traffic_of_two_optimizers(stage, together):
     parameters = list(engine.parameters())
     optimizers = [torch.optim.SGD(parameters[0::2], lr=0.1), torch.optim.SGD(parameters[1::2], lr=0.1)]
     for some in [optimizers] if together else [[optimizer] for optimizer in optimizers]:
-        engine._runtime.attach(*some)
+        attach(engine._runtime, engine._guard.rounding, *some)
     sent = []
     for number in range(3):
         token_loss(engine, number).backward()
@@ -252,7 +253,7 @@ def half_steps(stage):
     engine, _ = start(build("tied GPT"), None, stage=stage)
     parameters = list(engine.parameters())
     optimizers = [torch.optim.SGD(parameters[0::2], lr=0.1), torch.optim.SGD(parameters[1::2], lr=0.1)]
-    engine._runtime.attach(*optimizers)
+    attach(engine._runtime, engine._guard.rounding, *optimizers)
     token_loss(engine, 0).backward()
     optimizers[0].step()
     messages = []

@@ -10,6 +10,7 @@ from tests.pretend.scenario import Bench, add, scenario
 from tests.pretend.scenarios.models import Editing, Residual
 from tests.pretend.scenarios.plain import BF16
 from zeroshard.forwards.methods import held_unsharded
+from zeroshard.stepping.attach import attach
 
 
 def _two_forwards(stage: int) -> None:
@@ -102,7 +103,7 @@ def _two_optimizers(stage: int, precision: dict[str, str]) -> None:
         parameters = list(engine.parameters())
         optimizers = [torch.optim.AdamW(parameters[:10], 1e-3), torch.optim.SGD(parameters[10:], 1e-3)]
         for optimizer in optimizers:
-            engine._runtime.attach(optimizer)
+            attach(engine._runtime, engine._guard.rounding, optimizer)
         for number in range(3):
             bench.loss(number).backward()
             for optimizer in optimizers:
