@@ -90,7 +90,7 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
         if hasattr(module, "save_pretrained"):
             whole_only = WholeOnly(parts.runtime, module, "save_pretrained")
             parts.runtime.changes.set(module, "save_pretrained", whole_only)
-        if hasattr(module, "resize_token_embeddings"):
+        if hasattr(type(module), "resize_token_embeddings"):  # peft hands on those of the model inside
             refused = NotSharded(module, "resize_token_embeddings")
             parts.runtime.changes.set(module, "resize_token_embeddings", refused)
 

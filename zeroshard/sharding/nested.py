@@ -111,21 +111,31 @@ def copy_tensors(
     A container or object with such a tensor in it becomes a twin: who else holds it sees no change. What has
     none in it stays the same object.
     """
+    if type(value) is Tensor:
+        return copying(value) if which(value) else value
     chosen = {id(tensor): tensor for tensor in find_tensors(value)[0] if which(tensor)}
-    done: dict[int, Any] = {}
+    return _Copies(chosen, copying).of(value) if chosen else value
 
-    def visit(part: Any) -> Any:
+
+class _Copies:
+    """Copies of some tensors; no function that refers to itself, which would keep them up to a collection."""
+
+    def __init__(self, chosen: Mapping[int, Tensor], copying: Callable[[Tensor], Tensor]) -> None:
+        self._chosen, self._copying = chosen, copying
+        self._done: dict[int, Any] = {}
+
+    def of(self, part: Any) -> Any:
+        """The part, or its twin with copies."""
         if type(part) in _PLAIN or isinstance(part, type):
             return part
+        done = self._done
         if id(part) not in done:
             done[id(part)] = part  # what refers to itself keeps referring to the first
             if isinstance(part, Tensor):
-                done[id(part)] = copying(part) if id(part) in chosen else part
-            elif (inside := _inside(part)) and any(visit(each) is not each for each in inside):
-                done[id(part)] = _twin(part, visit)
+                done[id(part)] = self._copying(part) if id(part) in self._chosen else part
+            elif (inside := _inside(part)) and any(self.of(each) is not each for each in inside):
+                done[id(part)] = _twin(part, self.of)
         return done[id(part)]
-
-    return visit(value) if chosen else value
 
 
 def _inside(part: Any) -> list[Any] | None:
