@@ -18,6 +18,7 @@ from zeroshard.config.sections import Config, Precision
 from zeroshard.plan.layout import Layout
 from zeroshard.sharding.gradients import GradientState
 from zeroshard.sharding.unit import UnitState
+from zeroshard.stepping.attach import attach
 
 CPU = torch.device("cpu")
 SHARDED, GATHERING, UNSHARDED = UnitState.SHARDED, UnitState.GATHERING, UnitState.UNSHARDED
@@ -49,7 +50,7 @@ def shard_net(axis=None, **options):
     runtime, _ = shard_over(net, config, Axes.of_one_group(None, axis), CPU)
     root, inner = runtime.units
     optimizer = torch.optim.SGD(net.parameters())
-    runtime.attach(optimizer)
+    attach(runtime, None, optimizer)
     return SimpleNamespace(
         net=net,
         runtime=runtime,
@@ -79,7 +80,8 @@ def storage_bytes(unit):
 
 @pytest.mark.parametrize(("start", "end"), list(itertools.product(UnitState, UnitState)))
 def test_a_unit_goes_round_in_one_direction_and_other_moves_are_errors_that_name_it(start, end):
-    unit = shard_net(stage=3, precision=BF16).inner
+    sharded = shard_net(stage=3, precision=BF16)  # a runtime that is collected drains its exchanges
+    unit = sharded.inner
     unit.state = start
     if (start, end) in [(SHARDED, GATHERING), (GATHERING, UNSHARDED), (UNSHARDED, SHARDED)]:
         unit._move(end)
@@ -92,7 +94,8 @@ def test_a_unit_goes_round_in_one_direction_and_other_moves_are_errors_that_name
 
 
 def test_the_error_of_an_illegal_move_of_the_root_calls_it_the_root():
-    unit = shard_net(stage=3, precision=BF16).root
+    sharded = shard_net(stage=3, precision=BF16)  # a runtime that is collected drains its exchanges
+    unit = sharded.root
     with pytest.raises(RuntimeError, match="root"):
         unit._move(UNSHARDED)
 
@@ -115,7 +118,8 @@ ILLEGAL_GRADIENT_MOVES = [
 
 def try_moves(moves):
     """For each move, the state after it and the error."""
-    (gradients,) = shard_net(world(), stage=3).inner.gradients
+    sharded = shard_net(world(), stage=3)  # a runtime that is collected drains its exchanges
+    (gradients,) = sharded.inner.gradients
     outcomes = []
     for start, end in moves:
         gradients.state = start
@@ -143,7 +147,8 @@ def test_gradients_are_packed_then_reduced_then_delivered_and_other_moves_name_t
 
 
 def test_a_unit_is_gathered_waited_for_and_freed():
-    unit = shard_net(stage=3, precision=BF16).inner
+    sharded = shard_net(stage=3, precision=BF16)  # a runtime that is collected drains its exchanges
+    unit = sharded.inner
     states = [unit.state]
     for move in (unit.unshard, unit.wait, unit.reshard, unit.wait, unit.reshard):
         move()
@@ -152,7 +157,8 @@ def test_a_unit_is_gathered_waited_for_and_freed():
 
 
 def test_moves_that_are_not_needed_change_nothing():
-    unit = shard_net(stage=3, precision=BF16).inner
+    sharded = shard_net(stage=3, precision=BF16)  # a runtime that is collected drains its exchanges
+    unit = sharded.inner
     unit.reshard()
     assert unit.state is SHARDED
     unit.unshard()
@@ -167,7 +173,8 @@ def test_moves_that_are_not_needed_change_nothing():
 
 
 def test_the_storage_is_there_from_unshard_to_reshard_and_nothing_of_it_otherwise():
-    unit = shard_net(stage=3, precision=BF16).inner
+    sharded = shard_net(stage=3, precision=BF16)  # a runtime that is collected drains its exchanges
+    unit = sharded.inner
     (buffer,) = unit.buffers
     size = 2 * Layout((600, 30, 600, 20), 1).total
     assert storage_bytes(unit) == 0
@@ -377,7 +384,8 @@ def test_gradients_are_averaged_and_what_no_rank_used_stays_without(ranks, stage
 
 def drop_while_reducing():
     axis = world()
-    (gradients,) = shard_net(axis, stage=2).inner.gradients
+    sharded = shard_net(axis, stage=2)  # a runtime that is collected drains its exchanges
+    (gradients,) = sharded.inner.gradients
     gradients.pack(0, torch.ones(30, 20), False)
     gradients.start_reduce()
     gradients.drop()
