@@ -210,3 +210,19 @@ def test_micro_batches_are_added_in_fp32(ranks):
     for num_ranks in (1, 2):
         for found in ranks(num_ranks, accumulate_bf16):
             assert max(off for pair in found.values() for off in pair) <= 1e-6
+
+
+def dtype_that_a_batch_norm_gets(stage):
+    model = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7))
+    engine, _ = start(model, "SGD", stage=stage, units=["BatchNorm1d"], precision={"param_dtype": "bfloat16"})
+    seen = []
+    engine.module[0].register_forward_hook(lambda module, args, output: output.float())
+    engine.module[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    engine(torch.ones(5, 7))
+    return seen
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_batch_norm_that_is_a_unit_gets_its_inputs_as_they_are(ranks, num_ranks):
+    for stage in range(4):
+        assert ranks(num_ranks, dtype_that_a_batch_norm_gets, stage) == [[torch.float32]] * num_ranks

@@ -200,6 +200,30 @@ def test_a_parameter_that_a_forward_returns_has_no_gradient_sent_twice(ranks):
         assert len(set(sent)) == len(STAGES)
 
 
+def traffic_of_a_gradient_penalty():
+    """Bytes of gradients by stage and kind of loss: forwards before and after gradients with a graph."""
+    sent = []
+    for stage in range(3):
+        engine, optimizer = start(ReturnsParameter(), "SGD", stage=stage, units=["Linear"])
+        for number, has_penalty in enumerate((False, True, True)):
+            engine.reset_comm_report()
+            penalty = 0.0
+            if has_penalty:
+                x = numbers(number + 50, 5, 7).requires_grad_()
+                (slopes,) = torch.autograd.grad(engine(x)["x"].sum(), x, create_graph=True)
+                penalty = slopes.square().mean()
+            (engine(numbers(number, 5, 7))["x"].square().mean() + penalty).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sent.append((stage, engine.comm_report().bytes_sent["reduce_scatter"]))
+    return sent
+
+
+def test_a_gradient_penalty_has_no_gradient_sent_twice(ranks):
+    for sent in ranks(2, traffic_of_a_gradient_penalty):
+        assert len(set(sent)) == 3
+
+
 def test_one_rank_sends_nothing_and_calls_nothing(ranks):
     ranks(1, traffic_of_one_rank)
 
