@@ -81,7 +81,7 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
         self._halfway = Halfway()
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
         self._is_ready = False
-        """Whether `step()` has made the gradients ready for the optimizer."""
+        """True if `step()` has made the gradients ready for the optimizer."""
         weakref.finalize(self, saver.leave_alone)
         if parts.optimizer is not None:
             self._attach(parts.optimizer)

@@ -16,12 +16,12 @@ Dtypes = Mapping[str, torch.dtype]
 
 
 def is_codes(key: str, dtypes: Dtypes) -> bool:
-    """Whether a state is quantized."""
+    """True if a state is quantized."""
     return dtypes.get(key) == torch.uint8 and key + ABSMAX in dtypes
 
 
 def is_scales(key: str, dtypes: Dtypes) -> bool:
-    """Whether a state holds the scales of another one."""
+    """True if a state holds the scales of another one."""
     return key.endswith(ABSMAX) and is_codes(key.removesuffix(ABSMAX), dtypes)
 
 

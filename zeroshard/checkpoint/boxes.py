@@ -89,7 +89,7 @@ def split(box: Box, max_numel: int) -> Iterator[Box]:
 
 
 def tiles(boxes: Sequence[Box], shape: Shape) -> bool:
-    """Whether boxes that lie inside a tensor hold each of its elements once."""
+    """True if boxes that lie inside a tensor hold each of its elements once."""
     filled = [box for box in boxes if box.numel]
     if sum(box.numel for box in filled) != math.prod(shape):
         return False

@@ -85,7 +85,7 @@ def _multiply(one: int, other: int) -> int:
 
 
 def check_frozen(runtime: Runtime, stored: Stored, names: Mapping[str, str]) -> None:
-    """Whether parameters that a checkpoint leaves out are here as they were there; collective if any are.
+    """True if parameters that a checkpoint leaves out are here as they were there; collective if any are.
 
     Args:
         runtime: of the model.

@@ -286,7 +286,7 @@ def _match_parameters(
 
 
 def _check_shape(stored: Stored, name: str, shape: tuple[int, ...]) -> None:
-    """Whether index and manifest say the same of a parameter."""
+    """True if index and manifest say the same of a parameter."""
     if name in stored.manifest.frozen and name not in stored.tensors:
         return
     tensor = stored.tensors.get(name)

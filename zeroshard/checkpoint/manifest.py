@@ -115,7 +115,7 @@ _KINDS_OR_NONE: dict[type, tuple[str, ...]] = {
 
 
 def _check_kinds(content: Mapping[str, Any]) -> None:
-    """Whether everything is of the kind that readers take for granted, and every file is inside.
+    """True if everything is of the kind that readers take for granted, and every file is inside.
 
     Raises:
         ValueError: naming the first thing that is not.
@@ -166,7 +166,7 @@ def _check_own(file: Path) -> None:
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Whether all files are there, whole, and no links.
+    """True if all files are there, whole, and no links.
 
     Raises:
         RuntimeError: naming the first one that is not.
@@ -181,7 +181,7 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
 
 
 def check_sums(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Whether files hold what was written.
+    """True if files hold what was written.
 
     Raises:
         RuntimeError: naming the first one that does not.

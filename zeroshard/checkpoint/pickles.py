@@ -48,7 +48,7 @@ _Item = _Node | None
 
 
 def check_form(code: bytes) -> None:
-    """Whether a pickle can be loaded and walked through in a time in proportion to its length.
+    """True if a pickle can be loaded and walked through in a time in proportion to its length.
 
     Raises:
         pickle.UnpicklingError: it is nested too deeply, holds itself, or repeats elements too often; or it

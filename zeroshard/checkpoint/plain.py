@@ -98,7 +98,7 @@ def _copy(stream: BinaryIO, records: Iterable[zipfile.ZipInfo]) -> BinaryIO:
 
 
 def _check_globals(code: bytes) -> None:
-    """Whether a pickle refers to nothing but what plain values need, or what the user declared safe.
+    """True if a pickle refers to nothing but what plain values need, or what the user declared safe.
 
     Raises:
         pickle.UnpicklingError: naming the first thing else.
@@ -121,7 +121,7 @@ def _is_kind(name: str) -> bool:
 
 
 def check_plain(values: Any, name: str) -> None:
-    """Whether values can be loaded again without running code.
+    """True if values can be loaded again without running code.
 
     Args:
         name: of the values, for the message.

@@ -35,7 +35,7 @@ class Refusal(NamedTuple):
 
 
 def is_number(value: Any, low: float = 0, kind: Any = Real) -> bool:
-    """Whether it is a finite number of a kind, at least `low`; True and False are none."""
+    """True if it is a finite number of a kind, at least `low`; True and False are none."""
     return isinstance(value, kind) and not isinstance(value, bool) and bool(low <= value < math.inf)
 
 

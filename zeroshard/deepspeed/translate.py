@@ -52,7 +52,7 @@ def translate(config: Mapping[str, Any], num_ranks: int | None) -> Translation:
 
 
 def is_known(key: object) -> bool:
-    """Whether it is a key of DeepSpeed's."""
+    """True if it is a key of DeepSpeed's."""
     return key in KNOWN or key in SECTIONS
 
 

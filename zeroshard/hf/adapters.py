@@ -14,7 +14,7 @@ from zeroshard.sharding.runtime import Runtime
 
 
 def has_adapters(module: Any) -> bool:
-    """Whether peft has put adapters into a model."""
+    """True if peft has put adapters into a model."""
     return bool(getattr(module, "peft_config", None))
 
 

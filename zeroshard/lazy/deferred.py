@@ -62,7 +62,7 @@ class View:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every byte of the storage belongs to it."""
+        """True if every byte of the storage belongs to it."""
         return math.prod(self.shape) * self.dtype.itemsize == self.deferred.num_bytes
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
@@ -91,7 +91,7 @@ class Op:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor is on a device; `is_meta` answers something else while a model is recorded."""
+    """True if a tensor is on a device; `is_meta` answers something else while a model is recorded."""
     return tensor.device.type != "meta"
 
 
@@ -108,13 +108,13 @@ def defer(tensor: Tensor, stored: Stored | None = None) -> Deferred:
 
 
 def is_known(tensor: Tensor) -> bool:
-    """Whether a tensor has values, in memory or deferred ones."""
+    """True if a tensor has values, in memory or deferred ones."""
     deferred = deferred_of(tensor)
     return has_memory(tensor) or (deferred is not None and _needed(deferred) is not None)
 
 
 def is_stored(tensor: Tensor) -> bool:
-    """Whether the values of a meta tensor come from files alone: each rank can read its part by itself."""
+    """True if the values of a meta tensor come from files alone: each rank can read its part by itself."""
     deferred = deferred_of(tensor)
     ops = None if deferred is None else _needed(deferred)
     if deferred is None or ops is None:
@@ -125,7 +125,7 @@ def is_stored(tensor: Tensor) -> bool:
 
 
 def is_changed(parameter: nn.Parameter) -> bool:
-    """Whether a deferred parameter was changed when nothing was recorded, so that the change is lost."""
+    """True if a deferred parameter was changed when nothing was recorded, so that the change is lost."""
     version = getattr(parameter, "recorded_version", None)
     return not has_memory(parameter) and version is not None and version != parameter._version
 

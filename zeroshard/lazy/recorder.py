@@ -89,7 +89,7 @@ def refuse_recording(what: str) -> None:
 
 
 def is_recording() -> bool:
-    """Whether new tensors get no memory now."""
+    """True if new tensors get no memory now."""
     return bool(_len_torch_dispatch_stack()) and bool(_active_recorders())
 
 
@@ -170,7 +170,7 @@ class _Recorder(TorchDispatchMode):
             self._draw, self._adopts_meta = before
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one whose values are recorded."""
+        """True if a tensor is one whose values are recorded."""
         return not has_memory(tensor) and (self._adopts_meta or deferred_of(tensor) is not None)
 
     def __torch_dispatch__(

@@ -1,1 +1,1 @@
-"""What is sharded how: values that are made before any memory is."""
+"""The plan of sharding: values that are made before any memory is."""

@@ -19,7 +19,7 @@ class Original:
 
     @property
     def keeps_dtype(self) -> bool:
-        """Whether it is computed with in its own dtype: torch's BatchNorm wants that of its statistics."""
+        """True if it is computed with in its own dtype: torch's BatchNorm wants that of its statistics."""
         return any(computes_in_own_dtype(module) for module, _ in self.owners)
 
 

@@ -69,9 +69,9 @@ class BufferPlan:
     reduce_dtype: torch.dtype
     """Of gradients on the wire."""
     is_resident: bool
-    """Whether the unsharded parameters are there all the time."""
+    """True if the unsharded parameters are there all the time."""
     is_partial: bool
-    """Whether a rank holds only its shard of the main parameters."""
+    """True if a rank holds only its shard of the main parameters."""
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -80,7 +80,7 @@ class BufferPlan:
 
     @property
     def is_alias(self) -> bool:
-        """Whether the main parameters are a view of the unsharded ones."""
+        """True if the main parameters are a view of the unsharded ones."""
         return self.is_resident and self.main_dtype == self.compute_dtype
 
 

@@ -32,7 +32,7 @@ _TRACERS = {
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is inside a backward pass (hooks, recomputation)."""
+    """True if this thread is inside a backward pass (hooks, recomputation)."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -42,7 +42,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def will_accumulate(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether the backward that runs now may give gradients to parameters; `torch.autograd.grad` gives none.
+    """True if the backward that runs now may give gradients to parameters; `torch.autograd.grad` gives none.
 
     Args:
         parameters: leaves that require gradients. They are looked at only where the backward goes to chosen
@@ -79,7 +79,7 @@ def outermost_checkpoint(frame: FrameType | None, until: FrameType | None) -> Fr
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func (grad, vjp, jvp, vmap, functionalize) is running."""
+    """True if a transform of torch.func (grad, vjp, jvp, vmap, functionalize) is running."""
     return peek_interpreter_stack() is not None
 
 

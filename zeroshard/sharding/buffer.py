@@ -96,7 +96,7 @@ class FlatBuffer:
         self.plan = plan_buffer(context.placements, dtypes, first.dtype, self.trainable, axis.size)
         self.is_resident, self.is_partial = self.plan.is_resident, self.plan.is_partial
         self.is_alias_of_all = self.plan.is_alias and not self.is_partial
-        """Whether `full` holds the values of `main` by itself, without copy or exchange."""
+        """True if `full` holds the values of `main` by itself, without copy or exchange."""
         self.main_span = self.layout.shard(axis.rank) if self.is_partial else Span(0, self.layout.total)
         """The flat range that `main` holds."""
         if all(is_stored(original.parameter) for original in originals):
@@ -208,7 +208,7 @@ class FlatBuffer:
 
     @property
     def is_stale(self) -> bool:
-        """Whether main parameters changed since `full` was filled from them."""
+        """True if main parameters changed since `full` was filled from them."""
         return not self.is_alias_of_all and self.main._version != self._version
 
     def mark_stale(self) -> None:

@@ -68,7 +68,7 @@ class Gradients:
 
     @property
     def has_deferred(self) -> bool:
-        """Whether there are sums for a later backward, in no p.grad yet."""
+        """True if there are sums for a later backward, in no p.grad yet."""
         return bool(self._held)
 
     @property

@@ -80,7 +80,7 @@ class Phase:
     forget_gradient: Callable[[ShardedParameter], object]
     """Drops these of one parameter; set by the runtime."""
     owns_memory: Callable[[Tensor], bool]
-    """Whether a tensor lies in one of the flat buffers; set by the runtime."""
+    """True if a tensor lies in one of the flat buffers; set by the runtime."""
 
 
 class ShardedParameter(nn.Parameter):
@@ -285,7 +285,7 @@ def _may_change(func: Callable[..., Any], kwargs: Mapping[str, Any] | None) -> b
 
 
 def _only_describes(func: Callable[..., Any]) -> bool:
-    """Whether a function tells of a tensor without its values: a model may ask for a dtype anywhere."""
+    """True if a function tells of a tensor without its values: a model may ask for a dtype anywhere."""
     if getattr(func, "__name__", "") == "__get__":
         return func not in _VALUES
     return func in _DESCRIBES

@@ -73,7 +73,7 @@ class Reducer:
         self._places: dict[int, tuple[Gradients, int]] = {}
         """The gradients and the index of each parameter, by its id; made when they are asked for."""
         self._must_agree = True
-        """Whether the next reductions begin with an agreement on the order of units; on all ranks alike."""
+        """True if the next reductions begin with an agreement on the order of units; on all ranks alike."""
         self._to_start: deque[Unit] = deque()
         """The units that this backward has not begun to reduce, in the order of all ranks."""
         self._ready: set[str] = set()
@@ -81,13 +81,13 @@ class Reducer:
         self.under_way: list[Unit] = []
         """Units whose reductions are under way, the newest last."""
         self.is_deferring = False
-        """Whether backward adds gradients up locally and sends nothing."""
+        """True if backward adds gradients up locally and sends nothing."""
         self._has_more = False
-        """Whether a later backward adds to what this one gives."""
+        """True if a later backward adds to what this one gives."""
         self._asked, self._announced = Meaning(), Meaning()
         """By those around a backward, and by a loss inside one: see `deferring` and `announce`."""
         self.is_half = any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers)
-        """Whether gradients pass through float16, where small ones vanish: the loss must be scaled."""
+        """True if gradients pass through float16, where small ones vanish: the loss must be scaled."""
         self.lacks_scale = self.is_half
         """True if a gradient that arrives now is one of a loss that was not scaled."""
         self.accumulates = True
@@ -136,7 +136,7 @@ class Reducer:
 
     @property
     def has_more(self) -> bool:
-        """Whether a later backward is to add to the gradients of this one."""
+        """True if a later backward is to add to the gradients of this one."""
         return self._has_more
 
     def _follow(self) -> None:

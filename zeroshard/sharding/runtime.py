@@ -105,7 +105,7 @@ class Runtime:
         self._num_prefetch = 0 if all(unit.is_resident for unit in units) else num_prefetch
         self._reshard_after_forward, self._output_dtype = reshard_after_forward, output_dtype
         self._is_alone = context.axes.dp.size == 1 and all(unit.is_resident for unit in units)
-        """Whether there is nothing to gather, free or reduce: then only the root's outputs are watched."""
+        """True if there is nothing to gather, free or reduce: then only the root's outputs are watched."""
         self._calls = CallLog(units)
         self._called: list[Unit] = []
         self._kept: frozenset[Unit] = frozenset()
@@ -124,16 +124,16 @@ class Runtime:
         owns = weakref.WeakMethod(self._owns_memory)
         self.phase.owns_memory = lambda tensor: (call := owns()) is not None and call(tensor)
         self.is_in_method = False
-        """Whether the forward under way is another method of the root, which may call the root itself."""
+        """True if the forward under way is another method of the root, which may call the root itself."""
         self.is_held = False
-        """Whether everything stays gathered after a forward."""
+        """True if everything stays gathered after a forward."""
         self._is_in_backward = False
         self._has_had_backward = False
         """Since the last forward, and its graph is not to come again."""
         self._makes_graph = False
-        """Whether this backward makes a graph for others, which need the parameters once more."""
+        """True if this backward makes a graph for others, which need the parameters once more."""
         self._has_second_graph = False
-        """Whether a backward since the last step has made one: then everything stays gathered."""
+        """True if a backward since the last step has made one: then everything stays gathered."""
         self._walk = self._begin_walk()
         """Of the backward under way, or the last one."""
         self._backward: Callable[[], object] = object
@@ -161,17 +161,17 @@ class Runtime:
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether the root's forward, or a method that counts as one, is running."""
+        """True if the root's forward, or a method that counts as one, is running."""
         return self.phase.is_in_forward
 
     @property
     def is_closed(self) -> bool:
-        """Whether the module is not sharded by this runtime any more."""
+        """True if the module is not sharded by this runtime any more."""
         return self.phase.refusal is not None
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there are gradients, delivered or deferred."""
+        """True if there are gradients, delivered or deferred."""
         if any(gradients.has_deferred for unit in self.units for gradients in unit.gradients):
             return True
         with torch._C.DisableTorchFunctionSubclass():
@@ -241,7 +241,7 @@ class Runtime:
             self.reducer.forget(parameter)
 
     def _owns_memory(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the memory of unsharded parameters."""
+        """True if a tensor lies in the memory of unsharded parameters."""
         return any(share_storage(tensor, buffer.full) for buffer in self.buffers)
 
     def abandon_forward(self) -> None:

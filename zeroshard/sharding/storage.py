@@ -39,7 +39,7 @@ def allocate(tensor: Tensor, num_bytes: int) -> None:
 
 
 def share_storage(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors lie in one storage, whose memory may be given back at the moment."""
+    """True if two tensors lie in one storage, whose memory may be given back at the moment."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 

@@ -114,13 +114,13 @@ class UnitInfo:
     numel: int
     """Elements, padding included."""
     kept: bool
-    """Whether backward needs no second gather: it stays gathered, or backward needs no parameters."""
+    """True if backward needs no second gather: it stays gathered, or backward needs no parameters."""
     reason: str = ""
     """Why its module is a unit."""
 
 
 def needs_parameters_in_backward(modules: Iterable[nn.Module]) -> bool:
-    """Whether autograd saves the parameters of a unit; an embedding's backward needs the indices alone."""
+    """True if autograd saves the parameters of a unit; an embedding's backward needs the indices alone."""
     return any(type(module) is not nn.Embedding for module in modules)
 
 
@@ -150,7 +150,7 @@ class Unit:
         self.buffers, self.gradients, self._stream = buffers, gradients, stream
         self.is_resident = all(buffer.is_resident for buffer in buffers)
         self.is_compiled = False
-        """Whether nothing inside the module can be hooked."""
+        """True if nothing inside the module can be hooked."""
         self.backward_needs_parameters = needs_parameters_in_backward(modules)
         self.position = -1
         """The place in the order of forwards, see `order.py`; -1 before the first one, and for the root."""
@@ -163,7 +163,7 @@ class Unit:
         self.open_calls: WeakSet[ForwardCall] = WeakSet()
         """Of a unit that may join a backward: the calls whose outputs have a graph yet to come to."""
         self.joins_backward = self.backward_needs_parameters
-        """Whether its parameters are gathered in this backward: on all ranks, as soon as one needs them."""
+        """True if its parameters are gathered in this backward: on all ranks, as soon as one needs them."""
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
         self._handles: list[Handle] = []
         self._copies = [buffer for buffer in buffers if not buffer.is_alias_of_all]
@@ -175,7 +175,7 @@ class Unit:
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether a forward of it is under way."""
+        """True if a forward of it is under way."""
         return self.call.began != NEVER and self.call.ended == NEVER
 
     @property

@@ -12,7 +12,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class DataNote:
-    """Whether somebody was given the data of a buffer's parameters, through which edits count no version.
+    """True if somebody was given the data of a buffer's parameters, through which edits count no version.
 
     Args:
         phase: of the module.

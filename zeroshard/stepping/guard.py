@@ -27,16 +27,16 @@ class StepGuard:
         self.loss_scale = LossScale.of(config.precision.loss_scale) if is_half else LossScale()
         is_narrow = config.precision.main_dtype is torch.bfloat16
         self.rounding = Rounding.agreed(runtime.context.axes.dp) if is_narrow else None
-        """Of updates into main parameters of bfloat16; None where they are wider."""
+        """The rounding of updates into main parameters of bfloat16; None where they are wider."""
         self.grad_norm: Tensor | None = None
         """The global norm before the last clipping, 0-dim; None before."""
         self.may_skip = is_half or config.nonfinite == "skip"
-        """Whether a step may have to be left out."""
+        """True if a step may have to be left out."""
         self._judges = self.may_skip or config.nonfinite == "error"
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether gradients must be there before the optimizer's step begins."""
+        """True if gradients must be there before the optimizer's step begins."""
         return self._judges or self._max_norm is not None
 
     def clip(self, max_norm: float, order: float, must_be_finite: bool) -> Tensor:

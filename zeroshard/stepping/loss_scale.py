@@ -37,12 +37,12 @@ class LossScale:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether it follows overflows."""
+        """True if it follows overflows."""
         return self.policy is not None
 
     @property
     def can_fall(self) -> bool:
-        """Whether overflows lower it."""
+        """True if overflows lower it."""
         return self.policy is not None and self.value > self.policy.minimum
 
     def after(self, *, overflow: bool) -> LossScale:

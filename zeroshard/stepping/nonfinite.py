@@ -17,7 +17,7 @@ _NUM_SHOWN = 3
 
 @torch.no_grad()
 def all_finite(runtime: Runtime) -> bool:
-    """Whether no gradient holds inf or nan on any rank; one exchange."""
+    """True if no gradient holds inf or nan on any rank; one exchange."""
     own = own_gradients(runtime)
     probe = summed if runtime.context.device.type == "cpu" else largest
     is_bad = bool(own) and not bool(probe(own).isfinite().all())

@@ -33,11 +33,11 @@ _CHUNK_CPU, _CHUNK = 1 << 17, 1 << 22
 
 @dataclass(slots=True)
 class Rounding:
-    """What the random bits of a step follow from, beside names; the same on all ranks."""
+    """The numbers that give the random bits of a step, beside names; the same on all ranks."""
 
     seed: int
     step: int = 0
-    """How many were taken."""
+    """The steps that were taken."""
 
     @staticmethod
     def agreed(axis: Axis) -> Rounding:
@@ -49,7 +49,7 @@ class Rounding:
         self.seed, self.step = other.seed, other.step
 
     def key(self, name: str) -> int:
-        """Of a parameter in this step."""
+        """The seed of a parameter in this step."""
         digest = blake2b(f"{self.seed}:{self.step}:{name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
 

@@ -35,7 +35,7 @@ class Status(NamedTuple):
     """Grows with every telling."""
     has_ended: bool = False
     has_failed: bool = False
-    """Whether it ended with an exception."""
+    """True if it ended with an exception."""
     issued: Entries | None = None
     """The collectives that a rank has issued last, when it has waited for a while."""
 

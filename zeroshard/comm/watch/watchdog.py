@@ -83,7 +83,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="zeroshard_watchdog", daemon=True)
 
     def watches_as(self, rank: int, size: int) -> bool:
-        """Whether this process may be `rank` of `size` here: so it is, and nothing has gone wrong so far."""
+        """True if this process may be `rank` of `size` here: so it is, and nothing has gone wrong so far."""
         is_sound = self._store is not None and self._alarm is None
         return is_sound and (rank, size) == (self._rank, self._size)
 

@@ -48,7 +48,7 @@ _UNSUPPORTED = {
 
 
 def is_bitsandbytes(optimizer: Optimizer) -> bool:
-    """Whether it is one of bitsandbytes' or derived from one; the library is not imported for that."""
+    """True if it is one of bitsandbytes' or derived from one; the library is not imported for that."""
     return any(
         (base.__module__, base.__name__) == ("bitsandbytes.optim.optimizer", "Optimizer8bit")
         for base in type(optimizer).__mro__
@@ -56,7 +56,7 @@ def is_bitsandbytes(optimizer: Optimizer) -> bool:
 
 
 def check(optimizer: Any) -> None:
-    """Whether it can go on over slices.
+    """True if it can go on over slices.
 
     Raises:
         ValueError: an update that is not known, or an option that needs whole tensors.
@@ -194,12 +194,12 @@ def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pinde
 
 
 def _is_ours(optimizer: Any, p: Tensor) -> bool:
-    """Whether an 8-bit step is not one of bitsandbytes' operators."""
+    """True if an 8-bit step is not one of bitsandbytes' operators."""
     return p.is_cpu or _is_cut(optimizer, p.numel())
 
 
 def _is_cut(optimizer: Any, size: int) -> bool:
-    """Whether the last block goes by itself: AdEMAMix's operator would let its scales overlap with others."""
+    """True if the last block goes by itself: AdEMAMix's operator would let its scales overlap with others."""
     return optimizer.optimizer_name == "ademamix" and size % BLOCK != 0
 
 

@@ -46,7 +46,7 @@ _WHOLE_TENSOR = {
 
 
 def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
-    """Whether an optimizer can go on over slices of its parameters.
+    """True if an optimizer can go on over slices of its parameters.
 
     Args:
         names: the model's parameters with their names.

@@ -85,7 +85,7 @@ class Rule:
 
     @property
     def has_operator(self) -> bool:
-        """Whether bitsandbytes has it on a GPU: its LAMB and LARS know no trust ratio there."""
+        """True if bitsandbytes has it on a GPU: its LAMB and LARS know no trust ratio there."""
         return self.name not in ("lamb", "lars")
 
 
