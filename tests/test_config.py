@@ -111,7 +111,7 @@ def test_a_device_is_kept_as_its_name(given, stored):
 def test_replacing_a_field_checks_again():
     config = Config(shard_group_size=4)
     assert dataclasses.replace(config, num_prefetch=2).shard_group_size == 4
-    assert "shard_group_size=4" in refusal(dataclasses.replace, config, stage=1)
+    assert "shard_group_size=4" in refusal(dataclasses.replace, config, stage=0)
 
 
 # ---------------------------------------------------------------------------------- types and ranges
@@ -309,7 +309,7 @@ def test_a_predicate_is_kept_but_cannot_be_written_down():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"shard_group_size": 4}, "shard_group_size=4"),
+        ({"reshard_after_forward": 4}, "reshard_after_forward=4"),
         ({"offload": {"parameters": "cpu"}}, "offload.parameters='cpu'"),
     ],
 )
@@ -317,6 +317,11 @@ def test_what_concerns_sharded_parameters_needs_stage_3(stage, options, text):
     message = refusal(Config.from_dict, options | {"stage": stage})
     assert message == f"{text} needs stage to be 3, came {stage}"
     Config.from_dict(options | {"stage": 3})
+
+
+def test_stage_0_shards_nothing_over_groups():
+    message = refusal(Config.from_dict, {"stage": 0, "shard_group_size": 4})
+    assert message == "shard_group_size=4 needs stage to be >= 1, came 0"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -523,7 +528,7 @@ def test_json_and_toml_files_say_the_same(tmp_path, name, text):
         ("c.toml", "[mesh]\npipe = 2\n", "unknown config key 'mesh.pipe'"),
         ("c.toml", "stage = 9\n", "config key 'stage': expected an integer from 0 to 3, came 9 (int)"),
         ("c.json", '{"clip_grad_norm": Infinity}', "'clip_grad_norm': expected None or a finite number"),
-        ("c.toml", "stage = 1\nshard_group_size = 2\n", "needs stage to be 3"),
+        ("c.toml", "stage = 0\nshard_group_size = 2\n", "needs stage to be >= 1"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_told_with_the_name_of_the_file(tmp_path, name, text, reason):

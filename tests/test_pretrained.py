@@ -228,6 +228,7 @@ def load_as_one_of_many(folder: str) -> None:
     from zeroshard.comm.collectives import Axis
     from zeroshard.comm.counter import Counter
     from zeroshard.comm.mesh import Axes
+    from zeroshard.plan.wrapping import find_units
 
     class Alone(Axis):
         def broadcast(self, tensor, label):
@@ -246,7 +247,8 @@ def load_as_one_of_many(folder: str) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     model = zeroshard.from_pretrained(LlamaForCausalLM, folder, config)
     sizes = [parameter.numel() * 4 for parameter in model.parameters()]
-    shard_over(model, config, Axes.of_one_group(None, axis), device)
+    specs = find_units(model, config.units)
+    shard_over(model, specs, config, Axes.of_one_group(None, axis), device)
     print(json.dumps([status("VmHWM") - before, sum(sizes) // NUM_RANKS, max(sizes)]))
 
 

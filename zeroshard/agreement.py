@@ -14,7 +14,7 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.config.sections import Config
 from zeroshard.lazy.deferred import describe_origin, has_memory
 from zeroshard.plan.ignored import find_ignored
-from zeroshard.plan.wrapping import find_units
+from zeroshard.plan.wrapping import UnitSpec
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Of an object that its repr() tells; other on every rank."""
@@ -24,6 +24,7 @@ def check_agreement(
     axis: Axis,
     model: nn.Module,
     config: Config,
+    specs: Sequence[UnitSpec],
     optimizer: Optimizer | None,
     overrides: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
@@ -33,6 +34,7 @@ def check_agreement(
         axis: of all ranks, on this rank's device.
         model: with its original parameters.
         config: as it was given.
+        specs: the units to be.
         optimizer: over these parameters.
         overrides: hyperparameters of single parameters.
 
@@ -43,7 +45,7 @@ def check_agreement(
         [f"a device of type {axis.device.type}"],
         [*_config_facts(config)],
         [*_model_facts(model, config)],
-        [*_unit_facts(model, config)],
+        [*_unit_facts(specs)],
         [*_optimizer_facts(optimizer, model)],
         [*_override_facts(overrides, model)],
     ]
@@ -87,8 +89,8 @@ def _model_facts(model: nn.Module, config: Config) -> Iterator[str]:
         yield f"buffer '{name}' {tuple(buffer.shape)} {buffer.dtype}"
 
 
-def _unit_facts(model: nn.Module, config: Config) -> Iterator[str]:
-    for spec in find_units(model, config.units, config.ignored):
+def _unit_facts(specs: Sequence[UnitSpec]) -> Iterator[str]:
+    for spec in specs:
         yield f"unit '{spec.name}' of {[original.fqn for original in spec.originals]}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,12 +23,13 @@ from zeroshard.guards.copies import guard_copies
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
 from zeroshard.lazy.recorder import refuse_recording
+from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
 from zeroshard.plan.ignored import find_ignored
-from zeroshard.plan.placement import STAGES, DtypePolicy
+from zeroshard.plan.placement import DP_SHARD, place
 from zeroshard.plan.wrapping import UnitSpec, find_units
 from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
 from zeroshard.sharding.changes import Changes
-from zeroshard.sharding.gradients import Gradients, ReducedGradients
+from zeroshard.sharding.gradients import gradients_of
 from zeroshard.sharding.parameter import Phase, ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -44,7 +47,8 @@ def shard_in_place(module: nn.Module, config: Config, mesh: DeviceMesh | None) -
     world = open_world(device, Counter(), config.watchdog_s)
     watch(world)
     axes = open_data_parallel(config, world, mesh)
-    runtime, _ = shard_over(module, config, axes, device)
+    specs = find_units(module, config.units, config.ignored)
+    runtime, _ = shard_over(module, specs, config, axes, device)
     return runtime
 
 
@@ -57,21 +61,21 @@ def open_data_parallel(config: Config, world: Axis, mesh: DeviceMesh | None = No
 
 
 def shard_over(
-    module: nn.Module, config: Config, axes: Axes, device: torch.device
+    module: nn.Module, specs: Sequence[UnitSpec], config: Config, axes: Axes, device: torch.device
 ) -> tuple[Runtime, Replacements]:
-    """Shard a module in place and tell which parameter became which."""
+    """Shard a module, of which `find_units` gave the units, and tell which parameter became which."""
     require_supported(config)
     record_resets(module)
     check_values(module)
     ignored = find_ignored(module, config.ignored)
-    specs = find_units(module, config.units, config.ignored)
+    setting = read_setting(config, axes.sizes)
+    plans = plan_units(specs, setting)
     context = Context(
         axes=axes,
-        placements=STAGES[config.stage],
+        setting=setting,
         device=device,
         streams=Streams.on(device),
         meter=Meter(),
-        dtypes=dtype_policy(config),
         phase=Phase(),
     )
     _take_over_buffers(module, context)
@@ -80,15 +84,16 @@ def shard_over(
     replacements: Replacements = {}
     tags = 0
     units: list[Unit] = []
-    for spec in specs:
+    for spec, plan in zip(specs, plans, strict=True):
         buffers = []
-        for group in spec.groups(context.dtypes):
-            buffers.append(FlatBuffer(group, spec.name, tags, context))
+        for own, originals in zip(plan.buffers, group(spec.originals, setting.dtypes), strict=True):
+            buffers.append(FlatBuffer(own, originals, spec.name, tags, context))
             tags += _TAGS_PER_BUFFER
         for buffer in buffers:
-            originals = (original.parameter for original in buffer.originals)
-            replacements.update(zip(originals, buffer.sharded, strict=True))
-        units.append(_build_unit(spec, buffers, context, pool))
+            parameters = (original.parameter for original in buffer.originals)
+            replacements.update(zip(parameters, buffer.sharded, strict=True))
+        gradients = [gradients_of(buffer, context, pool) for buffer in buffers if buffer.trainable]
+        units.append(Unit(plan, spec.modules, buffers, gradients, context.streams.gather))
     changes = Changes()
     if config.compile:
         compile_forwards(units, changes)
@@ -100,7 +105,6 @@ def shard_over(
         context,
         pool,
         num_prefetch=config.num_prefetch,
-        reshard_after_forward=bool(config.reshard_after_forward),
         output_dtype=config.precision.output_dtype,
         changes=changes,
     )
@@ -111,25 +115,23 @@ def shard_over(
     return runtime, replacements
 
 
-def dtype_policy(config: Config) -> DtypePolicy:
-    """The dtypes that a config asks for."""
+def read_setting(config: Config, sizes: Mapping[str, int]) -> Setting:
+    """Everything that plans depend on beside the parameters.
+
+    Args:
+        config: as it was given.
+        sizes: the number of ranks of each axis.
+    """
     precision = config.precision
-    return DtypePolicy(
-        param_dtype=precision.param_dtype,
-        reduce_dtype=precision.reduce_dtype,
-        main_dtype=precision.main_dtype,
+    return Setting(
+        placements=place(config.stage, config.reshard_after_forward, sizes[DP_SHARD]),
+        dtypes=DtypePolicy(
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            main_dtype=precision.main_dtype,
+        ),
+        sizes=sizes,
     )
-
-
-def _build_unit(spec: UnitSpec, buffers: list[FlatBuffer], context: Context, pool: BufferPool) -> Unit:
-    trained = [buffer for buffer in buffers if buffer.trainable]
-    gradients: list[Gradients] = [
-        Gradients(buffer)
-        if context.axes.dp.size == 1
-        else ReducedGradients(buffer, context, pool, buffer.tag + 1)
-        for buffer in trained
-    ]
-    return Unit(spec.name, spec.modules, buffers, gradients, context.streams.gather, spec.reason)
 
 
 def _take_over_buffers(module: nn.Module, context: Context) -> None:

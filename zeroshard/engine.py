@@ -104,7 +104,7 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
         """The model's own forward."""
         if type(args) is not tuple:
             refuse_proxies()
-        if self._runtime.context.placements.frees_parameters or self._axes.dp.size == 1:
+        if self._runtime.context.setting.placements.frees_parameters or self._axes.dp.size == 1:
             with outside_transforms():
                 self._saver.check(self._axes.dp)  # elsewhere the ranks may call forward unevenly
         try:
@@ -129,7 +129,10 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
             ValueError: something else was given.
         """
         _check_loss(loss)
-        reducer, send = self._runtime.reducer, not self._runtime.context.placements.accumulates_locally
+        reducer, send = (
+            self._runtime.reducer,
+            not self._runtime.context.setting.placements.accumulates_locally,
+        )
         with reducer.deferring(not self._is_at_boundary, send=send), reducer.scaled(self.loss_scale):
             self._factored(loss).backward()
         return loss.detach()
@@ -150,7 +153,7 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
         _check_loss(loss)
         scaled = self._factored(loss.view_as(loss))
         runtime, more, value = self._runtime, not self._is_at_boundary, self.loss_scale
-        send = not runtime.context.placements.accumulates_locally
+        send = not runtime.context.setting.placements.accumulates_locally
         scaled.register_hook(lambda _: runtime.announce(more, send=send, loss_scale=value))
         return scaled
 
@@ -493,7 +496,7 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
             raise AttributeError(f"{type(self.module).__name__} has no method 'generate'")
         if kwargs.get("synced_gpus"):
             return as_forward(self._runtime, generate)(*args, **kwargs)
-        if (dtype := self._runtime.context.dtypes.param_dtype) is not None:
+        if (dtype := self._runtime.context.setting.dtypes.param_dtype) is not None:
             args, kwargs = cast_inputs(self.module, args, kwargs, dtype=dtype)
         with held_unsharded(self._runtime):
             return generate(*args, **kwargs)

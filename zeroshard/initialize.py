@@ -88,7 +88,7 @@ def initialize(
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"loss_fn: expected a callable (output, targets) -> loss, got {loss_fn!r}")
     refuse_recording("initialize")
-    find_units(model, config.units, config.ignored)  # refuses a model before anything is started
+    specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started
     optimizer = _build_optimizer(optimizer, model)
     overrides = read_overrides(optimizer, {parameter: name for name, parameter in model.named_parameters()})
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
@@ -97,10 +97,10 @@ def initialize(
     world = open_world(device, Counter(), config.watchdog_s)
     close_at_exit(world, owns_process_group=started)
     watch(world)
-    check_agreement(world, model, config, optimizer, overrides)
+    check_agreement(world, model, config, specs, optimizer, overrides)
     axes = open_data_parallel(config, world)
     close_at_exit(axes, *axes.members)
-    runtime, replacements = shard_over(model, config, axes, device)
+    runtime, replacements = shard_over(model, specs, config, axes, device)
     if optimizer is not None:
         take_over(optimizer, replacements, overrides)
     forget(optimizer, replacements)

@@ -107,7 +107,9 @@ def _replaced(unit: Unit) -> Iterator[str]:
 
 
 def _dtype_of(original: Original, view: Tensor, runtime: Runtime) -> torch.dtype:
-    main = runtime.context.dtypes.main_dtype or torch.promote_types(original.parameter.dtype, torch.float32)
+    main = runtime.context.setting.dtypes.main_dtype or torch.promote_types(
+        original.parameter.dtype, torch.float32
+    )
     return torch.promote_types(view.dtype, main)
 
 

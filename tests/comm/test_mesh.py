@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import (
-    DP_SHARD,
     build_mesh,
     group_timeout,
     open_axes,
@@ -22,6 +21,7 @@ from zeroshard.comm.mesh import (
     stop_process_group,
 )
 from zeroshard.config.sections import Config, Mesh
+from zeroshard.plan.placement import DP_SHARD
 
 CPU = torch.device("cpu")
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

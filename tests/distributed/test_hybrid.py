@@ -44,7 +44,7 @@ def groups_against_ddp(group_sizes):
         f"groups of {size}: {line}"
         for size in group_sizes
         for optimizer in ("AdamW", "SGD")
-        for line in same_as_replicated(model, optimizer, 8, stages=[3], shard_group_size=size)
+        for line in same_as_replicated(model, optimizer, 8, stages=[1, 2, 3], shard_group_size=size)
     ]
 
 
@@ -65,6 +65,10 @@ def groups_of_four_ranks(kind, num_steps):
                 far["all"] = distance_of_all(got.parameters, want.parameters)
             if size == 4:
                 far["stage 3"] = differences("4", got, train_sharded(model, name, num_steps))
+            if size == 2 and name == "AdamW":
+                for stage in (1, 2):
+                    other = train_sharded(model, name, num_steps, stage=stage, shard_group_size=size)
+                    far[f"stage {stage}"] = differences(f"stage {stage}", other, got)
             found[size, name] = far
     return found
 
@@ -73,7 +77,7 @@ def test_groups_of_four_ranks_stay_close_to_ddp(ranks):
     results = ranks(4, groups_of_four_ranks, "Llama", 20, timeout=200)
     for found in results:
         assert all(far["losses"] <= 1e-6 for far in found.values())
-        assert all(far.get("stage 3", []) == [] for far in found.values())
+        assert all(far.get(f"stage {n}", []) == [] for far in found.values() for n in (1, 2, 3))
     for (_, name), far in results[0].items():
         assert far["each" if name == "SGD" else "all"] <= (5e-6 if name == "SGD" else 5e-5)
 
@@ -118,8 +122,9 @@ def test_the_norm_counts_each_element_once(ranks):
         assert got == pytest.approx(want, rel=1e-6)
 
 
-def wire(size, k):
-    engine, _ = start(build("GPT"), shard_group_size=size, gradient_accumulation_steps=k)
+def wire(stage, size, k):
+    options = {"stage": stage, "shard_group_size": size, "gradient_accumulation_steps": k}
+    engine, _ = start(build("GPT"), "SGD", **options)
     found = []
     for number in range(3):
         engine.reset_comm_report()
@@ -129,25 +134,27 @@ def wire(size, k):
         found.append((counter.elements, (sent["all_gather"] + sent["reduce_scatter"]) // 4))
     P, num_groups = padded_size(engine), dist.get_world_size() // size
     kept = sum(unit.numel for unit in engine.units if unit.kept)
-    inside = (3 * k * P - k * kept) * (size - 1) // size
-    across = 2 * k * (P // size) * (num_groups - 1) // num_groups
+    inside = {1: 2 * P, 2: (k + 1) * P, 3: 3 * k * P - k * kept}[stage] * (size - 1) // size
+    num_reductions = 1 if stage == 1 else k
+    across = 2 * num_reductions * (P // size) * (num_groups - 1) // num_groups
     estimate = zeroshard.estimate(build("GPT"), dist.get_world_size(), engine.config)
     return found, inside + across, estimate.wire_bytes_per_step // 4
 
 
 @pytest.mark.parametrize(("size", "k"), [(1, 1), (2, 1), (2, 2), (4, 1)])
-def test_a_step_sends_what_the_table_says(ranks, size, k):
-    for found, want, estimated in ranks(4, wire, size, k):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_sends_what_the_table_says(ranks, stage, size, k):
+    for found, want, estimated in ranks(4, wire, stage, size, k):
         assert found == [(want, want)] * 3
         assert estimated == want
 
 
-def held(size):
+def held(stage, size):
     import gc
 
     gc.collect()
     gc.freeze()
-    engine, optimizer = start(build("GPT"), "AdamW", shard_group_size=size)
+    engine, optimizer = start(build("GPT"), "AdamW", stage=stage, shard_group_size=size)
     for number in range(2):
         optimizer.zero_grad()
         token_loss(engine, number).backward()
@@ -157,10 +164,12 @@ def held(size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_at_rest_a_rank_holds_its_share_of_the_group(ranks, size):
-    for live, reported in ranks(4, held, size):
-        assert live <= 1.02 * 16 / size
-        assert 0.98 * 16 / size <= reported <= 16 / size  # optimizer states have no padding
+@pytest.mark.parametrize("stage", [2, 3])
+def test_at_rest_a_rank_holds_its_share_of_the_group(ranks, stage, size):
+    formula = 16 / size if stage == 3 else 4 + 12 / size
+    for live, reported in ranks(4, held, stage, size):
+        assert live <= 1.02 * formula
+        assert 0.98 * formula <= reported <= formula  # optimizer states have no padding
 
 
 class Skipping(GPT):

@@ -174,10 +174,11 @@ def build_case(seed: int) -> Case:
 
 
 def restaged(config: dict[str, Any], stage: int) -> dict[str, Any]:
-    """A config with another stage, without what only stage 3 has."""
+    """A config with another stage, without what that does not have."""
     config = config | {"stage": stage}
-    if stage < 3:
+    if stage < 1:
         config.pop("shard_group_size", None)
+    if stage < 3:
         config["reshard_after_forward"] = bool(config["reshard_after_forward"])
     return config
 
@@ -247,11 +248,11 @@ def _choose_units(random: Random, model: Net, config: dict[str, Any]) -> tuple[s
 def _choose_sharding(random: Random, num_ranks: int, config: dict[str, Any]) -> None:
     config["num_prefetch"] = random.choice((0, 1, 1, 2, 5))
     config["reshard_after_forward"] = random.random() < 0.75
+    divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+    group = num_ranks
+    if config["stage"] >= 1 and random.random() < 0.3:
+        group = config["shard_group_size"] = random.choice(divisors)
     if config["stage"] == 3:
-        divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-        group = num_ranks
-        if random.random() < 0.3:
-            group = config["shard_group_size"] = random.choice(divisors)
         inner = [n for n in divisors if n > 1 and group % n == 0]
         if inner and random.random() < 0.3:
             config["reshard_after_forward"] = random.choice(inner)

@@ -5,22 +5,33 @@ from fractions import Fraction
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
-from zeroshard.plan.placement import STAGES, DtypePolicy, Placement, Placements, plan_buffer
+from zeroshard.plan.buffers import DtypePolicy, Setting, UnitPlan, group, plan_buffer
+from zeroshard.plan.exchange import Collective, Exchange, bytes_sent, exchanges
+from zeroshard.plan.originals import Original
+from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, STAGES, SUMMANDS, Placement, place
 
-REPLICATED, SHARDED = Placement.REPLICATE, Placement.SHARD
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 AS_GIVEN = DtypePolicy(param_dtype=None, reduce_dtype=None, main_dtype=None)
 IN_BF16 = DtypePolicy(param_dtype=BF16, reduce_dtype=None, main_dtype=None)
+GATHER, SCATTER = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
+SHARDED = {DP_SHARD: Placement.SHARD}
+
+
+def sizes(shard, replicate=1, inner=1):
+    return {DP_SHARD: shard, DP_REPLICATE: replicate, DP_INNER: inner}
 
 
 def test_each_stage_shards_one_more_kind_of_model_state():
-    rows = [(stage.optimizer, stage.gradient, stage.parameter) for stage in STAGES]
+    rows = [(stage.optimizer, stage.gradient, stage.parameter, stage.kept) for stage in STAGES]
     assert rows == [
-        (REPLICATED, REPLICATED, REPLICATED),
-        (SHARDED, REPLICATED, REPLICATED),
-        (SHARDED, SHARDED, REPLICATED),
-        (SHARDED, SHARDED, SHARDED),
+        ({}, SUMMANDS, {}, {}),
+        (SHARDED, SUMMANDS, {}, {}),
+        (SHARDED, SHARDED, {}, {}),
+        (SHARDED, SHARDED, SHARDED, SHARDED),
     ]
 
 
@@ -28,8 +39,8 @@ def test_each_stage_shards_one_more_kind_of_model_state():
 def test_bytes_per_parameter_are_those_of_the_stage_formulas(num_ranks):
     """Float32 with Adam: 4 bytes of parameter, 4 of gradient, 8 of optimizer state."""
 
-    def part(placement):
-        return Fraction(1, num_ranks) if placement is SHARDED else Fraction(1)
+    def part(placed):
+        return Fraction(1, num_ranks) if placed.get(DP_SHARD) is Placement.SHARD else Fraction(1)
 
     held = [4 * part(s.parameter) + 4 * part(s.gradient) + 8 * part(s.optimizer) for s in STAGES]
     n = Fraction(num_ranks)
@@ -44,34 +55,116 @@ def test_stages_0_and_1_add_micro_batches_up_locally():
     assert [stage.accumulates_locally for stage in STAGES] == [True, True, False, False]
 
 
-def test_only_stage_0_gathers_reduced_gradients_on_every_rank():
-    assert [stage.gathers_gradients for stage in STAGES] == [True, False, False, False]
-
-
 def test_a_stage_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        STAGES[3].parameter = REPLICATED
-    with pytest.raises(TypeError):
-        Placements(SHARDED, SHARDED, SHARDED)
+        STAGES[3].parameter = {}
+
+
+def test_only_stage_3_chooses_what_is_kept_between_forward_and_backward():
+    assert all(
+        place(stage, reshard, 8) == STAGES[stage] for stage in range(3) for reshard in (True, False, 2)
+    )
+    assert place(3, True, 8).kept == place(3, 8, 8).kept == SHARDED
+    assert place(3, False, 8).kept == {}
+    assert place(3, 2, 8).kept == {DP_INNER: Placement.SHARD}
+
+
+# ------------------------------------------------------------------------------------------- exchanges
+
+
+def test_a_gather_a_reduction_and_an_all_reduce_are_what_the_table_says():
+    assert exchanges(SHARDED, {}, sizes(4)) == (Exchange(GATHER, DP_SHARD),)
+    assert exchanges(SUMMANDS, SHARDED, sizes(4)) == (Exchange(SCATTER, DP_SHARD),)
+    assert exchanges(SUMMANDS, {}, sizes(4)) == (Exchange(SCATTER, DP_SHARD), Exchange(GATHER, DP_SHARD))
+
+
+def test_hybrid_sharding_sums_over_the_groups_what_each_group_has_reduced():
+    assert exchanges(SUMMANDS, SHARDED, sizes(4, replicate=2)) == (
+        Exchange(SCATTER, DP_SHARD),
+        Exchange(SCATTER, DP_REPLICATE),
+        Exchange(GATHER, DP_REPLICATE),
+    )
+    assert exchanges(SUMMANDS, {}, sizes(4, replicate=2)) == (
+        Exchange(SCATTER, DP_SHARD),
+        Exchange(SCATTER, DP_REPLICATE),
+        Exchange(GATHER, DP_REPLICATE),
+        Exchange(GATHER, DP_SHARD),
+    )
+
+
+def test_an_axis_of_one_rank_has_no_exchange():
+    for before in (SUMMANDS, SHARDED, {DP_INNER: Placement.SHARD}):
+        assert exchanges(before, {}, sizes(1)) == ()
+    assert exchanges(SUMMANDS, SHARDED, sizes(1, replicate=2)) == (
+        Exchange(SCATTER, DP_REPLICATE),
+        Exchange(GATHER, DP_REPLICATE),
+    )
+
+
+@given(
+    before=st.sampled_from([{}, SHARDED, SUMMANDS, {DP_INNER: Placement.SHARD}]),
+    after=st.sampled_from([{}, SHARDED, SUMMANDS]),
+    shard=st.integers(1, 6),
+    replicate=st.integers(1, 6),
+    inner=st.integers(1, 6),
+)
+def test_a_walk_over_exchanges_arrives_at_the_placement(before, after, shard, replicate, inner):
+    num_ranks = sizes(shard, replicate, inner)
+    now = {axis: before.get(axis, Placement.REPLICATE) for axis in num_ranks}
+    for collective, axis in exchanges(before, after, num_ranks):
+        assert num_ranks[axis] > 1
+        assert now[axis] is (Placement.PARTIAL if collective is SCATTER else Placement.SHARD)
+        now[axis] = Placement.SHARD if collective is SCATTER else Placement.REPLICATE
+    for axis in (axis for axis in before if num_ranks[axis] > 1):  # a replicated tensor needs no exchange
+        wanted = after.get(axis, Placement.REPLICATE)
+        assert now[axis] is wanted or (before[axis], wanted) == (Placement.SHARD, Placement.PARTIAL)
+
+
+@given(shard=st.integers(1, 8), replicate=st.integers(1, 8), blocks=st.integers(1, 9), then=st.integers(1, 8))
+def test_bytes_of_a_path_are_those_of_the_documented_formulas(shard, replicate, blocks, then):
+    num = blocks * shard * replicate
+    n, r = Fraction(shard - 1, shard), Fraction(replicate - 1, replicate)
+    num_ranks = sizes(shard, replicate)
+
+    def sent(before, after, *itemsizes):
+        return bytes_sent(exchanges(before, after, num_ranks), num, num_ranks, *itemsizes)
+
+    assert sent(SHARDED, {}, 2) == 2 * num * n
+    if shard > 1:
+        between = 2 * then * num / shard * r
+        assert sent(SUMMANDS, SHARDED, 2, then) == pytest.approx(2 * num * n + between)
+        assert sent(SUMMANDS, {}, 2, then) == pytest.approx((2 + then) * num * n + between)
 
 
 # ------------------------------------------------------------------------------------- one flat buffer
 
 
+def planned(stage, dtypes, given_dtype, trainable, num_ranks, reshard=True):
+    weight = nn.Parameter(torch.empty(10, dtype=given_dtype), requires_grad=trainable)
+    setting = Setting(placements=place(stage, reshard, num_ranks), dtypes=dtypes, sizes=sizes(num_ranks))
+    return plan_buffer([Original(weight, "weight", ())], setting)
+
+
 @pytest.mark.parametrize("trainable", [True, False])
 @pytest.mark.parametrize("stage", range(4))
 def test_main_parameters_are_cut_where_the_optimizer_or_frozen_parameters_are_sharded(stage, trainable):
-    plan = plan_buffer(STAGES[stage], AS_GIVEN, FP32, trainable, num_ranks=4)
+    plan = planned(stage, AS_GIVEN, FP32, trainable, num_ranks=4)
     assert plan.is_partial == (stage >= 1 if trainable else stage == 3)
     assert plan.is_resident == (stage < 3)
+    assert plan.main_size == plan.layout.total // (4 if plan.is_partial else 1)
+    assert bool(plan.reductions) == trainable
+    assert bool(plan.gathers) == plan.is_partial
+    assert plan.regathers == (plan.gathers if stage == 3 else ())
 
 
+@pytest.mark.parametrize("trainable", [True, False])
 @pytest.mark.parametrize("stage", range(4))
-def test_one_rank_alone_holds_everything_once(stage):
-    plan = plan_buffer(STAGES[stage], AS_GIVEN, FP32, True, num_ranks=1)
+def test_one_rank_alone_holds_everything_once_and_exchanges_nothing(stage, trainable):
+    plan = planned(stage, AS_GIVEN, FP32, trainable, num_ranks=1)
     assert not plan.is_partial
     assert plan.is_resident
     assert plan.is_alias
+    assert plan.gathers == plan.regathers == plan.reductions == ()
 
 
 @pytest.mark.parametrize(
@@ -88,16 +181,46 @@ def test_one_rank_alone_holds_everything_once(stage):
 def test_dtypes_left_open_are_the_models_for_compute_and_at_least_float32_for_the_rest(
     dtypes, given_dtype, compute, main, reduce
 ):
-    plan = plan_buffer(STAGES[3], dtypes, given_dtype, True, num_ranks=2)
+    plan = planned(3, dtypes, given_dtype, True, num_ranks=2)
     assert (plan.compute_dtype, plan.main_dtype, plan.reduce_dtype) == (compute, main, reduce)
 
 
 def test_frozen_parameters_need_no_wider_copy_than_the_one_that_computes():
-    plan = plan_buffer(STAGES[2], IN_BF16, FP32, False, num_ranks=2)
+    plan = planned(2, IN_BF16, FP32, False, num_ranks=2)
     assert plan.main_dtype == plan.compute_dtype == BF16
     assert plan.is_alias
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_mixed_precision_keeps_a_main_copy_beside_the_one_that_computes(stage):
-    assert not plan_buffer(STAGES[stage], IN_BF16, FP32, True, num_ranks=2).is_alias
+    assert not planned(stage, IN_BF16, FP32, True, num_ranks=2).is_alias
+
+
+def test_parameters_of_one_dtype_that_are_trained_alike_share_a_buffer():
+    def original(name, dtype, trainable):
+        return Original(nn.Parameter(torch.empty(3, dtype=dtype), requires_grad=trainable), name, ())
+
+    originals = [original("a", FP32, True), original("b", BF16, True), original("c", FP32, False)]
+    originals.append(original("d", FP32, True))
+    names = [[one.fqn for one in some] for some in group(originals, AS_GIVEN)]
+    assert names == [["a", "d"], ["b"], ["c"]]
+
+
+# --------------------------------------------------------------------------- from forward to backward
+
+
+def is_kept(stage, num_ranks, reshard, needs=True, **where):
+    unit = UnitPlan("", (planned(stage, AS_GIVEN, FP32, True, num_ranks, reshard),), needs)
+    where = {"is_root": False, "ends_forward": False} | where
+    return unit.is_kept(place(stage, reshard, num_ranks), **where)
+
+
+def test_units_between_the_root_and_the_last_one_are_gathered_twice_at_stage_3():
+    assert not is_kept(3, 2, True)
+    assert not is_kept(3, 4, 2)
+    assert is_kept(3, 2, True, is_root=True)
+    assert is_kept(3, 2, True, ends_forward=True)
+    assert is_kept(3, 2, False)
+    assert is_kept(3, 1, True), "it is resident"
+    assert is_kept(3, 2, True, needs=False)
+    assert all(is_kept(stage, 2, True) for stage in range(3))

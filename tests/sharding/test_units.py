@@ -11,7 +11,7 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import Axes
 from zeroshard.config.sections import Config
-from zeroshard.plan.placement import DtypePolicy
+from zeroshard.plan.buffers import DtypePolicy, group
 from zeroshard.plan.wrapping import LARGE, find_units
 from zeroshard.sharding.parameter import Phase, ShardedParameter
 
@@ -414,14 +414,15 @@ def test_trained_and_frozen_parameters_and_different_dtypes_never_share_a_buffer
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2))
     model[2].weight.requires_grad_(False)
     (root,) = find_units(model, None)
-    groups = root.groups(DtypePolicy(param_dtype=None, reduce_dtype=None, main_dtype=None))
-    assert [[original.fqn for original in group] for group in groups] == [
+    dtypes = DtypePolicy(param_dtype=None, reduce_dtype=None, main_dtype=None)
+    groups = group(root.originals, dtypes)
+    assert [[original.fqn for original in some] for some in groups] == [
         ["0.weight", "0.bias", "2.bias"],
         ["1.weight", "1.bias"],
         ["2.weight"],
     ]
-    for group in groups:
-        assert len({(o.parameter.dtype, o.parameter.requires_grad) for o in group}) == 1
+    for some in groups:
+        assert len({(o.parameter.dtype, o.parameter.requires_grad) for o in some}) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64])
@@ -443,7 +444,7 @@ def test_a_parameter_without_values_is_refused_by_name_when_it_is_sharded():
     device = torch.device("cpu")
     axes = Axes.of_one_group(None, Axis(None, device=device, counter=Counter(), timeout_s=10))
     with pytest.raises(ValueError, match=r"'1\.weight' is on the meta device"):
-        shard_over(model, Config(), axes, device)
+        shard_over(model, find_units(model, None), Config(), axes, device)
     assert not model[0].weight.is_meta
     assert model[0].weight.shape == (2, 2)
 

@@ -16,9 +16,7 @@ from zeroshard.comm.counter import Counter
 from zeroshard.comm.groups import shared_group
 from zeroshard.comm.rendezvous import check_device_types, open_store
 from zeroshard.config.sections import Config
-
-DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
-"""The axis over which shard groups are replicated (hybrid sharding), and that of the ranks of a group."""
+from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD
 
 _MARGIN_S = 30.0
 """Seconds that NCCL, which ends the process by itself, waits longer than we do: our watchdog takes a pause to
@@ -129,6 +127,16 @@ class Axes:
         """Where all data-parallel ranks form one shard group."""
         alone = axis.over(None)
         return Axes(mesh, dp=axis, dp_shard=axis, dp_replicate=alone, dp_inner=alone)
+
+    def __getitem__(self, name: str) -> Axis:
+        """The axis that an `Exchange` is over."""
+        axis: Axis = getattr(self, name)
+        return axis
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of ranks of each axis that a plan knows."""
+        return {name: self[name].size for name in (DP_REPLICATE, DP_SHARD, DP_INNER)}
 
     @property
     def members(self) -> tuple[Axis, ...]:

@@ -196,6 +196,7 @@ class Config(Checked):
     watchdog_s: Annotated[float, rules.SECONDS] = 600.0
 
     def _requirements(self) -> list[Requirement]:
+        sharded = (self.stage >= 1, "stage", ">= 1")
         stage_3 = (self.stage == 3, "stage", "3")
         pipelined = (self.mesh.pp > 1, "mesh.pp", ">= 2")
         regroups = not isinstance(self.reshard_after_forward, bool)
@@ -203,7 +204,7 @@ class Config(Checked):
         not_half = (param_dtype != torch.float16, "precision.param_dtype", "another dtype than float16")
         not_narrow = (main_dtype != torch.bfloat16, "precision.main_dtype", "another dtype than bfloat16")
         return [
-            Requirement(self.shard_group_size is not None, "shard_group_size", *stage_3),
+            Requirement(self.shard_group_size is not None, "shard_group_size", *sharded),
             Requirement(regroups, "reshard_after_forward", *stage_3),
             Requirement(self.offload.parameters != "none", "offload.parameters", *stage_3),
             Requirement(self.pipeline.num_chunks > 1, "pipeline.num_chunks", *pipelined),

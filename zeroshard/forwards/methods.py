@@ -28,7 +28,7 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
         if runtime is None or runtime.is_closed or runtime.is_in_method or runtime.is_in_forward:
             return method(*args, **kwargs)
         root = runtime.root
-        if (dtype := runtime.context.dtypes.param_dtype) is not None:
+        if (dtype := runtime.context.setting.dtypes.param_dtype) is not None:
             args, kwargs = cast_inputs(root.modules[0], args, kwargs, dtype=dtype)
         runtime.before_forward(root, sys._getframe())
         try:
@@ -88,7 +88,7 @@ def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callab
         runtime = reference()
         if runtime is None or runtime.is_closed or unit is runtime.root or unit.is_in_forward:
             return method(*args, **kwargs)
-        if (dtype := runtime.context.dtypes.param_dtype) is not None:
+        if (dtype := runtime.context.setting.dtypes.param_dtype) is not None:
             args, kwargs = cast_inputs(unit.modules[0], args, kwargs, dtype=dtype, in_lists=False)
         try:
             runtime.before_forward(unit, sys._getframe())

@@ -1,116 +1,83 @@
-"""ZeRO stages as data (Rajbhandari et al. 2020, "ZeRO", section 5): what lies where between uses."""
+"""ZeRO stages as data (Rajbhandari et al. 2020, "ZeRO", section 5): where each kind of model state lies.
+
+A *placement* tells how a tensor lies over the ranks of one axis of the mesh. A stage is a row of a table: the
+placements of each kind of model state. `exchange.py` derives the collectives from it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-import torch
+DP_REPLICATE, DP_SHARD, DP_INNER = "dp_replicate", "dp_shard", "dp_inner"
+"""The axis over which shard groups are replicated (hybrid sharding), that of the ranks of a shard group, and
+that of the part of a shard group which keeps a copy of the parameters from forward to backward."""
 
 
 class Placement(Enum):
-    """How a tensor lies over the data-parallel ranks."""
+    """The place of a tensor over the ranks of one axis."""
 
     REPLICATE = "replicate"
+    """Each rank has all of it."""
     SHARD = "shard"
+    """Each rank has one of equal, contiguous parts."""
+    PARTIAL = "partial"
+    """Each rank has a summand of all elements."""
+
+
+Placed = Mapping[str, Placement]
+"""The placement by the name of the axis; on axes that are left out a tensor is replicated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placements:
-    """The three kinds of model state of one stage.
+    """The places of all kinds of model state at one stage."""
 
-    What follows from a row:
-      - a sharded parameter is gathered before use and freed after it;
-      - a replicated parameter with a sharded optimizer is gathered again after each optimizer step;
-      - a sharded gradient is reduced as soon as it arrives, in every backward;
-      - a replicated gradient is added up locally until the accumulation boundary;
-      - a replicated optimizer needs the whole reduced gradient on every rank.
-    """
-
-    parameter: Placement
+    parameter: Placed
     """The unsharded parameters in the compute dtype, at rest."""
-    gradient: Placement
+    kept: Placed
+    """The same, between a forward and its backward."""
+    gradient: Placed
     """Gradients between the micro-batches of a step."""
-    optimizer: Placement
+    optimizer: Placed
     """Main parameters, the gradients that the optimizer reads, and its states."""
 
     @property
     def frees_parameters(self) -> bool:
-        return self.parameter is Placement.SHARD
+        """True if parameters are gathered before use and freed after it."""
+        return Placement.SHARD in self.parameter.values()
 
     @property
     def accumulates_locally(self) -> bool:
-        return self.gradient is Placement.REPLICATE
-
-    @property
-    def gathers_gradients(self) -> bool:
-        return self.optimizer is Placement.REPLICATE
+        """True if each rank adds its gradients up until the accumulation boundary."""
+        return Placement.PARTIAL in self.gradient.values()
 
 
-_R, _S = Placement.REPLICATE, Placement.SHARD
+_WHOLE: Placed = {}
+_SHARDED: Placed = {DP_SHARD: Placement.SHARD}
+SUMMANDS: Placed = {DP_SHARD: Placement.PARTIAL, DP_REPLICATE: Placement.PARTIAL}
+"""The gradients that autograd gives: each rank has those of its own micro-batch."""
 
 STAGES: tuple[Placements, ...] = (
-    Placements(parameter=_R, gradient=_R, optimizer=_R),
-    Placements(parameter=_R, gradient=_R, optimizer=_S),
-    Placements(parameter=_R, gradient=_S, optimizer=_S),
-    Placements(parameter=_S, gradient=_S, optimizer=_S),
+    Placements(parameter=_WHOLE, kept=_WHOLE, gradient=SUMMANDS, optimizer=_WHOLE),
+    Placements(parameter=_WHOLE, kept=_WHOLE, gradient=SUMMANDS, optimizer=_SHARDED),
+    Placements(parameter=_WHOLE, kept=_WHOLE, gradient=_SHARDED, optimizer=_SHARDED),
+    Placements(parameter=_SHARDED, kept=_SHARDED, gradient=_SHARDED, optimizer=_SHARDED),
 )
 """Stage 0 (data parallel), 1 (optimizer states), 2 (and gradients), 3 (and parameters)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferPlan:
-    """What follows from a stage for one flat buffer of parameters."""
+def place(stage: int, reshard_after_forward: bool | int, group_size: int) -> Placements:
+    """Return the row of a stage.
 
-    compute_dtype: torch.dtype
-    """Of the unsharded parameters."""
-    main_dtype: torch.dtype
-    """Of the main parameters and the gradients that the optimizer reads."""
-    reduce_dtype: torch.dtype
-    """Of gradients on the wire."""
-    is_resident: bool
-    """True if the unsharded parameters are there all the time."""
-    is_partial: bool
-    """True if a rank holds only its shard of the main parameters."""
-
-    @property
-    def wide_dtype(self) -> torch.dtype:
-        """Of optimizer states, updates, and sums of gradients: the main dtype, but at least float32."""
-        return torch.promote_types(self.main_dtype, torch.float32)
-
-    @property
-    def is_alias(self) -> bool:
-        """True if the main parameters are a view of the unsharded ones."""
-        return self.is_resident and self.main_dtype == self.compute_dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DtypePolicy:
-    """The dtypes that the user asked for; None is explained at each."""
-
-    param_dtype: torch.dtype | None
-    """To compute in; None: each parameter's own."""
-    reduce_dtype: torch.dtype | None
-    """Of gradients on the wire; None: the compute dtype, but at least float32."""
-    main_dtype: torch.dtype | None
-    """Of main parameters; None: the given dtype, but at least float32. Frozen ones need none."""
-
-    def where(self, keeps_dtype: bool) -> DtypePolicy:
-        """The policy for a parameter that may have to be computed with in its own dtype."""
-        return replace(self, param_dtype=None) if keeps_dtype else self
-
-
-def plan_buffer(
-    placements: Placements, dtypes: DtypePolicy, given: torch.dtype, trainable: bool, num_ranks: int
-) -> BufferPlan:
-    """Apply a stage to parameters of dtype `given`."""
-    compute = dtypes.param_dtype or given
-    main = (dtypes.main_dtype or torch.promote_types(given, torch.float32)) if trainable else compute
-    replicated = placements.gathers_gradients if trainable else not placements.frees_parameters
-    return BufferPlan(
-        compute_dtype=compute,
-        main_dtype=main,
-        reduce_dtype=dtypes.reduce_dtype or torch.promote_types(compute, torch.float32),
-        is_resident=not placements.frees_parameters or (num_ranks == 1 and main == compute),
-        is_partial=num_ranks > 1 and not replicated,
-    )
+    Args:
+        stage: 0 to 3.
+        reshard_after_forward: False keeps parameters gathered from forward to backward; a number keeps a copy
+            among so many ranks, the secondary partition of ZeRO++ (Wang et al. 2023, section 4.2).
+        group_size: ranks of the shard group.
+    """
+    row = STAGES[stage]
+    if not row.frees_parameters or reshard_after_forward is True or reshard_after_forward == group_size > 1:
+        return row
+    return replace(row, kept=_WHOLE if reshard_after_forward is False else {DP_INNER: Placement.SHARD})

@@ -13,7 +13,6 @@ from torch import nn
 from zeroshard.plan.choices import chosen_among
 from zeroshard.plan.ignored import find_ignored
 from zeroshard.plan.originals import Original
-from zeroshard.plan.placement import DtypePolicy
 from zeroshard.plan.refusals import check_tensors
 from zeroshard.plan.together import find_together
 
@@ -34,15 +33,6 @@ class UnitSpec:
     originals: list[Original] = field(default_factory=list)
     reason: str = ""
     """Why the module was chosen."""
-
-    def groups(self, dtypes: DtypePolicy) -> list[list[Original]]:
-        """The parameters by (dtype, requires_grad, dtype to compute in): one flat buffer each."""
-        groups: dict[tuple[torch.dtype, bool, torch.dtype | None], list[Original]] = {}
-        for original in self.originals:
-            parameter, policy = original.parameter, dtypes.where(original.keeps_dtype)
-            key = (parameter.dtype, parameter.requires_grad, policy.param_dtype)
-            groups.setdefault(key, []).append(original)
-        return list(groups.values())
 
 
 def find_units(root: nn.Module, policy: UnitPolicy, ignored: Sequence[str] | None = None) -> list[UnitSpec]:

@@ -21,19 +21,16 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import Axis, Part
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Streams
-from zeroshard.lazy.deferred import has_memory, is_stored, read_part, values_of
-from zeroshard.plan.layout import Layout, Span
+from zeroshard.lazy.deferred import has_memory, is_stored, read_part
+from zeroshard.plan.buffers import BufferPlan, Setting
+from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original
-from zeroshard.plan.placement import DtypePolicy, Placements, plan_buffer
 from zeroshard.sharding.attributes import carry_attributes
 from zeroshard.sharding.original import retire
-from zeroshard.sharding.parameter import (
-    Phase,
-    ShardedParameter,
-    describe_unit,
-)
+from zeroshard.sharding.parameter import Phase, ShardedParameter, describe_unit
 from zeroshard.sharding.storage import allocate, count_views, release
-from zeroshard.sharding.unsharded import DataNote, UnshardedParameter
+from zeroshard.sharding.unsharded import DataNote
+from zeroshard.sharding.views import flat_of, move_onto, shaped, unsharded_over
 
 
 @dataclass(slots=True)
@@ -53,11 +50,10 @@ class Context:
     """What the buffers of one engine share."""
 
     axes: Axes
-    placements: Placements
+    setting: Setting
     device: torch.device
     streams: Streams
     meter: Meter
-    dtypes: DtypePolicy
     phase: Phase
 
     @property
@@ -77,27 +73,25 @@ class FlatBuffer:
     """Allocate, view, gather, free.
 
     Args:
-        originals: parameters of one `UnitSpec.groups()`; their data is taken over: broadcast
-            from rank 0, cut, and released; or read from where it is stored, each rank its part.
+        plan: of the buffer.
+        originals: its parameters; their data is taken over: broadcast from rank 0, cut, and released; or read
+            from where it is stored, each rank its part.
         unit_name: for names in errors.
         tag: the exchange tag of its gathers.
+        context: shared with the other buffers.
     """
 
-    def __init__(self, originals: Sequence[Original], unit_name: str, tag: int, context: Context) -> None:
-        self.originals = tuple(originals)
+    def __init__(
+        self, plan: BufferPlan, originals: Sequence[Original], unit_name: str, tag: int, context: Context
+    ) -> None:
+        self.plan, self.originals = plan, tuple(originals)
         self.unit_name, self.tag, self._context = unit_name, tag, context
-        axis = context.axis
-        first = originals[0].parameter
-        self.trainable = first.requires_grad
+        self.layout, self.trainable = plan.layout, plan.trainable
         self.shapes = tuple(original.parameter.shape for original in originals)
-        sizes = tuple(shape.numel() for shape in self.shapes)
-        self.layout = Layout(sizes, axis.size, context.axes.dp_replicate.size)
-        dtypes = context.dtypes.where(originals[0].keeps_dtype)
-        self.plan = plan_buffer(context.placements, dtypes, first.dtype, self.trainable, axis.size)
-        self.is_resident, self.is_partial = self.plan.is_resident, self.plan.is_partial
-        self.is_alias_of_all = self.plan.is_alias and not self.is_partial
+        self.is_resident, self.is_partial = plan.is_resident, plan.is_partial
+        self.is_alias_of_all = plan.is_alias and not plan.gathers
         """True if `full` holds the values of `main` by itself, without copy or exchange."""
-        self.main_span = self.layout.shard(axis.rank) if self.is_partial else Span(0, self.layout.total)
+        self.main_span = plan.main_span(context.axis.rank)
         """The flat range that `main` holds."""
         if all(is_stored(original.parameter) for original in originals):
             self.full, self.main = self._read()
@@ -115,6 +109,7 @@ class FlatBuffer:
             carry_attributes(original.parameter, *others)
         self._version = self.main._version
         self._second: Tensor | None = None
+        self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
         self._num_views = 0
         """Tensors over `full` before a forward without a graph."""
         self._freed = self._describe_freed()
@@ -131,7 +126,7 @@ class FlatBuffer:
         for index, original in enumerate(self.originals):
             data = original.parameter.detach()
             if has_memory(data) or self._context.axes.dp.rank == 0:  # others need not compute deferred values
-                values[self.layout.parameter(index).slice].copy_(values_of(data).reshape(-1))
+                values[self.layout.parameter(index).slice].copy_(flat_of(data))
             original.parameter.data = data.new_empty(0)
         self._context.axes.dp.broadcast(values, f"first broadcast of {self.describe()}")
         return values
@@ -178,8 +173,7 @@ class FlatBuffer:
     def _make_unsharded(self) -> tuple[nn.Parameter, ...]:
         parameters = []
         for index, sharded in enumerate(self.sharded):
-            view = self.full[self.layout.parameter(index).slice].view(self.shapes[index])
-            parameter = UnshardedParameter.over(view, sharded.fqn, self.data_note)
+            parameter = unsharded_over(self._view(index), sharded.fqn, self.data_note)
             if not self.trainable:
                 refuse = _refuse_gradient(sharded.fqn)
                 parameter.register_post_accumulate_grad_hook(refuse)
@@ -223,11 +217,11 @@ class FlatBuffer:
             RuntimeError: of another shape or dtype.
         """
         parameter = self.unsharded[index]
-        view = self.full[self.layout.parameter(index).slice].view(self.shapes[index])
+        view = self._view(index)
         if parameter.data_ptr() == view.data_ptr() and parameter.shape == view.shape:
             return
         values = parameter.detach()
-        UnshardedParameter.move(parameter, view)
+        move_onto(parameter, view)
         if (values.shape, values.dtype) != (view.shape, view.dtype):
             raise RuntimeError(
                 f"'{self.originals[index].fqn}' was given other memory in a forward, by set_() or resize_(): "
@@ -256,20 +250,21 @@ class FlatBuffer:
             allocate(self.full, self.full_bytes)
             self._context.meter.add(self.full_bytes)
         if self._second is not None:
-            return Gather(axes.dp_inner, Part(self.full, self._second, self.tag))
+            return Gather(axes[self.plan.regathers[0].axis], Part(self.full, self._second, self.tag))
         if own.dtype != self.full.dtype or not self.is_partial:
             own = self.full[self.main_span.slice].copy_(own)
         self._version = self.main._version
-        return Gather(axes.dp_shard, Part(self.full, own, self.tag)) if self.is_partial else None
+        (exchange,) = self.plan.gathers or (None,)
+        return Gather(axes[exchange.axis], Part(self.full, own, self.tag)) if exchange else None
 
     def free(self, keep_second: bool) -> None:
         """Give the storage of `full` back; nothing may still be writing to it.
 
         Args:
-            keep_second: whether the next gather of the same values is to be among the ranks of `dp_inner`.
+            keep_second: True where the next gather of the same values is the plan's `regathers`.
         """
         if not self.is_resident:
-            self._keep_second(keep_second and self.is_partial)
+            self._keep_second(keep_second)
             release(self.full, self._freed)
             self._context.meter.add(-self.full_bytes)
 
@@ -287,8 +282,7 @@ class FlatBuffer:
         with torch.inference_mode(False):
             self.full = self.full.clone()
             for index, parameter in enumerate(self.unsharded):
-                view = self.full[self.layout.parameter(index).slice].view(self.shapes[index])
-                UnshardedParameter.move(parameter, view)
+                move_onto(parameter, self._view(index))
 
     def _describe_freed(self) -> str:
         names = [original.fqn for original in self.originals]
@@ -304,8 +298,9 @@ class FlatBuffer:
         self._keep_second(False)
 
     def _keep_second(self, keep: bool) -> None:
-        axis, meter = self._context.axes.dp_inner, self._context.meter
-        if keep and self._second is None and axis.size > 1:
+        meter = self._context.meter
+        if keep and self._second is None and self._has_second:
+            axis = self._context.axes[self.plan.regathers[0].axis]
             self._second = self.full.detach().chunk(axis.size)[axis.rank].clone()
             meter.add(self._second.nbytes)
         elif not keep and self._second is not None:
@@ -331,8 +326,13 @@ class FlatBuffer:
     def main_views(self, whole: Tensor) -> list[Tensor]:
         """The full-shape parameters inside the result of `gather_main`."""
         return [
-            whole[self.layout.parameter(index).slice].view(shape) for index, shape in enumerate(self.shapes)
+            shaped(whole[self.layout.parameter(index).slice], shape)
+            for index, shape in enumerate(self.shapes)
         ]
+
+    def _view(self, index: int) -> Tensor:
+        """The part of `full` that an unsharded parameter is made of, in the shape of the original."""
+        return shaped(self.full[self.layout.parameter(index).slice], self.shapes[index])
 
 
 def _refuse_gradient(fqn: str) -> Callable[[Tensor], None]:

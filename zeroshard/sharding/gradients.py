@@ -17,8 +17,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Axis, Channel
+from zeroshard.comm.collectives import Channel
 from zeroshard.comm.pool import BufferPool
+from zeroshard.plan.exchange import Collective, Exchange
 from zeroshard.sharding.buffer import Context, FlatBuffer
 
 
@@ -42,9 +43,9 @@ _MOVES = {
 
 
 class Gradients:
-    """One rank alone: autograd's gradients are handed on as they are.
+    """Gradients that nothing is exchanged of: autograd's are handed on as they are.
 
-    The face of all gradients; those that other ranks take part in are `ReducedGradients`.
+    The face of all gradients; those whose plan has exchanges are `ReducedGradients`.
     """
 
     def __init__(self, buffer: FlatBuffer) -> None:
@@ -157,7 +158,7 @@ class Gradients:
 
 
 class ReducedGradients(Gradients):
-    """Pack, reduce, deliver."""
+    """Pack, walk through the exchanges of the plan, deliver."""
 
     def __init__(self, buffer: FlatBuffer, context: Context, pool: BufferPool, tag: int) -> None:
         super().__init__(buffer)
@@ -240,41 +241,48 @@ class ReducedGradients(Gradients):
         self._advance()
 
     def _reduce(self, flat: Tensor) -> Iterator[bool]:
-        """Sum `flat` over all ranks. Yields True while an exchange is under way, False before another one."""
-        buffer, axes = self.buffer, self._context.axes
-        in_place = buffer.main_span.size == buffer.layout.total and flat.dtype == buffer.plan.wide_dtype
+        """Walk through the exchanges of the plan, from `flat` to what the optimizer reads.
+
+        Yields:
+            True while an exchange is under way, False before another one.
+        """
+        plan, axes = self.buffer.plan, self._context.axes
+        in_place = plan.main_size == plan.layout.total and flat.dtype == plan.wide_dtype
         if in_place:
             result = flat
             self._pool.forget(flat)
         else:
-            result = torch.empty(buffer.main_span.size, dtype=buffer.plan.wide_dtype, device=flat.device)
-        own = result if buffer.is_partial else result[buffer.layout.shard(axes.dp_shard.rank).slice]
-        yield from self._scatter(axes.dp_shard, flat, own)
-        if not in_place:
-            self._pool.give(flat, self._zeros)
-        if axes.dp_replicate.size > 1:
-            part = own.chunk(axes.dp_replicate.size)[axes.dp_replicate.rank]
-            yield False
-            yield from self._scatter(axes.dp_replicate, own, part)
-            yield False
-            yield from self._gather(axes.dp_replicate, own, part)
-        if not buffer.is_partial:
-            yield False
-            yield from self._gather(axes.dp_shard, result, own)
+            result = torch.empty(plan.main_size, dtype=plan.wide_dtype, device=flat.device)
+        scattered: list[Tensor] = []
+        """This rank's parts of `result`, each inside the one before it."""
+        for number, exchange in enumerate(plan.reductions):
+            axis = axes[exchange.axis]
+            if number:
+                yield False
+            if exchange.collective is Collective.REDUCE_SCATTER:
+                whole = scattered[-1] if scattered else result
+                is_result = plan.is_partial and not scattered
+                part = whole if is_result else whole.chunk(axis.size)[axis.rank]
+                yield from self._exchange(exchange, flat if not scattered else whole, part)
+                if not scattered and not in_place:
+                    self._pool.give(flat, self._zeros)
+                scattered.append(part)
+            else:
+                part = scattered.pop()
+                yield from self._exchange(exchange, scattered[-1] if scattered else result, part)
         self._absorb(result)
 
-    def _scatter(self, axis: Axis, flat: Tensor, own: Tensor) -> Iterator[bool]:
-        label = f"reduce-scatter of the gradients of {self.buffer.describe()}"
+    def _exchange(self, exchange: Exchange, whole: Tensor, part: Tensor) -> Iterator[bool]:
+        """Scatter the sums of `whole` into `part`, or gather `whole` from the parts."""
+        axis, of = self._context.axes[exchange.axis], f"of the gradients of {self.buffer.describe()}"
         with self._context.streams.reduce.after_compute():
-            handle = axis.reduce_scatter(flat, own, self._pool, tag=self._tag, label=label)
-        yield True
-        handle.wait()
-
-    def _gather(self, axis: Axis, flat: Tensor, own: Tensor) -> Iterator[bool]:
-        """The second half of an all-reduce, where several ranks need the same gradient."""
-        label = f"all-gather of the gradients of {self.buffer.describe()}"
-        with self._context.streams.reduce.after_compute():
-            handle = axis.all_gather(flat, own, tag=self._tag, label=label, channel=Channel.REDUCE)
+            if exchange.collective is Collective.REDUCE_SCATTER:
+                label = f"reduce-scatter {of}"
+                handle = axis.reduce_scatter(whole, part, self._pool, tag=self._tag, label=label)
+            else:
+                handle = axis.all_gather(
+                    whole, part, tag=self._tag, label=f"all-gather {of}", channel=Channel.REDUCE
+                )
         yield True
         handle.wait()
 
@@ -381,3 +389,12 @@ class ReducedGradients(Gradients):
             where, now = self.buffer.describe(), self.state.value
             raise RuntimeError(f"the gradients of {where} cannot go from {now} to {state.value}")
         self.state = state
+
+
+def gradients_of(buffer: FlatBuffer, context: Context, pool: BufferPool) -> Gradients:
+    """The gradients of a trained buffer, as its plan has exchanges or none."""
+    return (
+        ReducedGradients(buffer, context, pool, buffer.tag + 1)
+        if buffer.plan.reductions
+        else Gradients(buffer)
+    )

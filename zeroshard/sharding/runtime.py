@@ -73,7 +73,6 @@ class Runtime:
         context: what their buffers share.
         pool: scratch buffers of the backward.
         num_prefetch: how many units are gathered ahead.
-        reshard_after_forward: whether freed parameters are gathered again for backward.
         output_dtype: floating-point outputs of the root are cast to it.
         changes: of the modules; hooks are added to them.
     """
@@ -85,7 +84,6 @@ class Runtime:
         pool: BufferPool,
         *,
         num_prefetch: int,
-        reshard_after_forward: bool,
         output_dtype: torch.dtype | None,
         changes: Changes,
     ) -> None:
@@ -93,7 +91,7 @@ class Runtime:
         self.changes = changes
         self.ignored: Mapping[nn.Parameter, str] = {}
         """Parameters that are not sharded, which optimizers may step beside the others."""
-        makes_same_calls = context.placements.frees_parameters and context.axes.dp_replicate.size == 1
+        makes_same_calls = context.setting.placements.frees_parameters and context.axes.dp_replicate.size == 1
         self._together: WeakKeyDictionary[Optimizer, WeakSet[Optimizer]] = WeakKeyDictionary()
         """For each optimizer over the sharded parameters, those that step together with it."""
         self._stepped: WeakSet[Optimizer] = WeakSet()
@@ -103,7 +101,8 @@ class Runtime:
         self.reducer = Reducer(units, context.axes.dp, pool, self._order, context.phase)
         self.here = context.axes.dp.here
         self._num_prefetch = 0 if all(unit.is_resident for unit in units) else num_prefetch
-        self._reshard_after_forward, self._output_dtype = reshard_after_forward, output_dtype
+        self._reshard_after_forward = bool(context.setting.placements.kept)
+        self._output_dtype = output_dtype
         self._is_alone = context.axes.dp.size == 1 and all(unit.is_resident for unit in units)
         """True if there is nothing to gather, free or reduce: then only the root's outputs are watched."""
         self._calls = CallLog(units)
@@ -180,7 +179,7 @@ class Runtime:
     @property
     def unit_infos(self) -> list[UnitInfo]:
         return [
-            UnitInfo(name=unit.name, numel=unit.numel, kept=self._is_kept(unit), reason=unit.reason)
+            UnitInfo(unit.name, unit.plan.numel, kept=self._is_kept(unit), reason=unit.plan.reason)
             for unit in self.units
             if unit.buffers
         ]
@@ -303,7 +302,7 @@ class Runtime:
             self.leave_forward(unit)
 
         cast = None
-        if (dtype := self.context.dtypes.param_dtype) is not None:
+        if (dtype := self.context.setting.dtypes.param_dtype) is not None:
             cast = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is self.root)
         for module in unit.modules:
             own = None if computes_in_own_dtype(module) else cast
@@ -473,12 +472,8 @@ class Runtime:
                     unit.reshard(keep_second=torch.is_grad_enabled())
 
     def _is_kept(self, unit: Unit) -> bool:
-        return (
-            unit is self.root
-            or unit in self._kept
-            or not self._reshard_after_forward
-            or unit.is_resident
-            or not unit.backward_needs_parameters
+        return unit.plan.is_kept(
+            self.context.setting.placements, is_root=unit is self.root, ends_forward=unit in self._kept
         )
 
     # -- backward -------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ SHARDED --unshard()--> GATHERING --wait()--> UNSHARDED --reshard()--> SHARDED
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.handles import Handle
 from zeroshard.comm.streams import SideStream
+from zeroshard.plan.buffers import UnitPlan
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.edits import Edits
 from zeroshard.sharding.gradients import Gradients
@@ -119,39 +119,32 @@ class UnitInfo:
     """Why its module is a unit."""
 
 
-def needs_parameters_in_backward(modules: Iterable[nn.Module]) -> bool:
-    """True if autograd saves the parameters of a unit; an embedding's backward needs the indices alone."""
-    return any(type(module) is not nn.Embedding for module in modules)
-
-
 class Unit:
     """Parameters of one module, their buffers and their state.
 
     Args:
-        name: the module's name in the model.
+        plan: of the unit.
         modules: whose forwards bracket the use of the parameters; one, or several that are listed together.
         buffers: one for each dtype and `requires_grad`.
         gradients: one for each trained buffer.
         stream: on which its parameters are gathered.
-        reason: why the module is a unit, for people.
     """
 
     def __init__(
         self,
-        name: str,
+        plan: UnitPlan,
         modules: tuple[nn.Module, ...],
         buffers: list[FlatBuffer],
         gradients: list[Gradients],
         stream: SideStream,
-        reason: str = "",
     ) -> None:
-        self.reason = reason
-        self.name, self.modules, self.described = name, modules, describe_unit(name)
+        self.plan, self.name, self.modules = plan, plan.name, modules
+        self.described = describe_unit(plan.name)
         self.buffers, self.gradients, self._stream = buffers, gradients, stream
-        self.is_resident = all(buffer.is_resident for buffer in buffers)
+        self.is_resident = plan.is_resident
         self.is_compiled = False
         """True if nothing inside the module can be hooked."""
-        self.backward_needs_parameters = needs_parameters_in_backward(modules)
+        self.backward_needs_parameters = plan.needs_parameters_in_backward
         self.position = -1
         """The place in the order of forwards, see `order.py`; -1 before the first one, and for the root."""
         self.call = ForwardCall(self, NEVER)
@@ -177,11 +170,6 @@ class Unit:
     def is_in_forward(self) -> bool:
         """True if a forward of it is under way."""
         return self.call.began != NEVER and self.call.ended == NEVER
-
-    @property
-    def numel(self) -> int:
-        """Elements of all buffers, padding included."""
-        return sum(buffer.layout.total for buffer in self.buffers)
 
     @property
     def entered(self) -> int:

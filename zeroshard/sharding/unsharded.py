@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from zeroshard.sharding.parameter import Phase
 
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+set_data = Tensor.data.__set__  # type: ignore[attr-defined]
+"""Give a tensor other memory, past the property of its class."""
 
 
 class DataNote:
@@ -64,19 +65,3 @@ class UnshardedParameter(nn.Parameter):
         self.note.is_taken = True
         with torch.no_grad():
             _GET_DATA(self).copy_(new)
-
-    @staticmethod
-    def over(view: Tensor, fqn: str, note: DataNote) -> nn.Parameter:
-        """One whose memory is that of `view`, with a version counter of its own.
-
-        A refill of the buffer is then no in-place change to autograd. `Edits` makes it one of this class.
-        """
-        parameter = nn.Parameter(view.new_empty(0))
-        parameter.data = view
-        parameter.fqn, parameter.note = fqn, note  # type: ignore[attr-defined]
-        return parameter
-
-    @staticmethod
-    def move(parameter: nn.Parameter, view: Tensor) -> None:
-        """Let an unsharded parameter go on over other memory, of the same shape."""
-        _SET_DATA(parameter, view)

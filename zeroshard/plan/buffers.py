@@ -1,0 +1,175 @@
+"""Units and their flat buffers as plain values, made before any memory is.
+
+Buffers and estimates read these plans: the consequences of a stage, a precision and a mesh are written here
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from zeroshard.plan.exchange import Exchange, exchanges
+from zeroshard.plan.layout import Layout, Span
+from zeroshard.plan.originals import Original
+from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, SUMMANDS, Placement, Placements
+from zeroshard.plan.wrapping import UnitSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DtypePolicy:
+    """The dtypes that the user asked for; None is explained at each."""
+
+    param_dtype: torch.dtype | None
+    """To compute in; None: each parameter's own."""
+    reduce_dtype: torch.dtype | None
+    """For gradients on the wire; None: the compute dtype, but at least float32."""
+    main_dtype: torch.dtype | None
+    """For main parameters; None: the given dtype, but at least float32. Frozen ones need none."""
+
+    def of(self, original: Original) -> DtypePolicy:
+        """The policy for a parameter that may have to be computed with in its own dtype."""
+        return replace(self, param_dtype=None) if original.keeps_dtype else self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Everything beside the parameters that a plan depends on."""
+
+    placements: Placements
+    dtypes: DtypePolicy
+    sizes: Mapping[str, int]
+    """The number of ranks of each axis of the mesh."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferPlan:
+    """One flat buffer: the parameters of a unit that share a dtype and whether they are trained."""
+
+    layout: Layout
+    trainable: bool
+    compute_dtype: torch.dtype
+    """The dtype of the unsharded parameters."""
+    main_dtype: torch.dtype
+    """The dtype of the main parameters and of the gradients that the optimizer reads."""
+    reduce_dtype: torch.dtype
+    """The dtype of gradients on the wire."""
+    is_resident: bool
+    """True if the unsharded parameters are there all the time."""
+    is_partial: bool
+    """True if a rank holds only its shard of the main parameters."""
+    gathers: tuple[Exchange, ...]
+    """From main parameters to unsharded ones."""
+    regathers: tuple[Exchange, ...]
+    """The same for backward, from what is kept after forward."""
+    reductions: tuple[Exchange, ...]
+    """From autograd's gradients to those that the optimizer reads; none for frozen parameters."""
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """The dtype of optimizer states, updates and sums of gradients: the main dtype, at least float32."""
+        return torch.promote_types(self.main_dtype, torch.float32)
+
+    @property
+    def is_alias(self) -> bool:
+        """True if the main parameters are a view of the unsharded ones."""
+        return self.is_resident and self.main_dtype == self.compute_dtype
+
+    @property
+    def main_size(self) -> int:
+        """Elements of a rank's main parameters, padding included."""
+        return self.layout.shard_size if self.is_partial else self.layout.total
+
+    def main_span(self, rank: int) -> Span:
+        """The flat range of the main parameters of a rank of the shard group."""
+        return self.layout.shard(rank) if self.is_partial else Span(0, self.layout.total)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """A unit: its buffers, and what backward needs of it."""
+
+    name: str
+    buffers: tuple[BufferPlan, ...]
+    needs_parameters_in_backward: bool = True
+    """False if autograd saves no parameter of the unit."""
+    reason: str = ""
+    """Why its module is a unit, for people."""
+
+    @property
+    def is_resident(self) -> bool:
+        """True if no parameter of it is ever freed."""
+        return all(buffer.is_resident for buffer in self.buffers)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all buffers, padding included."""
+        return sum(buffer.layout.total for buffer in self.buffers)
+
+    def is_kept(self, placements: Placements, *, is_root: bool, ends_forward: bool) -> bool:
+        """True if backward needs no second gather of the unit.
+
+        Args:
+            placements: of the stage.
+            is_root: True for the root, whose backward begins as its forward ends.
+            ends_forward: True for a unit after which no other one runs in the forward.
+        """
+        is_needed = self.needs_parameters_in_backward and not self.is_resident
+        return is_root or ends_forward or not is_needed or not placements.kept
+
+
+def plan_units(specs: Iterable[UnitSpec], setting: Setting) -> list[UnitPlan]:
+    """Plan the units of a model, in the order of their specifications; see `group` for their buffers."""
+    return [
+        UnitPlan(
+            spec.name,
+            tuple(plan_buffer(originals, setting) for originals in group(spec.originals, setting.dtypes)),
+            _is_saved(spec.modules),
+            spec.reason,
+        )
+        for spec in specs
+    ]
+
+
+def group(originals: Iterable[Original], dtypes: DtypePolicy) -> list[list[Original]]:
+    """Divide the parameters of a unit by (dtype, requires_grad, dtype to compute in): one buffer each."""
+    groups: dict[tuple[torch.dtype, bool, torch.dtype | None], list[Original]] = {}
+    for original in originals:
+        parameter = original.parameter
+        key = (parameter.dtype, parameter.requires_grad, dtypes.of(original).param_dtype)
+        groups.setdefault(key, []).append(original)
+    return list(groups.values())
+
+
+def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
+    """Apply a stage, a precision and a mesh to parameters of one `group`."""
+    first, dtypes = originals[0].parameter, setting.dtypes.of(originals[0])
+    placements, sizes = setting.placements, setting.sizes
+    compute = dtypes.param_dtype or first.dtype
+    wide = torch.promote_types(first.dtype, torch.float32)
+    main = (dtypes.main_dtype or wide) if first.requires_grad else compute
+    main_place = placements.optimizer if first.requires_grad else placements.parameter
+    gathers = exchanges(main_place, {}, sizes)
+    is_freed = placements.frees_parameters and (bool(gathers) or main != compute)
+    return BufferPlan(
+        layout=Layout(
+            tuple(original.parameter.numel() for original in originals), sizes[DP_SHARD], sizes[DP_REPLICATE]
+        ),
+        trainable=first.requires_grad,
+        compute_dtype=compute,
+        main_dtype=main,
+        reduce_dtype=dtypes.reduce_dtype or torch.promote_types(compute, torch.float32),
+        is_resident=not is_freed,
+        is_partial=sizes[DP_SHARD] > 1 and main_place.get(DP_SHARD) is Placement.SHARD,
+        gathers=gathers,
+        regathers=exchanges(placements.kept, {}, sizes) if is_freed else (),
+        reductions=exchanges(SUMMANDS, placements.optimizer, sizes) if first.requires_grad else (),
+    )
+
+
+def _is_saved(modules: Iterable[nn.Module]) -> bool:
+    """True if autograd saves parameters of modules; an embedding's backward needs the indices alone."""
+    return any(type(module) is not nn.Embedding for module in modules)

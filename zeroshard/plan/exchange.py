@@ -1,0 +1,79 @@
+"""From one placement to another: the collectives that lead there, as data.
+
+    a gather      {dp_shard: SHARD}    ->  {}                 all-gather over dp_shard
+    a reduction   {dp_shard: PARTIAL}  ->  {dp_shard: SHARD}  reduce-scatter over dp_shard
+    an all-reduce {dp_shard: PARTIAL}  ->  {}                 reduce-scatter, then all-gather, over dp_shard
+
+An axis of one rank has no exchange.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, Placed, Placement
+
+_AXES = (DP_INNER, DP_SHARD, DP_REPLICATE)
+"""In the order in which sums are scattered. Over the last axis the least is sent."""
+
+
+class Collective(Enum):
+    """The kinds of exchanges. The values are the keys of a `CommReport`."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+
+
+class Exchange(NamedTuple):
+    """One collective."""
+
+    collective: Collective
+    axis: str
+
+
+def exchanges(before: Placed, after: Placed, sizes: Mapping[str, int]) -> tuple[Exchange, ...]:
+    """List the collectives that lead from one placement to another.
+
+    First sums are scattered, then parts are gathered, in the opposite order of axes.
+
+    Args:
+        before, after: where a tensor lies, and is to lie.
+        sizes: the number of ranks of each axis.
+    """
+    axes = [axis for axis in _AXES if sizes[axis] > 1]
+    scattered = [axis for axis in axes if before.get(axis) is Placement.PARTIAL is not after.get(axis)]
+    gathered = [axis for axis in axes if _is_split(before, axis) and not _is_split(after, axis)]
+    return (
+        *(Exchange(Collective.REDUCE_SCATTER, axis) for axis in scattered),
+        *(Exchange(Collective.ALL_GATHER, axis) for axis in reversed(gathered)),
+    )
+
+
+def _is_split(placed: Placed, axis: str) -> bool:
+    return placed.get(axis, Placement.REPLICATE) is not Placement.REPLICATE
+
+
+def bytes_sent(path: Sequence[Exchange], num: int, sizes: Mapping[str, int], *itemsizes: int) -> int:
+    """Add up the bytes that a rank sends on a path.
+
+    Args:
+        path: as `exchanges` gives it.
+        num: elements of the whole tensor.
+        sizes: the number of ranks of each axis.
+        itemsizes: bytes of an element in the first exchange, the second one, ...; the last holds for all
+            that follow.
+    """
+    total, held = 0, num
+    if path and path[0].collective is Collective.ALL_GATHER:
+        held //= math.prod(sizes[axis] for _, axis in path)
+    for number, (collective, axis) in enumerate(path):
+        itemsize = itemsizes[min(number, len(itemsizes) - 1)]
+        if collective is Collective.ALL_GATHER:
+            held *= sizes[axis]
+        total += held * itemsize * (sizes[axis] - 1) // sizes[axis]
+        if collective is Collective.REDUCE_SCATTER:
+            held //= sizes[axis]
+    return total

@@ -1,0 +1,84 @@
+"""Bytes of planned units: those that a rank holds at rest, gathers at the peak, and sends in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan
+from zeroshard.plan.exchange import bytes_sent
+
+
+def parameter_bytes(buffer: BufferPlan) -> int:
+    """Main parameters, and the unsharded ones where they are always there."""
+    resident = buffer.layout.total * buffer.compute_dtype.itemsize if buffer.is_resident else 0
+    return resident + (0 if buffer.is_alias else buffer.main_size * buffer.main_dtype.itemsize)
+
+
+def gradient_bytes(buffer: BufferPlan, setting: Setting, num_micro_batches: int) -> int:
+    """Gradients before an optimizer step: one micro-batch's as it is delivered, or the sum of several."""
+    if not buffer.trainable:
+        return 0
+    if num_micro_batches == 1:
+        return buffer.main_size * buffer.main_dtype.itemsize
+    is_local = setting.placements.accumulates_locally
+    return (buffer.layout.total if is_local else buffer.main_size) * buffer.wide_dtype.itemsize
+
+
+def unsharded_bytes(unit: UnitPlan) -> int:
+    """Memory that gathering a unit takes beyond what is there at rest."""
+    freed = (buffer for buffer in unit.buffers if not buffer.is_resident)
+    return sum(buffer.layout.total * buffer.compute_dtype.itemsize for buffer in freed)
+
+
+def peak_unsharded_bytes(units: Sequence[UnitPlan], num_together: int) -> int:
+    """Gathered parameters at the peak: the root, and so many units one after the other.
+
+    Args:
+        units: the root first, then the others in the order of their forwards.
+        num_together: units beside the root that are gathered at the same time.
+    """
+    root, *others = map(unsharded_bytes, units)
+    windows = [sum(others[start : start + num_together]) for start in range(len(others))]
+    return root + max(windows, default=0)
+
+
+def wire_bytes(units: Sequence[UnitPlan], setting: Setting, num_micro_batches: int) -> int:
+    """Bytes that a rank sends in an optimizer step.
+
+    Args:
+        units: the root first, then the others in the order of their forwards.
+        setting: of the plans.
+        num_micro_batches: in a step.
+    """
+    total = 0
+    for number, unit in enumerate(units):
+        is_kept = unit.is_kept(setting.placements, is_root=number == 0, ends_forward=number == len(units) - 1)
+        gathers = _gathered(unit.buffers, setting, is_kept, num_micro_batches)
+        total += gathers + _reduced(unit.buffers, setting, num_micro_batches)
+    return total
+
+
+def _gathered(buffers: Iterable[BufferPlan], setting: Setting, is_kept: bool, num_micro_batches: int) -> int:
+    total = 0
+    for buffer in buffers:
+        size, itemsize = buffer.layout.total, buffer.compute_dtype.itemsize
+        num = 1 if buffer.is_resident else num_micro_batches
+        total += num * bytes_sent(buffer.gathers, size, setting.sizes, itemsize)
+        if not is_kept:
+            total += num * bytes_sent(buffer.regathers, size, setting.sizes, itemsize)
+    return total
+
+
+def _reduced(buffers: Iterable[BufferPlan], setting: Setting, num_micro_batches: int) -> int:
+    num = 1 if setting.placements.accumulates_locally else num_micro_batches
+    return sum(
+        num
+        * bytes_sent(
+            buffer.reductions,
+            buffer.layout.total,
+            setting.sizes,
+            buffer.reduce_dtype.itemsize,
+            buffer.wide_dtype.itemsize,
+        )
+        for buffer in buffers
+    )

@@ -1,0 +1,39 @@
+"""The one seam between a flat buffer and the parameters that a module computes with.
+
+Modules compute with plain views of a buffer. Where they are to compute with something else (local parts of a
+DTensor, packed integers), only these functions change.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.lazy.deferred import values_of
+from zeroshard.sharding.unsharded import DataNote, set_data
+
+
+def flat_of(original: Tensor) -> Tensor:
+    """[numel]: the values of an original parameter in the order in which a flat buffer holds them."""
+    return values_of(original).reshape(-1)
+
+
+def shaped(flat: Tensor, shape: torch.Size) -> Tensor:
+    """A view of a part of a flat buffer, [numel], in the shape of the original parameter."""
+    return flat.view(shape)
+
+
+def unsharded_over(view: Tensor, fqn: str, note: DataNote) -> nn.Parameter:
+    """The unsharded parameter over a `shaped` view, with a version counter of its own.
+
+    A refill of the buffer is then no in-place change to autograd. `Edits` makes it an `UnshardedParameter`.
+    """
+    parameter = nn.Parameter(view.new_empty(0))
+    parameter.data = view
+    parameter.fqn, parameter.note = fqn, note  # type: ignore[attr-defined]
+    return parameter
+
+
+def move_onto(parameter: nn.Parameter, view: Tensor) -> None:
+    """Let an unsharded parameter go on over other memory, of the same shape."""
+    set_data(parameter, view)
