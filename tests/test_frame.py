@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 # The layer picture of docs/architecture.md, from the ground up.
 LAYERS = (
-    {"plan", "config", "tables"},
+    {"plan", "config", "tables", "version"},
     {"comm", "lazy", "data", "deepspeed"},
     {"sharding", "agreement"},
     {"stepping", "forwards", "guards", "restore"},
