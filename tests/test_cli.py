@@ -17,8 +17,18 @@ from tests.distributed.models import GPT, Tiny
 from tests.distributed.training import build, square_loss, start, step, token_loss
 from zeroshard.cli.commands import parse_size
 from zeroshard.cli.main import main
+from zeroshard.version import installed_version
 
 ROOT = Path(__file__).parents[1]
+
+
+def test_version_is_that_of_the_installed_package(capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(["--version"])
+    assert ending.value.code == 0
+    assert capsys.readouterr().out == f"zeroshard {installed_version()}\n"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert installed_version() in (project["version"], "not installed")
 
 
 def save(folder: str) -> None:

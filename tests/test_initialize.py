@@ -20,6 +20,10 @@ import zeroshard
 from tests.distributed.models import Tiny
 from tests.distributed.training import STAGES, full_gradients, numbers, square_loss
 from zeroshard import Config, Engine, Initialized
+from zeroshard.agreement import check_agreement
+from zeroshard.comm.collectives import Axis
+from zeroshard.comm.counter import Counter
+from zeroshard.plan.wrapping import find_units
 from zeroshard.sharding.parameter import ShardedParameter
 
 NOT_YET = "not available in zeroshard yet: "
@@ -942,6 +946,63 @@ def test_every_version_is_named_with_its_ranks(ranks):
     for message in ranks(4, many_disagree):
         for rank in range(4):
             assert f"rank(s) {rank} have parameter 'weight' ({4 + rank}, 3) torch.float32" in message
+
+
+def layers_by_name(num):
+    return nn.ModuleDict({f"layer_{index:04d}": nn.Linear(1, 1, bias=False) for index in range(num)})
+
+
+def bytes_of_agreement(num):
+    """What a rank sends to agree on a model of `num` parameters."""
+    model = layers_by_name(num)
+    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=Counter(), timeout_s=20)
+    config = Config()
+    check_agreement(axis, model, config, find_units(model, None), torch.optim.SGD(model.parameters()), {})
+    return sum(axis.counter.report().bytes_sent.values())
+
+
+def test_ranks_that_agree_send_digests_whatever_the_number_of_parameters(ranks):
+    assert ranks(2, bytes_of_agreement, 10) == ranks(2, bytes_of_agreement, 500)
+    assert max(ranks(2, bytes_of_agreement, 500)) < 1000
+
+
+def swap_two(num):
+    """What initialize says where two parameters of a group are in another order on rank 1."""
+    model = layers_by_name(num)
+    parameters = list(model.parameters())
+    if dist.get_rank() == 1:
+        parameters[400], parameters[401] = parameters[401], parameters[400]
+    try:
+        zeroshard.initialize(model, torch.optim.SGD(parameters))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_long_line_is_cut_around_the_first_difference(ranks):
+    usual, odd = "layer_0399.weight', 'layer_0400.weight", "layer_0399.weight', 'layer_0401.weight"
+    for message in ranks(3, swap_two, 500):
+        assert re.search(
+            rf"rank\(s\) 0, 2 have \.\.\..*'{usual}'.*; rank\(s\) 1 have \.\.\..*'{odd}'", message
+        )
+        assert "layer_0300" not in message
+
+
+@pytest.mark.parametrize("index", [0, 1, 63, 64, 98, 99])
+def test_the_first_difference_is_found_wherever_it_is(ranks, index):
+    expected = f"rank(s) 0 have parameter 'layer_{index:04d}.weight' (1, 1) torch.float32; rank(s) 1 have "
+    for message in ranks(2, frozen_from, index):
+        assert expected in message
+
+
+def frozen_from(index):
+    """What initialize says where rank 1 has frozen all layers from one on."""
+    model = layers_by_name(100)
+    for layer in list(model.values())[index:]:
+        layer.requires_grad_(dist.get_rank() != 1)
+    try:
+        zeroshard.initialize(model)
+    except RuntimeError as error:
+        return str(error)
 
 
 class Left(nn.Sequential):

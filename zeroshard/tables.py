@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from io import StringIO
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 
 def format_bytes(count: float) -> str:
     """A byte count in the unit a person would use, powers of 1024."""
@@ -28,6 +24,11 @@ def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], wi
         rows: a cell for each column.
         width: characters; cells are broken into lines where it takes more.
     """
+    # Imported when a report is printed, not with the package.
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table(title=escape(title))
     for index, column in enumerate(columns):
         table.add_column(escape(column), justify="right" if index else "left")

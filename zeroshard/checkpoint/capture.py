@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.loss_scale import LossScale
 from zeroshard.stepping.rounding import Rounding
+from zeroshard.version import installed_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +258,7 @@ def _describe(
     is_half = runtime.reducer.is_half
     return Manifest(
         written_by={
-            "zeroshard": _version(),
+            "zeroshard": installed_version(),
             "torch": torch.__version__,
             "num_ranks": runtime.context.axes.dp.size,
         },
@@ -278,13 +278,6 @@ def _describe(
         },
         buffers=buffers,
     )
-
-
-def _version() -> str:
-    try:
-        return version("zeroshard")
-    except PackageNotFoundError:
-        return "not installed"  # run from a checkout
 
 
 def _describe_config(config: Config) -> dict[str, Any]:

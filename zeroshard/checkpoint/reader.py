@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import pickle
@@ -15,7 +16,6 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
 
 from zeroshard.checkpoint.boxes import Box, runs, tiles, whole
 from zeroshard.checkpoint.manifest import Manifest, check_sizes, check_sums, read_manifest
@@ -23,16 +23,28 @@ from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
 
 INDEX = ".metadata"
 
-_CLASSES = {
-    (kind.__module__, kind.__qualname__): kind
-    for kind in (
+
+@functools.cache
+def _classes() -> dict[tuple[str, str], type]:
+    """Return all that the index of a checkpoint of tensors consists of, beside dtypes and layouts.
+
+    torch.distributed.checkpoint takes a third of the time of torch to import: not before an index is read.
+    """
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    kinds: tuple[type, ...] = (
         *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.ChunkStorageMetadata),
         *(metadata.TensorStorageMetadata, metadata.TensorProperties, metadata._MEM_FORMAT_ENCODING),
         *(filesystem._StorageInfo, torch.Size),
     )
-}
-"""All that the index of a checkpoint of tensors consists of, beside dtypes and layouts."""
-_STATEFUL = frozenset(_CLASSES.values())
+    return {(kind.__module__, kind.__qualname__): kind for kind in kinds}
+
+
+def _metadata() -> Any:
+    from torch.distributed.checkpoint import metadata
+
+    return metadata
+
 
 _OPCODES = b"".join(
     (
@@ -71,10 +83,10 @@ class _IndexUnpickler(pickle._Unpickler):
     def load_build(self) -> None:
         """Set the attributes of an object, but not those of a class or function."""
         state, target = self.stack[-1], self.stack[-2]  # type: ignore[attr-defined]
-        if type(target) not in _STATEFUL:
+        if type(target) not in _classes().values():
             raise pickle.UnpicklingError("it changes what is not its own")
         super().load_build()  # type: ignore[misc]
-        if isinstance(target, metadata.MetadataIndex):
+        if isinstance(target, _metadata().MetadataIndex):
             _check_hashable(target, state)
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -105,8 +117,8 @@ class _IndexUnpickler(pickle._Unpickler):
         dispatch[_code[0]] = load_short_tuple
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _CLASSES:
-            return _CLASSES[module, name]
+        if (module, name) in _classes():
+            return _classes()[module, name]
         if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype | torch.layout):
             return value
         if (module, name) == ("torch.serialization", "_get_layout"):
@@ -121,7 +133,7 @@ def _get_layout(name: str) -> torch.layout:
     return layout
 
 
-def _check_hashable(key: metadata.MetadataIndex, state: Any) -> None:
+def _check_hashable(key: Any, state: Any) -> None:
     """Raise unless the state of a key has what torch gives it, which is hashed in one step."""
     kinds = {"fqn": str, "offset": torch.Size | None, "index": int | None}
     is_plain = isinstance(state, dict) and state.keys() <= kinds.keys()
@@ -174,7 +186,7 @@ def open_checkpoint(directory: Path) -> Stored:
 def _read_index(file: Path, manifest: Manifest) -> dict[str, StoredTensor]:
     try:
         index = _IndexUnpickler(io.BytesIO(file.read_bytes())).load()
-        if not isinstance(index, metadata.Metadata):
+        if not isinstance(index, _metadata().Metadata):
             raise pickle.UnpicklingError(f"it holds a {type(index).__name__}")
         return {
             name: _stored_tensor(name, entry, index.storage_data, manifest)
@@ -186,7 +198,7 @@ def _read_index(file: Path, manifest: Manifest) -> dict[str, StoredTensor]:
 
 
 def _stored_tensor(name: Any, entry: Any, places: Any, manifest: Manifest) -> StoredTensor:
-    if not isinstance(name, str) or not isinstance(entry, metadata.TensorStorageMetadata):
+    if not isinstance(name, str) or not isinstance(entry, _metadata().TensorStorageMetadata):
         raise ValueError(f"expected tensors by name, came a {type(entry).__name__}")
     shape = _integers(entry.size)
     dtype: Any = entry.properties.dtype
@@ -197,7 +209,7 @@ def _stored_tensor(name: Any, entry: Any, places: Any, manifest: Manifest) -> St
         box = Box(_integers(chunk.offsets), _integers(chunk.sizes))
         if whole(shape).intersect(box) != box and box.numel:
             raise ValueError(f"'{name}' has a part {box} outside of its shape {shape}")
-        place = places[metadata.MetadataIndex(name, torch.Size(box.offsets))]
+        place = places[_metadata().MetadataIndex(name, torch.Size(box.offsets))]
         offset, num_bytes = _integers((place.offset, place.length))
         file: Any = place.relative_path
         if not isinstance(file, str) or file not in manifest.files:

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.agreed import on_all, on_first
@@ -15,9 +16,11 @@ from zeroshard.checkpoint.files import MANIFEST, Place, write_synced
 from zeroshard.checkpoint.hostcopies import HostCopies
 from zeroshard.checkpoint.manifest import FileRecord, Manifest
 from zeroshard.checkpoint.tensors import TensorSlice
-from zeroshard.checkpoint.writer import Written, write_index, write_part
 from zeroshard.comm.background import Aside, open_aside
 from zeroshard.comm.collectives import Axis
+
+if TYPE_CHECKING:
+    from zeroshard.checkpoint.writer import Written
 
 VALUES = "values.pt"
 """The file of what is neither a tensor of the model or optimizer nor in the manifest."""
@@ -54,6 +57,8 @@ def write(snapshot: Snapshot, axis: Axis) -> None:
     Raises:
         RuntimeError: a rank could not write its part, and why, on all ranks; nothing of it is left.
     """
+    # At the first save: torch.distributed.checkpoint takes a third of the time of torch to import.
+    from zeroshard.checkpoint.writer import write_part
 
     def size() -> int:
         snapshot.wait()  # here, so that an error of the device is told to all ranks
@@ -89,6 +94,8 @@ def _check_shared(place: Place) -> None:
 
 def _finish(snapshot: Snapshot, place: Place, written: Sequence[Written]) -> None:
     """Rank 0 writes the small files and lets the checkpoint appear."""
+    from zeroshard.checkpoint.writer import write_index
+
     boxes = [box for part in written for box in part.boxes]
     records = write_index(place.temporary, boxes, snapshot.aliases)
     for part in written:
@@ -132,6 +139,9 @@ class Saver:
             nonlocal snapshot
             slices, wait = self._copies.copy(snapshot.slices)
             snapshot = replace(snapshot, slices=slices, wait=wait)
+
+        # Here: the thread may run when the interpreter ends, and then some modules cannot be imported.
+        from zeroshard.checkpoint import writer  # noqa: F401
 
         on_all(self._axis, "copy of what is to be saved", copy)
         aside = self._aside = self._aside or open_aside(self._axis)

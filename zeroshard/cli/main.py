@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from zeroshard.cli import commands
 from zeroshard.hf.weights import MAX_SHARD_BYTES
+from zeroshard.version import installed_version
 
 USAGE, FAILURE = 2, 1
 """Exit codes: what was asked for cannot be; what was to be read or written could not."""
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Export and inspect checkpoints, estimate memory: in one process, without a GPU.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"zeroshard {installed_version()}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     export = subparsers.add_parser(
         "export",

@@ -9,6 +9,7 @@ watchdog's thread.
 from __future__ import annotations
 
 import atexit
+import functools
 from weakref import WeakSet
 
 from zeroshard.comm.collectives import Axis
@@ -39,7 +40,11 @@ class _Lifecycle:
 
 
 _lifecycle = _Lifecycle()
-atexit.register(_lifecycle.close)
+
+
+@functools.cache
+def _register() -> None:
+    atexit.register(_lifecycle.close)
 
 
 def close_at_exit(*holders: Axes | Axis, owns_process_group: bool = False) -> None:
@@ -47,6 +52,7 @@ def close_at_exit(*holders: Axes | Axis, owns_process_group: bool = False) -> No
 
     Each axis by itself as well: a model may keep one when its engine, and so the axes, are gone.
     """
+    _register()
     _lifecycle.holders.update(holders)
     _lifecycle.owns_process_group |= owns_process_group
 

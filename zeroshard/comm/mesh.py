@@ -83,10 +83,11 @@ def build_mesh(config: Config, device: torch.device) -> DeviceMesh:
         ValueError: the number of ranks does not fit the mesh.
     """
     num_ranks = dist.get_world_size()
+    these_ranks = f"{num_ranks} rank" + "s" * (num_ranks > 1)
     model_parallel = config.mesh.pp * config.mesh.tp
     if num_ranks % model_parallel:
         raise ValueError(
-            f"{num_ranks} ranks cannot be arranged with mesh.pp={config.mesh.pp} and "
+            f"{these_ranks} cannot be arranged with mesh.pp={config.mesh.pp} and "
             f"mesh.tp={config.mesh.tp}: expected a multiple of {model_parallel}"
         )
     group_size = config.shard_group_size
@@ -94,7 +95,7 @@ def build_mesh(config: Config, device: torch.device) -> DeviceMesh:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(DP_SHARD,))
     if num_ranks % group_size:
         raise ValueError(
-            f"{num_ranks} ranks cannot be arranged in groups of shard_group_size={group_size}: "
+            f"{these_ranks} cannot be arranged in groups of shard_group_size={group_size}: "
             f"expected a multiple of {group_size}"
         )
     # Not by init_device_mesh: its groups would have the default timeout.

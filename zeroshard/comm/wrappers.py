@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable.contract import STATE_KEY
 
 _APIS = frozenset(("fully_shard", "replicate", "replicate_with_fsdp"))
 """Composable functions of torch.distributed that take over the parameters of a module."""
@@ -21,6 +20,8 @@ def refuse_wrappers(modules: Iterable[nn.Module], give: Callable[[nn.Module, str
     Args:
         give: sets an attribute of a module.
     """
+    from torch.distributed._composable.contract import STATE_KEY  # torch imports it with fully_shard
+
     for module in modules:
         give(module, _IGNORED_BY_DDP, _NoNames())
         give(module, STATE_KEY, _NoState(vars(module).get(STATE_KEY, {})))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self, get_args
 import torch
 
 from zeroshard.config import rules
-from zeroshard.deepspeed.translate import is_known
+from zeroshard.config.foreign import deepspeed_reader
 
 
 class Requirement(NamedTuple):
@@ -73,8 +73,10 @@ class Checked:
         close = [_MEANT[f"{cls._prefix}{key}"]] if f"{cls._prefix}{key}" in _MEANT else close
         # The same name in another section is meant rather than a similar one: 'param_dtype'.
         close = [name for name in flat(cls._whole()) if name.rpartition(".")[2] == key] + close
-        of_deepspeed = "; Config.from_deepspeed reads DeepSpeed's." if is_known(key) else "."
-        hint = f"; did you mean '{close[0]}'?" if close else of_deepspeed
+        if close:
+            hint = f"; did you mean '{close[0]}'?"
+        else:
+            hint = "; Config.from_deepspeed reads DeepSpeed's." if deepspeed_reader().is_known(key) else "."
         place = f"Known keys of '{cls._prefix[:-1]}'" if cls._prefix else "Known keys"
         return f"unknown config key '{cls._prefix}{key}'{hint} {place}: {', '.join(known)}"
 

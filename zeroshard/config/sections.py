@@ -11,9 +11,7 @@ gave ends in a `ValueError` with the dotted key, what was expected and what came
 """
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -23,8 +21,8 @@ from torch import nn
 
 from zeroshard.config import rules
 from zeroshard.config.checked import Checked, Requirement, came_as, flat, show
-from zeroshard.config.files import naming, read_options, world_size
-from zeroshard.deepspeed.translate import translate
+from zeroshard.config.files import naming, read_options
+from zeroshard.config.foreign import deepspeed_reader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,13 +238,7 @@ class Config(Checked):
         Raises:
             ValueError: listing all keys that are unknown, wrong, "auto", or have no equivalent.
         """
-        path = config if isinstance(config, str | os.PathLike) else None
-        with nullcontext() if path is None else naming(path):
-            given: Any = config if path is None else read_options(Path(path))
-            options, note = translate(given, world_size())
-            translated = cls.from_dict(options)
-        if note:
-            warnings.warn(note, stacklevel=2)
+        translated: Self = deepspeed_reader().read(cls, config)
         return translated
 
     @classmethod

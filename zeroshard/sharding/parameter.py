@@ -12,6 +12,7 @@ would flow to it, and where torch would take its slice of the gradient for the w
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
@@ -95,6 +96,7 @@ class ShardedParameter(nn.Parameter):
         state: ModuleState,
     ) -> ShardedParameter:
         """`data`: [n], not copied."""
+        _make_known_to_optimizers()
         parameter = torch.Tensor._make_subclass(ShardedParameter, data, requires_grad)
         parameter.fqn, parameter.unit_name = fqn, unit_name
         parameter.full_shape, parameter.is_partial, parameter.state = full_shape, is_partial, state
@@ -270,9 +272,14 @@ def _only_describes(func: Callable[..., Any]) -> bool:
     return func in _DESCRIBES
 
 
-# torch's for-each and fused optimizers look at the exact type of a parameter; torch lists its own
-# subclasses (DTensor) in the same place. tests/sharding/test_parameter.py notices if that moves.
-torch_optimizer._foreach_supported_types.append(ShardedParameter)
+@functools.cache
+def _make_known_to_optimizers() -> None:
+    """Prepare torch's optimizers for sharded parameters, when the first one is made."""
+    # torch's for-each and fused optimizers look at the exact type of a parameter; torch lists its own
+    # subclasses (DTensor) in the same place. tests/sharding/test_parameter.py notices if that moves.
+    torch_optimizer._foreach_supported_types.append(ShardedParameter)
+    # Before the step: what is attached to a runtime gathers right after it, and must not be told once more.
+    torch_optimizer.register_optimizer_step_pre_hook(_count_change)
 
 
 def _count_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -282,10 +289,6 @@ def _count_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> N
         if refusal := stepped[0].state.refusal:
             raise RuntimeError(f"{type(optimizer).__name__}.step(): {stepped[0].describe()} {refusal}")
         torch.autograd.graph.increment_version(stepped)
-
-
-# Before the step: what is attached to a runtime gathers right after it, and must not be told once more.
-torch_optimizer.register_optimizer_step_pre_hook(_count_change)
 
 
 def only_sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:

@@ -1,0 +1,159 @@
+"""`import zeroshard` alone: it changes nothing of torch or of the process, and loads little."""
+
+from __future__ import annotations
+
+import atexit
+import copyreg
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MISSING = object()
+MADE_BY_PYTHON = {"__builtins__", "__annotations__", "__path__"}
+
+
+def report_of(function: str) -> Any:
+    """What a function of this file tells in a process of its own."""
+    code = f"import json; from tests import test_import; print(json.dumps(test_import.{function}()))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+# ------------------------------------------------------------------------------------- what is changed
+
+
+def contents(value: Any) -> tuple[Any, ...] | None:
+    """The items of a container, in order; None for what is none."""
+    if issubclass(type(value), dict):
+        return tuple(value.items())
+    return tuple(value) if issubclass(type(value), list | set | deque) else None
+
+
+def attributes(owner: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The attributes of a module or class, by dotted name; not those that the import system sets."""
+    for key, value in list(vars(owner).items()):
+        # By type(): isinstance asks a deprecated object for its class, and so makes it warn.
+        if not issubclass(type(value), ModuleType) and key not in MADE_BY_PYTHON:
+            yield f"{name}.{key}", value
+
+
+def of_torch() -> dict[str, Any]:
+    """All attributes of the modules and classes of torch that are loaded, and the items of containers."""
+    found: dict[str, Any] = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] != "torch":
+            continue
+        for name, value in attributes(module, module_name):
+            found[name] = value
+            if issubclass(type(value), type) and value.__module__ == module_name:
+                found |= attributes(value, name)
+    return found | {f"items of {name}": items for name, value in found.items() if (items := contents(value))}
+
+
+def of_process() -> dict[str, Any]:
+    """What else is one for the whole process."""
+    import torch
+
+    backends = ("cuda.matmul.allow_tf32", "cudnn.allow_tf32", "cudnn.benchmark", "cudnn.deterministic")
+    flags = dict.fromkeys(backends, torch.backends)
+    for name in flags:
+        for part in name.split("."):
+            flags[name] = getattr(flags[name], part)
+    return {
+        **{f"torch.backends.{name}": value for name, value in flags.items()},
+        "operators": sorted(torch._C._dispatch_get_all_op_names()),
+        "dtype": str(torch.get_default_dtype()),
+        "device": str(torch.get_default_device()),
+        "threads of torch": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+        "generator": torch.get_rng_state().tolist(),
+        "safe globals": torch.serialization.get_safe_globals(),
+        "functions at exit": atexit._ncallbacks(),
+        "warnings.filters": list(warnings.filters),
+        "warnings.showwarning": warnings.showwarning,
+        "environment": dict(os.environ),
+        "random": random.getstate(),
+        "sys.meta_path": list(sys.meta_path),
+        "sys.path_hooks": list(sys.path_hooks),
+        "sys.path": list(sys.path),
+        "excepthooks": [sys.excepthook, sys.unraisablehook, threading.excepthook],
+        "signals": [signal.getsignal(number) for number in signal.valid_signals()],
+        "threads": [thread.name for thread in threading.enumerate()],
+        "pickled by": dict(copyreg.dispatch_table),
+        "log handlers": [list(logging.root.handlers), logging.root.level],
+    }
+
+
+def changes() -> list[str]:
+    """What differs after `import zeroshard`, by name."""
+    import torch  # noqa: F401
+
+    process_before, torch_before = of_process(), of_torch()
+    import zeroshard  # noqa: F401
+
+    torch_after, process_after = of_torch(), of_process()
+    differing = [name for name, value in process_before.items() if process_after[name] != value]
+    names = torch_after.keys() | torch_before.keys()
+    return differing + sorted(
+        name for name in names if not is_same(torch_before.get(name, MISSING), torch_after.get(name, MISSING))
+    )
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Compare by identity, items of containers too: tensors and their like have an == of their own."""
+    if type(one) is type(other) is tuple and len(one) == len(other):
+        return all(map(is_same, one, other))
+    return one is other
+
+
+def test_import_changes_nothing_of_torch_or_the_process() -> None:
+    assert report_of("changes") == []
+
+
+# -------------------------------------------------------------------------------------- what is loaded
+
+
+def loaded() -> list[str]:
+    """The modules that `import zeroshard` loads beside those of `import torch`."""
+    import torch  # noqa: F401
+
+    before = set(sys.modules)
+    import zeroshard  # noqa: F401
+
+    return sorted(set(sys.modules) - before)
+
+
+@pytest.fixture(scope="module")
+def loaded_modules() -> list[str]:
+    return report_of("loaded")
+
+
+def test_import_loads_nothing_heavy(loaded_modules: list[str]) -> None:
+    roots = {name: name.partition(".")[0] for name in loaded_modules}
+    assert not {name for name, root in roots.items() if root not in {"zeroshard", *sys.stdlib_module_names}}
+
+
+@pytest.mark.parametrize(
+    "part", ["cli", "deepspeed.reader", "deepspeed.keys", "optim.eightbit.kernels", "checkpoint.writer"]
+)
+def test_import_leaves_out_the_parts_that_few_scripts_use(part: str, loaded_modules: list[str]) -> None:
+    assert f"zeroshard.{part}" not in loaded_modules
