@@ -21,6 +21,7 @@ from zeroshard.comm.collectives import Channel
 from zeroshard.comm.pool import BufferPool
 from zeroshard.plan.exchange import Collective, Exchange
 from zeroshard.sharding.buffer import Context, FlatBuffer
+from zeroshard.sharding.parameter import gradient_of, set_gradient
 
 
 class GradientState(Enum):
@@ -84,8 +85,7 @@ class Gradients:
             more: whether a later backward is to add to this one's.
         """
         self.is_kept = more and self._is_narrow
-        with torch._C.DisableTorchFunctionSubclass():
-            self._sums = [None if self.is_kept else p.grad for p in self.buffer.sharded]
+        self._sums = [None if self.is_kept else gradient_of(p) for p in self.buffer.sharded]
 
     def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
         """Take over the gradient of one parameter, in the compute dtype and full shape.
@@ -127,15 +127,14 @@ class Gradients:
             return
         self.used = [False] * len(self.used)
         sharded, dtype, unscale = self.buffer.sharded, self.buffer.plan.main_dtype, self.unscale
-        with torch._C.DisableTorchFunctionSubclass():
-            for index, gradient in self._held.items():
-                parameter, flat = sharded[index], self._flatten(index, gradient)
-                if unscale != 1.0:
-                    flat = flat.to(self.buffer.plan.wide_dtype).mul_(unscale)
-                if (total := parameter.grad) is not None:
-                    total.add_(flat)
-                else:
-                    parameter.grad = flat if flat.dtype is dtype else flat.to(dtype)
+        for index, gradient in self._held.items():
+            parameter, flat = sharded[index], self._flatten(index, gradient)
+            if unscale != 1.0:
+                flat = flat.to(self.buffer.plan.wide_dtype).mul_(unscale)
+            if (total := gradient_of(parameter)) is not None:
+                total.add_(flat)
+            else:
+                set_gradient(parameter, flat if flat.dtype is dtype else flat.to(dtype))
         self._held, self._sums = {}, []
 
     def drop(self) -> None:
@@ -334,9 +333,10 @@ class ReducedGradients(Gradients):
         if self.unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
             result.mul_(self.unscale)
         is_first = self._reduced is None and not self.is_kept
-        if is_first and all(parameter.grad is not None for parameter in self.buffer.sharded):
-            for parameter, own in zip(self.buffer.sharded, self._own_slices, strict=True):
-                parameter.grad.add_(result[own])  # type: ignore[union-attr]
+        grads = [gradient_of(parameter) for parameter in self.buffer.sharded] if is_first else [None]
+        if all(gradient is not None for gradient in grads):
+            for gradient, own in zip(grads, self._own_slices, strict=True):
+                gradient.add_(result[own])  # type: ignore[union-attr]
             return
         total = result if self._reduced is None else self._reduced.add_(result)
         self._reduced = total if self.is_kept else total.to(self.buffer.plan.main_dtype)
@@ -354,15 +354,14 @@ class ReducedGradients(Gradients):
         self.used = [False] * len(self.used)
         if reduced is None:  # they were added as they came
             return
-        with torch._C.DisableTorchFunctionSubclass():
-            for index, parameter in enumerate(self.buffer.sharded):
-                if not used[index]:
-                    continue
-                gradient = reduced[self._own_slices[index]]
-                if parameter.grad is None:
-                    parameter.grad = gradient
-                else:
-                    parameter.grad.add_(gradient)
+        for index, parameter in enumerate(self.buffer.sharded):
+            if not used[index]:
+                continue
+            gradient = reduced[self._own_slices[index]]
+            if (total := gradient_of(parameter)) is None:
+                set_gradient(parameter, gradient)
+            else:
+                total.add_(gradient)
 
     def drop(self) -> None:
         self.complete()

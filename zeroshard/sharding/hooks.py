@@ -81,8 +81,7 @@ def _hook_gradient(
 
     def arrived(parameter: Tensor) -> None:
         runtime, unit = of_runtime(), of_unit()
-        assert runtime is not None, "the module's hooks hold it"
-        assert unit is not None, "the module's hooks hold it"
+        assert runtime is not None and unit is not None, "the module's hooks hold them"  # noqa: PT018
         parameter.__class__ = nn.Parameter  # see `edits.py`
         gradient, parameter.grad = parameter.grad, None
         parameter.__class__ = UnshardedParameter

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -106,6 +106,25 @@ class ShardedParameter(nn.Parameter):
             Tensor.register_hook(parameter, refuse)  # type: ignore[no-untyped-call]
         return parameter
 
+    # torch's own attribute would come to `__torch_function__`, which takes ten times as long.
+    @property
+    def grad(self) -> Tensor | None:
+        """[n]: this rank's slice of the averaged gradient."""
+        frame = sys._getframe(1)
+        if id(frame.f_code) not in _QUIET:
+            _check_grad_reader(self, frame)
+        return gradient_of(self)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        if gradient is None and self.state.has_sums:
+            self.state.forget_gradient(self)
+        set_gradient(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Register a hook on the unsharded parameter, where autograd's gradient arrives.
 
@@ -167,6 +186,8 @@ class ShardedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func in _ARITHMETIC and _is_plain(args, kwargs):
+            return _compute(func, types, args, kwargs)
         if func == _GET_GRAD:
             _check_grad_reader(args[0], sys._getframe(1))
         elif func in _SET_GRAD:
@@ -197,6 +218,24 @@ class ShardedParameter(nn.Parameter):
         return result
 
 
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The gradient of a sharded parameter, whoever asks."""
+    parameter.__class__ = nn.Parameter
+    try:
+        return parameter.grad
+    finally:
+        parameter.__class__ = ShardedParameter
+
+
+def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Give a sharded parameter a gradient, of its shape, dtype and device."""
+    parameter.__class__ = nn.Parameter
+    try:
+        parameter.grad = gradient
+    finally:
+        parameter.__class__ = ShardedParameter
+
+
 class _CastSlice(Tensor):
     """A slice in another dtype: no layer may compute with it either."""
 
@@ -209,6 +248,35 @@ class _CastSlice(Tensor):
 _CASTS = frozenset(
     (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as)
 )
+
+_SLICES = frozenset((ShardedParameter, _CastSlice))
+_ARITHMETIC = frozenset(
+    getattr(Tensor, name)
+    for name in ("add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_", "lerp_", "copy_", "zero_", "clamp_")
+)
+"""What optimizers do with one parameter at a time."""
+
+
+def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
+    """True for the arithmetic of an optimizer, on one sharded parameter, while nothing forbids it."""
+    first = args[0]
+    if type(first) is not ShardedParameter or torch.is_grad_enabled():
+        return False
+    state = first.state
+    if state.phase is not Phase.REST or state.reads_main:
+        return False
+    for value in args[1:]:
+        if type(value) in _SLICES:
+            return False
+    return not kwargs or _SLICES.isdisjoint(map(type, kwargs.values()))
+
+
+def _compute(func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    try:
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+    except (RuntimeError, IndexError) as error:
+        raise explain(error, args[0]) or error from error
+
 
 # Compared with ==: each access of a getter makes a new object.
 _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
@@ -356,8 +424,26 @@ def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
         unsharded.requires_grad_(wanted)
 
 
+_QUIET: dict[int, CodeType] = {}
+"""Code that reads gradients and has nothing to be warned of, by its id; kept, so that the id stays."""
+_MOST_QUIET = 4096
+
+
+def _is_quiet(frame: FrameType) -> bool:
+    """True for code that `_check_grad_reader` has nothing to say of, now or later."""
+    code, module = frame.f_code, frame.f_globals.get("__name__", "")
+    reader = (module, code.co_name)
+    is_known = reader in _GRAD_READERS or reader in _GRAD_FORGETTERS or code.co_name.startswith("<")
+    return not is_known and "norm" not in code.co_names and "zero_" not in code.co_names
+
+
 def _check_grad_reader(parameter: Tensor, frame: FrameType | None) -> None:
     """Refuse the functions of torch that would take a slice of the gradient for the whole; warn of norms."""
+    if frame is not None and _is_quiet(frame):
+        if len(_QUIET) >= _MOST_QUIET:  # code that is made anew again and again
+            _QUIET.clear()
+        _QUIET[id(frame.f_code)] = frame.f_code
+        return
     if frame is not None and "norm" in frame.f_code.co_names:
         counts.warn_of_line(parameter, frame)
     while frame is not None and frame.f_code.co_name.startswith("<"):

@@ -22,7 +22,7 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.pace import Pace
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.parameter import ShardedParameter, gradient_of
 from zeroshard.sharding.post_accumulate import PostAccumulateHooks
 from zeroshard.sharding.state import ModuleState
 from zeroshard.sharding.unit import Unit
@@ -298,7 +298,9 @@ class Reducer:
         self.forget_announced()
 
     def _drop(self) -> None:
-        delivered = any(p.grad is not None for gradients in self._all for p in gradients.buffer.sharded)
+        delivered = any(
+            gradient_of(p) is not None for gradients in self._all for p in gradients.buffer.sharded
+        )
         self._is_tainted |= delivered or self._state.has_sums
         self._state.has_sums = False
         for unit in self._units:

@@ -40,7 +40,7 @@ from zeroshard.sharding.lease import Leases
 from zeroshard.sharding.nested import cast_outputs
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.outputs import OutputHooks
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.parameter import ShardedParameter, gradient_of
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.state import Phase
 from zeroshard.sharding.storage import share_storage
@@ -333,22 +333,23 @@ class Runtime:
 
     def receive(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
         """Autograd has the whole gradient of a parameter: pack it, and start the reductions that are due."""
-        name = gradients.buffer.originals[index].fqn
-        if self.reducer.lacks_scale:
+        reducer = self.reducer
+        if reducer.lacks_scale:
             raise RuntimeError(
-                f"'{name}' got a gradient of a loss that is not scaled, and in float16 small gradients "
-                "vanish: call engine.backward(loss), not loss.backward()"
+                f"'{gradients.buffer.originals[index].fqn}' got a gradient of a loss that is not scaled, and "
+                "in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"
             )
         if self.state.phase is not Phase.BACKWARD:  # no output of a unit could be hooked
             self._begin_backward(unit)
         if unit.state is UnitState.SHARDED and unit.backward_needs_parameters:
             raise RuntimeError(
-                f"the gradient of '{name}' came from outside of the backward of {unit.described}, whose "
-                "parameters were freed: return what the loss depends on from its forward"
+                f"the gradient of '{gradients.buffer.originals[index].fqn}' came from outside of the "
+                f"backward of {unit.described}, whose parameters were freed: return what the loss depends on "
+                "from its forward"
             )
-        if self.reducer.under_way and not gradients.has_more:
-            self.reducer.make_room()
-        gradients.pack(index, gradient, self.reducer.is_deferring)
+        if reducer.under_way and not gradients.has_more:
+            reducer.make_room()
+        gradients.pack(index, gradient, reducer.is_deferring)
         if not gradients.num_missing:
             self._walk.note_gradient(unit)
 
@@ -506,8 +507,7 @@ class Runtime:
         """True if there are gradients, delivered or deferred."""
         if any(gradients.has_deferred for unit in self.units for gradients in unit.gradients):
             return True
-        with torch._C.DisableTorchFunctionSubclass():
-            return any(parameter.grad is not None for parameter in self.parameters)
+        return any(gradient_of(parameter) is not None for parameter in self.parameters)
 
     @property
     def unit_infos(self) -> list[UnitInfo]:

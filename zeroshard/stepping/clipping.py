@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zeroshard.sharding.parameter import gradient_of
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.norms import sum_of_powers
 from zeroshard.stepping.runs import contiguous_runs
@@ -42,8 +43,7 @@ def check_clipping(max_norm: object, norm_type: object) -> float:
 def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
     """Scale all gradients, whose norm is known, by min(1, max_norm / (norm + 1e-6))."""
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
-    with torch._C.DisableTorchFunctionSubclass():  # its guards take longer than the rest
-        grads = [p.grad for buffer in runtime.buffers for p in buffer.sharded if p.grad is not None]
+    grads = [gradient for p in runtime.parameters if (gradient := gradient_of(p)) is not None]
     scale_(grads, factor)
 
 
@@ -94,11 +94,10 @@ def own_gradients(runtime: Runtime) -> list[Tensor]:
 
     On a CPU one tensor per parameter, as the bits of their sums depend on it; on accelerators, runs of them.
     """
-    with torch._C.DisableTorchFunctionSubclass():
-        own = [
-            parameter.grad[buffer.counted(index)]
-            for buffer in runtime.buffers
-            for index, parameter in enumerate(buffer.sharded)
-            if parameter.grad is not None
-        ]
+    own = [
+        gradient[buffer.counted(index)]
+        for buffer in runtime.buffers
+        for index, parameter in enumerate(buffer.sharded)
+        if (gradient := gradient_of(parameter)) is not None
+    ]
     return own if runtime.context.device.type == "cpu" else contiguous_runs(own)
