@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.optim.adopt import bitsandbytes
-from zeroshard.optim.eightbit.base import BlockwiseOptimizer, check_ranges
-from zeroshard.optim.eightbit.optimizers import RANGES, betas_range
+from zeroshard.optim.eightbit.base import BlockwiseOptimizer
+from zeroshard.optim.eightbit.ranges import RANGES, betas_range, check_ranges
 from zeroshard.sharding.parameter import ShardedParameter
 
 Overrides = dict[Tensor, dict[str, Any]]
@@ -89,9 +89,8 @@ def _theirs(optimizer: Any, names: Mapping[Any, str]) -> Overrides:
                 f"{where}: {type(optimizer).__name__} has {', '.join(known)}; came {unknown[0]!r}"
             )
         bitsandbytes.check_options(where, config)
-        ranges = {**RANGES, "betas": betas_range(len(optimizer.defaults["betas"]))}
         try:
-            check_ranges(config, ranges)
+            check_ranges(config, {**RANGES, "betas": betas_range(len(optimizer.defaults["betas"]))})
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         overrides[parameter] |= config

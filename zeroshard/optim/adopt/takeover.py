@@ -13,9 +13,7 @@ from torch.optim import Optimizer
 from zeroshard.optim.adopt import bitsandbytes
 from zeroshard.optim.adopt.overrides import Overrides
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
-from zeroshard.optim.eightbit.layerwise import LAMB8bit, LARS8bit
-from zeroshard.optim.eightbit.optimizers import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit
-from zeroshard.optim.layerwise import LAMB, LARS, LayerWise
+from zeroshard.optim.layerwise import LayerWise
 from zeroshard.sharding.parameter import ShardedParameter
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -24,8 +22,6 @@ _ELEMENT_WISE = frozenset(
     ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
 """torch's optimizers whose update of an element needs that element's gradient and state alone."""
-
-_OWN = frozenset((LAMB, LAMB8bit, LARS, LARS8bit, Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit))
 
 _WHOLE_TENSOR = {
     "adafactor": "row and column statistics of a matrix",
@@ -46,7 +42,7 @@ _WHOLE_TENSOR = {
 
 
 def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
-    """True if an optimizer can go on over slices of its parameters.
+    """Raise an error for an optimizer that cannot go on over slices of its parameters.
 
     Args:
         names: the model's parameters with their names.
@@ -90,7 +86,8 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
 def _check_kind(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     if isinstance(optimizer, LayerWise | BlockwiseOptimizer):
-        if kind not in _OWN:
+        has_own_rule = "rule" in vars(kind) and "step" not in vars(kind)
+        if not has_own_rule and not kind.__module__.startswith("zeroshard."):
             _warn_unknown(optimizer)
         return
     for base in kind.__mro__:

@@ -21,7 +21,7 @@ class State(Protocol):
         """[n], float32."""
 
     def store(self, values: Tensor) -> None:
-        """Keep what was loaded and changed."""
+        """Replace the values by these, [n], float32."""
 
 
 class Exact(NamedTuple):
@@ -39,7 +39,8 @@ class Exact(NamedTuple):
         return self.values
 
     def store(self, values: Tensor) -> None:
-        """They were changed in place."""
+        """Copy them."""
+        self.values.copy_(values)
 
 
 class Quantized(NamedTuple):
