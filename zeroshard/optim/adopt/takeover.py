@@ -86,8 +86,7 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
 def _check_kind(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     if isinstance(optimizer, LayerWise | BlockwiseOptimizer):
-        has_own_rule = "rule" in vars(kind) and "step" not in vars(kind)
-        if not has_own_rule and not kind.__module__.startswith("zeroshard."):
+        if not _is_ours(kind) and not ("rule" in vars(kind) and _is_ours(kind.step)):
             _warn_unknown(optimizer)
         return
     for base in kind.__mro__:
@@ -105,6 +104,11 @@ def _check_kind(optimizer: Optimizer) -> None:
                 _warn_unknown(optimizer)
             return
     _warn_unknown(optimizer)
+
+
+def _is_ours(definition: Any) -> bool:
+    """True for a class or function of zeroshard."""
+    return bool(definition.__module__.startswith("zeroshard."))
 
 
 def _warn_unknown(optimizer: Optimizer) -> None:
