@@ -1,4 +1,4 @@
-"""Optimizers whose states mean the same, and what the hyperparameters of one are in another."""
+"""Hyperparameters and counts of one optimizer for another whose states mean the same."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def convert_scalars(optimizer: Optimizer, saved: Mapping[str, Any], global_step:
     Torch's optimizers count in a tensor, others in an integer, and SGD and LARS not at all.
 
     Args:
-        global_step: for an optimizer that counts, if the saved one did not.
+        global_step: the count for an optimizer that counts, if the saved one did not.
     """
     kind = type(optimizer)
     family = family_of(kind.__name__)

@@ -25,7 +25,7 @@ def to_common(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_common(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Back under the names of the optimizer."""
+    """The state of one parameter under the optimizer's own names, from the names that torch uses."""
     is_theirs = bitsandbytes.is_bitsandbytes(optimizer)
     return bitsandbytes.pack(optimizer, state) if is_theirs else dict(state)
 

@@ -138,6 +138,8 @@ def test_an_optimizer_has_one_rule_and_a_rule_some_states():
     fields = {"scalars": TOY.scalars, "update": TOY.update}
     with pytest.raises(ValueError, match="expected those that have no rule yet, came 'Toy'"):
         Rule(optimizers=("Toy",), states={"m": SIGNED}, **fields)
+    with pytest.raises(ValueError, match="operator: expected one that has no rule yet, came 'adam'"):
+        Rule(optimizers=("Many",), states={"m": SIGNED}, operator="adam", **fields)
     for number in (0, 4):
         with pytest.raises(ValueError, match=f"states: expected 1 to 3, came {number}"):
             Rule(optimizers=("Many",), states=dict.fromkeys("abcd"[:number], SIGNED), **fields)

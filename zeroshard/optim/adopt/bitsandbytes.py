@@ -31,7 +31,7 @@ from zeroshard.optim.eightbit.step import take_step
 from zeroshard.plan.layout import BLOCK
 
 _METHODS = ("get_config", "init_state", "update_step")
-"""What is asked of an optimizer, or replaced."""
+"""Methods of an optimizer that are called or replaced here."""
 
 _UNSUPPORTED = {
     "max_unorm": (0, "it needs norms of whole tensors, and a rank holds slices of them"),
@@ -39,7 +39,7 @@ _UNSUPPORTED = {
     "percentile_clipping": (100, "it needs norms of whole tensors; use Config(clip_grad_norm=...)"),
     "block_wise": (True, "one scale for a whole tensor would need all of its slices"),
 }
-"""By option: the value that is expected, and why. The last two are of older versions."""
+"""The expected value of each option, and the reason. Only older versions have the last two."""
 
 
 def is_bitsandbytes(optimizer: Optimizer) -> bool:
@@ -72,7 +72,7 @@ def check(optimizer: Any) -> None:
 
 
 def options_of(optimizer: Any) -> dict[str, Any]:
-    """What bitsandbytes has for a whole optimizer, not for a group."""
+    """The options that bitsandbytes keeps for a whole optimizer, not for a group."""
     keys = ("optim_bits", "min_8bit_size", *_UNSUPPORTED)
     return {key: getattr(optimizer.args, key) for key in keys if hasattr(optimizer.args, key)}
 
@@ -108,7 +108,7 @@ def adopt(optimizer: Any, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
 
 
 def num_bits(optimizer: Any, parameter: Tensor) -> int:
-    """Of the states of a parameter, over all ranks the same."""
+    """The number of bits of a parameter's states, the same on all ranks."""
     options = {**options_of(optimizer), **optimizer.mng.pid2config.get(id(parameter), {})}
     is_large = states.whole_size(parameter) >= options["min_8bit_size"]
     return 8 if options["optim_bits"] == 8 and is_large else 32
@@ -160,7 +160,7 @@ def _init_state(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pindex
 
 
 def _zeros(optimizer: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the shape of a tensor, paged where the optimizer is for that."""
+    """Zeros in the shape of a tensor, in paged memory for a paged optimizer."""
     if dtype == torch.uint8 and _is_cut(optimizer, like.shape[-1]):
         # It is stepped in parts, and a part of a paged tensor is not known as one.
         return torch.zeros(like.shape, dtype=dtype, device=like.device)

@@ -38,7 +38,7 @@ _WHOLE_TENSOR = {
     "prodigy": "sums over all parameters",
     "dadapt": "sums over all parameters",
 }
-"""What an optimizer needs that has this in its name, in any case: FusedLAMB, MuonWithAuxAdam, ..."""
+"""The needs of an optimizer that has this in its name, in any case: FusedLAMB, MuonWithAuxAdam, ..."""
 
 
 def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:

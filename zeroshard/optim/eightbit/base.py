@@ -55,7 +55,7 @@ class BlockwiseOptimizer(Optimizer):
 
     @property
     def overrides(self) -> dict[Tensor, dict[str, Any]]:
-        """By parameter."""
+        """The hyperparameters in which parameters differ from their groups."""
         return self.__dict__.setdefault("_overrides", {})  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class BlockwiseOptimizer(Optimizer):
         return {**group, **self.overrides.get(parameter, {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` gave; codes and scales keep their dtypes."""
+        """Load the result of a `state_dict()`; codes and scales keep their dtypes."""
         given: dict[str, Any] = {}  # what other hooks have made of it
         last = self.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
         try:

@@ -9,7 +9,7 @@ from typing import Any
 Range = tuple[Callable[[Any], bool], str]
 """A condition on a value, and the same in words, for the error."""
 Ranges = Mapping[str, Range]
-"""By name of the hyperparameter."""
+"""The ranges of hyperparameters by their names."""
 
 RANGES: Ranges = {
     "min_8bit_size": (lambda x: isinstance(x, int) and x is not True and x >= 0, "an integer >= 0"),

@@ -24,8 +24,6 @@ from zeroshard.optim.eightbit.ranges import Ranges
 
 SIGNED, UNSIGNED = True, False
 """States that can be negative, and states that cannot: each has a codebook."""
-MOST_STATES = 3
-"""As many loops are in kernels.py, and as many states has bitsandbytes' AdEMAMix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +38,11 @@ class Numbers:
     eps: float
     step: int
     """1 in the first step of a parameter."""
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """(beta1, 1 - beta1, beta2, 1 - beta2, ...)."""
+        return tuple(rate for beta in self.betas for rate in (beta, 1 - beta))
 
     @property
     def decay(self) -> float:
@@ -85,7 +88,7 @@ class Rule:
     """The numbers that the update takes, computed once a step in float64."""
     update: Update
     gives_update: bool = False
-    """True if the update returns the update of a parameter, whose norm is wanted, not the parameter."""
+    """True if `update` returns no new parameter but the update, whose norm a trust ratio needs."""
     ranges: Ranges = field(default_factory=dict)
     """The ranges of hyperparameters that are not in `RANGES`, or differ from them."""
     schedule: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None
@@ -97,14 +100,15 @@ class Rule:
     neutral: Mapping[str, Any] = field(default_factory=dict)
     """Hyperparameters that some of `optimizers` lack, each with the value that has no effect."""
     without_step: tuple[type[Optimizer], ...] = ()
-    """Those of `optimizers` that count no steps."""
+    """The classes of `optimizers` that count no steps."""
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.states) <= MOST_STATES:
-            raise ValueError(f"states: expected 1 to {MOST_STATES}, came {len(self.states)}")
-        for name in self.optimizers:
-            if name in _RULES:
-                raise ValueError(f"optimizers: expected those that have no rule yet, came {name!r}")
+        if len(self.states) not in (1, 2, 3):  # the loops of kernels.py
+            raise ValueError(f"states: expected 1 to 3, came {len(self.states)}")
+        if taken := [name for name in self.optimizers if name in _RULES]:
+            raise ValueError(f"optimizers: expected those that have no rule yet, came {taken[0]!r}")
+        if self.operator in rules_by_operator():
+            raise ValueError(f"operator: expected one that has no rule yet, came {self.operator!r}")
         _RULES.update(dict.fromkeys(self.optimizers, self))
 
     @property
@@ -135,7 +139,7 @@ class Rule:
 
 
 _RULES: dict[str, Rule] = {}
-"""By each name in `Rule.optimizers`."""
+"""Every rule by each of its `optimizers`."""
 
 
 def rule_named(name: str | None) -> Rule | None:

@@ -14,13 +14,8 @@ from torch import Tensor
 
 from zeroshard.optim.eightbit.base import ElementWise8bit, Params
 from zeroshard.optim.eightbit.ranges import betas_range
-from zeroshard.optim.eightbit.rule import SIGNED, UNSIGNED, Numbers, Rule, Scalars, Tensors, root, sign
+from zeroshard.optim.eightbit.rule import SIGNED, UNSIGNED, Rule, Scalars, Tensors, root, sign
 from zeroshard.optim.eightbit.states import MIN_8BIT_SIZE
-
-
-def _adam_scalars(n: Numbers) -> Scalars:
-    beta1, beta2 = n.betas
-    return beta1, 1 - beta1, beta2, 1 - beta2, n.decay, n.correction2, n.eps, n.lr * n.correction1
 
 
 def _adam(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
@@ -35,7 +30,7 @@ def _adam(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tens
 ADAM = Rule(
     optimizers=("Adam", "AdamW"),
     states={"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED},
-    scalars=_adam_scalars,
+    scalars=lambda n: (*n.rates, n.decay, n.correction2, n.eps, n.lr * n.correction1),
     update=_adam,
     ranges={"betas": betas_range(2)},
     operator="adam",
@@ -93,11 +88,6 @@ class Adam8bit(AdamW8bit):
         super().__init__(params, lr, betas, eps, weight_decay, min_8bit_size=min_8bit_size)
 
 
-def _lion_scalars(n: Numbers) -> Scalars:
-    beta1, beta2 = n.betas
-    return beta1, 1 - beta1, beta2, 1 - beta2, n.decay, n.lr
-
-
 def _lion(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
     """Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", program 1."""
     beta1, rest1, beta2, rest2, decay, lr = scalars
@@ -108,7 +98,7 @@ def _lion(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tens
 LION = Rule(
     optimizers=("Lion",),
     states={"exp_avg": SIGNED},
-    scalars=_lion_scalars,
+    scalars=lambda n: (*n.rates, n.decay, n.lr),
     update=_lion,
     ranges={"betas": betas_range(2)},
     operator="lion",
@@ -132,10 +122,6 @@ class Lion8bit(ElementWise8bit):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, min_8bit_size)
 
 
-def _sgd_scalars(n: Numbers) -> Scalars:
-    return n.betas[0], n.weight_decay, n.lr
-
-
 def _sgd(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
     """Sutskever et al. 2013, as torch.optim.SGD without dampening; weight decay is added to the gradient."""
     momentum, weight_decay, lr = scalars
@@ -147,7 +133,7 @@ def _sgd(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tenso
 SGD = Rule(
     optimizers=("SGD",),
     states={"momentum_buffer": SIGNED},
-    scalars=_sgd_scalars,
+    scalars=lambda n: (n.betas[0], n.weight_decay, n.lr),
     update=_sgd,
     operator="momentum",
     beta="momentum",
@@ -177,10 +163,6 @@ class SGD8bit(ElementWise8bit):
         super().__init__(params, defaults, min_8bit_size)
 
 
-def _rmsprop_scalars(n: Numbers) -> Scalars:
-    return n.betas[0], 1 - n.betas[0], n.weight_decay, n.eps, n.lr
-
-
 def _rmsprop(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
     """Tieleman and Hinton 2012, lecture 6.5; weight decay is added to the gradient."""
     beta, rest, weight_decay, eps, lr = scalars
@@ -193,16 +175,12 @@ def _rmsprop(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[T
 RMSPROP = Rule(
     optimizers=("RMSprop",),
     states={"square_avg": SIGNED},  # though squares are not: bitsandbytes has this map for single states
-    scalars=_rmsprop_scalars,
+    scalars=lambda n: (*n.rates[:2], n.weight_decay, n.eps, n.lr),
     update=_rmsprop,
     operator="rmsprop",
     beta="alpha",
     neutral={"momentum": 0.0, "centered": False},
 )
-
-
-def _adagrad_scalars(n: Numbers) -> Scalars:
-    return n.weight_decay, n.eps, n.lr
 
 
 def _adagrad(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
@@ -217,7 +195,7 @@ def _adagrad(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[T
 ADAGRAD = Rule(
     optimizers=("Adagrad",),
     states={"sum": SIGNED},  # though squares are not: bitsandbytes has this map for single states
-    scalars=_adagrad_scalars,
+    scalars=lambda n: (n.weight_decay, n.eps, n.lr),
     update=_adagrad,
     operator="adagrad",
     neutral={"lr_decay": 0.0, "initial_accumulator_value": 0.0},
@@ -236,14 +214,9 @@ def _ademamix_schedule(settings: Mapping[str, Any], step: int) -> Mapping[str, A
     return {**settings, "alpha": alpha, "betas": betas}
 
 
-def _ademamix_scalars(n: Numbers) -> Scalars:
-    rests = (1 - beta for beta in n.betas)
-    return *n.betas, *rests, n.decay, n.correction1, n.correction2, n.eps, n.settings["alpha"], n.lr
-
-
 def _ademamix(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
     """Pagliardini et al. 2024, "The AdEMAMix Optimizer", algorithm 1."""
-    beta1, beta2, beta3, rest1, rest2, rest3, decay, correction1, correction2, eps, alpha, lr = scalars
+    beta1, rest1, beta2, rest2, beta3, rest3, decay, correction1, correction2, eps, alpha, lr = scalars
     m, slow, v = states
     m = m * beta1 + g * rest1
     slow = slow * beta3 + g * rest3
@@ -255,7 +228,7 @@ def _ademamix(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[
 ADEMAMIX = Rule(
     optimizers=("AdEMAMix",),
     states={"exp_avg": SIGNED, "exp_avg_slow": SIGNED, "exp_avg_sq": UNSIGNED},
-    scalars=_ademamix_scalars,
+    scalars=lambda n: (*n.rates, n.decay, n.correction1, n.correction2, n.eps, n.settings["alpha"], n.lr),
     update=_ademamix,
     ranges={"betas": betas_range(3)},
     schedule=_ademamix_schedule,

@@ -15,7 +15,7 @@ from zeroshard.sharding.parameter import ShardedParameter
 MIN_8BIT_SIZE = 4096
 """Elements of a whole parameter from which its states are quantized, as in bitsandbytes."""
 ABSMAX = "_absmax"
-"""What follows the name of a state in that of its scales."""
+"""The ending of the name of a state's scales."""
 
 
 def begin(rule: Rule, parameter: Tensor, min_8bit_size: int) -> dict[str, Any]:

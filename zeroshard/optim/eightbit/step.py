@@ -60,7 +60,7 @@ def step_in_chunks(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], nu
 
 @cache
 def _has(library: str) -> bool:
-    """True if what makes steps fast is there and works; warns once if not."""
+    """True if the library that makes steps fast is there and works; warn once if not."""
     try:
         import_module(library)
     except Exception as error:  # a library that was built for another one may raise anything

@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from zeroshard.optim.eightbit import states
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
-from zeroshard.optim.eightbit.rule import SIGNED, UNSIGNED, Numbers, Rule, Scalars, Tensors, root
+from zeroshard.optim.eightbit.rule import SIGNED, UNSIGNED, Rule, Scalars, Tensors, root
 from zeroshard.optim.eightbit.states import MIN_8BIT_SIZE
 from zeroshard.optim.layerwise import LAMB, LARS, LayerWise, Part
 
@@ -29,11 +29,6 @@ class TrustRatio8bit(BlockwiseOptimizer, LayerWise):
             self.check_group(group)
 
 
-def _lamb_scalars(n: Numbers) -> Scalars:
-    beta1, beta2 = n.betas
-    return beta1, 1 - beta1, beta2, 1 - beta2, n.correction1, n.correction2, n.eps, n.weight_decay
-
-
 def _lamb(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
     """The update before the trust ratio: You et al. 2020, "Large Batch Optimization", algorithm 2."""
     beta1, rest1, beta2, rest2, correction1, correction2, eps, weight_decay = scalars
@@ -46,7 +41,7 @@ def _lamb(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tens
 LAMB_RULE = Rule(
     optimizers=("LAMB",),
     states={"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED},
-    scalars=_lamb_scalars,
+    scalars=lambda n: (*n.rates, n.correction1, n.correction2, n.eps, n.weight_decay),
     update=_lamb,
     gives_update=True,
 )
@@ -89,10 +84,6 @@ class LAMB8bit(TrustRatio8bit, LAMB):
         return updates
 
 
-def _lars_scalars(n: Numbers) -> Scalars:
-    return n.betas[0], n.weight_decay, n.lr
-
-
 def _lars(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
     """You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks", algorithm 1."""
     momentum, weight_decay, step_size = scalars
@@ -104,7 +95,7 @@ def _lars(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tens
 LARS_RULE = Rule(
     optimizers=("LARS",),
     states={"momentum_buffer": SIGNED},
-    scalars=_lars_scalars,
+    scalars=lambda n: (n.betas[0], n.weight_decay, n.lr),
     update=_lars,
     beta="momentum",
     without_step=(LARS,),
