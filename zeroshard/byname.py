@@ -18,12 +18,11 @@ from torch.optim import Optimizer
 
 from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.blockwise import is_codes, is_scales
-from zeroshard.checkpoint.conversion import family_of
 from zeroshard.checkpoint.tensors import read_model
 from zeroshard.optim.eightbit.blocks import Quantized
 from zeroshard.optim.eightbit.codebook import codebook
 from zeroshard.optim.eightbit.states import ABSMAX
-from zeroshard.optim.statenames import to_common
+from zeroshard.optim.statenames import rule_of, to_common
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
@@ -357,9 +356,8 @@ def _read_states(optimizer: Optimizer, place: _Place) -> dict[str, _State]:
         if is_scales(key, dtypes):
             continue
         if is_codes(key, dtypes):
-            family = family_of(type(optimizer).__name__)
-            is_signed = family is None or family.states[key]
-            book = codebook(is_signed, value.device)
+            rule = rule_of(optimizer)
+            book = codebook(rule is None or rule.states[key], value.device)
             states[key] = _State(key, value, True, Quantized(value.view(-1), saved[key + ABSMAX], book))
             continue
         is_wise = isinstance(value, Tensor) and value.dim() > 0 and value.shape == place.sharded.shape

@@ -12,7 +12,7 @@ from zeroshard.optim.eightbit.states import ABSMAX
 from zeroshard.plan.layout import BLOCK, Span
 
 Dtypes = Mapping[str, torch.dtype]
-"""Of all states of a parameter, by key: they tell which belong together."""
+"""The dtypes of all states of a parameter, by key: they tell which states belong together."""
 
 
 def is_codes(key: str, dtypes: Dtypes) -> bool:

@@ -1,62 +1,24 @@
-"""Optimizers whose states mean the same, and what the hyperparameters of one are in another."""
+"""Hyperparameters and counts of one optimizer for another whose states mean the same."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from zeroshard.checkpoint.checks import MAX_STEPS
-from zeroshard.optim.eightbit import rules
-from zeroshard.optim.eightbit.rules import Rule
-from zeroshard.optim.layerwise import LARS
+from zeroshard.optim.eightbit.rule import Rule, rule_named
 
+Family = Rule
+"""Optimizers with the states of one rule differ in library, number of bits and kind of memory only."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Family:
-    """The states of optimizers that differ in library, number of bits and kind of memory only."""
+_NEUTRAL = {"maximize": False, "alpha": 0.0, "eps": 0.0, "t_alpha": None, "t_beta3": None}
+"""Hyperparameters that torch or bitsandbytes has for all optimizers, with the value that has no effect."""
 
-    states: Mapping[str, bool]
-    """By name, whether it can be negative: which values its codes stand for."""
-    beta: str | None = None
-    """What others call the first of bitsandbytes' `betas`, where its second one has no effect."""
-
-    @staticmethod
-    def of(rule: Rule, beta: str | None = None) -> Family:
-        """Of zeroshard's own optimizers."""
-        return Family(dict(zip(rule.states, rule.is_signed, strict=True)), beta)
-
-
-_ADAM = Family.of(rules.ADAM)
-_FAMILIES = {
-    "Adam": _ADAM,
-    "AdamW": _ADAM,
-    "AdEMAMix": Family.of(rules.ADEMAMIX),
-    "LAMB": Family.of(rules.LAMB),
-    "LARS": Family.of(rules.LARS),
-    "Lion": Family.of(rules.LION),
-    "SGD": Family.of(rules.MOMENTUM, "momentum"),
-    "Adagrad": Family.of(rules.ADAGRAD),
-    "RMSprop": Family.of(rules.RMSPROP, "alpha"),
-}
-
-_ABSENT = {
-    **dict.fromkeys(("amsgrad", "maximize", "nesterov", "centered"), False),
-    **dict.fromkeys(("momentum", "dampening", "lr_decay", "alpha", "eps"), 0.0),
-    "initial_accumulator_value": 0.0,
-    **dict.fromkeys(("t_alpha", "t_beta3")),
-}
-"""With which value of a hyperparameter an optimizer is one that does not have it."""
-
-
-def family_of(name: str | None) -> Family | None:
-    """The family of an optimizer's class; None: its states are nobody else's."""
-    base = (name or "").removeprefix("Paged").removesuffix("8bit").removesuffix("32bit")
-    return _FAMILIES.get(base)
+family_of = rule_named
 
 
 def convert_group(
@@ -76,7 +38,7 @@ def convert_group(
         values |= {} if family.beta is None else {family.beta: first}
     elif family.beta in values and family.beta not in present and "betas" in present:
         values["betas"] = (values.pop(family.beta), *present["betas"][1:])
-    for key, absent in _ABSENT.items():
+    for key, absent in {**_NEUTRAL, **family.neutral}.items():
         if key in present:
             values.setdefault(key, absent)
         elif value := values.pop(key, absent):
@@ -93,16 +55,17 @@ def convert_scalars(optimizer: Optimizer, saved: Mapping[str, Any], global_step:
     Torch's optimizers count in a tensor, others in an integer, and SGD and LARS not at all.
 
     Args:
-        global_step: for an optimizer that counts, if the saved one did not.
+        global_step: the count for an optimizer that counts, if the saved one did not.
     """
     kind = type(optimizer)
-    if family_of(kind.__name__) is None:
+    family = family_of(kind.__name__)
+    if family is None:
         return dict(saved)
     scalars = {key: value for key, value in saved.items() if key != "step"}
     step = saved.get("step", global_step)
     if not 0 <= step < MAX_STEPS or step != int(step):
         raise ValueError(f"step: expected a count of steps, came {step!r}")
-    if kind in (SGD, LARS):
+    if kind in family.without_step:
         return scalars
     if kind.__module__.startswith("torch."):
         return scalars | {

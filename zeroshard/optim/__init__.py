@@ -1,8 +1,8 @@
 """The user's optimizer: taken over, clipped; and zeroshard's own."""
 
 from zeroshard.optim import schedule
-from zeroshard.optim.eightbit.layerwise import LAMB8bit, LARS8bit
-from zeroshard.optim.eightbit.optimizers import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit
+from zeroshard.optim.eightbit.rules import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit
+from zeroshard.optim.eightbit.trustratio import LAMB8bit, LARS8bit
 from zeroshard.optim.layerwise import LAMB, LARS
 
 __all__ = [

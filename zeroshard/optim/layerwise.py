@@ -25,7 +25,7 @@ from torch.optim.optimizer import ParamsT
 from zeroshard.stepping.norms import Norms, whole_norms
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
-"""What torch's for-each functions take."""
+"""The arguments of torch's for-each functions."""
 
 
 @dataclass(slots=True)

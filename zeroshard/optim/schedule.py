@@ -61,12 +61,12 @@ class _Ramp(LRScheduler):
         return [group["lr"] * factor for group in self.optimizer.param_groups]
 
     def _get_closed_form_lr(self) -> list[Any]:
-        """For `step(epoch)`, which SequentialLR calls where one of its schedulers begins."""
+        """Return the rates for `step(epoch)`, which SequentialLR calls where one of its schedulers begins."""
         return [base * self._factor(self.last_epoch) for base in self.base_lrs]
 
 
 class GradualWarmup(_Ramp):
-    """From a small learning rate to the optimizer's own, in equal increments.
+    """Raise a small learning rate to the optimizer's own, in equal increments.
 
     Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2, where `start_factor` is that of the
     small batch: 1 / k.
@@ -91,7 +91,7 @@ class GradualWarmup(_Ramp):
 
 
 class BatchScaledLR(_Ramp):
-    """From the optimizer's learning rate, good for `base_batch_size`, to that for `batch_size`.
+    """Raise the optimizer's learning rate, good for `base_batch_size`, to that for `batch_size`.
 
     Args:
         optimizer: its learning rates are those for `base_batch_size`.

@@ -1,4 +1,4 @@
-"""What the states of an optimizer are called in a checkpoint, whatever the optimizer itself calls them."""
+"""The states of an optimizer under the names that checkpoints have, and their form."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from zeroshard.optim.adopt import bitsandbytes
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
+from zeroshard.optim.eightbit.rule import Rule, rule_named
 from zeroshard.optim.eightbit.states import whole_size
 from zeroshard.sharding.parameter import ShardedParameter
 
@@ -24,9 +25,17 @@ def to_common(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_common(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Back under the names of the optimizer."""
+    """The state of one parameter under the optimizer's own names, from the names that torch uses."""
     is_theirs = bitsandbytes.is_bitsandbytes(optimizer)
     return bitsandbytes.pack(optimizer, state) if is_theirs else dict(state)
+
+
+def rule_of(optimizer: Optimizer) -> Rule | None:
+    """The rule that tells which states are signed, also of derived classes; None where no rule has them."""
+    if isinstance(optimizer, BlockwiseOptimizer):
+        return optimizer.rule
+    is_theirs = bitsandbytes.is_bitsandbytes(optimizer)
+    return bitsandbytes.rule_of(optimizer) if is_theirs else rule_named(type(optimizer).__name__)
 
 
 def num_bits(optimizer: Optimizer, parameter: ShardedParameter) -> int:

@@ -151,7 +151,7 @@ def test_small_parameters_have_float32_states_and_the_threshold_can_be_set_for_o
     for p in (small, large, chosen):
         p.grad = torch.ones_like(p)
     optimizer.step()
-    name = optimizer.rule.states[0]
+    name = next(iter(optimizer.rule.states))
     dtypes = [optimizer.state[p][name].dtype for p in (small, large, chosen)]
     assert dtypes == [torch.float32, torch.uint8, torch.float32]
     with pytest.raises(ValueError, match="one can override min_8bit_size; came 'lr'"):

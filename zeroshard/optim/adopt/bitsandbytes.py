@@ -14,7 +14,7 @@ The maps of the codes, which bitsandbytes keeps beside them, are the same for al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -22,21 +22,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.optim.eightbit import rules, states
+from zeroshard.optim.eightbit import states
 from zeroshard.optim.eightbit.blocks import Exact, Quantized, State, num_blocks
 from zeroshard.optim.eightbit.codebook import codebook
-from zeroshard.optim.eightbit.rules import Numbers
+from zeroshard.optim.eightbit.rule import Rule, rules_by_operator
 from zeroshard.optim.eightbit.states import ABSMAX
 from zeroshard.optim.eightbit.step import take_step
 from zeroshard.plan.layout import BLOCK
 
-_RULES = {
-    rule.name: rule
-    for rule in (rules.ADAM, rules.LION, rules.MOMENTUM, rules.RMSPROP, rules.ADAGRAD, rules.ADEMAMIX)
-}
-
 _METHODS = ("get_config", "init_state", "update_step")
-"""What is asked of an optimizer, or replaced."""
+"""Methods of an optimizer that are called or replaced here."""
 
 _UNSUPPORTED = {
     "max_unorm": (0, "it needs norms of whole tensors, and a rank holds slices of them"),
@@ -44,7 +39,7 @@ _UNSUPPORTED = {
     "percentile_clipping": (100, "it needs norms of whole tensors; use Config(clip_grad_norm=...)"),
     "block_wise": (True, "one scale for a whole tensor would need all of its slices"),
 }
-"""By option: the value that is expected, and why. The last two are of older versions."""
+"""The expected value of each option, and the reason. Only older versions have the last two."""
 
 
 def is_bitsandbytes(optimizer: Optimizer) -> bool:
@@ -56,15 +51,15 @@ def is_bitsandbytes(optimizer: Optimizer) -> bool:
 
 
 def check(optimizer: Any) -> None:
-    """True if it can go on over slices.
+    """Raise an error for an optimizer that cannot go on over slices.
 
     Raises:
         ValueError: an update that is not known, or an option that needs whole tensors.
     """
     kind = type(optimizer)
-    if optimizer.optimizer_name not in _RULES:
+    if optimizer.optimizer_name not in (rules := rules_by_operator()):
         raise ValueError(
-            f"{kind.__name__}: expected an optimizer of bitsandbytes that is one of {', '.join(_RULES)}; "
+            f"{kind.__name__}: expected an optimizer of bitsandbytes that is one of {', '.join(rules)}; "
             f"came {optimizer.optimizer_name!r}"
         )
     for name in _METHODS:
@@ -77,7 +72,7 @@ def check(optimizer: Any) -> None:
 
 
 def options_of(optimizer: Any) -> dict[str, Any]:
-    """What bitsandbytes has for a whole optimizer, not for a group."""
+    """The options that bitsandbytes keeps for a whole optimizer, not for a group."""
     keys = ("optim_bits", "min_8bit_size", *_UNSUPPORTED)
     return {key: getattr(optimizer.args, key) for key in keys if hasattr(optimizer.args, key)}
 
@@ -113,7 +108,7 @@ def adopt(optimizer: Any, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
 
 
 def num_bits(optimizer: Any, parameter: Tensor) -> int:
-    """Of the states of a parameter, over all ranks the same."""
+    """The number of bits of a parameter's states, the same on all ranks."""
     options = {**options_of(optimizer), **optimizer.mng.pid2config.get(id(parameter), {})}
     is_large = states.whole_size(parameter) >= options["min_8bit_size"]
     return 8 if options["optim_bits"] == 8 and is_large else 32
@@ -122,7 +117,7 @@ def num_bits(optimizer: Any, parameter: Tensor) -> int:
 def unpack(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """A state under the names that torch's optimizers use, scales under `<name>_absmax`; views of it."""
     common = {key: value for key, value in state.items() if not key.startswith(("state", "absmax", "qmap"))}
-    for slot, names in _slots(optimizer).items():
+    for slot, names in _slots(optimizer):
         for key, ending in ((f"state{slot}", ""), (f"absmax{slot}", ABSMAX)):
             if key in state:
                 rows = state[key].unbind() if len(names) > 1 else (state[key],)
@@ -133,7 +128,7 @@ def unpack(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
 def pack(optimizer: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `unpack`; what is to be paged, so that the driver may move it to the host, is copied."""
     state = dict(common)
-    for slot, names in _slots(optimizer).items():
+    for slot, names in _slots(optimizer):
         for key, ending in ((f"state{slot}", ""), (f"absmax{slot}", ABSMAX)):
             if names[0] + ending in state:
                 rows = [state.pop(name + ending) for name in names]
@@ -143,18 +138,20 @@ def pack(optimizer: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _slots(optimizer: Any) -> dict[str, tuple[str, ...]]:
-    """Which states are kept under 1 and under 2; those of one place are rows of a tensor."""
-    rule = _RULES[optimizer.optimizer_name]
-    if rule is rules.ADEMAMIX:
-        return {"1": rule.states[:2], "2": rule.states[2:]}
-    return {str(number): (name,) for number, name in enumerate(rule.states, start=1)}
+def rule_of(optimizer: Any) -> Rule:
+    """The rule whose steps an optimizer of bitsandbytes takes."""
+    return rules_by_operator()[optimizer.optimizer_name]
+
+
+def _slots(optimizer: Any) -> Iterable[tuple[int, tuple[str, ...]]]:
+    """The states that are kept under 1 and under 2; those of one place are rows of a tensor."""
+    return enumerate(rule_of(optimizer).slots, start=1)
 
 
 def _init_state(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
     is_quantized, state = num_bits(self, p) == 8, self.state[p]
     state["step"] = 0
-    for slot, names in _slots(self).items():
+    for slot, names in _slots(self):
         like = p.detach() if len(names) == 1 else p.detach().expand(len(names), -1)
         state[f"state{slot}"] = _zeros(self, like, torch.uint8 if is_quantized else torch.float32)
         if is_quantized:
@@ -163,7 +160,7 @@ def _init_state(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pindex
 
 
 def _zeros(optimizer: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the shape of a tensor, paged where the optimizer is for that."""
+    """Zeros in the shape of a tensor, in paged memory for a paged optimizer."""
     if dtype == torch.uint8 and _is_cut(optimizer, like.shape[-1]):
         # It is stepped in parts, and a part of a paged tensor is not known as one.
         return torch.zeros(like.shape, dtype=dtype, device=like.device)
@@ -176,8 +173,8 @@ def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pinde
     state["step"] += 1
     if not p.numel():
         return
-    rule = _RULES[self.optimizer_name]
-    numbers = Numbers.of(self.get_config(gindex, pindex, group), state["step"])
+    rule = rule_of(self)
+    numbers = rule.numbers(self.get_config(gindex, pindex, group), state["step"])
     with torch._C.DisableTorchFunctionSubclass():
         gradient = p.grad
         assert gradient is not None, "it is stepped because of it"
@@ -189,8 +186,8 @@ def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pinde
         else:
             from zeroshard.optim.eightbit import operators
 
-            second = _stored(state, 2) if "state2" in state else None
-            operators.call(rule, p.detach(), gradient, _stored(state, 1), second, numbers)
+            one, *two = (_stored(rule, state, *slot) for slot in _slots(self))
+            operators.call(rule, p.detach(), gradient, one, two[0] if two else None, numbers)
 
 
 def _is_ours(optimizer: Any, p: Tensor) -> bool:
@@ -200,12 +197,12 @@ def _is_ours(optimizer: Any, p: Tensor) -> bool:
 
 def _is_cut(optimizer: Any, size: int) -> bool:
     """True if the last block goes by itself: AdEMAMix's operator would let its scales overlap with others."""
-    return optimizer.optimizer_name == "ademamix" and size % BLOCK != 0
+    return size % BLOCK != 0 and any(len(names) > 1 for _, names in _slots(optimizer))
 
 
-def _stored(state: Mapping[str, Any], slot: int) -> State:
-    """As operators take it."""
+def _stored(rule: Rule, state: Mapping[str, Any], slot: int, names: tuple[str, ...]) -> State:
+    """One or two states as operators take them."""
     values = state[f"state{slot}"]
     if (absmax := state.get(f"absmax{slot}")) is None:
         return Exact(values)
-    return Quantized(values, absmax, codebook(slot == 1, absmax.device))
+    return Quantized(values, absmax, codebook(rule.states[names[0]], absmax.device))

@@ -14,16 +14,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.optim.adopt import bitsandbytes
-from zeroshard.optim.eightbit.base import BlockwiseOptimizer, check_ranges
-from zeroshard.optim.eightbit.optimizers import RANGES, betas_range
+from zeroshard.optim.eightbit.base import BlockwiseOptimizer
+from zeroshard.optim.eightbit.ranges import RANGES, betas_range, check_ranges
 from zeroshard.sharding.parameter import ShardedParameter
 
 Overrides = dict[Tensor, dict[str, Any]]
-"""By original parameter: what its group does not tell. Of bitsandbytes, that is the bits of each."""
+"""The hyperparameters of single original parameters beside those of their groups.
+
+bitsandbytes' optimizers have the number of bits of each parameter here.
+"""
 
 
 def read_overrides(optimizer: Optimizer | None, names: Mapping[Any, str]) -> Overrides:
-    """What was registered, in the terms of the optimizer.
+    """Read the registered hyperparameters, in the terms of the optimizer.
 
     Args:
         optimizer: over original parameters.
@@ -89,9 +92,8 @@ def _theirs(optimizer: Any, names: Mapping[Any, str]) -> Overrides:
                 f"{where}: {type(optimizer).__name__} has {', '.join(known)}; came {unknown[0]!r}"
             )
         bitsandbytes.check_options(where, config)
-        ranges = {**RANGES, "betas": betas_range(len(optimizer.defaults["betas"]))}
         try:
-            check_ranges(config, ranges)
+            check_ranges(config, {**RANGES, "betas": betas_range(len(optimizer.defaults["betas"]))})
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         overrides[parameter] |= config
@@ -99,10 +101,11 @@ def _theirs(optimizer: Any, names: Mapping[Any, str]) -> Overrides:
 
 
 def _registered(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """What bitsandbytes itself would make of it: of a module before of a parameter before of a place.
+    """The registered hyperparameters that bitsandbytes itself would use.
 
-    A place counts for a parameter that was replaced since. If the one that was meant is in the optimizer, by
-    which it is known anyhow, it is not another's.
+    They are those of a module, else of a parameter, else of a place in the optimizer. A place counts for a
+    parameter that was replaced since. If the parameter that was meant is in the optimizer, it is known by
+    itself, and the place is not another's.
     """
     if (manager := _manager()) is None:
         return
@@ -130,6 +133,6 @@ def _held(optimizer: Optimizer | None) -> Iterator[tuple[tuple[int, int], Tensor
 
 
 def _manager() -> Any:
-    """That of bitsandbytes, if the library was imported and has made one."""
+    """The manager of bitsandbytes; None if the library was not imported or has made none."""
     library = sys.modules.get("bitsandbytes.optim.optimizer")
     return library and library.GlobalOptimManager._instance

@@ -13,9 +13,7 @@ from torch.optim import Optimizer
 from zeroshard.optim.adopt import bitsandbytes
 from zeroshard.optim.adopt.overrides import Overrides
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
-from zeroshard.optim.eightbit.layerwise import LAMB8bit, LARS8bit
-from zeroshard.optim.eightbit.optimizers import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit
-from zeroshard.optim.layerwise import LAMB, LARS, LayerWise
+from zeroshard.optim.layerwise import LayerWise
 from zeroshard.sharding.parameter import ShardedParameter
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -24,8 +22,6 @@ _ELEMENT_WISE = frozenset(
     ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
 """torch's optimizers whose update of an element needs that element's gradient and state alone."""
-
-_OWN = frozenset((LAMB, LAMB8bit, LARS, LARS8bit, Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit))
 
 _WHOLE_TENSOR = {
     "adafactor": "row and column statistics of a matrix",
@@ -42,11 +38,11 @@ _WHOLE_TENSOR = {
     "prodigy": "sums over all parameters",
     "dadapt": "sums over all parameters",
 }
-"""What an optimizer needs that has this in its name, in any case: FusedLAMB, MuonWithAuxAdam, ..."""
+"""The needs of an optimizer that has this in its name, in any case: FusedLAMB, MuonWithAuxAdam, ..."""
 
 
 def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
-    """True if an optimizer can go on over slices of its parameters.
+    """Raise an error for an optimizer that cannot go on over slices of its parameters.
 
     Args:
         names: the model's parameters with their names.
@@ -90,7 +86,7 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
 def _check_kind(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     if isinstance(optimizer, LayerWise | BlockwiseOptimizer):
-        if kind not in _OWN:
+        if not _is_ours(kind) and not ("rule" in vars(kind) and _is_ours(kind.step)):
             _warn_unknown(optimizer)
         return
     for base in kind.__mro__:
@@ -108,6 +104,11 @@ def _check_kind(optimizer: Optimizer) -> None:
                 _warn_unknown(optimizer)
             return
     _warn_unknown(optimizer)
+
+
+def _is_ours(definition: Any) -> bool:
+    """True for a class or function of zeroshard."""
+    return bool(definition.__module__.startswith("zeroshard."))
 
 
 def _warn_unknown(optimizer: Optimizer) -> None:

@@ -1,14 +1,20 @@
-"""What all optimizers with states in blocks have in common."""
+"""The base of all optimizers with states in blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.optim.eightbit.rules import Rule
+from zeroshard.optim.eightbit import states
+from zeroshard.optim.eightbit.ranges import RANGES, check_ranges
+from zeroshard.optim.eightbit.rule import Rule
+from zeroshard.optim.eightbit.step import take_step
+
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 class BlockwiseOptimizer(Optimizer):
@@ -49,7 +55,7 @@ class BlockwiseOptimizer(Optimizer):
 
     @property
     def overrides(self) -> dict[Tensor, dict[str, Any]]:
-        """By parameter."""
+        """The hyperparameters in which parameters differ from their groups."""
         return self.__dict__.setdefault("_overrides", {})  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -60,7 +66,7 @@ class BlockwiseOptimizer(Optimizer):
         return {**group, **self.overrides.get(parameter, {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` gave; codes and scales keep their dtypes."""
+        """Load the result of a `state_dict()`; codes and scales keep their dtypes."""
         given: dict[str, Any] = {}  # what other hooks have made of it
         last = self.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
         try:
@@ -81,25 +87,74 @@ class BlockwiseOptimizer(Optimizer):
         return tuple(self.defaults)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        check_ranges(group, _RANGES)
+        """Raise ValueError for a hyperparameter that is out of its range."""
+        check_ranges(group, {**RANGES, **self.rule.ranges})
+
+    def _step_by_rule(self, parameter: Tensor, gradient: Tensor, settings: Mapping[str, Any]) -> None:
+        """Take a parameter and its states through one step; a step that fails is not counted.
+
+        Args:
+            gradient: [n], float32; replaced by the update where the rule gives that.
+            settings: the hyperparameters of this step.
+        """
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state.update(states.begin(self.rule, parameter, settings["min_8bit_size"]))
+        step, values = int(state["step"]) + 1, states.flat(parameter)
+        numbers = self.rule.numbers(settings, step)
+        take_step(self.rule, values, gradient, states.read(self.rule, state), numbers)
+        state["step"] = step
+        if values.data_ptr() != parameter.data_ptr():
+            parameter.copy_(values.view(parameter.shape))
 
 
-Ranges = Mapping[str, tuple[Callable[[Any], bool], str]]
+class ElementWise8bit(BlockwiseOptimizer):
+    """An optimizer whose class has a `rule`, and hands its hyperparameters on.
 
-_RANGES: Ranges = {
-    "min_8bit_size": (lambda x: isinstance(x, int) and x is not True and x >= 0, "an integer >= 0"),
-}
+    Args:
+        params: parameters or parameter groups.
+        defaults: the hyperparameters of groups that have no others, by name.
+        min_8bit_size: elements of a whole parameter from which its states are quantized.
 
+    Raises:
+        ValueError: a hyperparameter is out of the range that the rule has for it.
+    """
 
-def check_ranges(group: Mapping[str, Any], ranges: Ranges) -> None:
-    """Raise ValueError for the first hyperparameter that is not as expected."""
-    for key, (is_in_range, expected) in ranges.items():
-        if key in group and not _holds(is_in_range, group[key]):
-            raise ValueError(f"{key}: expected {expected}, came {group[key]!r}")
+    def __init__(self, params: Params, defaults: dict[str, Any], min_8bit_size: int) -> None:
+        super().__init__(params, {"min_8bit_size": min_8bit_size, **defaults})
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with hyperparameters of their own.
 
-def _holds(condition: Callable[[Any], bool], value: Any) -> bool:
-    try:
-        return bool(condition(value))
-    except TypeError:  # no number
-        return False
+        Raises:
+            ValueError: a hyperparameter is out of its range.
+        """
+        self.check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient.
+
+        Returns:
+            The result of `closure`, which is called first, with gradients on; None without a closure.
+
+        Raises:
+            RuntimeError: a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch._C.DisableTorchFunctionSubclass():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if (gradient := parameter.grad) is None:
+                        continue
+                    if gradient.layout is not torch.strided or gradient.is_complex():
+                        raise RuntimeError(
+                            f"expected a dense, real gradient, got one of {gradient.dtype} and layout "
+                            f"{gradient.layout}"
+                        )
+                    self._step_by_rule(parameter, states.flat(gradient), self.settings(parameter, group))
+        return loss

@@ -15,13 +15,13 @@ class State(Protocol):
     """One state of a slice that starts on a block."""
 
     def part(self, first: int, last: int) -> Self:
-        """That of a range of blocks."""
+        """The state of a range of blocks."""
 
     def load(self) -> Tensor:
         """[n], float32."""
 
     def store(self, values: Tensor) -> None:
-        """Keep what was loaded and changed."""
+        """Replace the values by these, [n], float32."""
 
 
 class Exact(NamedTuple):
@@ -31,7 +31,7 @@ class Exact(NamedTuple):
     """[n], float32."""
 
     def part(self, first: int, last: int) -> Exact:
-        """That of a range of blocks."""
+        """The state of a range of blocks."""
         return Exact(self.values[first * BLOCK : last * BLOCK])
 
     def load(self) -> Tensor:
@@ -39,7 +39,8 @@ class Exact(NamedTuple):
         return self.values
 
     def store(self, values: Tensor) -> None:
-        """They were changed in place."""
+        """Copy them."""
+        self.values.copy_(values)
 
 
 class Quantized(NamedTuple):
@@ -50,7 +51,7 @@ class Quantized(NamedTuple):
     absmax: Tensor
     """[ceil(n / 256)], float32: the largest magnitude of each block."""
     book: Codebook
-    """What the codes mean."""
+    """The values of the codes."""
 
     @staticmethod
     def zeros(num: int, book: Codebook) -> Quantized:
@@ -59,7 +60,7 @@ class Quantized(NamedTuple):
         return Quantized(codes, torch.zeros(num_blocks(num), device=book.values.device), book)
 
     def part(self, first: int, last: int) -> Quantized:
-        """That of a range of blocks."""
+        """The state of a range of blocks."""
         return Quantized(self.codes[first * BLOCK : last * BLOCK], self.absmax[first:last], self.book)
 
     def load(self) -> Tensor:
@@ -85,7 +86,7 @@ class Quantized(NamedTuple):
 
 
 def num_blocks(num: int) -> int:
-    """Of `num` elements; the last may be cut short."""
+    """The number of blocks of `num` elements; the last block may be cut short."""
     return -(-num // BLOCK)
 
 

@@ -56,7 +56,7 @@ class Codebook:
 
 @cache
 def codebook(is_signed: bool, device: torch.device) -> Codebook:
-    """For states of either sign, such as momentum, or for such as are not negative."""
+    """The codebook for states of either sign, such as momentum, or for states that are never negative."""
     if device.type != "cpu":
         book = codebook(is_signed, torch.device("cpu"))
         return replace(book, values=book.values.to(device), table=book.table.to(device))
@@ -97,6 +97,6 @@ def _build_table(values: Tensor, num_lower: int) -> Tensor:
 
 
 def _floats(bits: Tensor) -> Tensor:
-    """Of bits in int64; what is beyond [-1, 1], and NaN, as its end."""
+    """The floats with these bits, int64; NaN and numbers beyond [-1, 1] become the nearer end."""
     magnitudes = (bits & (_SIGN - 1)).clamp(max=_ONE).int().view(torch.float32)
     return torch.where(bits < _SIGN, magnitudes, -magnitudes)

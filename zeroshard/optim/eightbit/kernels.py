@@ -1,176 +1,137 @@
 """Steps of a range of blocks in one pass over memory, compiled by numba.
 
-A block of 256 is taken through dequantization, update and quantization in the first-level cache. The updates
-are those of rules.py, operation by operation: without fastmath the results are the same bits.
+A block of 256 is taken through dequantization, update and quantization in the first-level cache. The update
+is the rule's own function, compiled for single numbers: without fastmath it gives the bits that it gives for
+tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numba
 import numpy as np
+from numba.extending import overload
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from zeroshard.optim.eightbit.blocks import Quantized
-from zeroshard.optim.eightbit.rules import Rule, Scalars
+from zeroshard.optim.eightbit.rule import Rule, Scalars, root, sign
 from zeroshard.optim.eightbit.simd import dequantize_block, largest_of_block, quantize_block
 from zeroshard.optim.eightbit.threads import over_blocks
 from zeroshard.plan.layout import BLOCK
 
 _compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False)
-_MOST_STATES = 3
 
 
-# Arguments: parameter and gradient [256], states [3, 256], the scalars of rules.py; all float32.
+# Their forms for numbers, in the same roundings.
+overload(root)(lambda x: lambda x: np.sqrt(x))
+overload(sign)(lambda x: lambda x: np.sign(x))
+
+# One loop for each number of states: numba makes no tuple whose length it does not know.
 
 
-@_compiled
-def _adam(p: Any, g: Any, states: Any, c: Any) -> None:
-    m, v = states[0], states[1]
-    for i in range(BLOCK):
-        m[i] = m[i] * c[0] + g[i] * c[1]
-        v[i] = v[i] * c[2] + (g[i] * g[i]) * c[3]
-    for i in range(BLOCK):
-        p[i] = p[i] * c[4] - (m[i] / (np.sqrt(v[i]) * c[5] + c[6])) * c[7]
+def _loop_1(update: Any) -> Any:
+    def loop(changed: Any, other: Any, states: Any, scalars: Any) -> None:
+        one = states[0]
+        for i in range(BLOCK):
+            changed[i], (one[i],) = update(changed[i], other[i], (one[i],), scalars)
+
+    return loop
 
 
-@_compiled
-def _lion(p: Any, g: Any, states: Any, c: Any) -> None:
-    m = states[0]
-    for i in range(BLOCK):
-        p[i] = p[i] * c[4] - np.sign(m[i] * c[0] + g[i] * c[1]) * c[5]
-        m[i] = m[i] * c[2] + g[i] * c[3]
+def _loop_2(update: Any) -> Any:
+    def loop(changed: Any, other: Any, states: Any, scalars: Any) -> None:
+        one, two = states[0], states[1]
+        for i in range(BLOCK):
+            changed[i], (one[i], two[i]) = update(changed[i], other[i], (one[i], two[i]), scalars)
+
+    return loop
 
 
-@_compiled
-def _momentum(p: Any, g: Any, states: Any, c: Any) -> None:
-    m = states[0]
-    for i in range(BLOCK):
-        m[i] = m[i] * c[0] + (p[i] * c[1] + g[i])
-        p[i] = p[i] - m[i] * c[2]
+def _loop_3(update: Any) -> Any:
+    def loop(changed: Any, other: Any, states: Any, scalars: Any) -> None:
+        one, two, three = states[0], states[1], states[2]
+        for i in range(BLOCK):
+            new = update(changed[i], other[i], (one[i], two[i], three[i]), scalars)
+            changed[i], (one[i], two[i], three[i]) = new
+
+    return loop
 
 
-@_compiled
-def _ademamix(p: Any, g: Any, states: Any, c: Any) -> None:
-    m, slow, v = states[0], states[1], states[2]
-    for i in range(BLOCK):
-        m[i] = m[i] * c[0] + g[i] * c[3]
-        slow[i] = slow[i] * c[2] + g[i] * c[5]
-        v[i] = v[i] * c[1] + (g[i] * g[i]) * c[4]
-    for i in range(BLOCK):
-        p[i] = p[i] * c[6] - ((m[i] * c[7] + slow[i] * c[10]) / (np.sqrt(v[i]) * c[8] + c[9])) * c[11]
+@cache
+def _compile(rule: Rule) -> Any:
+    """The update of a block, (changed, other, states, scalars), both of parameter and gradient, [256]."""
+    update = given = _compiled(rule.update)
+    if rule.gives_update:
+        update = _compiled(lambda g, p, states, scalars: given(p, g, states, scalars))
+    return _compiled((_loop_1, _loop_2, _loop_3)[len(rule.states) - 1](update))
 
 
-@_compiled
-def _lamb(p: Any, g: Any, states: Any, c: Any) -> None:
-    m, v = states[0], states[1]
-    for i in range(BLOCK):
-        m[i] = m[i] * c[0] + g[i] * c[1]
-        v[i] = v[i] * c[2] + (g[i] * g[i]) * c[3]
-    for i in range(BLOCK):
-        g[i] = (m[i] * c[4]) / (np.sqrt(v[i]) * c[5] + c[6]) + p[i] * c[7]
+# Quantized states are tuples by codes, absmax, and values, table and num_lower of the codebooks.
 
 
 @_compiled
-def _lars(p: Any, g: Any, states: Any, c: Any) -> None:
-    m = states[0]
-    for i in range(BLOCK):
-        m[i] = m[i] * c[0] + (p[i] * c[1] + g[i]) * c[2]
-        p[i] = p[i] - m[i]
-
-
-@_compiled
-def _rmsprop(p: Any, g: Any, states: Any, c: Any) -> None:
-    s = states[0]
-    for i in range(BLOCK):
-        decayed = p[i] * c[2] + g[i]
-        s[i] = s[i] * c[0] + (decayed * decayed) * c[1]
-    for i in range(BLOCK):
-        p[i] = p[i] - ((p[i] * c[2] + g[i]) / (np.sqrt(s[i]) + c[3])) * c[4]
-
-
-@_compiled
-def _adagrad(p: Any, g: Any, states: Any, c: Any) -> None:
-    s = states[0]
-    for i in range(BLOCK):
-        decayed = p[i] * c[0] + g[i]
-        s[i] = s[i] + decayed * decayed
-    for i in range(BLOCK):
-        p[i] = p[i] - ((p[i] * c[0] + g[i]) / (np.sqrt(s[i]) + c[1])) * c[2]
-
-
-_UPDATES = {
-    "adam": _adam,
-    "lion": _lion,
-    "momentum": _momentum,
-    "ademamix": _ademamix,
-    "lamb": _lamb,
-    "lars": _lars,
-    "rmsprop": _rmsprop,
-    "adagrad": _adagrad,
-}
-
-
-# Of each state: codes, absmax, and of its codebook values, table and num_lower, each in a tuple by itself.
-
-
-@_compiled
-def _step_block(update: Any, p: Any, g: Any, c: Any, states: Any, quantized: Any, block: int) -> None:
+def _step_block(
+    update: Any, changed: Any, other: Any, scalars: Any, states: Any, quantized: Any, at: int
+) -> None:
     codes, absmax, values, tables, num_lower = quantized
-    start, end = block * BLOCK, (block + 1) * BLOCK
-    for at in range(len(codes)):
-        dequantize_block(states[at], codes[at][start:end], values[at], absmax[at][block])
-    update(p[start:end], g[start:end], states, c)
-    for at in range(len(codes)):
-        largest = largest_of_block(states[at])
+    start, end = at * BLOCK, (at + 1) * BLOCK
+    for state in range(len(codes)):
+        dequantize_block(states[state], codes[state][start:end], values[state], absmax[state][at])
+    update(changed[start:end], other[start:end], states, scalars)
+    for state in range(len(codes)):
+        largest = largest_of_block(states[state])
         inverse = np.float32(1) / largest
         if np.isinf(inverse):
             inverse = np.float32(0)
-        quantize_block(codes[at][start:end], states[at], tables[at], inverse, num_lower[at])
-        absmax[at][block] = largest
+        quantize_block(codes[state][start:end], states[state], tables[state], inverse, num_lower[state])
+        absmax[state][at] = largest
 
 
 @_compiled
-def _step_blocks(update: Any, p: Any, g: Any, c: Any, quantized: Any, first: int, last: int) -> None:
-    """Whole blocks from first to before last."""
-    states = np.empty((_MOST_STATES, BLOCK), np.float32)
+def _step_blocks(
+    update: Any, changed: Any, other: Any, scalars: Any, quantized: Any, first: int, last: int
+) -> None:
+    """Step whole blocks from first to before last."""
+    states = np.empty((len(quantized[0]), BLOCK), np.float32)
     for block in range(first, last):
-        _step_block(update, p, g, c, states, quantized, block)
+        _step_block(update, changed, other, scalars, states, quantized, block)
 
 
 def step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[Quantized], scalars: Scalars) -> None:
     """One step of a slice that starts on a block.
 
     Args:
-        rule: what is done.
+        rule: how it changes.
         p: [n], float32, contiguous.
-        g: the same; LAMB changes it.
+        g: the same; replaced by the update where the rule gives that.
         states: of [n].
-        scalars: what the rule makes of the numbers of this step.
+        scalars: the rule's numbers of this step.
     """
-    update, numbers = _UPDATES[rule.name], np.array(scalars, np.float32)
+    update, numbers = _compile(rule), tuple(map(np.float32, scalars))
+    changed, other = (g, p) if rule.gives_update else (p, g)
     whole = p.numel() // BLOCK
     if whole:
-        arrays, quantized = (p.numpy(), g.numpy()), _arrays(states)
-        over_blocks(lambda first, last: _step_blocks(update, *arrays, numbers, quantized, first, last), whole)
+        fixed = (update, changed.numpy(), other.numpy(), numbers, _arrays(states))
+        over_blocks(lambda first, last: _step_blocks(*fixed, first, last), whole)
     if p.numel() % BLOCK:
-        rest = slice(whole * BLOCK, None)
-        _step_cut_block(update, p[rest], g[rest], numbers, [state.part(whole, whole + 1) for state in states])
-    increment_version(p)  # of which numpy knows nothing, and replicated parameters follow changes
+        rest, last = slice(whole * BLOCK, None), [state.part(whole, whole + 1) for state in states]
+        _step_cut_block(update, changed[rest], other[rest], numbers, last)
+    increment_version(changed)  # numpy does not count changes, by which replicated parameters are followed
 
 
-def _step_cut_block(update: Any, p: Tensor, g: Tensor, numbers: Any, states: Sequence[Quantized]) -> None:
-    """The last block of a parameter, filled up with zeros."""
-    whole_p, whole_g = _filled(p, 0), _filled(g, 0)
-    whole = [Quantized(_filled(s.codes, s.book.zero), s.absmax, s.book) for s in states]
-    _step_blocks(update, whole_p.numpy(), whole_g.numpy(), numbers, _arrays(whole), 0, 1)
-    p.copy_(whole_p[: p.numel()])
-    g.copy_(whole_g[: g.numel()])
-    for state, filled in zip(states, whole, strict=True):
-        state.codes.copy_(filled.codes[: p.numel()])
+def _step_cut_block(
+    update: Any, changed: Tensor, other: Tensor, numbers: Any, states: Sequence[Quantized]
+) -> None:
+    """Step the last block of a parameter, filled up with zeros."""
+    filled, whole = _filled(changed, 0), [s._replace(codes=_filled(s.codes, s.book.zero)) for s in states]
+    _step_blocks(update, filled.numpy(), _filled(other, 0).numpy(), numbers, _arrays(whole), 0, 1)
+    changed.copy_(filled[: changed.numel()])
+    for state, one in zip(states, whole, strict=True):
+        state.codes.copy_(one.codes[: changed.numel()])
 
 
 def _filled(part: Tensor, value: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from zeroshard.optim.eightbit.blocks import Exact, Quantized, State
-from zeroshard.optim.eightbit.rules import Numbers, Rule
+from zeroshard.optim.eightbit.rule import Numbers, Rule
 from zeroshard.plan.layout import BLOCK
 
 
@@ -39,7 +39,7 @@ def call(rule: Rule, p: Tensor, g: Tensor, one: State, two: State | None, number
     """A step by one operator; also on the CPU, if the states are exact.
 
     Args:
-        rule: what is done.
+        rule: one that bitsandbytes has.
         p: contiguous.
         g: the same.
         one: the first state, or of AdEMAMix two in one tensor of [2, n].
@@ -47,19 +47,18 @@ def call(rule: Rule, p: Tensor, g: Tensor, one: State, two: State | None, number
         numbers: of this step.
     """
     increment_version(p)  # operators change it unseen by autograd, and replicated parameters follow changes
+    assert rule.operator is not None, "only these rules are called so"
     beta1, beta2, beta3 = (*numbers.betas, 0.0, 0.0)[:3]
+    moving = beta1, beta2, beta3, (alpha := numbers.settings.get("alpha", 0.0))
     if isinstance(one, Quantized):
         assert two is None or isinstance(two, Quantized), "quantized alike"
         F.optimizer_update_8bit_blockwise(
-            rule.name,
+            rule.operator,
             g,
             p,
             one.codes,
             two and two.codes,
-            beta1,
-            beta2,
-            beta3,
-            numbers.alpha,
+            *moving,
             numbers.eps,
             numbers.step,
             numbers.lr,
@@ -71,7 +70,7 @@ def call(rule: Rule, p: Tensor, g: Tensor, one: State, two: State | None, number
         )
         return
     F.optimizer_update_32bit(
-        rule.name,
+        rule.operator,
         g,
         p,
         one.load(),
@@ -82,7 +81,7 @@ def call(rule: Rule, p: Tensor, g: Tensor, one: State, two: State | None, number
         two.load() if two is not None else None,
         beta2,
         beta3,
-        numbers.alpha,
+        alpha,
         numbers.weight_decay,
     )
 

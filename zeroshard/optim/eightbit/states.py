@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 from zeroshard.optim.eightbit.blocks import Exact, Quantized, State
 from zeroshard.optim.eightbit.codebook import codebook
-from zeroshard.optim.eightbit.rules import Rule
+from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.sharding.parameter import ShardedParameter
 
 MIN_8BIT_SIZE = 4096
 """Elements of a whole parameter from which its states are quantized, as in bitsandbytes."""
 ABSMAX = "_absmax"
-"""What follows the name of a state in that of its scales."""
+"""The ending of the name of a state's scales."""
 
 
 def begin(rule: Rule, parameter: Tensor, min_8bit_size: int) -> dict[str, Any]:
     """Zeros, quantized if the whole parameter is large enough; and a count of steps."""
     state: dict[str, Any] = {"step": 0}
     is_quantized = whole_size(parameter) >= min_8bit_size
-    for name, is_signed in zip(rule.states, rule.is_signed, strict=True):
+    for name, is_signed in rule.states.items():
         if is_quantized:
             zeros = Quantized.zeros(parameter.numel(), codebook(is_signed, parameter.device))
             state[name], state[name + ABSMAX] = zeros.codes.view(parameter.shape), zeros.absmax
@@ -34,7 +34,7 @@ def begin(rule: Rule, parameter: Tensor, min_8bit_size: int) -> dict[str, Any]:
 def read(rule: Rule, state: dict[str, Any]) -> list[State]:
     """The states of a parameter that has begun."""
     states: list[State] = []
-    for name, is_signed in zip(rule.states, rule.is_signed, strict=True):
+    for name, is_signed in rule.states.items():
         values = state[name].view(-1)
         absmax = state.get(name + ABSMAX)
         if absmax is None:

@@ -14,7 +14,7 @@ from importlib import import_module
 from torch import Tensor
 
 from zeroshard.optim.eightbit.blocks import Quantized, State, num_blocks
-from zeroshard.optim.eightbit.rules import Numbers, Rule
+from zeroshard.optim.eightbit.rule import Numbers, Rule
 from zeroshard.plan.layout import BLOCK
 
 _CHUNK = 1 << 10
@@ -26,14 +26,14 @@ def take_step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers
     """Change a parameter and its states.
 
     Args:
-        rule: what is done.
+        rule: how they change.
         p: [n], float32, contiguous, on any device; from the start of a block.
-        g: [n], float32, contiguous; changed where the rule is LAMB's.
+        g: [n], float32, contiguous; replaced by the update where the rule gives that.
         states: of [n].
         numbers: of this step.
     """
     quantized = [state for state in states if isinstance(state, Quantized)]
-    if p.is_cuda and rule.has_operator and _has("bitsandbytes"):
+    if p.is_cuda and rule.operator is not None and _has("bitsandbytes"):
         from zeroshard.optim.eightbit import operators
 
         operators.step(rule, p, g, states, numbers)
@@ -52,15 +52,15 @@ def step_in_chunks(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], nu
     for first in range(0, total, size):
         part = slice(first * BLOCK, (first + size) * BLOCK)
         parts = [state.part(first, first + size) for state in states]
-        values = [state.load() for state in parts]
-        rule.update(p[part], g[part], values, scalars)
+        result, values = rule.update(p[part], g[part], tuple(state.load() for state in parts), scalars)
+        (g if rule.gives_update else p)[part] = result
         for state, value in zip(parts, values, strict=True):
             state.store(value)
 
 
 @cache
 def _has(library: str) -> bool:
-    """True if what makes steps fast is there and works; warns once if not."""
+    """True if the library that makes steps fast is there and works; warn once if not."""
     try:
         import_module(library)
     except Exception as error:  # a library that was built for another one may raise anything

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from zeroshard.optim.eightbit import rules, states
+from zeroshard.optim.eightbit import states
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
-from zeroshard.optim.eightbit.rules import Numbers
+from zeroshard.optim.eightbit.rule import SIGNED, UNSIGNED, Rule, Scalars, Tensors, root
 from zeroshard.optim.eightbit.states import MIN_8BIT_SIZE
-from zeroshard.optim.eightbit.step import take_step
-from zeroshard.optim.layerwise import LAMB, LARS, LayerWise, Part, Tensors
+from zeroshard.optim.layerwise import LAMB, LARS, LayerWise, Part
 
 
-class _LayerWise8bit(BlockwiseOptimizer, LayerWise):
+class TrustRatio8bit(BlockwiseOptimizer, LayerWise):
     """Norms are of all parameters of a group together, so all but the threshold is the same for a group."""
 
     @property
@@ -29,24 +28,33 @@ class _LayerWise8bit(BlockwiseOptimizer, LayerWise):
             group.setdefault("min_8bit_size", min_8bit_size)
             self.check_group(group)
 
-    def _begun(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter, its step counted."""
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            threshold = self.settings(parameter, group)["min_8bit_size"]
-            state.update(states.begin(self.rule, parameter, threshold))
-        state["step"] = int(state["step"]) + 1
-        return state
+
+def _lamb(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
+    """The update before the trust ratio: You et al. 2020, "Large Batch Optimization", algorithm 2."""
+    beta1, rest1, beta2, rest2, correction1, correction2, eps, weight_decay = scalars
+    m, v = states
+    m = m * beta1 + g * rest1
+    v = v * beta2 + (g * g) * rest2
+    return (m * correction1) / (root(v) * correction2 + eps) + p * weight_decay, (m, v)
 
 
-class LAMB8bit(_LayerWise8bit, LAMB):
+LAMB_RULE = Rule(
+    optimizers=("LAMB",),
+    states={"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED},
+    scalars=lambda n: (*n.rates, n.correction1, n.correction2, n.eps, n.weight_decay),
+    update=_lamb,
+    gives_update=True,
+)
+
+
+class LAMB8bit(TrustRatio8bit, LAMB):
     """LAMB whose two moments take a byte an element; the update comes from them before they are quantized.
 
     Arguments as `LAMB`, and:
         min_8bit_size: elements of a whole parameter from which its states are quantized.
     """
 
-    rule = rules.LAMB
+    rule = LAMB_RULE
 
     def __init__(
         self,
@@ -66,28 +74,38 @@ class LAMB8bit(_LayerWise8bit, LAMB):
         LAMB.check_group(self, group)
         super().check_group(group)
 
-    def _measure(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> Tensors:
-        return [self._update(*pair, group) for pair in zip(parameters, grads, strict=True)]
-
-    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """In the shape of the parameter, float32: what the trust ratio is to scale."""
-        state = self._begun(parameter, group)
-        numbers = Numbers(
-            lr=0.0,  # of no use before the trust ratio is known
-            weight_decay=group["weight_decay"],
-            betas=group["betas"],
-            eps=group["eps"],
-            step=state["step"],
-        )
-        update = grad.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        take_step(self.rule, states.flat(parameter), update.view(-1), states.read(self.rule, state), numbers)
-        return update
+    def _measure(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        updates = [
+            grad.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            for grad in grads
+        ]
+        for parameter, update in zip(parameters, updates, strict=True):
+            self._step_by_rule(parameter, update.view(-1), self.settings(parameter, group))
+        return updates
 
 
-class LARS8bit(_LayerWise8bit, LARS):
+def _lars(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
+    """You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks", algorithm 1."""
+    momentum, weight_decay, step_size = scalars
+    (m,) = states
+    m = m * momentum + (p * weight_decay + g) * step_size
+    return p - m, (m,)
+
+
+LARS_RULE = Rule(
+    optimizers=("LARS",),
+    states={"momentum_buffer": SIGNED},
+    scalars=lambda n: (n.betas[0], n.weight_decay, n.lr),
+    update=_lars,
+    beta="momentum",
+    without_step=(LARS,),
+)
+
+
+class LARS8bit(TrustRatio8bit, LARS):
     """LARS whose momentum takes a byte an element. Arguments as `LARS`, and as `LAMB8bit` has it."""
 
-    rule = rules.LARS
+    rule = LARS_RULE
 
     def __init__(
         self,
@@ -111,14 +129,5 @@ class LARS8bit(_LayerWise8bit, LARS):
         group, parameters = part.group, part.parameters
         ratios = torch.stack(part.trust).tolist() if part.trust else [1.0] * len(parameters)
         for parameter, grad, ratio in zip(parameters, part.measured, ratios, strict=True):
-            state = self._begun(parameter, group)
-            numbers = Numbers(
-                lr=group["lr"] * ratio,
-                weight_decay=group["weight_decay"],
-                betas=(group["momentum"],),
-                step=state["step"],
-            )
-            values = states.flat(parameter)
-            take_step(self.rule, values, states.flat(grad), states.read(self.rule, state), numbers)
-            if values.data_ptr() != parameter.data_ptr():
-                parameter.copy_(values.view(parameter.shape))
+            settings = {**self.settings(parameter, group), "lr": group["lr"] * ratio}
+            self._step_by_rule(parameter, states.flat(grad), settings)

@@ -1,0 +1,44 @@
+"""Ranges of hyperparameters, and the check of a parameter group against them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Range = tuple[Callable[[Any], bool], str]
+"""A condition on a value, and the same in words, for the error."""
+Ranges = Mapping[str, Range]
+"""The ranges of hyperparameters by their names."""
+
+RANGES: Ranges = {
+    "min_8bit_size": (lambda x: isinstance(x, int) and x is not True and x >= 0, "an integer >= 0"),
+    **dict.fromkeys(
+        ("lr", "eps", "weight_decay", "alpha"), (lambda x: 0 <= x < math.inf, "a finite number >= 0")
+    ),
+    **dict.fromkeys(("t_alpha", "t_beta3"), (lambda x: x is None or x > 0, "a number above 0 or None")),
+    "momentum": (lambda x: 0 < x < 1, "a number above 0 and below 1"),
+}
+"""The hyperparameters that have the same range in all rules."""
+
+
+def betas_range(num: int) -> Range:
+    """The range of `betas` that are `num` numbers."""
+    return (
+        lambda betas: len(betas) == num and all(0 <= beta < 1 for beta in betas),
+        f"{num} numbers from 0 to below 1",
+    )
+
+
+def check_ranges(group: Mapping[str, Any], ranges: Ranges) -> None:
+    """Raise ValueError for the first hyperparameter out of its range; a group may lack some."""
+    for key, (is_in_range, expected) in ranges.items():
+        if key in group and not _holds(is_in_range, group[key]):
+            raise ValueError(f"{key}: expected {expected}, came {group[key]!r}")
+
+
+def _holds(condition: Callable[[Any], bool], value: Any) -> bool:
+    try:
+        return bool(condition(value))
+    except TypeError:  # no number
+        return False
