@@ -30,8 +30,10 @@ from zeroshard.plan.wrapping import UnitSpec, find_units
 from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.gradients import gradients_of
-from zeroshard.sharding.parameter import Phase, ShardedParameter
+from zeroshard.sharding.hooks import hook
+from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.state import ModuleState
 from zeroshard.sharding.unit import Unit
 
 _TAGS_PER_BUFFER = 2
@@ -76,7 +78,7 @@ def shard_over(
         device=device,
         streams=Streams.on(device),
         meter=Meter(),
-        phase=Phase(),
+        state=ModuleState(),
     )
     _take_over_buffers(module, context)
     place_ignored(ignored, device)
@@ -109,6 +111,7 @@ def shard_over(
         changes=changes,
     )
     runtime.ignored = ignored
+    hook(runtime)
     guard_copies(runtime)
     guard_additions(runtime)
     refuse_wrappers(module.modules(), changes.set)

@@ -12,6 +12,7 @@ from zeroshard.plan.originals import Original
 from zeroshard.sharding.original import revive
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import DRAIN_S, Runtime
+from zeroshard.sharding.state import Phase
 from zeroshard.sharding.unit import Unit
 
 
@@ -76,7 +77,8 @@ def release(runtime: Runtime, refusal: str) -> None:
             sharded.grad, sharded.data = None, sharded.new_empty(0)
     for unit in runtime.units:
         unit.release()
-    runtime.phase.refusal = refusal
+    runtime.state.move(Phase.CLOSED)
+    runtime.state.refusal = refusal
 
 
 def _check_replaced(runtime: Runtime) -> None:

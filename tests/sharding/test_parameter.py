@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zeroshard
-from zeroshard.sharding.parameter import Phase, ShardedParameter
+from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.state import ModuleState
 
 NAME, UNIT, SHAPE = "model.head.weight", "model.head", torch.Size((6, 4))
 HIDDEN = torch.arange(12.0).view(3, 4)
@@ -28,7 +29,7 @@ def sharded(values, *, requires_grad=True, is_partial=True, unit=UNIT):
         unit_name=unit,
         full_shape=SHAPE,
         is_partial=is_partial,
-        phase=Phase(),
+        state=ModuleState(),
     )
 
 

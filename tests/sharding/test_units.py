@@ -13,7 +13,8 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.config.sections import Config
 from zeroshard.plan.buffers import DtypePolicy, group
 from zeroshard.plan.wrapping import LARGE, find_units
-from zeroshard.sharding.parameter import Phase, ShardedParameter
+from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.state import ModuleState
 
 WIDTH = 64
 
@@ -450,7 +451,7 @@ def test_a_parameter_without_values_is_refused_by_name_when_it_is_sharded():
 
 
 def test_a_parameter_that_is_sharded_already_is_refused_by_name():
-    slice_of = {"full_shape": torch.Size((4,)), "is_partial": True, "phase": Phase()}
+    slice_of = {"full_shape": torch.Size((4,)), "is_partial": True, "state": ModuleState()}
     weight = ShardedParameter.wrap(torch.zeros(2), True, fqn="weight", unit_name="", **slice_of)
     message = refusal(Holder(inner=Holder(weight=weight)))
     assert "'inner.weight'" in message

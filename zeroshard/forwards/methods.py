@@ -168,9 +168,9 @@ def held_unsharded(runtime: Runtime) -> Iterator[None]:
     for unit in runtime.units:
         unit.wait()
         unit.slots.install()
-    runtime.is_held = True
+    runtime.leases.held.take(*runtime.units)
     try:
         yield
     finally:
-        runtime.is_held = False
+        runtime.leases.held.end()
         runtime.put_away()

@@ -25,6 +25,7 @@ from bisect import insort
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from zeroshard.sharding.lease import Lease
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import ForwardCall, Region, Unit
 
@@ -60,18 +61,28 @@ class Backward:
     Args:
         units: all units of the model; those with noted calls are walked through.
         reducer: starts the reduction of the gradients of units that are left.
+        graph: the lease on units that stayed gathered for this backward.
         num_prefetch: the number of units whose gathers are started before they are entered.
-        keeps: True where parameters stay gathered to the end, because a second backward needs them.
+        makes_graph: True for a backward with create_graph, whose graph another backward may go through.
     """
 
-    def __init__(self, units: Iterable[Unit], reducer: Reducer, *, num_prefetch: int, keeps: bool) -> None:
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        reducer: Reducer,
+        graph: Lease[Unit],
+        *,
+        num_prefetch: int,
+        makes_graph: bool,
+    ) -> None:
+        self.lease, self._graph, self.makes_graph = Lease[Unit]("backward"), graph, makes_graph
         self._turns = plan_turns(units)
         self._next = 0
         """The first turn that is still to be taken."""
         self._route = [turn.unit for turn in self._turns if turn.enters]
         self._num_entered = self._num_gathered = 0
         """The lengths of the parts of the route whose units were entered, and whose gathers were started."""
-        self._reducer, self._num_prefetch, self._keeps = reducer, num_prefetch, keeps
+        self._reducer, self._num_prefetch = reducer, num_prefetch
         self._inside = {turn.unit for turn in self._turns if turn.unit.is_resident}
         self._repeated: set[Region] = set()
         """Checkpoints whose second forward has begun."""
@@ -171,7 +182,9 @@ class Backward:
 
     def _free(self, unit: Unit) -> None:
         unit.slots.uninstall()
-        if not self._keeps:
+        self.lease.end((unit,))
+        self._graph.end((unit,))
+        if not unit.leases:
             unit.reshard()
 
     def _gather(self, num: int) -> None:
@@ -179,4 +192,5 @@ class Backward:
         for unit in self._route[self._num_gathered : num]:
             if unit.joins_backward:  # without a backward here, other ranks may have one
                 unit.unshard()
+                self.lease.take(unit)
         self._num_gathered = max(self._num_gathered, num)

@@ -27,7 +27,8 @@ from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original
 from zeroshard.sharding.attributes import carry_attributes
 from zeroshard.sharding.original import retire
-from zeroshard.sharding.parameter import Phase, ShardedParameter, describe_unit
+from zeroshard.sharding.parameter import ShardedParameter, describe_unit
+from zeroshard.sharding.state import ModuleState
 from zeroshard.sharding.storage import allocate, count_views, release
 from zeroshard.sharding.unsharded import DataNote
 from zeroshard.sharding.views import flat_of, move_onto, shaped, unsharded_over
@@ -54,7 +55,7 @@ class Context:
     device: torch.device
     streams: Streams
     meter: Meter
-    phase: Phase
+    state: ModuleState
 
     @property
     def axis(self) -> Axis:
@@ -102,7 +103,7 @@ class FlatBuffer:
             self.main = own if self.plan.is_alias else own.clone()
         for original in self.originals:
             retire(original.parameter, original.fqn)
-        self.data_note = DataNote(context.phase)
+        self.data_note = DataNote(context.state)
         self.sharded = self._make_sharded()
         self.unsharded = self._make_unsharded()
         for original, *others in zip(self.originals, self.sharded, self.unsharded, strict=True):
@@ -165,7 +166,7 @@ class FlatBuffer:
                 unit_name=self.unit_name,
                 full_shape=self.shapes[index],
                 is_partial=self.is_partial,
-                phase=self._context.phase,
+                state=self._context.state,
             )
             for index, original in enumerate(self.originals)
         )
@@ -205,8 +206,8 @@ class FlatBuffer:
         """True if main parameters changed since `full` was filled from them."""
         return not self.is_alias_of_all and self.main._version != self._version
 
-    def mark_stale(self) -> None:
-        """An optimizer stepped; not every one counts versions (`parameter.data` does not)."""
+    def changed(self) -> None:
+        """Main parameters were written, perhaps by what counts no versions, as kernels and `.data` do."""
         if self.trainable:
             self._version = -1
 

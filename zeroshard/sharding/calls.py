@@ -36,6 +36,8 @@ class CallLog:
         self._units, self._root = tuple(units), units[0]
         self._tick = 0
         """The clock: it goes on at each beginning and end of a call."""
+        self._has_had_backward = False
+        """True if a backward has gone through the forwards so far, and their graphs do not come again."""
         self._now: _Forward | None = None
         """The forward under way, where it may have a backward; all ranks alike."""
         self._forwards: list[ref[_Forward]] = []
@@ -59,6 +61,8 @@ class CallLog:
             unit: its `call` is the new call until that ends.
             caller: a frame that runs as long as the call does.
         """
+        if self._has_had_backward:
+            self._has_had_backward, self._forwards = False, []
         if not self._num_open:  # the outermost: parts of it may be under no_grad on some ranks
             self._now = _Forward() if torch.is_grad_enabled() else None
             self._forwards = [forward for forward in self._forwards if forward() is not None]
@@ -109,9 +113,9 @@ class CallLog:
         self._num_open = 0
         self._forget_frames()
 
-    def forget(self) -> None:
-        """The calls so far have had their backward."""
-        self._forwards = []
+    def end_backward(self) -> None:
+        """The calls so far have had their backward: the next call forgets them."""
+        self._has_had_backward = True
 
     def _end_first(self, call: ForwardCall) -> None:
         if self._now is not None and call.unit in self._now.visits:

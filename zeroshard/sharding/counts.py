@@ -35,7 +35,7 @@ class Slice(Protocol):
     fqn: str
     full_shape: torch.Size
     is_partial: bool
-    phase: Any
+    state: Any
 
 
 _COUNTERS = frozenset(
@@ -97,10 +97,10 @@ def answer(parameter: Slice, func: Callable[..., Any], frame: FrameType | None) 
     module = str(frame.f_globals.get("__name__", ""))
     if (module, caller.f_code.co_name) in _COUNTERS:
         return parameter.full_shape.numel()
-    if parameter.phase.has_warned_of_counts or module.partition(".")[0] in _OWN_NUMBERS:
+    if parameter.state.has_warned_of_counts or module.partition(".")[0] in _OWN_NUMBERS:
         return None
     if (is_sum or _ADDS_UP.search(_line_of(frame))) and not _is_of_optimizer(caller):
-        _warn_of_count(parameter.phase)
+        _warn_of_count(parameter.state)
     return None
 
 
@@ -115,14 +115,14 @@ def warn_of_line(parameter: Any, frame: FrameType) -> None:
         return
     module = str(frame.f_globals.get("__name__", ""))
     is_own = module.partition(".")[0] in _OWN_NUMBERS
-    if not is_own and not parameter.phase.has_warned_of_norms and _SAYS_NORM.search(_line_of(frame)):
+    if not is_own and not parameter.state.has_warned_of_norms and _SAYS_NORM.search(_line_of(frame)):
         _warn_of_norm(parameter, frame)
 
 
 def warn_of_zeros(parameter: Slice, frame: FrameType) -> None:
     """Warn once where the line that reads a gradient zeroes it, while sums wait that are not in it."""
-    if not parameter.phase.has_warned_of_zeros and _ZEROES.search(_line_of(frame)):
-        parameter.phase.has_warned_of_zeros = True
+    if not parameter.state.has_warned_of_zeros and _ZEROES.search(_line_of(frame)):
+        parameter.state.has_warned_of_zeros = True
         warnings.warn(
             f"the gradient of '{parameter.fqn}' was zeroed in place; sums of micro-batches that were not "
             "reduced yet are not in it and stay: call zero_grad() of the engine, the optimizer or the model, "
@@ -152,8 +152,8 @@ def _is_of_optimizer(frame: FrameType) -> bool:
     return isinstance(frame.f_locals.get("self"), Optimizer)
 
 
-def _warn_of_count(phase: Warned) -> None:
-    phase.has_warned_of_counts = True
+def _warn_of_count(state: Warned) -> None:
+    state.has_warned_of_counts = True
     warnings.warn(
         "a sum of numel() over sharded parameters counts this rank's slices only; "
         "engine.num_parameters() counts the model",
@@ -162,7 +162,7 @@ def _warn_of_count(phase: Warned) -> None:
 
 
 def _warn_of_norm(parameter: Slice, frame: FrameType) -> None:
-    if parameter.phase.has_warned_of_norms:
+    if parameter.state.has_warned_of_norms:
         return
     caller: FrameType | None = frame
     while caller is not None:
@@ -172,7 +172,7 @@ def _warn_of_norm(parameter: Slice, frame: FrameType) -> None:
     level, caller = _level_of(frame), frame
     while caller is not None and str(caller.f_globals.get("__name__", "")).startswith("torch."):
         level, caller = level + 1, caller.f_back
-    parameter.phase.has_warned_of_norms = True
+    parameter.state.has_warned_of_norms = True
     warnings.warn(
         f"norm() of the sharded parameter '{parameter.fqn}', or of its gradient, is that of this rank's "
         "slice; take it under engine.unsharded(module), which shows whole parameters and gradients; "

@@ -85,7 +85,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
             unit.slots.stand_in(parameters)
             unit.refresh()
         # A step may come before anybody waits for these gathers.
-        runtime.phase.reads_main |= any(unit.state is UnitState.GATHERING for unit in units)
+        runtime.state.reads_main |= any(unit.state is UnitState.GATHERING for unit in units)
 
 
 @torch.no_grad()

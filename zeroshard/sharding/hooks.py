@@ -1,58 +1,93 @@
-"""Gradient hooks of the user's on the parameters of a sharded model.
+"""The hooks on modules and parameters that drive a `Runtime` in ordinary training.
 
-A tensor hook (`register_hook`) belongs to the unsharded parameter. It gets the whole gradient of this rank's
-micro-batch before that is reduced, as in DistributedDataParallel. A post-accumulate hook belongs to the
-sharded parameter. It gets that parameter once `p.grad` holds this rank's slice of the mean over all ranks.
+They call its verbs and decide nothing themselves: `before_forward`, `after_forward` and `leave_forward`
+around a forward, `watch_layer` after a layer inside it, `receive` when autograd has accumulated a gradient.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from zeroshard.plan.originals import computes_in_own_dtype
+from zeroshard.sharding.fastpaths import allows_no_hooks, layers_without_hooks, show_first_layers, surround
 from zeroshard.sharding.gradients import Gradients
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.nested import cast_inputs
+from zeroshard.sharding.post_accumulate import redirect_hooks
+from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.unit import Unit
+from zeroshard.sharding.unsharded import UnshardedParameter
 
 
-class PostAccumulateHooks:
-    """Calls post-accumulate hooks once for each gradient that is complete."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, ShardedParameter] = {}
-        """The parameters whose gradients have been delivered and whose hooks have not been called."""
-
-    def note(self, gradients: Gradients, used: Sequence[bool]) -> None:
-        """The gradients of the parameters in `used` have been delivered, and some have hooks."""
-        pairs = zip(gradients.buffer.sharded, used, strict=True)
-        self._waiting.update((id(parameter), parameter) for parameter, is_used in pairs if is_used)
-
-    def call(self) -> None:
-        """No later micro-batch adds to the gradients: call the hooks of those that were delivered."""
-        waiting, self._waiting = self._waiting, {}
-        for parameter in waiting.values():
-            with torch._C.DisableTorchFunctionSubclass():
-                hooks = parameter._post_accumulate_grad_hooks
-                has_gradient = parameter.grad is not None
-            for hook in tuple(hooks.values()) if hooks and has_gradient else ():
-                with torch.no_grad():
-                    hook(parameter)
-
-    def drop(self) -> None:
-        """The gradients are forgotten."""
-        self._waiting.clear()
+def hook(runtime: Runtime) -> None:
+    """Let the forwards and backwards of a module drive its runtime."""
+    for unit in runtime.units:
+        _hook_unit(runtime, unit)
+    show_first_layers(runtime.units, runtime.module, runtime.changes)
 
 
-def redirect_hooks(unsharded: nn.Parameter, sharded: ShardedParameter) -> None:
-    """Let a forward register post-accumulate hooks: those of the unsharded parameter see no gradient."""
-    reference = weakref.ref(sharded)
+def _hook_unit(runtime: Runtime, unit: Unit) -> None:
+    """Hook the modules of a unit, the layers inside them and the trained parameters."""
 
-    def register(hook: Callable[[Tensor], None]) -> Any:
-        sharded = reference()
-        assert sharded is not None, "the buffer holds it as long as the unsharded parameter"
-        return sharded.register_post_accumulate_grad_hook(hook)
+    def before(module: nn.Module, args: Any) -> None:
+        runtime.before_forward(unit, sys._getframe(1))
 
-    unsharded.register_post_accumulate_grad_hook = register  # type: ignore[method-assign]
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return runtime.after_forward(unit, output)
+
+    def at_last(module: nn.Module, args: Any, output: Any) -> None:
+        runtime.leave_forward(unit)
+
+    changes, cast = runtime.changes, None
+    if (dtype := runtime.context.setting.dtypes.param_dtype) is not None:
+        cast = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
+    for module in unit.modules:
+        own = None if computes_in_own_dtype(module) else cast
+        if allows_no_hooks(module):
+            surround(module, changes, cast=own, before=before, after=after, at_last=at_last)
+            continue
+        if own is not None:
+            changes.hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
+        changes.hook(
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after),
+            module.register_forward_hook(at_last, always_call=True),
+        )
+    if not unit.is_resident and not unit.is_compiled:
+        _hook_layers(runtime, unit)
+    for gradients in unit.gradients:
+        for index, parameter in enumerate(gradients.buffer.unsharded):
+            _hook_gradient(runtime, unit, gradients, index, parameter)
+
+
+def _hook_layers(runtime: Runtime, unit: Unit) -> None:
+    def after(layer: nn.Module, args: Any, output: Any) -> None:
+        runtime.watch_layer(unit, output)
+
+    without = {layer for module in unit.modules for layer in layers_without_hooks(module)}
+    for layer in unit.slots.owners.difference(unit.modules) - without:
+        runtime.changes.hook(layer.register_forward_hook(after))
+
+
+def _hook_gradient(
+    runtime: Runtime, unit: Unit, gradients: Gradients, index: int, parameter: nn.Parameter
+) -> None:
+    # Autograd keeps the hook out of the garbage collector's sight: strong references would leak.
+    of_runtime, of_unit, place = weakref.ref(runtime), weakref.ref(unit), unit.gradients.index(gradients)
+
+    def arrived(parameter: Tensor) -> None:
+        runtime, unit = of_runtime(), of_unit()
+        assert runtime is not None, "the module's hooks hold it"
+        assert unit is not None, "the module's hooks hold it"
+        parameter.__class__ = nn.Parameter  # see `edits.py`
+        gradient, parameter.grad = parameter.grad, None
+        parameter.__class__ = UnshardedParameter
+        assert gradient is not None, "called when it has been accumulated"
+        runtime.receive(unit, unit.gradients[place], index, gradient)
+
+    parameter.register_post_accumulate_grad_hook(arrived)
+    redirect_hooks(parameter, gradients.buffer.sharded[index])

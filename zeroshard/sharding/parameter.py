@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from zeroshard.sharding import counts
 from zeroshard.sharding.mixing import check_parts, explain
+from zeroshard.sharding.state import ModuleState, Phase
 from zeroshard.sharding.targets import backward_to, no_grad_of
 
 _LAYER_FUNCTIONS = frozenset(
@@ -62,28 +63,6 @@ def describe_unit(name: str) -> str:
     return f"unit '{name}'" if name else "the root unit"
 
 
-class Phase:
-    """What the sharded module is doing; its parameters share it."""
-
-    is_in_forward = False
-    reads_main = False
-    """True while gathers that nobody has waited for may read the main parameters."""
-    before_edit: Callable[[], object] = object
-    """Waits for them."""
-    has_warned_of_counts = False
-    has_warned_of_norms = has_warned_of_zeros = False
-    refusal: str | None = None
-    """Why sharded parameters cannot be used any more, once the engine is closed."""
-    has_hooks = False
-    """True once a post-accumulate hook was registered on a sharded parameter."""
-    has_sums = False
-    """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
-    forget_gradient: Callable[[ShardedParameter], object]
-    """Drops these of one parameter; set by the runtime."""
-    owns_memory: Callable[[Tensor], bool]
-    """True if a tensor lies in one of the flat buffers; set by the runtime."""
-
-
 class ShardedParameter(nn.Parameter):
     """This rank's 1-D slice of a main parameter.
 
@@ -92,12 +71,12 @@ class ShardedParameter(nn.Parameter):
         unit_name: the unit that it belongs to.
         full_shape: the shape of the original parameter.
         is_partial: whether the slice can be less than the whole.
-        phase: of the module.
+        state: of the module.
         is_trained: whether `requires_grad` was given; if so, it may be taken away and given back.
         unsharded: the unsharded parameter, which is frozen with it; None once the engine is gone.
     """
 
-    phase: Phase
+    state: ModuleState
     fqn: str
     unit_name: str
     full_shape: torch.Size
@@ -114,13 +93,13 @@ class ShardedParameter(nn.Parameter):
         unit_name: str,
         full_shape: torch.Size,
         is_partial: bool,
-        phase: Phase,
+        state: ModuleState,
     ) -> ShardedParameter:
         """`data`: [n], not copied."""
         _make_known_to_optimizers()
         parameter = torch.Tensor._make_subclass(ShardedParameter, data, requires_grad)
         parameter.fqn, parameter.unit_name = fqn, unit_name
-        parameter.full_shape, parameter.is_partial, parameter.phase = full_shape, is_partial, phase
+        parameter.full_shape, parameter.is_partial, parameter.state = full_shape, is_partial, state
         parameter.is_trained, parameter.unsharded = requires_grad, lambda: None
         if requires_grad:
             refuse = _Refuse(f"the loss depends on {parameter.describe()}")
@@ -137,7 +116,7 @@ class ShardedParameter(nn.Parameter):
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Register a hook that gets this parameter when `grad` holds this rank's slice of the mean."""
         self._hookable()
-        self.phase.has_hooks = True
+        self.state.has_hooks = True
         with torch._C.DisableTorchFunctionSubclass():
             return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -160,7 +139,7 @@ class ShardedParameter(nn.Parameter):
             unit_name=self.unit_name,
             full_shape=self.full_shape,
             is_partial=self.is_partial,
-            phase=self.phase,
+            state=self.state,
         )
         for name, value in vars(self).items():
             vars(twin).setdefault(name, value)
@@ -191,8 +170,8 @@ class ShardedParameter(nn.Parameter):
         if func == _GET_GRAD:
             _check_grad_reader(args[0], sys._getframe(1))
         elif func in _SET_GRAD:
-            if (len(args) == 1 or args[1] is None) and args[0].phase.has_sums:
-                args[0].phase.forget_gradient(args[0])
+            if (len(args) == 1 or args[1] is None) and args[0].state.has_sums:
+                args[0].state.forget_gradient(args[0])
         elif func is torch.autograd.backward:
             return backward_to(*args, **(kwargs or {}))
         else:
@@ -214,7 +193,7 @@ class ShardedParameter(nn.Parameter):
         if func in _CASTS and type(result) is Tensor and result.requires_grad:
             result = result.as_subclass(_CastSlice)
             first = _first_sharded(args, kwargs)
-            result.describe, result.phase = first.describe, first.phase
+            result.describe, result.state = first.describe, first.state
         return result
 
 
@@ -222,7 +201,7 @@ class _CastSlice(Tensor):
     """A slice in another dtype: no layer may compute with it either."""
 
     describe: Callable[[], str]
-    phase: Phase
+    state: ModuleState
 
     __torch_function__ = ShardedParameter.__torch_function__
 
@@ -260,12 +239,12 @@ def _checked(
     """The function to call in the place of `func`, where that may be used on a sharded parameter at all."""
     if not _only_describes(func):
         first = _first_sharded(args, kwargs)
-        if first.phase.refusal is not None:
-            raise RuntimeError(f"{first.describe()} {first.phase.refusal}")
-        if first.phase.is_in_forward:
+        if first.state.refusal:
+            raise RuntimeError(f"{first.describe()} {first.state.refusal}")
+        if first.state.phase is Phase.FORWARD:
             raise _used_outside(first, func)
-        if first.phase.reads_main and _may_change(func, kwargs):
-            first.phase.before_edit()
+        if first.state.reads_main and _may_change(func, kwargs):
+            first.state.before_edit()
         check_parts(func, args, ShardedParameter)
     if func is torch.autograd.grad:
         raise no_grad_of(_first_sharded(args, kwargs).describe())
@@ -307,7 +286,7 @@ def _count_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> N
     """Let replicated parameters follow a step whose kernels autograd does not see, attached or not."""
     stepped = [p for group in optimizer.param_groups for p in group["params"] if type(p) is ShardedParameter]
     if stepped:
-        if (refusal := stepped[0].phase.refusal) is not None:
+        if refusal := stepped[0].state.refusal:
             raise RuntimeError(f"{type(optimizer).__name__}.step(): {stepped[0].describe()} {refusal}")
         torch.autograd.graph.increment_version(stepped)
 
@@ -386,9 +365,9 @@ def _check_grad_reader(parameter: Tensor, frame: FrameType | None) -> None:
     if frame is None or not isinstance(parameter, ShardedParameter):
         return
     reader = (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
-    if parameter.phase.has_sums:
+    if parameter.state.has_sums:
         if reader in _GRAD_FORGETTERS:
-            parameter.phase.forget_gradient(parameter)
+            parameter.state.forget_gradient(parameter)
         elif "zero_" in frame.f_code.co_names:
             counts.warn_of_zeros(parameter, frame)
     if parameter.is_partial and reader in _GRAD_READERS:

@@ -20,10 +20,11 @@ import torch
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.pool import BufferPool
 from zeroshard.sharding.gradients import Gradients
-from zeroshard.sharding.hooks import PostAccumulateHooks
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.pace import Pace
-from zeroshard.sharding.parameter import Phase, ShardedParameter
+from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.post_accumulate import PostAccumulateHooks
+from zeroshard.sharding.state import ModuleState
 from zeroshard.sharding.unit import Unit
 
 
@@ -59,17 +60,17 @@ class Reducer:
         axis: whose ranks take part.
         pool: the buffers that gradients are packed into; emptied after each delivery.
         order: of the units; agreed on here.
-        phase: of the module.
+        state: of the module.
     """
 
     def __init__(
-        self, units: Sequence[Unit], axis: Axis, pool: BufferPool, order: UnitOrder, phase: Phase
+        self, units: Sequence[Unit], axis: Axis, pool: BufferPool, order: UnitOrder, state: ModuleState
     ) -> None:
         self._units, self._axis, self._pool = tuple(units), axis, pool
         self._all = tuple(gradients for unit in units for gradients in unit.gradients)
         self._order = order
         self.pace = Pace()
-        self._phase, self._hooks = phase, PostAccumulateHooks()
+        self._state, self._hooks = state, PostAccumulateHooks()
         self._places: dict[int, tuple[Gradients, int]] = {}
         """The gradients and the index of each parameter, by its id; made when they are asked for."""
         self._must_agree = True
@@ -235,7 +236,7 @@ class Reducer:
             return
         self.pace.num_backwards += 1
         if self.is_deferring:
-            self._phase.has_sums = True
+            self._state.has_sums = True
             for gradients in self._all:
                 gradients.keep_deferred()
         else:
@@ -252,7 +253,7 @@ class Reducer:
                 "an exception in backward left gradients that hold only a part of a micro-batch; "
                 "call zero_grad() and repeat the micro-batches since the last step"
             )
-        if self._phase.has_sums:
+        if self._state.has_sums:
             for gradients in self._all:
                 gradients.is_kept = False
             self._open()
@@ -275,7 +276,7 @@ class Reducer:
 
     def drop_deferred(self) -> None:
         """Forget gradients that were not reduced yet, as zero_grad() does."""
-        self._is_tainted = self._phase.has_sums = False
+        self._is_tainted = self._state.has_sums = False
         self.pace.num_backwards = 0
         self._hooks.drop()
         for gradients in self._all:
@@ -298,8 +299,8 @@ class Reducer:
 
     def _drop(self) -> None:
         delivered = any(p.grad is not None for gradients in self._all for p in gradients.buffer.sharded)
-        self._is_tainted |= delivered or self._phase.has_sums
-        self._phase.has_sums = False
+        self._is_tainted |= delivered or self._state.has_sums
+        self._state.has_sums = False
         for unit in self._units:
             unit.drop_gradients()
         self._pool.release()
@@ -325,11 +326,11 @@ class Reducer:
         self._finish()
         for gradients, used in zip(self._all, agreed.used, strict=True):
             gradients.deliver(used)
-            if self._phase.has_hooks:
+            if self._state.has_hooks:
                 self._hooks.note(gradients, used)
         self._must_agree = agreed.has_changed
         self._pool.release()
-        self._phase.has_sums = any(gradients.is_kept for gradients in self._all)
+        self._state.has_sums = any(gradients.is_kept for gradients in self._all)
         self.pace.compare(agreed.pace)
 
     def _agree(self, has_failed: bool) -> _Agreed:

@@ -20,6 +20,7 @@ from zeroshard.plan.buffers import UnitPlan
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.edits import Edits
 from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.lease import Lease
 from zeroshard.sharding.nested import copy_tensors
 from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.slots import Slots
@@ -157,6 +158,8 @@ class Unit:
         """Of a unit that may join a backward: the calls whose outputs have a graph yet to come to."""
         self.joins_backward = self.backward_needs_parameters
         """True if its parameters are gathered in this backward: on all ranks, as soon as one needs them."""
+        self.leases: set[Lease[Unit]] = set()
+        """Who needs it gathered."""
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
         self._handles: list[Handle] = []
         self._copies = [buffer for buffer in buffers if not buffer.is_alias_of_all]
@@ -208,22 +211,22 @@ class Unit:
                 handle.wait()
             self._move(UnitState.UNSHARDED)
 
-    def reshard(self, keep_second: bool = False) -> None:
+    def reshard(self, for_backward: bool = False) -> None:
         """Free the full parameters, where they are freed at all.
 
         Args:
-            keep_second: this is between a forward and its backward; see `FlatBuffer.free`.
+            for_backward: True between a forward and its backward; see `FlatBuffer.free`.
         """
         if self.is_resident:
             return
         if self.state is not UnitState.SHARDED:
-            if not keep_second:
+            if not for_backward:
                 self.edits.keep()  # of a forward that ran again; others have been looked at when they ended
             self.wait()
             for buffer in self.buffers:
-                buffer.free(keep_second and self.backward_needs_parameters)
+                buffer.free(for_backward and self.backward_needs_parameters)
             self._move(UnitState.SHARDED)
-        elif not keep_second:
+        elif not for_backward:
             for buffer in self.buffers:
                 buffer.drop_second()
 
@@ -313,6 +316,7 @@ class Unit:
 
     def release(self) -> None:
         """Forget the module and all parameters: the engine was closed."""
+        self.leases.clear()
         self.modules = (nn.Identity(),)  # unit and call hold each other: modules go before garbage does
         for gradients in self.gradients:
             gradients.drop()

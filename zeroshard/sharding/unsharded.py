@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from zeroshard.sharding.parameter import Phase
+from zeroshard.sharding.state import ModuleState
 
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 set_data = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -16,13 +16,13 @@ class DataNote:
     """True if somebody was given the data of a buffer's parameters, through which edits count no version.
 
     Args:
-        phase: of the module.
+        state: of the module.
     """
 
-    __slots__ = ("is_taken", "phase")
+    __slots__ = ("is_taken", "state")
 
-    def __init__(self, phase: Phase) -> None:
-        self.is_taken, self.phase = False, phase
+    def __init__(self, state: ModuleState) -> None:
+        self.is_taken, self.state = False, state
 
 
 class UnshardedParameter(nn.Parameter):
@@ -54,7 +54,7 @@ class UnshardedParameter(nn.Parameter):
                 f"the data of '{self.fqn}' is a view of a flat buffer: expected new data of the shape "
                 f"{list(self.shape)}, got {list(new.shape)}. Change shapes before initialize"
             )
-        if self.note.phase.owns_memory(new):
+        if self.note.state.owns_memory(new):
             if not 0 <= new.data_ptr() - self.data_ptr() < self.nbytes:
                 raise RuntimeError(
                     f"'{self.fqn}' was given the data of another parameter, whose memory it would share "

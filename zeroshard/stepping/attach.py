@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -30,16 +31,31 @@ def attach(runtime: Runtime, rounding: Rounding | None, *optimizers: Optimizer) 
     Raises:
         ValueError: one is of bitsandbytes', which `zeroshard.initialize` takes over.
     """
+    together = _Together(optimizers)
     for optimizer in optimizers:
-        _follow(runtime, optimizer)
+        _follow(runtime, optimizer, together)
         if isinstance(optimizer, UsesNorms):
             optimizer.norms_of = NormsOverRanks(runtime.buffers, runtime.context.axis)
         if rounding is not None:
             widen_steps(optimizer, [unit.starts() for unit in runtime.units], rounding)
-    runtime.expect_together(optimizers)
 
 
-def _follow(runtime: Runtime, optimizer: Optimizer) -> None:
+class _Together:
+    """Optimizers that step one after the other, after the last of which parameters are gathered."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._all, self._stepped = WeakSet(optimizers), WeakSet[Optimizer]()
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Note a step; True if it was the last one."""
+        self._stepped.add(optimizer)
+        is_last = set(self._all) <= set(self._stepped)
+        if is_last:
+            self._stepped.clear()
+        return is_last
+
+
+def _follow(runtime: Runtime, optimizer: Optimizer, together: _Together) -> None:
     is_theirs = any(base.__module__.startswith("bitsandbytes.") for base in type(optimizer).__mro__)
     if is_theirs and "update_step" not in vars(optimizer):  # of its class: nobody took it over
         raise ValueError(
@@ -56,7 +72,7 @@ def _follow(runtime: Runtime, optimizer: Optimizer) -> None:
 
     def after(optimizer: Optimizer, *_: Any) -> None:
         if (runtime := weak()) is not None:
-            runtime.after_step(optimizer)
+            runtime.after_step(together.step(optimizer))
             runtime.here.leave()
 
     @functools.wraps(zero_grad)

@@ -1,0 +1,63 @@
+"""A unit stays gathered as long as somebody has a lease on it."""
+
+from types import SimpleNamespace
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from zeroshard.sharding.lease import Lease, Leases
+from zeroshard.sharding.state import _MOVES, ModuleState, Phase
+
+
+class Unit(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 3))))
+def test_the_leases_of_a_unit_are_those_that_were_taken_and_did_not_end(moves):
+    leases, units = [Lease(str(n)) for n in range(3)], [Unit(leases=set()) for _ in range(4)]
+    held = set()
+    for takes, lease, unit in moves:
+        if takes:
+            leases[lease].take(units[unit])
+            held.add((lease, unit))
+        else:
+            leases[lease].end((units[unit],))
+            held.discard((lease, unit))
+        for number, one in enumerate(units):
+            assert one.leases == {leases[n] for n, m in held if m == number}
+        for number, one in enumerate(leases):
+            assert set(one) == {units[m] for n, m in held if n == number}
+            assert bool(one) == any(n == number for n, _ in held)
+
+
+def test_a_lease_that_ends_without_units_ends_for_all_of_them():
+    lease, other = Lease("a forward"), Lease("a graph")
+    units = [Unit(leases=set()) for _ in range(3)]
+    lease.take(*units)
+    other.take(units[1])
+    lease.end()
+    assert [len(unit.leases) for unit in units] == [0, 1, 0]
+    assert units[1] not in lease
+
+
+def test_the_end_of_a_forward_leaves_what_backward_and_users_need():
+    leases, unit = Leases(), Unit(leases=set())
+    every = list(vars(leases).values())
+    for lease in every:
+        lease.take(unit)
+    leases.end_forward()
+    assert unit.leases == {leases.graph, leases.opaque, leases.second_graph, leases.held}
+
+
+def test_each_phase_can_be_reached_and_left_for_a_forward_unless_the_module_was_closed():
+    assert _MOVES.keys() == set(Phase)
+    for phase in set(Phase) - {Phase.CLOSED, Phase.FORWARD}:
+        state = ModuleState()
+        if phase is not Phase.REST:
+            state.move(phase)
+        if phase is not Phase.REST:
+            state.move(Phase.REST)
+        state.move(Phase.FORWARD)
+        assert state.phase is Phase.FORWARD
+    assert _MOVES[Phase.CLOSED] == {Phase.CLOSED}

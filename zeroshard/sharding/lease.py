@@ -1,0 +1,82 @@
+"""Leases: who needs the parameters of which units gathered. A unit is freed when the last lease on it ends.
+
+lease          taken                                    ended
+in use         before a forward of the unit             after it
+trailing       after a forward of the unit              when another unit begins
+staying        after a forward, where units are kept    when the root's forward ends
+ahead          by a prefetch in forward                 when the unit begins, or with the forward
+graph          when the root's forward ends: by the     by the backward, or the next forward
+root and what is trailing or staying
+opaque         after outputs that cannot be hooked      by the end of a backward, or a step
+backward       when a backward gathers the unit         when the backward leaves the unit
+second graph   by a backward that makes a graph         by the step
+held           by `generate` and its like               by them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+
+class Leased(Protocol):
+    """The side of a lease that a unit has."""
+
+    leases: set[Any]
+    """Those that are not over."""
+
+
+T = TypeVar("T", bound=Leased)
+
+
+class Lease(Generic[T]):
+    """One reason to keep units gathered.
+
+    Args:
+        why: for people who debug.
+    """
+
+    __slots__ = ("_units", "why")
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        self._units: dict[T, None] = {}
+
+    def __repr__(self) -> str:
+        return f"Lease({self.why}, {len(self._units)} units)"
+
+    def __bool__(self) -> bool:
+        return bool(self._units)
+
+    def __contains__(self, unit: T) -> bool:
+        return unit in self._units
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(tuple(self._units))
+
+    def take(self, *units: T) -> None:
+        """Keep units gathered from now on. They are gathered by others."""
+        for unit in units:
+            self._units[unit] = None
+            unit.leases.add(self)
+
+    def end(self, units: Iterable[T] | None = None) -> None:
+        """Keep units no longer; None: all. They are freed by others, where nobody else keeps them."""
+        for unit in tuple(self._units) if units is None else units:
+            if unit in self._units:
+                del self._units[unit]
+                unit.leases.discard(self)
+
+
+class Leases(Generic[T]):
+    """The leases of a runtime, one of each kind; that of a backward is the backward's."""
+
+    def __init__(self) -> None:
+        self.in_use, self.ahead, self.trailing = Lease[T]("in use"), Lease[T]("ahead"), Lease[T]("trailing")
+        self.staying, self.graph, self.opaque = Lease[T]("staying"), Lease[T]("graph"), Lease[T]("opaque")
+        self.second_graph, self.held = Lease[T]("second graph"), Lease[T]("held")
+
+    def end_forward(self) -> None:
+        """A forward is over, also where it has failed: what it kept for itself goes."""
+        for lease in (self.in_use, self.ahead, self.trailing, self.staying):
+            lease.end()

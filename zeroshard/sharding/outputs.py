@@ -1,0 +1,78 @@
+"""The outputs of forwards, hooked so that the first gradient of one begins the backward of its call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.sharding.nested import find_tensors, view_tensors
+from zeroshard.sharding.parameter import describe_unit
+from zeroshard.sharding.unit import ForwardCall, Unit
+
+
+class OutputHooks:
+    """Hooks outputs.
+
+    Args:
+        before_backward: called with the call of an output before the gradient of that goes on.
+        before_layer: called likewise for a layer inside, also where the call has been entered already.
+    """
+
+    def __init__(
+        self,
+        before_backward: Callable[[ForwardCall], None],
+        before_layer: Callable[[ForwardCall], None],
+    ) -> None:
+        self._before_backward, self._before_layer = before_backward, before_layer
+        self._has_warned = False
+
+    def watch(self, unit: Unit, output: Any, *, is_root: bool) -> tuple[Any, bool]:
+        """Hook the outputs of a forward that will have a backward.
+
+        Returns:
+            The output, and True if gradients may come back through something that cannot be hooked.
+        """
+        if not torch.is_grad_enabled():
+            return output, False
+        tensors, is_opaque = find_tensors(output)
+        tensors = [tensor for tensor in tensors if tensor.requires_grad]
+        if any(tensor.is_leaf or tensor._backward_hooks for tensor in tensors):
+            # A unit that returned its input: hooks of one tensor would run in the order of the forward. Those
+            # of a parameter, which lives on, would run in later backwards too.
+            output = view_tensors(output)
+            tensors = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
+        if tensors:
+            call, before_backward = unit.call, self._before_backward
+            if unit.may_join_backward:
+                unit.open_calls.add(call)
+
+            def enter(gradient: Tensor) -> None:
+                before_backward(call)
+
+            for tensor in tensors:
+                tensor.register_hook(enter)
+        if is_opaque and not (is_root or unit.is_resident or self._has_warned):
+            self._has_warned = True
+            warnings.warn(
+                f"{describe_unit(unit.name)} returns an object that zeroshard cannot look into for tensors: "
+                "it and its like stay gathered until the end of backward",
+                stacklevel=2,
+            )
+        return output, is_opaque
+
+    def watch_layer(self, unit: Unit, output: Any) -> None:
+        """Hook a layer with parameters: its values may leave the unit beside the outputs, as in a cache."""
+        if not isinstance(output, Tensor) or not output.requires_grad or torch.compiler.is_compiling():
+            return
+        call, before_layer = unit.call, self._before_layer
+        if call.is_transformed:
+            return
+
+        def enter(gradient: Tensor) -> None:
+            before_layer(call)
+
+        output.register_hook(enter)

@@ -1,0 +1,58 @@
+"""Gradient hooks of the user's on the parameters of a sharded model.
+
+A tensor hook (`register_hook`) belongs to the unsharded parameter. It gets the whole gradient of this rank's
+micro-batch before that is reduced, as in DistributedDataParallel. A post-accumulate hook belongs to the
+sharded parameter. It gets that parameter once `p.grad` holds this rank's slice of the mean over all ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.parameter import ShardedParameter
+
+
+class PostAccumulateHooks:
+    """Calls post-accumulate hooks once for each gradient that is complete."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, ShardedParameter] = {}
+        """The parameters whose gradients have been delivered and whose hooks have not been called."""
+
+    def note(self, gradients: Gradients, used: Sequence[bool]) -> None:
+        """The gradients of the parameters in `used` have been delivered, and some have hooks."""
+        pairs = zip(gradients.buffer.sharded, used, strict=True)
+        self._waiting.update((id(parameter), parameter) for parameter, is_used in pairs if is_used)
+
+    def call(self) -> None:
+        """No later micro-batch adds to the gradients: call the hooks of those that were delivered."""
+        waiting, self._waiting = self._waiting, {}
+        for parameter in waiting.values():
+            with torch._C.DisableTorchFunctionSubclass():
+                hooks = parameter._post_accumulate_grad_hooks
+                has_gradient = parameter.grad is not None
+            for hook in tuple(hooks.values()) if hooks and has_gradient else ():
+                with torch.no_grad():
+                    hook(parameter)
+
+    def drop(self) -> None:
+        """The gradients are forgotten."""
+        self._waiting.clear()
+
+
+def redirect_hooks(unsharded: nn.Parameter, sharded: ShardedParameter) -> None:
+    """Let a forward register post-accumulate hooks: those of the unsharded parameter see no gradient."""
+    reference = weakref.ref(sharded)
+
+    def register(hook: Callable[[Tensor], None]) -> Any:
+        sharded = reference()
+        assert sharded is not None, "the buffer holds it as long as the unsharded parameter"
+        return sharded.register_post_accumulate_grad_hook(hook)
+
+    unsharded.register_post_accumulate_grad_hook = register  # type: ignore[method-assign]

@@ -1,0 +1,61 @@
+"""The state of a sharded module, which its parameters share: its phase, and answers to parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+
+class Phase(Enum):
+    """What a sharded module is doing."""
+
+    REST = "at rest"
+    FORWARD = "in a forward"
+    BACKWARD = "in a backward"
+    STEP = "between the steps of optimizers that step together"
+    CLOSED = "closed"
+
+
+_MOVES = {
+    Phase.REST: {Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.CLOSED},
+    Phase.FORWARD: {Phase.REST, Phase.CLOSED},
+    Phase.BACKWARD: {Phase.REST, Phase.CLOSED},
+    Phase.STEP: {Phase.REST, Phase.CLOSED},
+    Phase.CLOSED: {Phase.CLOSED},
+}
+"""A backward that ended in an exception is noticed by the next call, which moves to REST first."""
+
+
+class ModuleState:
+    """Shared by a runtime and its parameters."""
+
+    phase = Phase.REST
+    reads_main = False
+    """True while gathers that nobody has waited for may read the main parameters."""
+    before_edit: Callable[[], object] = object
+    """Waits for them."""
+    has_warned_of_counts = False
+    has_warned_of_norms = has_warned_of_zeros = False
+    refusal = ""
+    """Why sharded parameters cannot be used any more, once the engine is closed."""
+    has_hooks = False
+    """True once a post-accumulate hook was registered on a sharded parameter."""
+    has_sums = False
+    """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
+    forget_gradient: Callable[[Any], object]
+    """Drops these of one parameter; set by the runtime."""
+    owns_memory: Callable[[Tensor], bool]
+    """True if a tensor lies in one of the flat buffers; set by the runtime."""
+
+    def move(self, phase: Phase) -> None:
+        """Go on to another phase.
+
+        Raises:
+            RuntimeError: there is no way from the present one.
+        """
+        if phase not in _MOVES[self.phase]:
+            raise RuntimeError(f"a sharded module {self.phase.value} cannot go on to be {phase.value}")
+        self.phase = phase
