@@ -30,7 +30,7 @@ def test_a_host_waits_for_the_device_until_it_has_come_past_the_mark():
     waits, at = Waits("rank 0 of 2", CPU, 20.0), time.monotonic() + 0.2
     waits.wait_for_device(Mark(Event(at)), "broadcast of weight")
     assert time.monotonic() > at
-    assert waits.here.wait is None
+    assert waits.rank_status.wait is None
     waits.wait_for_device(mark_here(CPU), "broadcast of weight")  # nothing is left to a CPU
 
 
@@ -48,7 +48,7 @@ def wait_while_there_is_an_alarm(kind):
     axis = Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=30.0)
     if axis.rank == 1:
         return None
-    threading.Timer(0.5, axis.here.interrupt).start()
+    threading.Timer(0.5, axis.rank_status.interrupt).start()
     start, errors = time.monotonic(), []
     for label in ("first thing", "second thing"):
         try:

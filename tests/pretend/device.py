@@ -22,8 +22,7 @@ import torch
 from tests.pretend.clocks import Event, Stream, Timeline
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
-from zeroshard.comm import background as aside
-from zeroshard.comm import collectives, mesh, streams
+from zeroshard.comm import background, collectives, mesh, streams
 
 _resize = torch.UntypedStorage.resize_
 
@@ -50,7 +49,7 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
     patch.setattr(streams, "torch", pretend_torch)
     patch.setattr(streams, "has_streams", lambda device: True)
     patch.setattr(streams.Streams, "on", staticmethod(pretend_torch.naming_streams(streams.Streams.on)))
-    for module in (aside, collectives, mesh):
+    for module in (background, collectives, mesh):
         patch.setattr(module, "dist", transport)
     for name, method in inspect.getmembers(collectives.Axis, inspect.isfunction):
         if not name.startswith("_") and "label" in inspect.signature(method).parameters:

@@ -25,7 +25,7 @@ from zeroshard.checkpoint.reader import INDEX, Stored, TensorReader, open_checkp
 from zeroshard.checkpoint.save import VALUES
 from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, match_states, read_converted
 from zeroshard.checkpoint.tensors import TensorSlice, held_slices, read_model
-from zeroshard.data.loader import parse_place
+from zeroshard.data.loader import parse_state
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.layerwise import LayerWise
 from zeroshard.optim.statenames import from_common
@@ -154,7 +154,7 @@ def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_state
             states = match_states(parts.optimizer, stored, values["scalars"], names, convert_states)
     try:
         if stored.manifest.data is not None:
-            parse_place(stored.manifest.data)
+            parse_state(stored.manifest.data)
     except ValueError as error:
         raise RuntimeError(f"{directory / MANIFEST}: damaged ({error})") from None
     return _Plan(

@@ -16,7 +16,7 @@ from zeroshard.checkpoint.files import MANIFEST, Place, write_synced
 from zeroshard.checkpoint.hostcopies import HostCopies
 from zeroshard.checkpoint.manifest import FileRecord, Manifest
 from zeroshard.checkpoint.tensors import TensorSlice
-from zeroshard.comm.background import Aside, open_aside
+from zeroshard.comm.background import BackgroundGroup, open_background_group
 from zeroshard.comm.collectives import Axis
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Saver:
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
         self._copies = HostCopies()
-        self._aside: Aside | None = None
+        self._background: BackgroundGroup | None = None
         """Where a thread exchanges; None before the first save in the background."""
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -144,17 +144,17 @@ class Saver:
         from zeroshard.checkpoint import writer  # noqa: F401
 
         on_all(self._axis, "copy of what is to be saved", copy)
-        aside = self._aside = self._aside or open_aside(self._axis)
+        background = self._background = self._background or open_background_group(self._axis)
 
         def run() -> None:
             try:
-                write(snapshot, aside.axis)
+                write(snapshot, background.axis)
             except Exception as error:  # whatever it is, it is told to whoever trains on
                 self._failure = error
                 if self._is_alone or not threading.main_thread().is_alive():
                     self._warn()
 
-        self._thread = aside.start(run, "zeroshard-checkpoint")
+        self._thread = background.start(run, "zeroshard-checkpoint")
 
     def leave_alone(self) -> None:
         """Let the save in the background go on when its engine is gone; a failure becomes a warning."""

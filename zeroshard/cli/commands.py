@@ -1,4 +1,4 @@
-"""What the commands do."""
+"""The commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?i?B)?", re.IGNORE
 
 
 def parse_size(text: str) -> int:
-    """Bytes: 1000, 500MB, 2GiB."""
+    """Return the bytes of a size such as 1000, 500MB or 2GiB. Raises ArgumentTypeError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ArgumentTypeError(f"expected a size such as 5GB, got {text!r}")
@@ -29,7 +29,7 @@ def parse_size(text: str) -> int:
 
 
 def export(options: Namespace) -> None:
-    """`zeroshard export`."""
+    """Run `zeroshard export`."""
     directory = find(options.checkpoint)
     tokenizer = None if options.tokenizer is None else _load_tokenizer(options.tokenizer)
     how = Format(dtype=options.dtype, max_shard_bytes=options.max_shard_size, tokenizer=tokenizer)
@@ -37,7 +37,7 @@ def export(options: Namespace) -> None:
 
 
 def inspect(options: Namespace) -> None:
-    """`zeroshard inspect`."""
+    """Run `zeroshard inspect`."""
     directory = find(options.checkpoint)
     stored = open_checkpoint(directory)
     print(describe(stored))
@@ -49,7 +49,7 @@ def inspect(options: Namespace) -> None:
 
 
 def estimate(options: Namespace) -> None:
-    """`zeroshard estimate`."""
+    """Run `zeroshard estimate`."""
     config = {"stage": options.stage} if options.config is None else Config.from_file(options.config)
     answer = memory.estimate(
         options.num_params, options.world_size, config, optimizer_bits=options.optimizer_bits

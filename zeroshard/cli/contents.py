@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in words and tables."""
+"""The content of a checkpoint, in words and tables."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zeroshard.checkpoint.reader import Stored, StoredTensor
 from zeroshard.checkpoint.tensors import dtype_name
 from zeroshard.tables import format_bytes, render
 
-_WIDTH = 400  # names stay on one line
+_WIDTH = 400  # characters, so that names stay on one line
 
 
 def describe(stored: Stored) -> str:
-    """Who wrote it, every tensor, and totals by kind."""
+    """Return the origin of a checkpoint, a table of every tensor, and totals by kind."""
     kinds = _by_kind(stored)
     rows = [
         (name, kind, dtype_name(tensor.dtype), _shape(tensor), format_bytes(_num_bytes(tensor)))
@@ -63,7 +63,7 @@ def _tied(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _by_kind(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
-    """Each tensor once, under its first name."""
+    """Return the tensors by kind and name; each tensor once, under its first name."""
     manifest = stored.manifest
     aliases = {alias for record in manifest.parameters.values() for alias in record.aliases}
     kinds = {

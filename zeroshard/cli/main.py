@@ -1,4 +1,4 @@
-"""Arguments, and how errors end: in one line and an exit code."""
+"""The arguments; errors become one line and an exit code."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from zeroshard.hf.weights import MAX_SHARD_BYTES
 from zeroshard.version import installed_version
 
 USAGE, FAILURE = 2, 1
-"""Exit codes: what was asked for cannot be; what was to be read or written could not."""
+"""Exit codes: impossible arguments; a file that cannot be read or written."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"zeroshard: {message} (see {self.prog} --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
+    """Run a command and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough; Python would complain at exit
+    except BrokenPipeError:  # the reader has closed the pipe; Python would complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, ImportError) as error:
         return _fail(error, USAGE)
@@ -58,20 +58,24 @@ def _parser() -> argparse.ArgumentParser:
         description="Write safetensors, config and tokenizer, for from_pretrained() of transformers.",
     )
     _add_checkpoint(export)
-    export.add_argument("directory", metavar="DIR", type=Path, help="made if it is not there")
-    export.add_argument("--tokenizer", metavar="FOLDER", type=Path, help="of a tokenizer to save there too")
-    export.add_argument("--dtype", help="of the parameters, such as bf16; otherwise as they were trained")
+    export.add_argument("directory", metavar="DIR", type=Path, help="output folder, made if it is not there")
+    export.add_argument(
+        "--tokenizer", metavar="FOLDER", type=Path, help="folder of a tokenizer to save there too"
+    )
+    export.add_argument(
+        "--dtype", help="dtype of the parameters, such as bf16 (default: as they were trained)"
+    )
     export.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         type=commands.parse_size,
         default=MAX_SHARD_BYTES,
-        help="of a file, such as 500MB or 2GiB (default: 5GB)",
+        help="largest size of a file, such as 500MB or 2GiB (default: 5GB)",
     )
     export.set_defaults(run=commands.export)
     inspect = subparsers.add_parser(
         "inspect",
-        help="show what a checkpoint holds, who wrote it, and whether it is intact",
+        help="show the content and origin of a checkpoint, and check that it is intact",
         description="Exit code 1 and the name of the file if it is damaged.",
     )
     _add_checkpoint(inspect)
@@ -84,11 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument("num_params", metavar="NUM_PARAMS", type=float, help="such as 7e9")
     estimate.add_argument("--world-size", type=int, required=True, help="number of ranks")
     estimate.add_argument(
-        "--optimizer-bits", type=int, default=32, help="of optimizer states: 8 or 32 (default: 32)"
+        "--optimizer-bits", type=int, default=32, help="bits of an optimizer state: 8 or 32 (default: 32)"
     )
     config = estimate.add_mutually_exclusive_group()
     config.add_argument("--stage", type=int, default=3, help="0 to 3 (default: 3)")
-    config.add_argument("--config", metavar="FILE", type=Path, help="of zeroshard, .json or .toml")
+    config.add_argument("--config", metavar="FILE", type=Path, help="config of zeroshard, .json or .toml")
     estimate.set_defaults(run=commands.estimate)
     return parser
 

@@ -1,4 +1,4 @@
-"""Where threads beside the main one exchange: a group of their own, and one thread at a time."""
+"""The background group: threads beside the main one exchange over it, one thread at a time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zeroshard.comm.groups import shared_group
 from zeroshard.comm.lifecycle import close_at_exit
 
 
-class Aside:
-    """All ranks over a Gloo group of their own, for the threads of all engines, one after the other.
+class BackgroundGroup:
+    """A Gloo group of all ranks for the background threads of all engines, one after the other.
 
     Main threads start these threads in the same order on all ranks, so the collectives of the group have one
-    order. The watchdog does not look after it.
+    order. The watchdog does not watch it.
 
     Args:
-        axis: over that group.
+        axis: the axis over that group.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -31,7 +31,7 @@ class Aside:
         self._last: Thread | None = None
 
     def start(self, work: Callable[[], None], name: str) -> Thread:
-        """Start a thread that works when the ones before it have ended; collective."""
+        """Start a thread that works once all earlier ones have ended; collective."""
         before = self._last
 
         def run() -> None:
@@ -45,19 +45,19 @@ class Aside:
         return self._last
 
 
-_open: WeakValueDictionary[int, Aside] = WeakValueDictionary()
-"""By the id of the group, which each of them holds."""
+_open: WeakValueDictionary[int, BackgroundGroup] = WeakValueDictionary()
+"""The background groups by the id of the process group, which each of them holds."""
 
 
-def open_aside(axis: Axis) -> Aside:
-    """The place beside the main threads of the ranks of `axis`; collective the first time."""
+def open_background_group(axis: Axis) -> BackgroundGroup:
+    """Return the background group of the ranks of `axis`; collective the first time."""
     ranks, timeout = axis.global_ranks, timedelta(seconds=axis.timeout_s)
     group = shared_group(
-        "aside", [ranks], axis.timeout_s, lambda: dist.new_group(ranks, backend="gloo", timeout=timeout)
+        "background", [ranks], axis.timeout_s, lambda: dist.new_group(ranks, backend="gloo", timeout=timeout)
     )
-    aside = _open.get(id(group))
-    if aside is None:
+    background = _open.get(id(group))
+    if background is None:
         over = Axis(group, device=torch.device("cpu"), counter=Counter(), timeout_s=axis.timeout_s)
         close_at_exit(over)
-        aside = _open[id(group)] = Aside(over)
-    return aside
+        background = _open[id(group)] = BackgroundGroup(over)
+    return background

@@ -28,7 +28,7 @@ from zeroshard.comm.counter import Counter
 from zeroshard.comm.handles import DONE, Handle, Issued, Pending, Several
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watch.ledger import CONTROL, GATHER, REDUCE, Entries, Ledger, find_difference, is_proven
-from zeroshard.comm.watch.status import Whereabouts
+from zeroshard.comm.watch.status import RankStatus
 from zeroshard.comm.watch.waits import Waits
 from zeroshard.comm.watch.watchdog import Watchdog
 
@@ -59,8 +59,8 @@ class Axis:
     Args:
         group: the process group of the axis; None for a single rank. It serves both channels until
             `reduce_over` gives reductions one of their own.
-        device: where the tensors live.
-        counter: where traffic is counted.
+        device: the device of the tensors.
+        counter: counts the traffic.
         timeout_s: seconds that a rank waits in a collective before it gives up.
         control: a group for small CPU tensors; None uses `group`, which must then be a Gloo one.
     """
@@ -77,22 +77,22 @@ class Axis:
         self.rank: int = dist.get_rank(group) if group is not None else 0
         self.size: int = dist.get_world_size(group) if group is not None else 1
         self.waits = Waits(f"rank {self.rank} of {self.size}", device, timeout_s)
-        """Shared with axes that are made from this one, so messages name the rank in this one."""
+        """Waits are shared with derived axes, so messages name the rank in this axis."""
         self.counter = counter
         self.under_way: set[Pending] = set()
         self._groups = dict.fromkeys(Channel, group)
         self._control = control or group
         self.timeout_s = timeout_s
         self.exchanges = not streams.has_streams(device)
-        """True where pairs of ranks send and receive; False where the backend's collectives are used."""
+        """True if pairs of ranks send and receive; False if the backend's collectives are used."""
         self.first_tag = 0
-        """Tags from here on keep the exchanges of this engine apart from those of others."""
+        """The first tag of this engine's range, which no other engine uses."""
         # Peers from the next rank on, so that not all ranks send to the same one at first.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
         self.device = device
 
     def over(self, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None = None) -> Axis:
-        """An axis over other ranks, on the same device, counted, noted and watched together."""
+        """Return an axis over other ranks, on the same device, with the same counter, ledger and watchdog."""
         axis = Axis(
             group, device=self.device, counter=self.counter, timeout_s=self.timeout_s, control=control
         )
@@ -100,13 +100,13 @@ class Axis:
         return axis
 
     @property
-    def here(self) -> Whereabouts:
-        """The place of this rank; the watchdog's, once there is one."""
-        return self.waits.here
+    def rank_status(self) -> RankStatus:
+        """The status of this rank; that of the watchdog, once there is one."""
+        return self.waits.rank_status
 
     @property
     def ledger(self) -> Ledger:
-        """The collectives that this rank has issued, over this axis and those made from it."""
+        """The collectives that this rank has issued over this axis and axes that were derived from it."""
         return self.waits.ledger
 
     @property
@@ -116,16 +116,16 @@ class Axis:
         return [0] if group is None else dist.get_process_group_ranks(group)
 
     def reduce_over(self, group: dist.ProcessGroup) -> None:
-        """Give reductions a group of the same ranks of their own, so that they run beside gathers."""
+        """Give reductions another group of the same ranks, so that they run beside gathers."""
         self._groups[Channel.REDUCE] = group
 
     def watch(self, watchdog: Watchdog) -> None:
-        """Be watched from now on: an error then tells where every rank is."""
-        self.waits.watchdog, self.waits.here = watchdog, watchdog.here
+        """Have a watchdog watch this axis: an error then has the status of every rank."""
+        self.waits.watchdog, self.waits.rank_status = watchdog, watchdog.rank_status
         watchdog.watch(self, self.timeout_s)
 
     def unwatch(self) -> None:
-        """Be watched no more: what happens to other ranks is no alarm for this axis."""
+        """Have the watchdog forget this axis: the end of another rank is no alarm for it."""
         if self.waits.watchdog is not None:
             self.waits.watchdog.unwatch(self)
 
@@ -139,8 +139,8 @@ class Axis:
             own: [K], this rank's shard: its part of `flat`, or a tensor elsewhere.
             tag: the same number on all ranks for the same collective, other than that of any other
                 collective that may be under way.
-            label: what this is, for error messages.
-            channel: of the second half of an all-reduce, that of its first half.
+            label: the name of the collective in error messages.
+            channel: the communicator; the second half of an all-reduce uses that of its first half.
         """
         if self.size == 1 or not flat.numel():
             if flat.data_ptr() != own.data_ptr():
@@ -162,8 +162,8 @@ class Axis:
         """All-gather several tensors, of any dtypes; on an accelerator as one launch.
 
         Args:
-            parts: as `all_gather` takes them, in the same order on all ranks.
-            label: of all of them, for error messages.
+            parts: arguments of `all_gather`, in the same order on all ranks.
+            label: the name of the collective in error messages.
         """
         if self.exchanges or self.size == 1 or len(parts) == 1:
             return Several([self.all_gather(p.flat, p.own, tag=p.tag, label=label) for p in parts])
@@ -177,7 +177,7 @@ class Axis:
         return Issued(self.waits.issue(label))
 
     def _copied(self) -> Handle:
-        """The handle of a copy on this rank alone."""
+        """Return the handle of a copy on this rank alone."""
         return DONE if self.exchanges else Issued(streams.mark_here(self.device))
 
     def reduce_scatter(self, flat: Tensor, out: Tensor, pool: BufferPool, *, tag: int, label: str) -> Handle:
@@ -215,10 +215,10 @@ class Axis:
         return Pending(self.waits, self.under_way, label, works, add)
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
-        """Give every rank rank 0's values; returns when they are there.
+        """Give every rank the values of rank 0; returns when they have arrived.
 
-        The host waits on accelerators too: else other ranks would issue the next ones, while rank 0 still
-        computes their values, and their devices would wait longer than a collective may take.
+        The host waits on accelerators too. Otherwise other ranks would issue the next broadcasts while rank 0
+        still computes the values, and their devices would wait longer than a collective may take.
         """
         if self.size > 1 and tensor.numel():
             self._note("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0, label)
@@ -236,16 +236,16 @@ class Axis:
                 tensor.copy_(data)
 
     def any(self, flags: Sequence[bool], label: str, *, compares: bool = False) -> Callable[[], list[bool]]:
-        """For each flag, whether it is set on any rank. Runs on the CPU: a GPU never waits for it.
+        """Combine flags over the ranks by OR. Runs on the CPU: a GPU never waits for it.
 
         Args:
-            flags: as many on all ranks.
-            label: what this is, for error messages.
-            compares: whether the answer also raises a RuntimeError, on all ranks, when they have issued
-                different collectives so far, or the same ones in different orders. 16 bytes more.
+            flags: the same number of flags on all ranks.
+            label: the name of the collective in error messages.
+            compares: True makes the answer raise a RuntimeError, on all ranks, when they have issued
+                different collectives so far, or the same ones in different orders. Sends 16 bytes more.
 
         Returns:
-            To be called for the answer; until then the exchange goes on beside other work.
+            A function that waits for the answer; until its call the exchange runs beside other work.
         """
         if self.size == 1 or not flags:
             return lambda: list(flags)
@@ -264,14 +264,14 @@ class Axis:
         return answer
 
     def _differing(self, entries: Entries) -> RuntimeError:
-        """The error of ranks that have issued different collectives; collective."""
+        """Return the error of ranks that have issued different collectives; collective."""
         everyone = self.all_gather_object(tuple(entries), "comparison of collectives")
         difference = find_difference({rank: Entries(*entries) for rank, entries in enumerate(everyone)})
         older = "the ranks have issued different collectives, the first one longer ago than what is kept"
         return RuntimeError(f"{self.waits.who}: {difference or older}")
 
     def sum(self, value: Tensor, label: str) -> Tensor:
-        """The sum of a small tensor over the ranks, added in rank order, on `value`'s device."""
+        """Return the sum of a small tensor over the ranks, added in rank order, on its device."""
         if self.size == 1:
             return value
         self._note("control", value.numel() * value.element_size(), label)
@@ -289,7 +289,7 @@ class Axis:
         return total
 
     def all_gather_object(self, value: Any, label: str) -> list[Any]:
-        """A small picklable value from every rank, in rank order."""
+        """Return a small picklable value of every rank, in rank order."""
         if self.size == 1:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -305,7 +305,7 @@ class Axis:
         ]
 
     def _gather_small(self, value: Tensor, label: str) -> list[Tensor]:
-        """A CPU tensor of the same shape from every rank."""
+        """Return a CPU tensor of every rank; all have the same shape."""
         parts = [torch.empty_like(value) for _ in range(self.size)]
         self.waits.wait_for_agreement(
             dist.all_gather(parts, value, group=self._control, async_op=True), label
@@ -313,18 +313,18 @@ class Axis:
         return parts
 
     def _note(self, kind: str, num_bytes: int, label: str, line: str = CONTROL) -> None:
-        """A collective is issued; `num_bytes` are sent."""
+        """Count and note a collective that sends `num_bytes`."""
         self.counter.add(kind, num_bytes)
         self.ledger.note(label, line)
 
     def close(self, drain_s: float) -> None:
-        """Wait up to `drain_s` for what is under way and forget the process groups.
+        """Wait up to `drain_s` for exchanges under way and forget the process groups.
 
         After an error the communicators of a device are aborted: its collectives would never end by
         themselves, and destroying a communicator waits for them.
         """
         self.drain(drain_s)
-        if not self.exchanges and (self.waits.have_failed or self.here.is_interrupted):
+        if not self.exchanges and (self.waits.have_failed or self.rank_status.is_interrupted):
             for group in self._groups.values():
                 if group is not None:
                     group.abort()
@@ -332,7 +332,7 @@ class Axis:
         self._control = None
 
     def drain(self, seconds: float) -> None:
-        """Wait for what is under way, whoever started it: Gloo works on the memory of its tensors."""
+        """Wait for all exchanges under way: Gloo works on the memory of their tensors."""
         until = time.monotonic() + seconds
         for pending in self.under_way:
             pending.drain(timedelta(seconds=max(0.01, until - time.monotonic())))

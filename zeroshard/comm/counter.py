@@ -1,4 +1,4 @@
-"""What the algorithms asked the wire to carry."""
+"""Bytes and calls of the collectives that algorithms asked for."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from zeroshard.tables import format_bytes, render
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "point_to_point", "control")
-"""`point_to_point` is pipeline traffic; `control` is small agreements outside the wire formula."""
+"""`point_to_point` is pipeline traffic; `control` are small agreements outside of the wire formula."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommReport:
-    """Traffic of this rank since the last reset, by what was asked for, whatever the transport."""
+    """Traffic of this rank since the last reset, by collective, for any transport."""
 
     bytes_sent: Mapping[str, int]
     """Bytes that this rank sends to others, by collective."""

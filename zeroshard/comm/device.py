@@ -38,7 +38,7 @@ class Surroundings:
     """The backends of the process group that the user has opened ("cpu:gloo,cuda:nccl"); None without one."""
 
     @staticmethod
-    def here() -> Surroundings:
+    def of_this_process() -> Surroundings:
         """Read the facts of this process."""
         has_group = dist.is_initialized()
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -55,7 +55,7 @@ class Surroundings:
     def serves(self, kind: str) -> bool:
         """True when the user's group exchanges tensors of these devices.
 
-        Gloo takes those of a GPU too, by way of the host; who opens a group of Gloo alone means the CPU.
+        Gloo takes those of a GPU too, through the host; a group of Gloo alone means the CPU.
         """
         if self.backends is None:
             return True
@@ -64,14 +64,14 @@ class Surroundings:
 
 
 def choose_device(asked: str | None, around: Surroundings) -> torch.device:
-    """The device of this rank.
+    """Return the device of this rank.
 
     Args:
-        asked: as `Config.device` has it.
-        around: of this process.
+        asked: `Config.device`.
+        around: the facts of this process.
 
     Raises:
-        ValueError: there is no such device, or the process group cannot serve it.
+        ValueError: there is no such device, or the process group cannot exchange its tensors.
     """
     wanted = torch.device(asked) if asked is not None else _default(around)
     if wanted.type not in ("cpu", around.accelerator):
@@ -103,7 +103,7 @@ def _default(around: Surroundings) -> torch.device:
 
 def _index(around: Surroundings) -> int:
     num, environment = around.num_devices, around.environment
-    # Of one process that runs in the shell of a job, only torchrun's variable speaks of the process itself.
+    # In the shell of a job, only torchrun's variable is about a process that runs alone.
     names = _LOCAL_RANKS if around.num_ranks > 1 else _LOCAL_RANKS[:1]
     name = next((name for name in names if environment.get(name, "").isdecimal()), None)
     if name is None:
@@ -125,7 +125,7 @@ def _index(around: Surroundings) -> int:
 
 def use_device(asked: str | None) -> torch.device:
     """Choose the device of this rank, and make it the current one."""
-    device = choose_device(asked, Surroundings.here())
+    device = choose_device(asked, Surroundings.of_this_process())
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     return device

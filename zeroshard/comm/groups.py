@@ -26,7 +26,7 @@ class _Kind(NamedTuple):
 class _Made(NamedTuple):
     group: weakref.ref[dist.ProcessGroup]
     world: weakref.ref[dist.ProcessGroup]
-    """The default group at that time, with which the other one ends."""
+    """The default group at that time; `group` ends with it."""
 
 
 _made: dict[_Kind, _Made] = {}
@@ -40,8 +40,8 @@ def shared_group(
     Args:
         purpose: groups of different purposes are different communicators, which run beside each other.
         parts: the ranks of each of the groups that are made together, the same on all ranks.
-        timeout_s: of the group.
-        make: makes the groups of all parts; gives that of this rank.
+        timeout_s: the timeout of the group.
+        make: a function that makes the groups of all parts and returns that of this rank.
     """
     kind, world = _Kind(purpose, tuple(map(tuple, parts)), timeout_s), dist.group.WORLD
     assert world is not None, "groups are made of its ranks"

@@ -20,7 +20,7 @@ class Handle(Protocol):
 
 
 class Done:
-    """Nothing was to be exchanged."""
+    """The handle of a collective without anything to exchange."""
 
     def wait(self) -> None:
         pass
@@ -57,11 +57,11 @@ class Pending:
     """An exchange under way.
 
     Args:
-        waits: of the axis.
+        waits: the waits of the axis.
         under_way: the exchanges of the axis that nobody has waited for.
-        label: how messages speak of it.
-        works: what the host waits for.
-        then: remains to be done when the values are there.
+        label: the name of the exchange in messages.
+        works: the works that the host waits for.
+        then: a function to call when the values have arrived.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Pending:
             then()
 
     def drain(self, timeout: timedelta) -> None:
-        """Let the exchange end, whatever comes of it: peers may still read this rank's buffers."""
+        """Let the exchange end, with or without an error: peers may still read this rank's buffers."""
         try:
             for work in self._works:
                 if work is not None:

@@ -1,4 +1,4 @@
-"""What initialize opened is closed at exit, in order.
+"""Process groups and the watchdog are closed at exit, in order.
 
 A Gloo group has threads that end when nothing holds the group any more. One that lives on may abort the
 process ("terminate called without an active exception"). So at exit: tell the watchdogs of the other ranks,
@@ -48,9 +48,9 @@ def _register() -> None:
 
 
 def close_at_exit(*holders: Axes | Axis, owns_process_group: bool = False) -> None:
-    """Close what holds process groups when the interpreter ends; then stop the default group if it is ours.
+    """Close holders of process groups when the interpreter ends; then stop the default group if it is ours.
 
-    Each axis by itself as well: a model may keep one when its engine, and so the axes, are gone.
+    Each axis is a holder too: a model may keep one when its engine, and so the axes, are gone.
     """
     _register()
     _lifecycle.holders.update(holders)
@@ -58,7 +58,7 @@ def close_at_exit(*holders: Axes | Axis, owns_process_group: bool = False) -> No
 
 
 def watch(axis: Axis) -> None:
-    """Have this process's watchdog look after `axis` too; collective. One rank alone has none."""
+    """Have this process's watchdog watch `axis` too; collective. One rank alone has no watchdog."""
     if axis.size > 1:
         _lifecycle.watchdog = open_watchdog(axis.rank, axis.size, axis.all_gather_object, _lifecycle.watchdog)
         if _lifecycle.watchdog is not None:

@@ -1,4 +1,4 @@
-"""Process groups and the device mesh: who this rank is and how ranks are arranged."""
+"""Process groups, and the device mesh in which ranks are arranged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def start_process_group(device: torch.device, timeout_s: float) -> bool:
     Without the environment that torchrun sets, it holds this process alone.
 
     Returns:
-        Whether it was started here, so that whoever asked must also stop it.
+        True if this call has started it, so that the caller must stop it.
 
     Raises:
         RuntimeError: some rank did not come.
@@ -66,7 +66,7 @@ def start_process_group(device: torch.device, timeout_s: float) -> bool:
 
 
 def group_timeout(backend: str, timeout_s: float) -> timedelta:
-    """The timeout of a process group whose ranks may wait `timeout_s` by our own watchdog."""
+    """Return the timeout of a process group in which our watchdog lets ranks wait for `timeout_s`."""
     return timedelta(seconds=timeout_s if backend == "gloo" else timeout_s + _MARGIN_S)
 
 
@@ -77,7 +77,7 @@ def stop_process_group() -> None:
 
 
 def build_mesh(config: Config, device: torch.device) -> DeviceMesh:
-    """The mesh that `config` asks for over all ranks of the default group.
+    """Return the mesh of `config` over all ranks of the default group.
 
     Raises:
         ValueError: the number of ranks does not fit the mesh.
@@ -125,7 +125,7 @@ class Axes:
 
     @staticmethod
     def of_one_group(mesh: DeviceMesh | None, axis: Axis) -> Axes:
-        """Where all data-parallel ranks form one shard group."""
+        """Return the axes when all data-parallel ranks form one shard group."""
         alone = axis.over(None)
         return Axes(mesh, dp=axis, dp_shard=axis, dp_replicate=alone, dp_inner=alone)
 
@@ -144,19 +144,19 @@ class Axes:
         return self.dp, self.dp_shard, self.dp_replicate, self.dp_inner
 
     def drain(self, seconds: float) -> None:
-        """Wait for what is under way."""
+        """Wait for exchanges under way."""
         for axis in self.members:
             axis.drain(seconds)
 
     def close(self, drain_s: float) -> None:
-        """Wait up to `drain_s` for what is under way and forget the process groups."""
+        """Wait up to `drain_s` for exchanges under way and forget the process groups."""
         for axis in self.members:
             axis.close(drain_s)
         self.mesh = None
 
 
 def open_world(device: torch.device, counter: Counter, timeout_s: float) -> Axis:
-    """All ranks of the default group; collective. Arguments as `Axis` has them.
+    """Return the axis of all ranks of the default group; collective. Arguments are those of `Axis`.
 
     Raises:
         RuntimeError: there is no process group.
@@ -172,12 +172,12 @@ def open_world(device: torch.device, counter: Counter, timeout_s: float) -> Axis
 
 
 def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
-    """This rank's view of `mesh`; collective: all ranks must call it in the same order.
+    """Return this rank's view of `mesh`; collective: all ranks must call it in the same order.
 
     Args:
-        mesh: of one axis, whatever its name, or with an axis dp_shard; with dp_replicate too, it holds all
-            ranks.
-        world: all ranks.
+        mesh: a mesh of one axis of any name, or with an axis dp_shard. If it has dp_replicate too, it holds
+            all ranks.
+        world: the axis of all ranks.
         inner_size: ranks of a part of the shard group, see `Axes.dp_inner`.
 
     Raises:
@@ -217,7 +217,7 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
 
 
 def _control_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup | None:
-    """A group of the same ranks for small CPU tensors, where `group` is not one itself."""
+    """Return a group of the same ranks for small CPU tensors; None if `group` serves them."""
     if dist.get_backend(group) == "gloo" or dist.get_world_size(group) == 1:
         return None
     ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_s)
@@ -227,7 +227,7 @@ def _control_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGr
 
 
 def _shard_subgroup(purpose: str, axes: Axes, size: int) -> dist.ProcessGroup:
-    """A group of the part of `size` consecutive ranks of the shard group that this rank is in. Collective.
+    """Return the group of this rank's part, `size` consecutive ranks, of the shard group. Collective.
 
     All ranks make the groups of all parts, in the same order: the names of groups and NCCL need that.
     """
@@ -245,7 +245,7 @@ def _shard_subgroup(purpose: str, axes: Axes, size: int) -> dist.ProcessGroup:
 
 
 def _own_group(purpose: str, parts: list[list[int]], timeout_s: float) -> dist.ProcessGroup:
-    """Make a group of each part of the ranks, unless there are such groups; that of this rank. Collective."""
+    """Return the group of this rank's part; makes a group of each part the first time. Collective."""
     timeout = group_timeout(dist.get_backend(), timeout_s)
     return shared_group(
         purpose,
@@ -256,9 +256,9 @@ def _own_group(purpose: str, parts: list[list[int]], timeout_s: float) -> dist.P
 
 
 def _take_number(axes: Axes) -> int:
-    """A number that no engine of any of these ranks has had: they may have been in other groups before.
+    """Return a number that no engine of any of these ranks has had; they may have had other groups before.
 
-    Nor does an engine that is alive on any of the ranks have the same range of tags.
+    No engine that is alive on one of the ranks has the same range of tags.
 
     Raises:
         RuntimeError: too many engines are alive.

@@ -1,4 +1,4 @@
-"""Flat scratch buffers that a backward pass uses again and again."""
+"""Flat scratch buffers that a backward pass uses repeatedly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BufferPool:
     def __init__(self, device: torch.device) -> None:
         self._device, self._keeps = device, not streams.has_streams(device)
         self._free: list[tuple[object, Tensor]] = []
-        """Kinds and buffers, the one that was given back last at the end."""
+        """Kinds and buffers; the buffer that was given back last is at the end."""
         self._bytes_in_use = 0
         self._most_in_use = 0
 
@@ -36,12 +36,12 @@ class BufferPool:
         return self._bytes_in_use + self._bytes_free
 
     def take(self, dtype: torch.dtype, size: int, zeros: Ranges = ()) -> Tensor:
-        """A buffer whose elements are zero in the ranges `zeros` and uninitialized elsewhere.
+        """Return a buffer of zeros in the ranges `zeros`, with other elements uninitialized: [size].
 
         Args:
-            dtype: of the elements.
+            dtype: dtype of the elements.
             size: number of elements.
-            zeros: nobody writes anything but zeros there until the buffer is given back.
+            zeros: ranges into which only zeros are written until the buffer is given back.
         """
         buffer = self._find(_kind(dtype, size, zeros))
         if buffer is None:
@@ -55,13 +55,13 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: Tensor, zeros: Ranges = ()) -> None:
-        """Take a buffer back, with the `zeros` that it was asked for with."""
+        """Take a buffer back; `zeros` are those of `take`."""
         self.forget(buffer)
         if self._keeps:
             self._free.append((_kind(buffer.dtype, buffer.numel(), zeros), buffer))
 
     def forget(self, buffer: Tensor) -> None:
-        """A buffer that was taken now belongs to somebody else and will not be given back."""
+        """Forget a buffer that has another owner now and will not be given back."""
         self._bytes_in_use -= buffer.nbytes
 
     def release(self) -> None:

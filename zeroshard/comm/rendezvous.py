@@ -1,8 +1,8 @@
-"""How ranks find each other, also when torchrun has started them again.
+"""Rendezvous: ranks find each other, also when torchrun has started them again.
 
-torchrun's store lives as long as its agent. After a restart it still holds what the ranks before wrote there,
-and a rank that asks for the address of another may be given that of one that died: then it waits until its
-time is over. So each start of the ranks has a part of the store of its own, whose name rank 0 draws:
+torchrun's store lives as long as its agent. After a restart it still holds the keys of the earlier ranks. A
+rank that asks for the address of another may get that of a dead one, and then waits until its time is over.
+So each start of the ranks has a part of the store of its own, whose name rank 0 draws:
 
     rank 0     sets round = <name>    waits for each <name>/<rank>         sets each <key>
     another    reads round            sets <name>/<rank> = its <key>       waits for <key>, or reads again
@@ -24,7 +24,7 @@ _PAUSE_S = 0.02
 
 
 def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """A store for this start of the ranks, at the address that torchrun's environment names; collective.
+    """Return a store for this start of the ranks, at the address in torchrun's environment; collective.
 
     Raises:
         RuntimeError: some rank did not come within `timeout`.
@@ -37,13 +37,13 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
 def check_device_types(store: dist.Store, rank: int, size: int, own: str) -> None:
     """Compare the types of the ranks' devices before a process group is opened; collective.
 
-    Their backends would differ, and wait for each other.
+    Different backends would wait for each other.
 
     Raises:
         ValueError: on all ranks, with the types and the ranks that have them.
     """
     store.set(f"device/{rank}", own)
-    if store.add("num_devices", 1) == size:  # the last one to come reads those of all
+    if store.add("num_devices", 1) == size:  # the last rank to come reads the types of all ranks
         ranks: dict[str, list[int]] = {}
         for other in range(size):
             ranks.setdefault(store.get(f"device/{other}").decode(), []).append(other)

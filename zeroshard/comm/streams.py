@@ -1,4 +1,4 @@
-"""Device streams; the only file that knows them. On CPU everything here does nothing.
+"""Device streams; the only file that knows them. On CPU these calls do nothing.
 
 Three streams: the caller's (compute), one for gathers and one for reductions. Work on a side stream
 starts after all compute issued so far, so memory that compute has released is safe to use there;
@@ -21,7 +21,7 @@ blocks of a large compute kernel have all been placed."""
 
 
 def has_streams(device: torch.device) -> bool:
-    """True where work is queued on a stream of the device; False where the host computes by itself."""
+    """True if work is queued on a stream of the device; False if the host computes by itself."""
     return device.type != "cpu"
 
 
@@ -30,7 +30,7 @@ class Mark:
     """A point in a stream: all that was issued there before it."""
 
     event: torch.Event | None
-    """None on CPU, where all that was issued is over."""
+    """None on CPU, where issued work is always over."""
     device: torch.device | None = None
     """The device of the event."""
 
@@ -40,12 +40,12 @@ class Mark:
             torch.accelerator.current_stream(self.device).wait_event(self.event)
 
     def is_over(self) -> bool:
-        """True when the device has come past the mark; asked from any thread."""
+        """True when the device has come past the mark; called from any thread."""
         return self.event is None or self.event.query()
 
 
 def mark_here(device: torch.device) -> Mark:
-    """The point after all that was issued so far on the current stream of `device`."""
+    """Return the mark after all work so far on the current stream of `device`."""
     event = torch.accelerator.current_stream(device).record_event() if has_streams(device) else None
     return Mark(event, device)
 
@@ -59,7 +59,7 @@ class SideStream:
 
     @contextmanager
     def after_compute(self) -> Iterator[None]:
-        """Issue work here, after all that was issued on the current stream so far."""
+        """Issue work on this stream, after all work so far on the current stream."""
         if self._stream is None:
             yield
             return
@@ -68,11 +68,11 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """Let the current stream wait for all that was issued here; the host goes on."""
+        """Let the current stream wait for all work on this stream; the host goes on."""
         self.mark().wait()
 
     def mark(self) -> Mark:
-        """The point after the work issued here so far."""
+        """Return the mark after the work on this stream so far."""
         return Mark(None if self._stream is None else self._stream.record_event(), self._device)
 
 
@@ -84,7 +84,7 @@ class Streams:
     reduce: SideStream
 
     def join(self) -> None:
-        """Let the current stream wait for both."""
+        """Let the current stream wait for both side streams."""
         self.gather.join()
         self.reduce.join()
 

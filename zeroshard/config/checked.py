@@ -27,8 +27,8 @@ class Requirement(NamedTuple):
 class Checked:
     """A dataclass that checks and normalizes its fields by their rules."""
 
-    _prefix: ClassVar[str] = ""  # of its keys, as messages name them: "precision."
-    _short: ClassVar[str] = ""  # how messages name its short form
+    _prefix: ClassVar[str] = ""  # before the keys of a section in messages: "precision."
+    _short: ClassVar[str] = ""  # the description of its short form in messages
     _whole: "ClassVar[type[Checked]]"  # the config that all sections belong to
 
     def __post_init__(self) -> None:
@@ -50,12 +50,12 @@ class Checked:
 
     @classmethod
     def _from_short(cls, value: Any) -> Any:
-        """The section that stands for a short form of it, or rules.REFUSED."""
+        """Return the section that a short form stands for, or rules.REFUSED."""
         return rules.REFUSED
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
-        """Build from keys and values, sections being mappings themselves. Raises ValueError for a bad one."""
+        """Build from keys and values; a section is a mapping itself. Raises ValueError."""
         if not isinstance(options, Mapping):
             raise ValueError(f"expected a mapping of config keys, came {came_as(options)}")
         kinds: dict[str, Any] = {option.name: option.type for option in fields(cls)}
@@ -81,12 +81,12 @@ class Checked:
         return f"unknown config key '{cls._prefix}{key}'{hint} {place}: {', '.join(known)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` reads, JSON-serializable. Raises ValueError when `units` is a predicate."""
+        """Return a dict for `from_dict` that JSON can hold. Raises ValueError when `units` is a predicate."""
         return {option.name: _plain(option.name, getattr(self, option.name)) for option in fields(self)}
 
 
 _MEANT = {"precision.dtype": "precision.param_dtype", "dtype": "precision"}
-"""Unknown keys whose meaning is plain, though another key looks more alike."""
+"""Unknown keys with the key that is meant, where the spelling of another key is closer."""
 
 
 def _is_section(kind: Any) -> bool:
@@ -115,7 +115,7 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def flat(config: Checked) -> dict[str, Any]:
-    """All values of a config and its sections, by dotted key."""
+    """Return all values of a config and its sections, by dotted key."""
     values: dict[str, Any] = {}
     for option in fields(config):
         value = getattr(config, option.name)
@@ -124,11 +124,11 @@ def flat(config: Checked) -> dict[str, Any]:
 
 
 def show(value: object) -> str:
-    """A value, as messages write it; a long one is cut."""
+    """Return the text of a value for messages; a long one is cut."""
     text = repr(value).removeprefix("torch.")
     return text if len(text) <= 200 else text[:200] + "..."
 
 
 def came_as(value: object) -> str:
-    """A value and its type, as messages tell what came."""
+    """Return the text of a value and of its type, for messages."""
     return "None" if value is None else f"{show(value)} ({type(value).__name__})"

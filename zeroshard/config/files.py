@@ -1,4 +1,4 @@
-"""Files of configs."""
+"""Config files: .json and .toml."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Tell errors with the name of the file."""
+    """Put the name of the file into a ValueError."""
     try:
         yield
     except ValueError as error:
@@ -19,16 +19,16 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def world_size() -> int | None:
-    """The number of ranks, as torchrun tells it; None without it."""
+    """Return the number of ranks from WORLD_SIZE, which torchrun sets; None without it."""
     ranks = os.environ.get("WORLD_SIZE", "")
     return int(ranks) if ranks.isdecimal() else None
 
 
 def read_options(file: Path) -> Any:
-    """The content of a .json or .toml file.
+    """Return the content of a .json or .toml file.
 
     Raises:
-        ValueError: it cannot be read, or is neither.
+        ValueError: the file cannot be read or parsed, or has another ending.
     """
     parsers: dict[str, Callable[[str], Any]] = {".json": json.loads, ".toml": tomllib.loads}
     if file.suffix.lower() not in parsers:

@@ -1,7 +1,7 @@
-"""Configs of DeepSpeed: their reader stands above this package, and is imported when one is asked for.
+"""The reader of DeepSpeed configs: it stands above this package and is imported when a user asks for it.
 
-`Config.from_deepspeed` has to be a method of the Config, while the keys of another engine are nothing that
-each `import zeroshard` should load. So this is the one place with an import upward, and it is a late one.
+`Config.from_deepspeed` is a method of the Config, but `import zeroshard` should not load the keys of another
+engine. So this function has the one import upward.
 """
 
 from types import ModuleType

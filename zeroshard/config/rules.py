@@ -1,4 +1,4 @@
-"""Rules for the values of a config: what each accepts, what it stores, and what it says it expects."""
+"""Rules for the values of a config: the values that a rule accepts, and those that it stores."""
 
 import math
 import os
@@ -21,7 +21,7 @@ class Rule(NamedTuple):
 
 
 def number(expected: str, in_range: Callable[[Any], bool], kind: type = Real, store: type = float) -> Rule:
-    """A number in a range; a bool is none."""
+    """Return the rule for a number in a range; a bool is refused."""
 
     def accept(value: Any) -> Any:
         is_number = isinstance(value, kind) and not isinstance(value, bool)
@@ -31,13 +31,13 @@ def number(expected: str, in_range: Callable[[Any], bool], kind: type = Real, st
 
 
 def integer(low: int, high: float = math.inf) -> Rule:
-    """An integer from `low` to `high`."""
+    """Return the rule for an integer from `low` to `high`."""
     expected = f"an integer >= {low}" if high == math.inf else f"an integer from {low} to {high}"
     return number(expected, lambda value: low <= value <= high, kind=Integral, store=int)
 
 
 def choice(*choices: str) -> Rule:
-    """One of some words, in any case."""
+    """Return the rule for one of some words, in upper or lower case."""
 
     def accept(value: Any) -> Any:
         return value.lower() if isinstance(value, str) and value.lower() in choices else REFUSED
@@ -46,7 +46,7 @@ def choice(*choices: str) -> Rule:
 
 
 def names_by(expected: str, name_of: Callable[[Any], Any]) -> Rule:
-    """One name or several, stored as a tuple."""
+    """Return the rule for one name or several, which are stored as a tuple."""
 
     def accept(value: Any) -> Any:
         several = isinstance(value, Sequence | Set) and not isinstance(value, str | bytes)
@@ -60,12 +60,12 @@ def names_by(expected: str, name_of: Callable[[Any], Any]) -> Rule:
 
 
 def instance(kind: type, expected: str) -> Rule:
-    """An object of a class."""
+    """Return the rule for an object of a class."""
     return Rule(expected, lambda value: value if isinstance(value, kind) else REFUSED)
 
 
 def either(*rules: Rule) -> Rule:
-    """What the first rule that accepts a value makes of it."""
+    """Return the rule that stores a value by the first of some rules that accepts it."""
 
     def accept(value: Any) -> Any:
         answers = (rule.accept(value) for rule in rules)
@@ -99,10 +99,10 @@ def _dtype(value: Any) -> Any:
 
 
 def parse_dtype(value: Any) -> torch.dtype:
-    """A floating-point dtype, or its name.
+    """Return the floating-point dtype for a dtype or its name.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is neither.
     """
     dtype = DTYPE.accept(value)
     if not isinstance(dtype, torch.dtype):

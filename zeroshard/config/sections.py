@@ -1,13 +1,13 @@
-"""What the user asks for: frozen dataclasses.
+"""The settings of an engine: frozen dataclasses.
 
-A field's annotation carries its rule, which says what is expected and what is stored:
+The annotation of a field holds a rule, which knows the expected values and the stored one:
 
     stage: Annotated[int, rules.integer(0, 3)] = 3
                           '----------------- accepts, normalizes, and names what it expects
 
-A type that includes None takes None besides; bool fields and nested sections need no rule of their own.
-`Checked` applies the rules, then the requirements between fields. Whatever is wrong with what the user
-gave ends in a `ValueError` with the dotted key, what was expected and what came.
+A type that includes None accepts None too; bool fields and nested sections need no rule.
+`Checked` applies the rules, then the requirements between fields. A wrong value raises a `ValueError` with
+the dotted key, the expected value and the given one.
 """
 
 import os
@@ -27,13 +27,13 @@ from zeroshard.config.foreign import deepspeed_reader
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicLossScale(Checked):
-    """How the loss scale of float16 follows overflows; the defaults are those of torch.amp.GradScaler."""
+    """The adaptation of the float16 loss scale to overflows; defaults are those of torch.amp.GradScaler."""
 
     _prefix = "precision.loss_scale."
     start: Annotated[float, rules.POSITIVE] = 65536.0  # the scale of the first step
     window: Annotated[int, rules.integer(1)] = 2000  # steps without overflow after which the scale is doubled
     minimum: Annotated[float, rules.POSITIVE] = 1.0  # an overflow halves the scale, but not below this
-    # Overflows since the scale was last doubled, of which only the last one and later ones halve it.
+    # Overflows are counted since the scale was last doubled; from this number on, each one halves the scale.
     hysteresis: Annotated[int, rules.integer(1)] = 1
 
     def _requirements(self) -> list[Requirement]:
@@ -56,24 +56,24 @@ _LOSS_SCALE = rules.either(
 
 @dataclass(frozen=True, kw_only=True)
 class Precision(Checked):
-    """Dtypes of what is computed, sent and kept: torch dtypes, or names such as "bf16".
+    """Dtypes of computation, exchanges and main parameters: torch dtypes, or names such as "bf16".
 
     A dtype alone, `precision="bf16"`, stands for `Precision(param_dtype="bf16")`.
     """
 
     _prefix = "precision."
     _short = ", or a dtype such as 'bf16', which stands for param_dtype"
-    # Of parameters and float inputs in forward and backward. None: as the model has them.
+    # Dtype of parameters and float inputs in forward and backward. None: as the model has them.
     param_dtype: Annotated[torch.dtype | None, rules.DTYPE] = None
-    # In which gradients are summed over ranks. None: param_dtype, but at least float32.
+    # Dtype in which gradients are summed over ranks. None: param_dtype, but at least float32.
     reduce_dtype: Annotated[torch.dtype | None, rules.DTYPE] = None
-    # Of main parameters and their gradients. None: the model's, but at least float32. Optimizer states and
-    # updates have at least float32; into bfloat16, updates are rounded stochastically.
+    # Dtype of main parameters and their gradients. None: the model's, but at least float32. Optimizer states
+    # and updates have at least float32; updates of bfloat16 parameters are rounded stochastically.
     main_dtype: Annotated[torch.dtype | None, rules.DTYPE] = None
-    # To which the model's float outputs are cast. None: they are left as they are.
+    # Dtype to which the model's float outputs are cast. None: they stay as they are.
     output_dtype: Annotated[torch.dtype | None, rules.DTYPE] = None
-    # Factor on the loss against underflow of float16 gradients. None: "dynamic", which adapts it; a dict of
-    # start, window, minimum and hysteresis tells how.
+    # Factor on the loss against underflow of float16 gradients. None: "dynamic", which adapts it. A dict of
+    # start, window, minimum and hysteresis is a dynamic scale too.
     loss_scale: Annotated[float | str | DynamicLossScale | None, _LOSS_SCALE] = None
 
     @classmethod
@@ -88,7 +88,7 @@ class Precision(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Offload(Checked):
-    """What lives outside the device: "none" (stays on it), "cpu" (host memory) or "nvme" (files)."""
+    """Values outside of the device: "none" (they stay on it), "cpu" (host memory) or "nvme" (files)."""
 
     _prefix = "offload."
     # Tier of main parameters and optimizer states; the optimizer step runs there.
@@ -109,15 +109,14 @@ class Offload(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(Checked):
-    """How checkpoints are kept."""
+    """The checkpoints of an engine."""
 
     _prefix = "checkpoint."
     # Number of checkpoints that are kept, the newest ones. None: all.
     keep_last: Annotated[int | None, rules.integer(1)] = None
-    verify: bool = True  # whether checksums are compared on load
-    frozen: bool = (
-        True  # False leaves out what is frozen: such checkpoints load over the same frozen parameters
-    )
+    verify: bool = True  # True compares checksums on load
+    # False leaves out frozen parameters: such a checkpoint loads over the same frozen parameters.
+    frozen: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,15 +124,15 @@ class Loader(Checked):
     """The DataLoader that `initialize` builds from `training_data`."""
 
     _prefix = "loader."
-    num_workers: Annotated[int, rules.integer(0)] = 0  # processes that load samples; 0: this one does
-    # Whether batches are collated in pinned memory. None: where the device is an accelerator.
+    num_workers: Annotated[int, rules.integer(0)] = 0  # processes that load samples; 0: this process loads
+    # True collates batches in pinned memory. None: True for an accelerator.
     pin_memory: Annotated[bool | None, rules.BOOLEAN] = None
-    drop_last: bool = False  # whether the last batch of an epoch is left out where it is smaller
+    drop_last: bool = False  # True leaves out the last batch of an epoch if it is smaller
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Checked):
-    """Ranks along the model-parallel axes; the data-parallel axes get what is left."""
+    """Ranks along the model-parallel axes; the data-parallel axes get the remaining factor."""
 
     _prefix = "mesh."
     pp: Annotated[int, rules.integer(1)] = 1  # ranks along the pipeline-parallel axis
@@ -142,7 +141,7 @@ class Mesh(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(Checked):
-    """How a batch flows through the pipeline-parallel ranks."""
+    """The schedule of a batch over the pipeline-parallel ranks."""
 
     _prefix = "pipeline."
     # Order of forwards and backwards, in upper or lower case.
@@ -155,43 +154,41 @@ class Pipeline(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Checked):
-    """All that can be asked of `zeroshard.initialize`. Raises ValueError for what is impossible."""
+    """All settings of `zeroshard.initialize`. Raises ValueError for an impossible value or combination."""
 
     # 0: nothing is sharded; 1: optimizer states are; 2: gradients too; 3: parameters too.
     stage: Annotated[int, rules.integer(0, 3)] = 3
-    precision: Precision = Precision()  # dtypes of what is computed, sent and kept
-    # Where this rank computes; of the same type on all ranks. None: the accelerator of its local rank where
-    # there is one and the open process group serves it, else the CPU.
+    precision: Precision = Precision()  # dtypes of computation, exchanges and main parameters
+    # Device of this rank; of the same type on all ranks. None: the accelerator of its local rank, if there is
+    # one and the open process group serves it, else the CPU.
     device: Annotated[str | None, rules.DEVICE] = None
     # Micro-batches whose gradients are added up before an optimizer step.
     gradient_accumulation_steps: Annotated[int, rules.integer(1)] = 1
     # Largest global L2 norm of the gradients, beyond which they are scaled down. None: no clipping.
     clip_grad_norm: Annotated[float | None, rules.POSITIVE] = None
     # A step whose gradient norm is inf or nan is taken ("report"), left out ("skip") or an error ("error").
-    # In float16, "report" leaves it out as well, and "error" waits until the loss scale can't be lowered.
+    # For float16, "report" leaves it out as well, and "error" waits until the loss scale can't be lowered.
     nonfinite: Annotated[str, rules.choice("report", "skip", "error")] = "report"
     # Samples in a rank's micro-batch, for the DataLoader that `initialize` builds.
     micro_batch_size: Annotated[int, rules.integer(1)] = 1
-    # Modules that are gathered as one: class names or a predicate. None: repeated blocks are found.
+    # Modules that are gathered as one unit: class names or a predicate. None: repeated blocks are found.
     # A list of module names among the class names makes one unit of several modules.
     units: Annotated[Sequence[str | Sequence[str]] | Callable[[nn.Module], bool] | None, rules.UNITS] = None
     # Names of parameters, * for any letters, that each rank keeps whole and steps by itself. None: none.
     ignored: Annotated[Sequence[str] | None, rules.PATTERNS] = None
     # Ranks in a shard group, for hybrid sharding. None: all ranks are one group.
     shard_group_size: Annotated[int | None, rules.integer(1)] = None
-    # Whether parameters are freed from forward to backward. An integer: kept, over that many ranks.
+    # True frees parameters between forward and backward. An integer: kept, sharded over that many ranks.
     reshard_after_forward: Annotated[bool | int, rules.either(rules.BOOLEAN, rules.integer(2))] = True
-    num_prefetch: Annotated[int, rules.integer(0)] = (
-        1  # units that are gathered ahead of the one that computes
-    )
-    # "unit": backward recomputes the activations inside each unit. "none": all are kept.
+    num_prefetch: Annotated[int, rules.integer(0)] = 1  # units gathered ahead of the one that computes
+    # "unit": backward recomputes the activations inside each unit. "none": all activations are kept.
     recompute: Annotated[str, rules.choice("none", "unit")] = "none"
-    compile: bool = False  # whether each unit is compiled with torch.compile
-    offload: Offload = Offload()  # what lives in host memory or in files
-    checkpoint: Checkpoint = Checkpoint()  # how checkpoints are kept
+    compile: bool = False  # True compiles each unit with torch.compile
+    offload: Offload = Offload()  # values in host memory or in files
+    checkpoint: Checkpoint = Checkpoint()  # number and content of checkpoints
     loader: Loader = Loader()  # the DataLoader that `initialize` builds
     mesh: Mesh = Mesh()  # ranks along the model-parallel axes
-    pipeline: Pipeline = Pipeline()  # how a batch flows through the pipeline-parallel ranks
+    pipeline: Pipeline = Pipeline()  # schedule of a batch over the pipeline-parallel ranks
     # Seconds that a rank may wait in a collective before the watchdog ends the run.
     watchdog_s: Annotated[float, rules.SECONDS] = 600.0
 
@@ -232,7 +229,7 @@ class Config(Checked):
     def from_deepspeed(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> Self:
         """Read a DeepSpeed config: a dict, or the path of a file; see docs/migrating.md.
 
-        One warning tells what is to be written elsewhere (optimizer and scheduler) and what has no effect.
+        One warning lists the lines to write elsewhere (optimizer and scheduler) and the keys without effect.
         `train_batch_size` is divided over WORLD_SIZE, which torchrun sets; without it, over one rank.
 
         Raises:
@@ -243,7 +240,7 @@ class Config(Checked):
 
     @classmethod
     def parse(cls, config: "Config | Mapping[str, Any] | str | os.PathLike[str] | None") -> "Config":
-        """The Config that `initialize` is given: as an object, a mapping or a path; None: the defaults."""
+        """Return the Config for a Config, a mapping, a path, or None, which means the defaults."""
         if isinstance(config, Config):
             return config
         if isinstance(config, str | os.PathLike):
@@ -255,7 +252,7 @@ class Config(Checked):
 
 Checked._whole = Config
 
-# ------------------------------------------------------------------------ what this version doesn't have
+# ------------------------------------------------------------------- settings that this version doesn't have
 
 _NOT_YET: tuple[Checked, ...] = (Offload(), Mesh(), Pipeline())
 # Keys that have only some of their values so far; of the sections above, only the defaults.
@@ -265,7 +262,7 @@ _AVAILABLE: dict[str, tuple[object, ...]] = {
 
 
 def require_supported(config: Config) -> None:
-    """Raise one ValueError that lists all that `config` asks for and zeroshard doesn't have yet."""
+    """Raise one ValueError that lists all settings of `config` that zeroshard doesn't have yet."""
     asked = {key: value for key, value in flat(config).items() if value not in _AVAILABLE.get(key, (value,))}
     if asked:
         missing = ", ".join(f"{key}={show(value)}" for key, value in asked.items())

@@ -1,7 +1,7 @@
-"""The DataLoader that initialize builds from a Dataset, and the place in the data where it is resumed.
+"""The DataLoader that initialize builds from a Dataset, and the position in the data at which it resumes.
 
 In an epoch all ranks share one order of the samples, which they take turns in. A position counts the
-samples that were consumed over all ranks, so it means the same at any number of ranks and any batch size:
+samples that all ranks have consumed, so it means the same at any number of ranks and any batch size:
 
     order      a b c d e f g h i j k (a b)
     2 ranks    0 1 0 1                        one batch of 2 samples per rank, then position 4
@@ -27,27 +27,35 @@ STATE_KEYS = ("epoch", "position", "seed", "num_samples")
 _CPU = torch.device("cpu")
 _DEFAULTS = Loader()
 LIMIT = 2**63
-"""Of the numbers in a state: torch.Generator takes a seed + epoch below twice this."""
+"""The bound of the numbers in a state: torch.Generator takes a seed + epoch below twice this."""
 
 
 def order(num_samples: int, seed: int) -> Tensor:
-    """The samples of an epoch as all ranks together take them; `seed` is that of the data + the epoch."""
+    """Return the order in which all ranks together take the samples of an epoch: [num_samples], int64.
+
+    Args:
+        num_samples: the length of the dataset.
+        seed: the seed of the data + the number of the epoch.
+    """
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(num_samples, generator=generator, device="cpu")
 
 
 def turns(num_samples: int, position: int, rank: int, num_ranks: int) -> Tensor:
-    """Where in an epoch's order a rank takes its samples, from `position` to the end.
+    """Return the indices in an epoch's order of the samples of one rank, from `position` to the end.
 
-    All ranks take equally many. What is missing for that is taken from the start of the order again.
+    All ranks take equally many. The last turn is filled up with samples from the start of the order.
+
+    Returns:
+        [num_turns], int64, on the CPU.
     """
     num_turns = -(-(num_samples - position) // num_ranks)
     return (position + rank + num_ranks * torch.arange(num_turns, device="cpu")) % num_samples
 
 
 @dataclass(slots=True, kw_only=True)
-class Place:
-    """A place in the data, the same on all ranks."""
+class DataPosition:
+    """A position in the data, the same on all ranks."""
 
     epoch: int = 0
     position: int = 0
@@ -60,11 +68,11 @@ class EpochSampler(DistributedSampler[Any]):
 
     position: int = 0
 
-    def begin_at(self, place: Place) -> None:
-        """Let the next iteration go from `place` to the end of its epoch."""
-        self.set_epoch(place.epoch)
-        self.seed = place.seed
-        self.position = place.position
+    def begin_at(self, data_position: DataPosition) -> None:
+        """Let the next iteration go from a position to the end of its epoch."""
+        self.set_epoch(data_position.epoch)
+        self.seed = data_position.seed
+        self.position = data_position.position
 
     def __iter__(self) -> Iterator[int]:
         num_samples = len(self.dataset)  # type: ignore[arg-type]
@@ -78,10 +86,10 @@ class EpochLoader(DataLoader[Any]):
     Only the first iteration after `load_state_dict` goes on inside the epoch that was saved.
 
     Args:
-        dataset: what has a length and gives samples by index.
+        dataset: an object with a length that gives samples by index.
         rank: this rank among those that share the dataset.
-        num_ranks: how many they are.
-        device: where batches are handed out. For an accelerator they are collated in pinned memory.
+        num_ranks: the number of these ranks.
+        device: to which batches are moved. For an accelerator they are collated in pinned memory.
         options: of DataLoader, except for those about which samples make a batch.
     """
 
@@ -99,9 +107,9 @@ class EpochLoader(DataLoader[Any]):
         sampler = EpochSampler(dataset, num_replicas=num_ranks, rank=rank)
         super().__init__(dataset, sampler=sampler, **{"pin_memory": device.type != "cpu"} | options)
         self.device = device
-        self._place = Place()
-        """Of the newest iteration."""
-        self._next_start = self._place
+        self._data_position = DataPosition()
+        """The position of the newest iteration."""
+        self._next_start = self._data_position
 
     @staticmethod
     def over(
@@ -128,81 +136,82 @@ class EpochLoader(DataLoader[Any]):
 
     @property
     def num_epochs(self) -> int:
-        """Epochs that were begun; one that is to be resumed counts when it is."""
+        """The number of epochs that were begun; an epoch to resume counts once it is resumed."""
         return self._next_start.epoch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         assert self.batch_size is not None, "EpochLoader counts in batches"
-        place = self._next_start
-        self.sampler.begin_at(place)
+        data_position = self._next_start
+        self.sampler.begin_at(data_position)
         # An epoch begins with torch drawing a seed for workers. RNG states that were saved inside the epoch
         # are those after that draw, so resuming it must not draw again.
-        with torch.random.fork_rng(devices=[], enabled=place.position > 0):
+        with torch.random.fork_rng(devices=[], enabled=data_position.position > 0):
             batches = super().__iter__()
-        self._place = place
-        self._next_start = replace(place, epoch=place.epoch + 1, position=0)
+        self._data_position = data_position
+        self._next_start = replace(data_position, epoch=data_position.epoch + 1, position=0)
         batch_size = self.batch_size * self.sampler.num_replicas
-        return _Batches(batches, self.sampler, place, batch_size, self.device)
+        return _Batches(batches, self.sampler, data_position, batch_size, self.device)
 
     def state_dict(self) -> dict[str, int]:
-        """Where the newest iteration is: what it handed out counts, what workers prefetched does not.
+        """Return the position of the newest iteration, as numbers that JSON can hold.
 
-        Equal on all ranks that were handed equally many batches; JSON can hold it.
+        Batches that were handed out count; batches that workers have only prefetched do not. The state is
+        equal on all ranks that were handed equally many batches.
         """
-        place = self._place
+        data_position = self._data_position
         return {
-            "epoch": place.epoch,
-            "position": place.position,
-            "seed": place.seed,
+            "epoch": data_position.epoch,
+            "position": data_position.position,
+            "seed": data_position.seed,
             "num_samples": len(self.dataset),  # type: ignore[arg-type]
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Let the next iteration go on where `state` was taken, be it at other batches on other ranks.
+        """Let the next iteration continue at the position in `state`.
 
-        If the dataset's length has changed, that place means nothing any more: warns, and the next
-        iteration is the epoch after.
+        The number of ranks and the batch size may be others. If the length of the dataset has changed, the
+        position has no meaning: a warning says so, and the next iteration is the epoch after.
 
         Raises:
             ValueError: the state is not as `state_dict` makes it.
         """
-        place, num_saved = parse_place(state)
+        data_position, num_saved = parse_state(state)
         num_samples = len(self.dataset)  # type: ignore[arg-type]
-        following = replace(place, epoch=place.epoch + 1, position=0)
+        following = replace(data_position, epoch=data_position.epoch + 1, position=0)
         if num_saved != num_samples:
             warnings.warn(
                 f"training_data: expected {num_saved} samples, as when the state was saved, "
                 f"got {num_samples}; going on at the start of epoch {following.epoch}, "
-                f"not inside epoch {place.epoch}",
+                f"not inside epoch {data_position.epoch}",
                 stacklevel=2,
             )
-            place = following
-        self._place = place
-        self._next_start = following if self._is_over(place) else place
+            data_position = following
+        self._data_position = data_position
+        self._next_start = following if self._is_over(data_position) else data_position
 
-    def _is_over(self, place: Place) -> bool:
-        """True when no batch of the epoch is left behind a place."""
+    def _is_over(self, data_position: DataPosition) -> bool:
+        """True when no batch of the epoch is left after a position."""
         num_samples, num_ranks = len(self.dataset), self.sampler.num_replicas  # type: ignore[arg-type]
-        num_turns = -(-(num_samples - place.position) // num_ranks)
+        num_turns = -(-(num_samples - data_position.position) // num_ranks)
         assert self.batch_size is not None, "EpochLoader counts in batches"
         return num_turns < (self.batch_size if self.drop_last else 1)
 
 
 class _Batches(Iterator[Any]):
-    """The batches from a place to the end of its epoch; moves the place as they are handed out."""
+    """The batches from a position to the end of its epoch; the position moves as they are handed out."""
 
     def __init__(
         self,
         batches: Iterator[Any],
         sampler: EpochSampler,
-        place: Place,
+        data_position: DataPosition,
         batch_size: int,
         device: torch.device,
     ) -> None:
         self._batches, self._device = batches, device
         self._sampler = sampler
-        self._place = place
-        self._start = replace(place)
+        self._data_position = data_position
+        self._start = replace(data_position)
         self._batch_size = batch_size  # over all ranks
         self._num_batches = 0
         self._num_samples = len(sampler.dataset)  # type: ignore[arg-type]
@@ -210,16 +219,20 @@ class _Batches(Iterator[Any]):
     def __next__(self) -> Any:
         # Without workers torch begins to iterate over the sampler as late as here, at the first batch.
         self._sampler.begin_at(self._start)
-        # Counted even if loading fails: whoever goes on after that gets the batch behind it.
+        # Counted even if loading fails: a loop that goes on gets the next batch.
         self._num_batches += 1
         batch = next(self._batches)
         consumed = self._start.position + self._num_batches * self._batch_size
-        self._place.position = min(consumed, self._num_samples)
+        self._data_position.position = min(consumed, self._num_samples)
         return to_device(batch, self._device)
 
 
-def parse_place(state: Mapping[str, int]) -> tuple[Place, int]:
-    """The place in a state and the length of the dataset it is about, checked."""
+def parse_state(state: Mapping[str, int]) -> tuple[DataPosition, int]:
+    """Check a state; return its position and the length of its dataset.
+
+    Raises:
+        ValueError: naming the first entry that is wrong.
+    """
     if not isinstance(state, Mapping):
         raise ValueError(f"expected a state of the data as a dict of {', '.join(STATE_KEYS)}, got {state!r}")
     for key in STATE_KEYS:
@@ -236,5 +249,5 @@ def parse_place(state: Mapping[str, int]) -> tuple[Place, int]:
             f"state of the data: position: expected at most num_samples, {state['num_samples']}, "
             f"got {state['position']}"
         )
-    place = Place(epoch=state["epoch"], position=state["position"], seed=state["seed"])
-    return place, state["num_samples"]
+    data_position = DataPosition(epoch=state["epoch"], position=state["position"], seed=state["seed"])
+    return data_position, state["num_samples"]

@@ -12,17 +12,17 @@ from torch import Tensor
 
 
 def split_batch(value: Any, num_pieces: int) -> list[Any]:
-    """Cut every tensor along dim 0; a scalar goes to every piece.
+    """Cut every tensor of a batch along dim 0; each piece gets all scalars.
 
     Raises:
-        ValueError: a batch that does not divide, or of a type that may hide tensors.
+        ValueError: the batch does not divide, or holds an object of a type that may hide tensors.
     """
     if isinstance(value, Mapping):
         columns = {key: split_batch(item, num_pieces) for key, item in value.items()}
         return [{key: column[i] for key, column in columns.items()} for i in range(num_pieces)]
     if isinstance(value, list | tuple):
         items = [split_batch(item, num_pieces) for item in value]
-        build = getattr(type(value), "_make", type(value))  # a named tuple's constructor is another
+        build = getattr(type(value), "_make", type(value))  # a named tuple takes its items one by one
         return [build(item[i] for item in items) for i in range(num_pieces)]
     if value is None or isinstance(value, bool | int | float | str) or num_pieces == 1:
         return [value] * num_pieces
@@ -42,13 +42,13 @@ def split_batch(value: Any, num_pieces: int) -> list[Any]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Copy the tensors of a batch to an accelerator, by way of pinned memory: the host does not wait.
+    """Copy the tensors of a batch to an accelerator through pinned memory, so that the host does not wait.
 
-    Looks into what a DataLoader can pin (mappings such as transformers' BatchEncoding, lists, tuples, objects
-    with `pin_memory` and `to`), and into dataclasses.
+    Finds tensors in all that a DataLoader can pin (mappings such as transformers' BatchEncoding, lists,
+    tuples, objects with `pin_memory` and `to`), and in dataclasses.
 
     Returns:
-        For the CPU, the batch itself. Else new containers of the same types.
+        The batch itself for the CPU; new containers of the same types for an accelerator.
     """
     return value if device.type == "cpu" else _moved(value, device)
 
@@ -56,7 +56,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         if value.is_cpu and torch.accelerator.is_available():
-            value = value.pin_memory()  # else the copy would wait for all that the stream was given before
+            value = value.pin_memory()  # else the host would wait for all earlier work of the stream
         return value.to(device, non_blocking=True)
     if hasattr(value, "pin_memory") and hasattr(value, "to"):
         return value.to(device)  # a PackedSequence keeps a part of it on the CPU

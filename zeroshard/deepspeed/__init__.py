@@ -1,1 +1,1 @@
-"""Reads DeepSpeed configs: what each key becomes, and what is written instead of a section."""
+"""DeepSpeed configs: the translation of each key, and the lines to write in place of a section."""

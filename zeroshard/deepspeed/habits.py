@@ -1,4 +1,4 @@
-"""The names that DeepSpeed's engine has, for scripts that come from there."""
+"""The attributes and methods of DeepSpeed's engine, for scripts that were written for it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 if TYPE_CHECKING:
     _Module = nn.Module
 else:
-    _Module = object  # it stands before nn.Module among the bases
+    _Module = object  # the class stands before nn.Module among the bases of the engine
 
 
 class DeepSpeedNames(_Module):
-    """Attributes and methods under the names of DeepSpeed; any name that an engine lacks is its model's."""
+    """Attributes and methods under DeepSpeed's names; other missing names are looked up in the model."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -39,7 +39,7 @@ class DeepSpeedNames(_Module):
 
     @property
     def global_rank(self) -> int:
-        """The number of this rank among all."""
+        """The number of this rank among all ranks."""
         rank: int = self._runtime.context.axes.dp.rank
         return rank
 
@@ -60,24 +60,24 @@ class DeepSpeedNames(_Module):
         return self.global_step  # type: ignore[no-any-return]
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """`config.micro_batch_size`."""
+        """Return `config.micro_batch_size`."""
         return self.config.micro_batch_size  # type: ignore[no-any-return]
 
     def gradient_accumulation_steps(self) -> int:
-        """The number of micro-batches in a step; `set_gradient_accumulation_steps` changes it."""
+        """Return the number of micro-batches in a step; `set_gradient_accumulation_steps` changes it."""
         return self._num_micro_batches  # type: ignore[no-any-return]
 
     def train_batch_size(self) -> int:
-        """The samples of an optimizer step over all ranks."""
+        """Return the number of samples in an optimizer step over all ranks."""
         steps = self.gradient_accumulation_steps()
         return self.train_micro_batch_size_per_gpu() * steps * self.world_size
 
     def gradient_clipping(self) -> float:
-        """`config.clip_grad_norm`; 0.0 where gradients are not clipped."""
+        """Return `config.clip_grad_norm`; 0.0 when gradients are not clipped."""
         return self.config.clip_grad_norm or 0.0
 
     def zero_optimization_stage(self) -> int:
-        """`config.stage`."""
+        """Return `config.stage`."""
         return self.config.stage  # type: ignore[no-any-return]
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -85,9 +85,9 @@ class DeepSpeedNames(_Module):
         return self._is_at_boundary  # type: ignore[no-any-return]
 
     def get_global_grad_norm(self) -> float | None:
-        """`grad_norm` as a number, for which the host waits; None before the first clipping."""
+        """Return `grad_norm` as a number, for which the host waits; None before the first clipping."""
         return None if self.grad_norm is None else self.grad_norm.item()
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]

@@ -1,8 +1,8 @@
-"""DeepSpeed's config keys, those of 0.19 and older ones that are still written, and what becomes of each.
+"""DeepSpeed's config keys as data: those of 0.19, and older ones that configs still have.
 
-    MAPPED         the key says the same as one of zeroshard's
+    MAPPED         the key means the same as one of zeroshard's
     IGNORED        harmless: the numbers do not depend on it
-    NO_EQUIVALENT  refused, with the nearest thing, unless it is switched off
+    NO_EQUIVALENT  refused, with the nearest feature, unless the key is switched off
 
 Keys are dotted. The sections `optimizer` and `scheduler` are read in `torch_lines.py`.
 """
@@ -17,7 +17,7 @@ Options = dict[str, Any]
 
 
 class Rule(NamedTuple):
-    """What a mapped key takes and becomes."""
+    """The values that a mapped key takes, and the options that they become."""
 
     expected: str  # completes the sentence "expected ..."
     takes: Callable[[Any], bool]
@@ -25,9 +25,9 @@ class Rule(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why a key has no equivalent."""
+    """A key without equivalent."""
 
-    nearest: str
+    nearest: str  # what to use instead
     harmless: tuple[object, ...] = ()  # values that ask for nothing; (): empty and disabled ones
 
 
@@ -35,7 +35,7 @@ class Refusal(NamedTuple):
 
 
 def is_number(value: Any, low: float = 0, kind: Any = Real) -> bool:
-    """True if it is a finite number of a kind, at least `low`; True and False are none."""
+    """True for a finite number of a kind, at least `low`; True and False are no numbers."""
     return isinstance(value, kind) and not isinstance(value, bool) and bool(low <= value < math.inf)
 
 
@@ -71,7 +71,7 @@ _PATH = Rule(
 _CLIPPING = Rule("a number >= 0", is_number, lambda norm: {"clip_grad_norm": norm} if norm else {})
 _LOSS_SCALE = Rule("a number >= 0", is_number, lambda scale: {"precision.loss_scale": scale or "dynamic"})
 _DYNAMIC = "precision.loss_scale."
-"""The options that tell how a dynamic scale follows overflows."""
+"""The prefix of the options for the adaptation of a dynamic scale to overflows."""
 _RATIO = Rule(
     "a number from 0 to 1",
     lambda value: is_number(value) and value <= 1,
@@ -283,14 +283,14 @@ def _with_old_name(table: dict[str, Entry]) -> dict[str, Entry]:
 MAPPED, IGNORED = _with_old_name(MAPPED), _with_old_name(IGNORED)
 
 WHOLE = frozenset({"optimizer", "scheduler"})
-"""Sections that become torch objects."""
+"""Sections for which a torch object is written."""
 
 KNOWN = frozenset(MAPPED) | frozenset(IGNORED) | frozenset(NO_EQUIVALENT) | WHOLE
 
 SECTIONS = frozenset(key.rpartition(".")[0] for key in KNOWN) - {""}
 
 SWITCHED = frozenset({"bf16", "bfloat16", "fp16"})
-"""Sections that say nothing unless `enabled` is true."""
+"""Sections that have no effect unless `enabled` is true."""
 
 _TRAINER_ARGUMENTS: dict[str, str] = {
     "train_batch_size": "leave it out",
@@ -308,10 +308,10 @@ _TRAINER_ARGUMENTS: dict[str, str] = {
     "scheduler.params.warmup_num_steps": "warmup_steps",
     "scheduler.params.total_num_steps": "max_steps",
 }
-"""Where the Trainer of transformers finds the value for "auto"."""
+"""The arguments from which the Trainer of transformers fills in "auto"."""
 
 
 def auto(key: str) -> str:
-    """What is wrong with the value "auto"."""
+    """Return why the value "auto" is refused."""
     argument = _TRAINER_ARGUMENTS.get(key)
     return "'auto' is filled in by the Trainer of transformers" + (f": {argument}" if argument else "")

@@ -17,11 +17,11 @@ _Config = TypeVar("_Config", bound=Config)
 
 
 def read(kind: type[_Config], config: Mapping[str, Any] | str | os.PathLike[str]) -> _Config:
-    """Return the Config for `Config.from_deepspeed`, and warn of what it cannot hold.
+    """Return the Config for `Config.from_deepspeed`, and warn of sections that it cannot hold.
 
     Args:
         kind: the class to build.
-        config: keys and sections of DeepSpeed's, or the path of a file of them.
+        config: a mapping of DeepSpeed's keys and sections, or the path of such a file.
 
     Raises:
         ValueError: listing all keys that are unknown, wrong, "auto", or have no equivalent.

@@ -38,11 +38,11 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 def torch_lines(optimizer: Any, scheduler: Any) -> tuple[list[str], list[str]]:
-    """What to write instead of the two sections, and what is wrong with them; each may be empty.
+    """Return the lines to write in place of the two sections, and their problems; each list may be empty.
 
     Args:
-        optimizer: the section of that name; None if there is none.
-        scheduler: likewise.
+        optimizer: the section of that name; None if the config has none.
+        scheduler: the section of that name; None if the config has none.
     """
     lines: list[str] = []
     problems: list[str] = []
@@ -64,7 +64,7 @@ def torch_lines(optimizer: Any, scheduler: Any) -> tuple[list[str], list[str]]:
 
 
 def _parsed(name: str, section: Any) -> tuple[str, dict[str, Any]]:
-    """Type and parameters of a section."""
+    """Return the type and the parameters of a section. Raises ValueError listing its problems."""
     kind = section.get("type") if isinstance(section, Mapping) else None
     params = (section.get("params") or {}) if isinstance(section, Mapping) else None
     if not isinstance(kind, str) or not isinstance(params, Mapping):
@@ -88,7 +88,7 @@ def _parsed(name: str, section: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _optimizer_line(kind: str, params: dict[str, Any], peak_lr: float | None) -> str:
-    """A torch optimizer with DeepSpeed's defaults; `peak_lr` is the schedule's, which overrules its own."""
+    """Return the line for an optimizer with DeepSpeed's defaults; a schedule's `peak_lr` replaces `lr`."""
     if "max_grad_norm" in params:
         raise ValueError("'optimizer.params.max_grad_norm' has no equivalent: write gradient_clipping")
     if kind.lower() in ("adam", "adamw"):
@@ -101,7 +101,7 @@ def _optimizer_line(kind: str, params: dict[str, Any], peak_lr: float | None) ->
 
 
 def _adam(kind: str, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """DeepSpeed's Adam decays as AdamW does unless told otherwise, and by 0 unless told otherwise."""
+    """Return class and arguments of DeepSpeed's Adam: by default it decays as AdamW does, by 0."""
     own = {"torch_adam": False, "adam_w_mode": True, "bias_correction": True}
     own |= {"fp32_optimizer_states": True, "set_grad_none": True}
     asked = {key: params.get(key, default) for key, default in own.items()}
@@ -116,7 +116,7 @@ def _adam(kind: str, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _scheduler_line(kind: str, params: dict[str, Any]) -> tuple[str, float | None]:
-    """A torch scheduler, and the learning rate that the optimizer needs for it, if a certain one."""
+    """Return the line for a scheduler, and the learning rate that it needs from the optimizer, if any."""
     if kind not in _SCHEDULES:
         optimizer = SGD([nn.Parameter(torch.empty(1))], lr=1.0)
         return _checked("scheduler", torch.optim.lr_scheduler, LRScheduler, kind, optimizer, params), None
@@ -140,7 +140,7 @@ def _scheduler_line(kind: str, params: dict[str, Any]) -> tuple[str, float | Non
 
 
 def _rise(asked: Mapping[str, Any]) -> tuple[str, int]:
-    """From 0 to 1, and over how many steps."""
+    """Return the factor that rises from 0 to 1, and the number of its steps."""
     num_steps = max(2, asked["warmup_num_steps"])
     if asked["warmup_type"] == "linear":
         return f"max(step - 1, 0) / {num_steps}", num_steps
@@ -148,7 +148,7 @@ def _rise(asked: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _above(floor: float, factor: str) -> str:
-    """What goes from 0 to 1, made to start from a floor."""
+    """Return the text of a factor from 0 to 1 that starts from a floor instead."""
     return f"{floor!r} + {1 - floor!r} * ({factor})" if floor else factor
 
 
@@ -176,7 +176,7 @@ def _check_schedule(kind: str, params: dict[str, Any]) -> None:
 
 
 def _checked(section: str, module: Any, base: Any, kind: str, first: Any, params: Mapping[str, Any]) -> str:
-    """The line that makes an object of torch's, tried out."""
+    """Return the line that makes an object of torch, after making one."""
     made = getattr(module, kind, None)
     if not (isinstance(made, type) and issubclass(made, base)) or made is base:
         names = [name for name, value in vars(module).items() if isinstance(value, type)]

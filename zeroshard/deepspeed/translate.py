@@ -19,12 +19,12 @@ from zeroshard.deepspeed.torch_lines import torch_lines
 
 
 class Translation(NamedTuple):
-    """What a DeepSpeed config says."""
+    """A DeepSpeed config in the terms of zeroshard."""
 
     options: dict[str, Any]
-    """What `Config.from_dict` reads."""
+    """The options for `Config.from_dict`."""
     note: str
-    """What to write elsewhere, and what has no effect; empty if there is nothing to say."""
+    """The lines to write elsewhere and the keys without effect; empty if there are none."""
 
 
 def translate(config: Mapping[str, Any], num_ranks: int | None) -> Translation:
@@ -52,12 +52,12 @@ def translate(config: Mapping[str, Any], num_ranks: int | None) -> Translation:
 
 
 def is_known(key: object) -> bool:
-    """True if it is a key of DeepSpeed's."""
+    """True for a key of DeepSpeed."""
     return key in KNOWN or key in SECTIONS
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """All that is given, by dotted key; sections that are switched off give nothing, nor does null."""
+    """Yield the given values by dotted key; sections that are switched off and null give none."""
     for name, value in section.items():
         key = f"{prefix}{name}"
         if key in SECTIONS and isinstance(value, Mapping):
@@ -68,7 +68,7 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _problem(key: str, value: Any) -> str | None:
-    """What is wrong with one key, if anything."""
+    """Return the problem of one key, if it has one."""
     if key in MAPPED and value == "auto":
         return f"'{key}': {auto(key)}"
     if key in MAPPED:
@@ -97,7 +97,7 @@ def _is_mapped(key: str, value: Any) -> bool:
 
 
 def _options(leaves: Mapping[str, Any]) -> tuple[Options, list[str]]:
-    """The options that mapped keys ask for, and which of them contradict each other."""
+    """Return the options that mapped keys ask for, and the contradictions between them."""
     wanted: dict[str, tuple[Any, str]] = {"stage": (0, "")}  # no zero_optimization: nothing is sharded
     conflicts = []
     for key, value in leaves.items():
@@ -115,7 +115,7 @@ def _options(leaves: Mapping[str, Any]) -> tuple[Options, list[str]]:
 
 
 def _tell_dynamic(options: Options) -> None:
-    """Put what is asked of a dynamic loss scale into one option; beside a number it means nothing."""
+    """Join the options of a dynamic loss scale into one; they have no effect beside a fixed scale."""
     keys = [key for key in options if key.startswith("precision.loss_scale.")]
     asked = {key.rpartition(".")[2]: options.pop(key) for key in keys}
     if asked and options.get("precision.loss_scale") == "dynamic":
@@ -123,7 +123,7 @@ def _tell_dynamic(options: Options) -> None:
 
 
 def _resolve_batch(options: Options, num_ranks: int | None) -> tuple[list[str], list[str]]:
-    """Divide train_batch_size by what is given of the rest; a problem, or a note, that comes of it."""
+    """Divide train_batch_size by the given factors; return the problems and the notes of that."""
     batch = options.pop("train_batch_size", None)
     if batch is None:
         return [], []
@@ -131,7 +131,7 @@ def _resolve_batch(options: Options, num_ranks: int | None) -> tuple[list[str], 
     data_ranks = max(1, (num_ranks or 1) // options.get("mesh.tp", 1))
     per_rank = (size or 1) * (steps or 1)
     is_given = size is not None and steps is not None
-    # With both given, the batch tells the number of ranks where nothing else does.
+    # Without WORLD_SIZE, a batch with both factors given determines the number of ranks.
     divisor = per_rank if is_given and num_ranks is None else per_rank * data_ranks
     rest, remainder = divmod(batch, divisor)
     if remainder or not rest or (is_given and num_ranks is not None and rest != 1):

@@ -24,10 +24,10 @@ def export_adapters(runtime: Runtime, dir: object, how: Format) -> None:
     Args:
         runtime: of the model.
         dir: the folder, as rank 0 was given it.
-        how: dtype of what is written.
+        how: dtype of the adapters in the files.
 
     Raises:
-        ValueError: no path; adapters that are not parameters of the model as they are.
+        ValueError: `dir` is no path; adapters are computed from parameters.
         RuntimeError: rank 0 could not write, on all ranks.
     """
     runtime.settle()
@@ -46,7 +46,7 @@ def export_adapters(runtime: Runtime, dir: object, how: Format) -> None:
 
 
 def _select(module: Any) -> list[str]:
-    """The names in the model's state_dict() of what peft writes."""
+    """Return the names, in the model's state_dict(), of the tensors that peft writes."""
     from peft import get_peft_model_state_dict
 
     state = module.state_dict(keep_vars=True)
@@ -64,7 +64,7 @@ def _select(module: Any) -> list[str]:
 
 
 def _gather(runtime: Runtime, wanted: list[str], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Whole tensors by their names in state_dict(), on rank 0; {} on other ranks."""
+    """Return full tensors by their names in state_dict(), on rank 0; {} on other ranks."""
     state = runtime.module.state_dict(keep_vars=True)
     names = {id(state[name]): name for name in wanted}
     is_first = runtime.context.axes.dp.rank == 0

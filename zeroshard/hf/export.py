@@ -29,10 +29,10 @@ from zeroshard.sharding.runtime import Runtime
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """What will be written."""
+    """The weights to write."""
 
     model: Mapping[str, Any]
-    """Of `describe_model`."""
+    """The description that `describe_model` makes."""
     parameters: dict[str, TensorInfo]
     buffers: dict[str, TensorInfo]
 
@@ -42,7 +42,7 @@ class _Weights:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """One that holds the values of all parameters."""
+        """The dtype that holds the values of all parameters."""
         dtypes = [t.dtype for t in self.parameters.values() if t.dtype.is_floating_point]
         return reduce(torch.promote_types, dtypes) if dtypes else None
 
@@ -70,14 +70,14 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
     """Write the model that a checkpoint holds. One process, no GPU, a few megabytes of memory.
 
     Args:
-        directory: of the checkpoint.
-        folder: made if it is not there. Weights in it are replaced.
+        directory: the directory of the checkpoint.
+        folder: the output; made if it is not there. Weights in it are replaced.
         how: dtype and size of files.
         verify: compare checksums of all files first.
 
     Raises:
-        ValueError: the checkpoint is of a model with adapters, or without what was frozen.
-        RuntimeError: it is damaged; or there is too little space.
+        ValueError: the checkpoint is of a model with adapters, or has no frozen parameters.
+        RuntimeError: the checkpoint is damaged; or there is too little space.
         OSError: a file can't be written.
     """
     stored = open_checkpoint(directory)
@@ -119,7 +119,7 @@ def _lookup(stored: Stored, name: str) -> StoredTensor:
 def _read(
     stored: Stored, tensors: Mapping[str, TensorInfo], sources: Mapping[str, str]
 ) -> Iterator[TensorSlice]:
-    """Pieces of tensors, in memory that the next one is read into."""
+    """Yield pieces of tensors; the next piece overwrites the memory of the last one."""
     memory = torch.empty(MAX_BOX_BYTES, dtype=torch.uint8, device="cpu")
     with TensorReader(stored) as reader:
         for name, tensor in tensors.items():
@@ -157,7 +157,7 @@ def export_engine(runtime: Runtime, dir: object, how: Format) -> None:
         try:
             _write(folder, weights, slices, how)
         finally:
-            for _ in slices:  # the ranks gather together, whatever became of the writing
+            for _ in slices:  # the ranks gather together, even if the writing has failed
                 pass
 
     if axis.rank:
@@ -167,7 +167,7 @@ def export_engine(runtime: Runtime, dir: object, how: Format) -> None:
 
 
 def _plan(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Weights, dict[str, list[str]]]:
-    """What to write, and the names of each parameter in it."""
+    """Return the weights to write, and the names of each parameter in them."""
     module = runtime.module
     model, state = describe_model(module), read_model(runtime)
     names: dict[str, list[str]] = {}
@@ -188,7 +188,7 @@ def _in_order(runtime: Runtime) -> Iterator[ShardedParameter]:
 def _gather(
     runtime: Runtime, buffers: Collection[str], names: Mapping[str, list[str]]
 ) -> Iterator[TensorSlice]:
-    """The whole tensors on rank 0; nothing on other ranks."""
+    """Yield the full tensors on rank 0; nothing on other ranks."""
     is_first = runtime.context.axes.dp.rank == 0
     for buffer in runtime.buffers:
         yield from _gather_buffer(buffer, names, is_first)

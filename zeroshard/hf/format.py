@@ -1,4 +1,4 @@
-"""How a model is exported: what its user may choose."""
+"""The options of an export."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from zeroshard.hf.weights import MAX_SHARD_BYTES
 
 
 class Format:
-    """Checked choices.
+    """Checked options of an export.
 
     Args:
-        dtype: of floating-point parameters, or its name; None: as they are kept, which is the main dtype.
-        max_shard_bytes: of a file of weights.
-        tokenizer: saves itself beside the model: `save_pretrained(folder)`.
+        dtype: dtype of floating-point parameters, or its name; None: the main dtype.
+        max_shard_bytes: the largest size of a file of weights.
+        tokenizer: an object with `save_pretrained(folder)`, which is called after the model is written.
 
     Raises:
-        ValueError: one of them is something else.
+        ValueError: an option has another type or value.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Format:
         self._tokenizer = tokenizer
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Save it, if there is one.
+        """Save the tokenizer, if there is one.
 
         Raises:
-            RuntimeError: that failed.
+            RuntimeError: the tokenizer has failed to save itself.
         """
         if self._tokenizer is None:
             return

@@ -1,4 +1,4 @@
-"""Load a transformers checkpoint such that each rank reads its own part of it."""
+"""Load a transformers checkpoint; each rank reads its own part of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IMPOSSIBLE = frozenset(
         *("revision", "state_dict", "variant"),
     )
 )
-"""Arguments of transformers' `from_pretrained` that have no meaning here."""
+"""Arguments of transformers' `from_pretrained` that zeroshard refuses."""
 
 
 def from_pretrained(
@@ -31,10 +31,10 @@ def from_pretrained(
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> nn.Module:
-    """A transformers model whose weights stay in their files until `initialize` reads them.
+    """Return a transformers model whose weights stay in their files until `initialize` reads them.
 
     Names, renamed names, ties, dtypes and the report of missing and unexpected weights are transformers' own.
-    Missing weights get what the model initializes them with.
+    Missing weights get the values of the model's own initialization.
 
     Args:
         auto_class: transformers.AutoModelForCausalLM or its like, or a model class.
@@ -84,7 +84,7 @@ def from_pretrained(
 
 
 class _Lazy:
-    """What transformers takes for a slice of an open safetensors file."""
+    """A stand-in for a slice of an open safetensors file, as transformers reads it."""
 
     def __init__(self, source: FileTensor) -> None:
         self._source = source
@@ -96,7 +96,7 @@ class _Lazy:
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
-        """On the meta device, whatever is asked for."""
+        """Return a deferred tensor on the meta device, for any `device`."""
         source = self._source.cast(dtype or self._source.dtype)
         tensor = torch.empty(source.shape, dtype=source.dtype, device="meta")
         defer(tensor, source)
@@ -104,7 +104,7 @@ class _Lazy:
 
 
 def _load(model: Any, tensors: dict[str, FileTensor], path: Any, dtype: torch.dtype) -> None:
-    """Put deferred tensors in the place of the model's weights, by transformers' own rules."""
+    """Replace the model's weights by deferred tensors, with transformers' own rules."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -134,7 +134,7 @@ def _load(model: Any, tensors: dict[str, FileTensor], path: Any, dtype: torch.dt
 
 
 def _resolve_dtype(asked: Any, model_config: Any, tensors: dict[str, FileTensor]) -> torch.dtype:
-    """What transformers means by its argument `dtype`."""
+    """Return the dtype that transformers means by its argument `dtype`."""
     if isinstance(asked, torch.dtype):
         return asked
     if asked != "auto":

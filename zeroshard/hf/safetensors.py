@@ -1,9 +1,9 @@
-"""Where the tensors of a safetensors checkpoint lie on disk; how to read a part of one, or begin a file.
+"""The tensors of safetensors files: their offsets, reading a part of one, and the header of a new file.
 
     8 bytes: N | N bytes of JSON: {name: {dtype, shape, data_offsets}} | data, row-major, little-endian
 
-A flat range of elements is one range of bytes. safetensors' own reader slices by dimension, which a range
-that starts in the middle of a row is not; so the bytes are read directly.
+A flat range of elements is one range of bytes. safetensors' own reader slices by dimension, and cannot
+read a range that starts in the middle of a row; so the bytes are read directly.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ class FileTensor:
 
     file: Path
     offset: int
-    """Bytes before its first element."""
+    """The number of bytes before its first element."""
     shape: tuple[int, ...]
     file_dtype: torch.dtype
     dtype: torch.dtype
-    """That it is read as."""
+    """The dtype of the tensors that `read` returns."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def cast(self, dtype: torch.dtype) -> FileTensor:
-        """The same, read as another dtype."""
+        """Return the same tensor, read as another dtype."""
         return replace(self, dtype=dtype)
 
     def read(self, span: Span) -> Tensor:
-        """[span.size]: elements of the flattened tensor.
+        """Return a range of the flattened tensor: [span.size], on the CPU.
 
         Raises:
             RuntimeError: the file ends too early.
@@ -78,12 +78,12 @@ class FileTensor:
         return raw.view(self.file_dtype).to(self.dtype)
 
     def __str__(self) -> str:
-        """The same on all ranks, wherever each has its copy of the file."""
+        """Return the same text on all ranks, whose copies of the file may be in other folders."""
         return f"in {self.file.name} at byte {self.offset} as {self.file_dtype}"
 
 
 def find_tensors(folder: str | os.PathLike[str]) -> dict[str, FileTensor]:
-    """The tensors of a checkpoint, by name: of model.safetensors, or of the files in its index.
+    """Return the tensors of a checkpoint by name: of model.safetensors, or of the files in its index.
 
     Raises:
         ValueError: no such folder, or no safetensors checkpoint in it; a file that is missing or damaged.
@@ -97,16 +97,16 @@ def find_tensors(folder: str | os.PathLike[str]) -> dict[str, FileTensor]:
         pickled = [file.name for file in path.glob("*.bin")]
         hint = f"; {pickled[0]} is a pickle, which could run code: convert it" if pickled else ""
         raise ValueError(f"'{folder}': expected {SINGLE} or {INDEX}, found neither{hint}")
-    places = _read_index(path / INDEX)
-    files = {name: _read_header(path / name) for name in sorted(set(places.values()))}
-    for name, file in places.items():
+    file_names = _read_index(path / INDEX)
+    files = {name: _read_header(path / name) for name in sorted(set(file_names.values()))}
+    for name, file in file_names.items():
         if name not in files[file]:
             raise ValueError(f"{path / file}: expected tensor '{name}', as {INDEX} says, found none")
-    return {name: files[file][name] for name, file in places.items()}
+    return {name: files[file][name] for name, file in file_names.items()}
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """The name of the file that each tensor is in: a file beside the index."""
+    """Return the name of the file of each tensor, which is a file beside the index."""
     try:
         index = _parse(file.read_bytes())
     except OSError as error:
@@ -140,7 +140,7 @@ def _read_header(file: Path) -> dict[str, FileTensor]:
 
 
 def _parse(text: bytes) -> Any:
-    """JSON, or None where it is none."""
+    """Return the value of a JSON text; None for another text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # no UTF-8, no JSON, a number too long; or too deep
@@ -183,36 +183,38 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a file starts with, and where each tensor follows."""
+    """The header of a file, and the offsets of its tensors."""
 
     header: bytes
     offsets: dict[str, int]
-    """Of the first byte of each tensor in the file."""
+    """The offset of each tensor's first byte in the file."""
     num_bytes: int
-    """Of the whole file."""
+    """The size of the whole file."""
 
 
 def begin_file(tensors: Mapping[str, TensorInfo]) -> Beginning:
-    """Lay out a file; wide dtypes lie first, so that all are aligned.
+    """Lay out a file. Wide dtypes come first, so that all tensors are aligned.
 
     Raises:
         ValueError: a dtype that the format does not have.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts: dict[str, int] = {}
+    offsets: dict[str, int] = {}
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
         if tensor.dtype not in _NAMES:
             raise ValueError(
                 f"tensor '{name}' is {tensor.dtype}; safetensors: expected one of {', '.join(_DTYPES)}"
             )
-        starts[name], end = end, end + tensor.num_bytes
+        offsets[name], end = end, end + tensor.num_bytes
         entries[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [starts[name], end],
+            "data_offsets": [offsets[name], end],
         }
     content = json.dumps(entries, separators=(",", ":")).encode()
     content += b" " * (-len(content) % 8)
     header = len(content).to_bytes(8, "little") + content
-    return Beginning(header, {name: len(header) + start for name, start in starts.items()}, len(header) + end)
+    return Beginning(
+        header, {name: len(header) + start for name, start in offsets.items()}, len(header) + end
+    )

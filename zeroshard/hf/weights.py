@@ -1,8 +1,8 @@
 """A stream of tensors becomes the safetensors files that transformers loads.
 
-    model.safetensors                 where all fits into one file; otherwise
+    model.safetensors                 if all tensors fit into one file; otherwise
     model-00001-of-0000N.safetensors  and
-    model.safetensors.index.json      which file has which tensor
+    model.safetensors.index.json      the file of each tensor
 
 Files are written under temporary names and renamed when all are complete.
 """
@@ -29,10 +29,10 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def check_folder(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
-    """Make a folder that is to hold tensors.
+    """Make the folder for some tensors.
 
     Raises:
-        OSError: it can't be written to.
+        OSError: the folder can't be made or written to.
         RuntimeError: there is too little space.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,13 +46,13 @@ def check_folder(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
 def write_weights(
     folder: Path, tensors: Mapping[str, TensorInfo], slices: Iterator[TensorSlice], max_shard_bytes: int
 ) -> None:
-    """Write tensors, fsynced; what an earlier call left there is replaced.
+    """Write tensors, fsynced; the files of an earlier call are replaced.
 
     Args:
-        folder: is there.
-        tensors: all of them.
-        slices: their elements in the same order, in any dtype, on any device; none without elements.
-        max_shard_bytes: of the tensors in a file; a larger tensor has a file of its own.
+        folder: an existing folder.
+        tensors: all tensors, by name.
+        slices: their elements in the same order, in any dtype, on any device; no slice is empty.
+        max_shard_bytes: the largest size of the tensors in a file; a larger tensor has a file of its own.
 
     Raises:
         OSError: a file could not be written.
@@ -62,22 +62,22 @@ def write_weights(
     names = names if len(shards) > 1 else [SINGLE]
     try:
         for name, shard in zip(names, shards, strict=True):
-            _write_file(_aside(folder, name), {tensor: tensors[tensor] for tensor in shard}, slices)
+            _write_file(_temporary(folder, name), {tensor: tensors[tensor] for tensor in shard}, slices)
         if len(names) > 1:
             home = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
             total = sum(tensor.num_bytes for tensor in tensors.values())
             index = {"metadata": {"total_size": total}, "weight_map": home}
             names.append(INDEX)
-            write_synced(_aside(folder, INDEX), json.dumps(index, indent=2).encode())
+            write_synced(_temporary(folder, INDEX), json.dumps(index, indent=2).encode())
         _appear(folder, names)
     except BaseException:
         for name in names:
-            _aside(folder, name).unlink(missing_ok=True)
+            _temporary(folder, name).unlink(missing_ok=True)
         raise
 
 
 def cut(tensors: Mapping[str, TensorInfo], max_bytes: int) -> Iterator[list[str]]:
-    """Names in their order, so many at a time that their tensors have at most `max_bytes`; at least one."""
+    """Yield names in their order, in lists whose tensors have at most `max_bytes`, or of one tensor."""
     shard: list[str] = []
     size = 0
     for name, tensor in tensors.items():
@@ -90,7 +90,7 @@ def cut(tensors: Mapping[str, TensorInfo], max_bytes: int) -> Iterator[list[str]
 
 
 def _write_file(file: Path, tensors: Mapping[str, TensorInfo], slices: Iterator[TensorSlice]) -> None:
-    """Take the slices that belong into this file; none is held when the next one is taken."""
+    """Write the slices of one file; each is released before the next one is taken."""
     beginning = begin_file(tensors)
     try:
         with file.open("wb") as stream:
@@ -112,16 +112,16 @@ def _write_slice(
 
 
 def _appear(folder: Path, names: list[str]) -> None:
-    """Rename files that are complete. Until the last one is there, nothing loads, rather than a mixture."""
+    """Rename the complete files. Until the last one is there the folder does not load."""
     for name in (SINGLE, INDEX):
         (folder / name).unlink(missing_ok=True)
     for name in names:
-        os.replace(_aside(folder, name), folder / name)
+        os.replace(_temporary(folder, name), folder / name)
     for path in folder.iterdir():
         if _SHARD.fullmatch(path.name) and path.name not in names:
             path.unlink()
     sync(folder)
 
 
-def _aside(folder: Path, name: str) -> Path:
+def _temporary(folder: Path, name: str) -> Path:
     return folder / f".{name}.tmp"

@@ -1,11 +1,11 @@
-"""Tensors on the meta device whose values are known all the same: where they lie, or how they are computed.
+"""Tensors on the meta device with known values: in a file, or computed by recorded operations.
 
-The storage of such a tensor carries a `Deferred`. Its values are what a file holds (`stored`), then
-changed by the operations that were recorded while the model was built (`ops`, see `recorder.py`). To
-read a parameter is to read its part of the file, or to run again what leads to it and nothing else:
+The storage of such a tensor carries a `Deferred`. Its values are those of a file (`source`), which
+the operations then change that were recorded while the model was built (`ops`, see `recorder.py`). A
+parameter is read from its part of the file, or by running again the operations that it depends on:
 
     weight.untyped_storage().deferred -> Deferred(ops=[empty, uniform_, normal_])
-                                         only normal_ is run: it overwrites what came before
+                                         only normal_ is run: it overwrites all earlier values
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from torch import Tensor, nn
 from zeroshard.plan.layout import Span
 
 
-class Stored(Protocol):
-    """A contiguous tensor that lies elsewhere and can be read in parts."""
+class ValueSource(Protocol):
+    """A contiguous tensor outside of memory, such as one in a file, that can be read in parts."""
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """The number of its elements."""
 
     def read(self, span: Span) -> Tensor:
-        """[span.size], elements of the flattened tensor, on the CPU."""
+        """Return a range of the flattened tensor: [span.size], on the CPU."""
 
 
 @dataclass(eq=False, slots=True)
 class Deferred:
-    """How the values of one storage come about."""
+    """The origin of the values of one storage."""
 
     num_bytes: int
-    stored: Stored | None = None
+    source: ValueSource | None = None
     ops: list[Op] = field(default_factory=list)
-    """What wrote to it, in order."""
+    """The operations that wrote to it, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor over a deferred storage: what stands for it in a recorded operation."""
+    """A tensor over a deferred storage, as an argument of a recorded operation."""
 
     deferred: Deferred
     dtype: torch.dtype
@@ -66,28 +66,28 @@ class View:
         return math.prod(self.shape) * self.dtype.itemsize == self.deferred.num_bytes
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """The same view of a storage with memory."""
+        """Return the same view of a storage with memory."""
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Op:
-    """A recorded operation: what is needed to run it again with the same outcome."""
+    """A recorded operation, with all that it needs to run again with the same outcome."""
 
     number: int
-    """Its place in the order of all operations."""
+    """Its number in the order of all operations."""
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    """With a `View` for each deferred tensor, as in `args`."""
+    """Arguments by name. As in `args`, a `View` stands for each deferred tensor."""
     creates: dict[int, View]
-    """Outputs with storage of their own, by their place among the flattened outputs."""
+    """Outputs with storage of their own, by their index among the flattened outputs."""
     reads: frozenset[Deferred]
     overwrites: frozenset[Deferred]
-    """What does not depend on earlier values afterwards."""
+    """The storages whose values do not depend on earlier ones afterwards."""
     default_dtype: torch.dtype
     rng_state: Tensor | None
-    """Of the CPU generator, for a random operation."""
+    """The state of the CPU generator for a random operation."""
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -96,14 +96,14 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def deferred_of(tensor: Tensor) -> Deferred | None:
-    """Where the values of a tensor without memory come from; None: unknown, or it has memory."""
+    """Return the origin of the values of a tensor without memory; None: unknown, or it has memory."""
     return getattr(tensor.untyped_storage(), "deferred", None) if not has_memory(tensor) else None
 
 
-def defer(tensor: Tensor, stored: Stored | None = None) -> Deferred:
-    """From now on the values of a meta tensor are what `stored` holds, None: what is yet to be recorded."""
+def defer(tensor: Tensor, source: ValueSource | None = None) -> Deferred:
+    """Give a meta tensor the values of `source`; None: those of operations that are yet to be recorded."""
     storage = tensor.untyped_storage()
-    storage.deferred = deferred = Deferred(storage.nbytes(), stored)  # type: ignore[attr-defined]
+    storage.deferred = deferred = Deferred(storage.nbytes(), source)  # type: ignore[attr-defined]
     return deferred
 
 
@@ -119,9 +119,9 @@ def is_stored(tensor: Tensor) -> bool:
     ops = None if deferred is None else _needed(deferred)
     if deferred is None or ops is None:
         return False
-    sources = [deferred, *(read for op in ops.values() for read in op.reads)]
+    origins = [deferred, *(read for op in ops.values() for read in op.reads)]
     is_random = any(op.rng_state is not None for op in ops.values())
-    return not is_random and any(source.stored is not None for source in sources)
+    return not is_random and any(origin.source is not None for origin in origins)
 
 
 def is_changed(parameter: nn.Parameter) -> bool:
@@ -131,23 +131,23 @@ def is_changed(parameter: nn.Parameter) -> bool:
 
 
 def describe_origin(tensor: Tensor) -> str:
-    """Where the values of a meta tensor come from, in words that are the same on all ranks."""
-    stored = _readable(tensor)
-    if stored is not None:
-        return str(stored)
+    """Return a text about the origin of the values of a meta tensor, the same on all ranks."""
+    source = _readable(tensor)
+    if source is not None:
+        return str(source)
     if is_stored(tensor):
         return "computed from files"
     return "deferred" if is_known(tensor) else "on the meta device"
 
 
 def read_part(tensor: Tensor, span: Span) -> Tensor:
-    """[span.size], on the CPU: elements of a flattened tensor, of which no others are read if possible."""
-    stored = _readable(tensor)
-    return values_of(tensor).reshape(-1)[span.slice] if stored is None else stored.read(span)
+    """Return a range of a flattened tensor: [span.size], on the CPU. Reads no other elements if possible."""
+    source = _readable(tensor)
+    return values_of(tensor).reshape(-1)[span.slice] if source is None else source.read(span)
 
 
-def _readable(tensor: Tensor) -> Stored | None:
-    """The file in which a tensor lies as it is."""
+def _readable(tensor: Tensor) -> ValueSource | None:
+    """Return the source of a tensor that no operation has changed."""
     deferred = deferred_of(tensor)
     if (
         deferred is None
@@ -156,11 +156,11 @@ def _readable(tensor: Tensor) -> Stored | None:
         or not tensor.is_contiguous()
     ):
         return None
-    return deferred.stored
+    return deferred.source
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """A tensor that has memory, as it is; a deferred one with memory and values, on the CPU."""
+    """Return the values of a tensor: itself if it has memory, otherwise a new tensor on the CPU."""
     deferred = deferred_of(tensor)
     if deferred is None:
         return tensor.detach()
@@ -168,12 +168,12 @@ def values_of(tensor: Tensor) -> Tensor:
 
 
 def values_in(tree: Any) -> Any:
-    """The same nested arguments, each deferred tensor with its values."""
+    """Return the same nested arguments with the values of deferred tensors."""
     return pytree.tree_map_only(Tensor, values_of, tree)
 
 
 def _needed(target: Deferred) -> dict[int, Op] | None:
-    """What has to be run for the values of `target`, by number; None where they are unknown."""
+    """Return the operations that the values of `target` depend on, by number; None: unknown values."""
     found: dict[int, Op] = {}
     pending: list[tuple[Deferred, float]] = [(target, math.inf)]
     while pending:
@@ -186,14 +186,14 @@ def _needed(target: Deferred) -> dict[int, Op] | None:
                 if deferred in op.overwrites:
                     break
         else:
-            if deferred.stored is None:
+            if deferred.source is None:
                 return None
     return found
 
 
 @torch.no_grad()
 def _replay(target: Deferred) -> torch.UntypedStorage:
-    """Run what leads to a storage, in order."""
+    """Run the operations that a storage depends on, in order."""
     ops = _needed(target)
     if ops is None:
         raise RuntimeError("expected a tensor whose values are known, got one on the meta device")
@@ -218,9 +218,9 @@ def _replay(target: Deferred) -> torch.UntypedStorage:
 
 
 def allocate(num_bytes: int) -> Tensor:
-    """[num_bytes] that go back to the system when they are dropped.
+    """Return [num_bytes] of memory that goes back to the system when the tensor is freed.
 
-    malloc would keep them: small objects settle in the hole, and the next large tensor does not fit in.
+    malloc would keep it: small objects settle in the hole, and the next large tensor does not fit in.
     """
     return (
         torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8)
@@ -230,13 +230,13 @@ def allocate(num_bytes: int) -> Tensor:
 
 
 def _allocate(deferred: Deferred) -> torch.UntypedStorage:
-    if deferred.stored is None:
+    if deferred.source is None:
         return allocate(deferred.num_bytes).untyped_storage()
-    return deferred.stored.read(Span(0, deferred.stored.numel)).untyped_storage()
+    return deferred.source.read(Span(0, deferred.source.numel)).untyped_storage()
 
 
 def _lay_out(output: Tensor, view: View) -> torch.UntypedStorage:
-    """The storage of an output, laid out as was recorded."""
+    """Return the storage of an output with the recorded strides."""
     if View.of(output, view.deferred) == view:
         return output.untyped_storage()
     storage = torch.empty(view.deferred.num_bytes, dtype=torch.uint8).untyped_storage()
@@ -246,7 +246,7 @@ def _lay_out(output: Tensor, view: View) -> torch.UntypedStorage:
 
 @contextmanager
 def _as_recorded(op: Op) -> Iterator[None]:
-    """The default dtype and the random numbers that the operation saw."""
+    """Set the default dtype and the generator to their state when the operation was recorded."""
     dtype, state = torch.get_default_dtype(), torch.get_rng_state() if op.rng_state is not None else None
     torch.set_default_dtype(op.default_dtype)
     if op.rng_state is not None:

@@ -1,4 +1,4 @@
-"""A model on the meta device: which of its tensors have values, and where the others get theirs from."""
+"""A model on the meta device: its tensors get values and memory, or are refused."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from zeroshard.lazy.recorder import recording
 
 
 def record_resets(root: nn.Module) -> None:
-    """Give values to a model that was built on the meta device: those that its modules reset themselves to.
+    """Give values to a model that was built on the meta device, by the resets of its modules.
 
-    A module's `reset_parameters()` is recorded, or in a transformers model `_init_weights(module)`. Where
-    some values are deferred, others were lost on the way, and a reset would hide it.
+    A module's `reset_parameters()` is recorded, or `_init_weights(module)` of a transformers model. A model
+    with some deferred values is left alone: its other values were lost, and a reset would hide that.
     """
     tensors = [*root.parameters(), *root.buffers()]
     if all(map(has_memory, tensors)) or any(deferred_of(tensor) is not None for tensor in tensors):
@@ -41,7 +41,7 @@ def _record_resets(module: nn.Module, init_weights: Callable[[nn.Module], None] 
 
 
 def check_values(root: nn.Module) -> None:
-    """Refuse parameters and buffers that nothing tells the values of.
+    """Refuse parameters and buffers whose values are unknown.
 
     Raises:
         ValueError: naming the first one.
@@ -84,7 +84,7 @@ def materialize_others(root: nn.Module) -> None:
 
 @torch.no_grad()
 def place_ignored(ignored: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Move ignored parameters to the device; those whose values were deferred get them, on each rank."""
+    """Move ignored parameters to the device; each rank computes the values of deferred ones."""
     for parameter in ignored:
         data = parameter.detach() if has_memory(parameter) else values_of(parameter.detach())
         if data.device != parameter.device or data.device != device:

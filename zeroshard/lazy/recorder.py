@@ -1,12 +1,12 @@
-"""Build a model without memory: tensors go to the meta device, and what computes their values is recorded.
+"""Build a model without memory: tensors go to the meta device, and the recorder notes their operations.
 
-What the recorder does with an operation that torch dispatches:
+The recorder treats an operation that torch dispatches by its kind:
 
     makes a tensor out of nothing       the tensor is made on the meta device; recorded
-    makes one on the meta device        as ever: it has no values, and draws no random numbers
+    makes one on the meta device        as always: it has no values, and draws no random numbers
     computes with a deferred tensor     its output is one as well; recorded
-    asks for values (item, cpu, equal)  what leads to the tensor is run for real, and the answer is given
-    anything else                       as ever
+    asks for values (item, cpu, equal)  the operations that the tensor depends on are run for the answer
+    anything else                       as always
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from zeroshard.lazy.deferred import (
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _DEFERRED = (None, _CPU)
-"""What is asked for where a tensor is not made at once."""
+"""The `device=` arguments of tensors that are made on the meta device instead."""
 
 _FILLS = frozenset(
     f"aten::{name}"
@@ -47,7 +47,7 @@ _FILLS = frozenset(
         *("exponential_", "log_normal_", "cauchy_", "geometric_"),
     )
 )
-"""In-place operations whose outcome does not depend on earlier values of what they write to."""
+"""In-place operations whose outcome does not depend on earlier values of the tensor."""
 
 _GET_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
@@ -62,9 +62,9 @@ def deferred_init() -> Iterator[None]:
 
     Parameters and buffers are on the meta device afterwards. `initialize` and `shard` give them the
     values of an ordinary init on the CPU with the same random seed, unit by unit. Random numbers are drawn
-    as ever, one tensor at a time, so that the generator is left as an ordinary init leaves it; building takes
-    as long as one. Tensors that are given another device than the CPU are made there; those on the meta
-    device have no values until they are given some (`to_empty(device="cpu")` and an init).
+    as always, one tensor at a time: the generator ends in the state that an ordinary init leaves. Building
+    takes as long. Tensors that are given another device than the CPU are made there; those on the meta device
+    have no values until they are given some (`to_empty(device="cpu")` and an init).
 
     Initialize weights inside the block: changes after it are refused.
     """
@@ -73,7 +73,7 @@ def deferred_init() -> Iterator[None]:
 
 
 def refuse_recording(what: str) -> None:
-    """Refuse what needs tensors with memory.
+    """Refuse a call that needs tensors with memory.
 
     Args:
         what: the name of the function that was called.
@@ -119,13 +119,13 @@ def _watch_parameters() -> Iterator[None]:
 
 @contextmanager
 def recording(*, draw: bool, adopts_meta: bool = True) -> Iterator[None]:
-    """Record how tensors without memory come about.
+    """Record the operations that compute tensors without memory.
 
     Args:
-        draw: whether random numbers are drawn while recording, as an ordinary init would. Otherwise each
-            random operation gets a generator of its own, seeded from torch's seed, when it is run.
-        adopts_meta: whether tensors on the meta device get the values that are computed for them, though
-            they were made there on purpose.
+        draw: True draws random numbers while recording, as an ordinary init does. False gives each random
+            operation a generator of its own, seeded from torch's seed, when it is run.
+        adopts_meta: True gives tensors that were made on the meta device on purpose the values that are
+            computed for them.
     """
     active = _active_recorders()
     if active:  # from_pretrained under deferred_init: one recorder is enough
@@ -138,7 +138,7 @@ def recording(*, draw: bool, adopts_meta: bool = True) -> Iterator[None]:
 
 
 class _NothingIsMeta(TorchFunctionMode):
-    """What is built must not know: trunc_normal_ of torch 2.15 leaves a meta tensor as it is."""
+    """Hides `is_meta` from the model: trunc_normal_ of torch 2.15 leaves a meta tensor as it is."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class _NothingIsMeta(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """What does the recording, below autograd."""
+    """Records operations, below autograd."""
 
     def __init__(self, draw: bool, adopts_meta: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -170,7 +170,7 @@ class _Recorder(TorchDispatchMode):
             self._draw, self._adopts_meta = before
 
     def takes(self, tensor: Tensor) -> bool:
-        """True if a tensor is one whose values are recorded."""
+        """True if the operations on a tensor are recorded."""
         return not has_memory(tensor) and (self._adopts_meta or deferred_of(tensor) is not None)
 
     def __torch_dispatch__(
@@ -234,7 +234,7 @@ class _Recorder(TorchDispatchMode):
     def _random_state(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, blank: Tensor | None
     ) -> Tensor:
-        """The state of the generator that an operation gets; moves it on as the operation would."""
+        """Return the generator's state for an operation, and advance the generator as the operation would."""
         if not self._draw:
             seed = (torch.initial_seed() + number) % (1 << 63)
             return torch.Generator().manual_seed(seed).get_state()
@@ -254,7 +254,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The outputs without memory, written ones in place."""
+    """Run an operation on the meta device; tensors that it writes to are changed in place."""
     if "generator" in kwargs:
         kwargs = kwargs | {"generator": None}
     if "device" in kwargs:
@@ -276,7 +276,7 @@ def _returns_tensors(func: Any) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation changes."""
+    """Return the tensors that an operation changes."""
     values = [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(func._schema.arguments)

@@ -1,4 +1,4 @@
-"""What this rank holds, measured."""
+"""The memory of this rank, measured."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class MemoryReport:
     parameters: int
     """Main parameters, and replicated parameters in the compute dtype."""
     gradients: int
-    """Gradients that the optimizer will read, and sums that were not reduced yet."""
+    """Gradients for the optimizer, and sums that are not reduced yet."""
     optimizer: int
     """Optimizer states."""
     unsharded: int
-    """Full parameters that are there for a forward or backward only."""
+    """Full parameters that are gathered for a forward or backward only."""
     peak_unsharded: int
-    """The most of these at any time since the engine was made."""
+    """The largest `unsharded` since the engine was made."""
     host: int = 0
-    """Offloaded to host memory."""
+    """Values that are offloaded to host memory."""
     pinned: int = 0
-    """Of these, pinned."""
+    """The part of `host` that is pinned."""
     nvme: int = 0
-    """Offloaded to NVMe."""
+    """Values that are offloaded to NVMe."""
 
     def __str__(self) -> str:
         rows = [(field.name, format_bytes(getattr(self, field.name))) for field in fields(self)]

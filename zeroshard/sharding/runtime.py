@@ -78,7 +78,7 @@ class Runtime:
         changes: Changes,
     ) -> None:
         self.root, self.units, self.context, self.changes = units[0], tuple(units), context, changes
-        self.state, self.here = context.state, context.axes.dp.here
+        self.state, self.here = context.state, context.axes.dp.rank_status
         self.ignored: Mapping[nn.Parameter, str] = {}
         """Parameters that are not sharded, which optimizers may step beside the others."""
         placements = context.setting.placements

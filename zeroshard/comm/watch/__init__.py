@@ -1,1 +1,1 @@
-"""How ranks notice that another one is lost or late."""
+"""The watchdog: ranks notice that another rank is lost or late."""

@@ -1,4 +1,4 @@
-"""The collectives that a rank has issued, in order: what must be the same on all ranks of an engine.
+"""The ledger: the collectives of a rank in order, which must be the same on all ranks of an engine.
 
 On one communicator, NCCL would mix the memory of collectives that come in different orders, without a word,
 where their sizes are equal; other transports wait for ever. So each rank counts its collectives and keeps a
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 GATHER, REDUCE, CONTROL = LINES = ("gather", "reduce", "control")
-"""Parameter gathers, gradient reductions, small agreements."""
+"""The lines of a ledger: parameter gathers, gradient reductions, small agreements."""
 
 STEP = "step of the optimizer"
 """The label of a step, which is no collective: so ranks that have taken different steps differ."""
@@ -30,12 +30,12 @@ _MASK = (1 << 8 * _DIGEST_BYTES) - 1
 
 
 class Entries(NamedTuple):
-    """The last collectives of a ledger, as one rank tells them to another."""
+    """The last collectives of a ledger, as one rank sends them to another."""
 
     ledger: int
     """The ledger's name."""
     labels: Sequence[Sequence[int | str]]
-    """(line, number, label) of each; on each line the oldest first."""
+    """(line, number, label) of each collective; on each line the oldest first."""
 
 
 class _Line:
@@ -59,27 +59,27 @@ class Ledger:
 
     def __init__(self) -> None:
         self.name = -1
-        """The same on all ranks, and of no other engine; -1 until an engine has its axes."""
+        """The number of the engine, the same on all ranks; -1 until an engine has its axes."""
         self.group: int | None = None
-        """The shard group of this rank, where there are several: each gathers as its own ranks call."""
+        """The shard group of this rank, if there are several: each gathers in the order of its own ranks."""
         self._lines = {line: _Line() for line in LINES}
 
     def note(self, label: str, line: str) -> None:
-        """The next collective of a line has been issued, or will be before any other of that line."""
+        """Note that the next collective of a line is issued, before any other of that line."""
         noted = self._lines[line]
         noted.count += 1
         noted.digest = (noted.digest * _FACTOR + crc32(label.encode())) & _MASK
         noted.last.append((noted.count, label))
 
     def entries(self) -> Entries:
-        """The last `KEPT` collectives of each line; called from any thread."""
+        """Return the last `KEPT` collectives of each line; called from any thread."""
         lines = ((self._told(name), tuple(line.last)) for name, line in self._lines.items())
         return Entries(self.name, tuple((name, *entry) for name, last in lines for entry in last))
 
     def proof(self) -> list[int]:
-        """Bytes whose maxima over the ranks tell `is_proven` if all ranks have the same digests.
+        """Return bytes whose maxima over the ranks `is_proven` takes: it compares the digests of all ranks.
 
-        Where there are several shard groups, gathers are left out.
+        Gathers are left out if there are several shard groups.
         """
         lines = (line for name, line in self._lines.items() if self.group is None or name != GATHER)
         digests = b"".join(line.digest.to_bytes(_DIGEST_BYTES, "little") for line in lines)
@@ -96,9 +96,9 @@ def is_proven(maxima: Sequence[int]) -> bool:
 
 
 def find_difference(by_rank: Mapping[int, Entries]) -> str | None:
-    """The first collective that two ranks have another label for, in words; None where there is none.
+    """Describe the first collective whose label differs between two ranks; None if there is none.
 
-    Only numbers are compared that the ledgers of both still hold, so a rank that is behind is no difference.
+    Only collectives are compared that both ledgers still hold, so a rank that is behind is no difference.
     """
     (first, expected), *others = by_rank.items()
     labels = _by_number(expected)

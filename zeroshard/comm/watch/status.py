@@ -1,4 +1,4 @@
-"""Where each rank is: noted on the hot path, told to others, and put into words."""
+"""The status of each rank: noted on the hot path, sent to others, and described in messages."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ _OUTSIDE = "is outside of forward, backward and optimizer step"
 
 
 class Status(NamedTuple):
-    """Where a rank is, as it tells the others."""
+    """The status of a rank, as it sends it to the others."""
 
     text: str
-    """What completes the sentence "rank 3 ..."."""
+    """The end of the sentence "rank 3 ..."."""
     seconds: float
-    """How long it has been there."""
+    """The seconds since the rank is there."""
     beat: int = 0
-    """Grows with every telling."""
+    """The number of the heartbeat."""
     has_ended: bool = False
     has_failed: bool = False
-    """True if it ended with an exception."""
+    """True if the rank ended with an exception."""
     issued: Entries | None = None
-    """The collectives that a rank has issued last, when it has waited for a while."""
+    """The last collectives of a rank that has waited for a while."""
 
     @staticmethod
     def parse(values: Sequence[Any]) -> Status:
-        """A status after its way through JSON."""
+        """Return a status that was sent as JSON."""
         status = Status(*values)
         return status if status.issued is None else status._replace(issued=Entries(*status.issued))
 
 
 class Sighting(NamedTuple):
-    """The last that was heard of a rank."""
+    """The last heartbeat of a rank."""
 
     status: Status
     silent_s: float
-    """Seconds since it came."""
+    """Seconds since the heartbeat came."""
 
     @property
     def is_absent(self) -> bool:
@@ -60,7 +60,7 @@ class Sighting(NamedTuple):
 
 
 def describe(rank: int, sighting: Sighting | None, silence_s: float) -> str:
-    """Where a rank is, in words; one that has been silent for `silence_s` is taken for lost."""
+    """Describe the status of a rank; after `silence_s` without a heartbeat it counts as lost."""
     if sighting is None:
         return f"nothing is known of rank {rank}"
     status, silent_s = sighting
@@ -73,7 +73,7 @@ def describe(rank: int, sighting: Sighting | None, silence_s: float) -> str:
 
 
 def report(sightings: Mapping[int, Sighting | None], silence_s: float) -> str:
-    """Where each rank is, in one line; with advice where they are not in the same call."""
+    """Describe the status of all ranks in one line; with advice if they are not in the same call."""
     text = "; ".join(describe(rank, sighting, silence_s) for rank, sighting in sightings.items())
     statuses = [sighting.status for sighting in sightings.values() if sighting is not None]
     waits = [status.text for status in statuses if status.text.startswith(_WAITS)]
@@ -87,7 +87,7 @@ def report(sightings: Mapping[int, Sighting | None], silence_s: float) -> str:
 
 
 def find_lost(sightings: Mapping[int, Sighting | None], limit_s: float) -> str | None:
-    """Which rank failed, or was killed, more than `limit_s` ago, in words."""
+    """Name a rank that failed, or was killed, more than `limit_s` ago; None if there is none."""
     for rank, sighting in sightings.items():
         if sighting is None or sighting.silent_s <= limit_s:
             continue
@@ -107,15 +107,15 @@ class Wait(NamedTuple):
     since: float
     limit_s: float
     is_over: Callable[[], bool] = _never
-    """Tells, for a collective that was left to the device, when the device has come past it."""
+    """True, for a collective that was left to the device, once the device has come past it."""
     ledger: Ledger | None = None
-    """The ledger in which it was noted."""
+    """The ledger in which the collective was noted."""
     works: Sequence[dist.Work | None] = ()
     """The works that the host waits for."""
 
 
-class Whereabouts:
-    """Where this rank is. Written on the hot path, read by the watchdog's thread."""
+class RankStatus:
+    """The status of this rank. Written on the hot path, read by the watchdog's thread."""
 
     __slots__ = ("_issued", "_phase", "is_interrupted", "wait")
 
@@ -125,19 +125,19 @@ class Whereabouts:
         self._issued: deque[Wait] = deque()
         """Collectives that the host left to the device, the oldest first; some may be over."""
         self.is_interrupted = False
-        """True from an alarm on: who is about to wait raises an error instead."""
+        """True from an alarm on: a wait that begins later raises an error."""
         self.leave()
 
     def enter(self, phase: str, where: str = "") -> None:
-        """From now on this rank is in `phase` ("the forward of ") of `where` ("unit 'layers.3'")."""
+        """Note that this rank enters `phase` ("the forward of ") of `where` ("unit 'layers.3'")."""
         self._phase = (phase, where, time.monotonic())
 
     def leave(self) -> None:
-        """From now on this rank is outside of all phases."""
+        """Note that this rank is outside of all phases."""
         self.enter("")
 
     def issue(self, wait: Wait) -> None:
-        """The host has left a collective to the device and goes on."""
+        """Note a collective that the host has left to the device."""
         issued = self._issued
         while issued and issued[0].is_over():
             issued.popleft()
@@ -149,7 +149,7 @@ class Whereabouts:
         return next((wait for wait in tuple(self._issued) if not wait.is_over()), None)
 
     def interrupt(self) -> None:
-        """Have the host's wait end in an error; called from another thread."""
+        """End the wait of the host with an error; called from another thread."""
         self.is_interrupted = True
         wait = self.wait
         for work in wait.works if wait is not None else ():
@@ -160,13 +160,14 @@ class Whereabouts:
                 return
 
     def issued_when_waiting(self, longer_s: float) -> Entries | None:
-        """The last collectives that were issued, if this rank has waited in one for longer than that."""
+        """Return the last collectives that were issued, if this rank has waited in one for `longer_s`."""
         for wait in (self.wait, self.on_device):
             if wait is not None and wait.ledger is not None and time.monotonic() - wait.since > longer_s:
                 return wait.ledger.entries()
         return None
 
-    def status(self) -> Status:
+    def message(self) -> Status:
+        """Return this status for the other ranks."""
         now, wait, issued = time.monotonic(), self.wait, self.on_device
         if wait is not None:
             return Status(f"{_WAITS}{wait.label}", now - wait.since)
@@ -177,7 +178,7 @@ class Whereabouts:
         return Status(text, now - since)
 
     def find_overdue(self, margin_s: float) -> str | None:
-        """The collective that this rank has been in for longer than it may, plus `margin_s`."""
+        """Return the collective that this rank has been in for longer than its limit + `margin_s`."""
         for wait in (self.wait, self.on_device):
             if wait is not None and time.monotonic() - wait.since > wait.limit_s + margin_s:
                 return wait.label

@@ -1,4 +1,4 @@
-"""The waits of this rank for collectives: noted for the watchdog, limited in time, errors in one form."""
+"""The waits of this rank for collectives: noted for the watchdog, limited in time, with one form of error."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import torch.distributed as dist
 
 from zeroshard.comm import streams
 from zeroshard.comm.watch.ledger import Ledger
-from zeroshard.comm.watch.status import Wait, Whereabouts
+from zeroshard.comm.watch.status import RankStatus, Wait
 from zeroshard.comm.watch.watchdog import Watchdog
 
 _SHORTEST_S = 0.001
-"""Gloo takes a timeout of 0 for none."""
+"""The shortest timeout: to Gloo, 0 means no timeout."""
 _LONGEST_S = 0.5
-"""Seconds after which a wait for an agreement looks whether there is an alarm."""
+"""Seconds after which a wait for an agreement checks for an alarm."""
 _POLL_S = 0.0005
-"""Seconds between two looks whether a device has come past a mark."""
+"""Seconds between two checks that a device has come past a mark."""
 
 
 class Waits:
     """The waits of this rank in the collectives of one engine.
 
     Args:
-        who: how messages name this rank.
-        device: where collectives run that the host does not wait for.
+        who: the name of this rank in messages.
+        device: the device of collectives that the host does not wait for.
         timeout_s: seconds that a rank waits in a collective before it gives up.
     """
 
     def __init__(self, who: str, device: torch.device, timeout_s: float) -> None:
         self.who, self._device, self._timeout_s = who, device, timeout_s
-        self.here = Whereabouts()
-        """The place of this rank; the watchdog's, once there is one."""
+        self.rank_status = RankStatus()
+        """The status of this rank; that of the watchdog, once there is one."""
         self.ledger = Ledger()
         """The collectives that this rank has issued."""
         self.watchdog: Watchdog | None = None
@@ -51,7 +51,7 @@ class Waits:
         """
         wait = Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger, works=works)
         until = wait.since + wait.limit_s
-        self.here.wait = wait
+        self.rank_status.wait = wait
         try:  # on the hot path, where a context manager costs more than all else here
             self._check()
             for work in works:
@@ -60,7 +60,7 @@ class Waits:
         except RuntimeError as error:
             raise self.error(label, error) from None
         finally:
-            self.here.wait = None
+            self.rank_status.wait = None
 
     def wait_for_agreement(self, work: dist.Work | None, label: str) -> None:
         """Wait for a collective of the control group; ends at an alarm too, as `wait_for` does."""
@@ -75,37 +75,37 @@ class Waits:
                     if work.is_completed():
                         work.wait(timedelta(seconds=_SHORTEST_S))  # raises its own error, if it has one
                         return
-                    if left_s <= _LONGEST_S or self.here.is_interrupted:
+                    if left_s <= _LONGEST_S or self.rank_status.is_interrupted:
                         raise
 
     def wait_for_device(self, mark: streams.Mark, label: str) -> None:
         """Have the host wait until the device has come past a collective."""
         with self._waiting(label) as until:
             while not mark.is_over():
-                if self.here.is_interrupted or time.monotonic() > until:
+                if self.rank_status.is_interrupted or time.monotonic() > until:
                     raise RuntimeError("the device did not come past it")
                 time.sleep(_POLL_S)
 
     @contextmanager
     def _waiting(self, label: str) -> Iterator[float]:
-        """The host waits inside, until the time that is given."""
+        """Note that the host waits inside; the value is the time at which it gives up."""
         wait = Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger)
-        self.here.wait = wait
+        self.rank_status.wait = wait
         try:
             with self.naming(label):
                 yield wait.since + wait.limit_s
         finally:
-            self.here.wait = None
+            self.rank_status.wait = None
 
     def issue(self, label: str) -> streams.Mark:
-        """The mark of a collective that was issued on the current stream; the watchdog looks after it."""
+        """Return the mark of a collective that was issued on the current stream; the watchdog watches it."""
         mark = streams.mark_here(self._device)
-        self.here.issue(Wait(label, time.monotonic(), self._timeout_s, mark.is_over, self.ledger))
+        self.rank_status.issue(Wait(label, time.monotonic(), self._timeout_s, mark.is_over, self.ledger))
         return mark
 
     @contextmanager
     def naming(self, label: str) -> Iterator[None]:
-        """An error inside is one of this collective; after an alarm there is one at once."""
+        """Raise errors inside as errors of this collective; after an alarm, raise one at once."""
         try:
             self._check()
             yield
@@ -113,18 +113,18 @@ class Waits:
             raise self.error(label, error) from None
 
     def _check(self) -> None:
-        if self.here.is_interrupted:
+        if self.rank_status.is_interrupted:
             raise RuntimeError("there is an alarm")
 
     def error(self, label: str, error: RuntimeError) -> RuntimeError:
-        """Make the error to raise for one in a collective: it names this rank, and where the others are."""
+        """Return the error to raise for one in a collective, with this rank and the status of the others."""
         self.have_failed = True
         text = (
             f"{self.who} gave up in the {label} after at most "
             f"{self._timeout_s:g} s: another rank has failed, has ended, or did not "
             f"come to the same point ({_in_our_words(error)})"
         )
-        if self.here.is_interrupted:
+        if self.rank_status.is_interrupted:
             text = f"{self.who} gave up in the {label}, as there is an alarm"
         if self.watchdog is not None:
             text += f"; {self.watchdog.raise_alarm(f'{self.who} gave up in the {label}')}"

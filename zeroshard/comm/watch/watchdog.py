@@ -1,11 +1,11 @@
-"""Who waits for whom: when a rank waits too long, or is lost, all ranks end and tell where each one was.
+"""The watchdog: when a rank waits too long, or is lost, all ranks end with a report of each one's status.
 
-main thread   notes where this rank is, in attributes of its `Whereabouts`
-thread        tells the others, at least every second, through a store that rank 0 holds; looks there
-              for an alarm, and after rank 0 and the next rank
+main thread   notes the status of this rank in attributes of its `RankStatus`
+thread        sends a heartbeat with it, at least every second, to a store that rank 0 holds; reads there
+              an alarm, and the heartbeats of rank 0 and of the next rank
 alarm         raised by a rank that gave up in a collective, is late in one, watches a rank that is lost,
               or waits and sees that another one waits in other collectives than its own. Then every rank
-              reads where all are, and waits of main threads are interrupted. A main thread that fails in
+              reads the status of all, and waits of main threads are interrupted. A main thread that fails in
               a collective raises that as an error; one that has not done so within seconds is printed
               with its stack, and its process ends.
 """
@@ -30,14 +30,14 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from zeroshard.comm.watch.ledger import find_difference
-from zeroshard.comm.watch.status import Sighting, Status, Whereabouts, find_lost, report
+from zeroshard.comm.watch.status import RankStatus, Sighting, Status, find_lost, report
 
 _MAX_PAUSE_S = 1.0
 _PAUSES_PER_LIMIT = 5
 _SILENT_PAUSES, _MIN_SILENCE_S = 3, 1.0
-"""A rank that was not heard of for so many pauses, and so long, has died or is stopped."""
+"""A rank without a heartbeat for so many pauses, and so many seconds, has died or is stopped."""
 _MIN_PATIENCE_PAUSES, _MIN_PATIENCE_S = 2, 1.0
-"""A rank that waits longer tells the others what it has issued, and compares."""
+"""A rank that waits longer sends its last collectives to the others, and compares."""
 _GRACE_S = 2.0
 """Seconds that the main thread has to raise an error by itself."""
 _BUSY_PAUSE_S = 0.05
@@ -45,33 +45,33 @@ _BUSY_PAUSE_S = 0.05
 _STORE_S = 30.0
 """Seconds that the store may take to answer."""
 _EXTRA_BEATS = 3
-"""A rank that has its report stays where it is until others have theirs."""
+"""Heartbeats that a rank with a report still sends, so that the others complete theirs."""
 _ERROR_WIDTH = 120
 _ALARM = "alarm"
-"""The key of the store under which it is; a rank's status is under its number."""
+"""The key of the alarm in the store; the key of a rank's heartbeat is its number."""
 _LOST = Status("has exited: the connection to it is lost", 0.0, has_ended=True, has_failed=True)
-"""Of rank 0, when the store does not answer."""
+"""The status of rank 0, when the store does not answer."""
 
 
 class Watchdog:
-    """Tells the other ranks where this one is, and ends it when any rank is stuck or lost.
+    """Sends the status of this rank to the others, and ends this rank when any rank is stuck or lost.
 
     Args:
-        store: shared by all ranks; its server is in rank 0's process.
-        rank, size: of this process among those that are watched.
-        name: the same on all ranks, and of no other watchdog.
+        store: a store that all ranks share; its server is in rank 0's process.
+        rank, size: this rank and the number of ranks that are watched.
+        name: a name that is the same on all ranks; no other watchdog has it.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, name: str) -> None:
-        self.name, self.here = name, Whereabouts()
+        self.name, self.rank_status = name, RankStatus()
         self._store: dist.Store | None = store
         self._rank, self._size = rank, size
         self._limits: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
-        """Of each engine that is watched, the seconds that its ranks may wait."""
+        """The seconds that the ranks of each watched engine may wait."""
         self._limits_lock = threading.Lock()
         self._pause_s = _MAX_PAUSE_S
-        self._heard: dict[int, tuple[Status, float]] = {}
-        """By rank, the last status and when it was first read."""
+        self._heartbeats: dict[int, tuple[Status, float]] = {}
+        """The last status of each rank and the time when it was first read."""
         self._beat = 0
         self._alarm: str | None = None
         self._report: str | None = None
@@ -83,22 +83,22 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="zeroshard_watchdog", daemon=True)
 
     def watches_as(self, rank: int, size: int) -> bool:
-        """True if this process may be `rank` of `size` here: so it is, and nothing has gone wrong so far."""
+        """True if this process is `rank` of `size` ranks and there has been no alarm."""
         is_sound = self._store is not None and self._alarm is None
         return is_sound and (rank, size) == (self._rank, self._size)
 
     def watch(self, engine: object, limit_s: float) -> None:
-        """Be on guard as long as `engine` exists, whose ranks may wait `limit_s`."""
+        """Watch an engine as long as it exists; its ranks may wait `limit_s`."""
         with self._limits_lock:
             self._limits[engine] = limit_s
-        # Never longer again: others, where an engine lives on that is gone here, expect news as often.
+        # Never longer again: on other ranks an engine may live on that is gone here, with the same pause.
         self._pause_s = min(self._pause_s, limit_s / _PAUSES_PER_LIMIT)
         if not self._thread.is_alive():
             self._thread.start()
         self._wake.set()
 
     def unwatch(self, engine: object) -> None:
-        """Be on guard for `engine` no more: it was closed."""
+        """Stop to watch an engine that was closed."""
         with self._limits_lock:
             self._limits.pop(engine, None)
 
@@ -106,8 +106,8 @@ class Watchdog:
         """Have all ranks end; the caller raises an error.
 
         Returns:
-            The first alarm, if it is another one, and where each rank is. Takes some pauses: ranks that are
-            alive say so first.
+            The first alarm, if it is another one, and the status of each rank. This takes some pauses, in
+            which living ranks send a heartbeat.
         """
         self._main_raises = True
         self._alarm = self._alarm or reason
@@ -118,7 +118,7 @@ class Watchdog:
         return text if self._alarm == reason else f"{self._alarm}; {text}"
 
     def leave(self) -> None:
-        """Tell the others that this rank ends, and with what exception."""
+        """Send the others the end of this rank, and its exception."""
         error: BaseException | None = getattr(sys, "last_value", None)  # what the interpreter has printed
         text = "has exited"
         if error is not None:
@@ -130,8 +130,8 @@ class Watchdog:
         """End the thread.
 
         Args:
-            linger_s: how long rank 0 holds the store for others that have not left; None: until they
-                must have seen that it has.
+            linger_s: seconds for which rank 0 holds the store for ranks that have not left; None: until
+                these must have seen that rank 0 has left.
         """
         self._closes_at = time.monotonic() + (self._silence_s if linger_s is None else linger_s)
         self._wake.set()
@@ -142,7 +142,7 @@ class Watchdog:
 
     @property
     def _limit_s(self) -> float | None:
-        """The fewest seconds that ranks may wait in an engine that is watched; None where there is none."""
+        """The shortest limit of the watched engines; None if no engine is watched."""
         with self._limits_lock:
             return min(self._limits.values(), default=None)
 
@@ -162,7 +162,7 @@ class Watchdog:
                 self._alarm = self._alarm or self._reason(limit_s)
                 if self._alarm is not None and self._report is None:
                     self._collect_report()
-                    self.here.interrupt()
+                    self.rank_status.interrupt()
                     ends_at = time.monotonic() + _GRACE_S
                 if not self._main_raises and time.monotonic() > ends_at:
                     self._end_process()
@@ -186,7 +186,7 @@ class Watchdog:
         self._wake.clear()
 
     def _exchange(self, ranks: Iterable[int]) -> None:
-        """Tell where this rank is; hear of an alarm and of `ranks`."""
+        """Send the heartbeat of this rank; read the alarm and the heartbeats of `ranks`."""
         if self._store is None:
             return
         ending = self._ending
@@ -195,62 +195,62 @@ class Watchdog:
                 self._alarm = self._store.compare_set(_ALARM, "", self._alarm).decode()
             elif self._store.check([_ALARM]):
                 self._alarm = self._store.get(_ALARM).decode()
-            issued = self.here.issued_when_waiting(self._patience_s)
-            self._tell(self._store, ending or self.here.status()._replace(issued=issued))
+            issued = self.rank_status.issued_when_waiting(self._patience_s)
+            self._send_heartbeat(self._store, ending or self.rank_status.message()._replace(issued=issued))
             if ending is not None and self._rank != 0:
                 self._store = None  # rank 0 may end now
                 return
             for rank in ranks:
                 if rank != self._rank:
-                    self._hear(rank, Status.parse(json.loads(self._store.get(str(rank)))))
+                    self._note_heartbeat(rank, Status.parse(json.loads(self._store.get(str(rank)))))
         except RuntimeError:
             self._forget_store()
             return
-        status, heard_at = self._heard.get(0, (_LOST, time.monotonic()))
+        status, heard_at = self._heartbeats.get(0, (_LOST, time.monotonic()))
         is_collecting = self._alarm is not None and self._report is None
         if status.has_ended and time.monotonic() - heard_at > self._pause_s and not is_collecting:
             self._forget_store()  # before it is gone: torch would print a stack
 
-    def _tell(self, store: dist.Store, status: Status) -> None:
+    def _send_heartbeat(self, store: dist.Store, status: Status) -> None:
         self._beat += 1
         store.set(str(self._rank), json.dumps(status._replace(beat=self._beat)))
 
-    def _hear(self, rank: int, status: Status) -> None:
-        before = self._heard.get(rank)
+    def _note_heartbeat(self, rank: int, status: Status) -> None:
+        before = self._heartbeats.get(rank)
         if before is None or (status.beat != before[0].beat and not before[0].has_ended):
-            self._heard[rank] = status, time.monotonic()
+            self._heartbeats[rank] = status, time.monotonic()
 
     def _forget_store(self) -> None:
-        """Rank 0, which holds it, has ended: nothing more will be heard of any rank."""
+        """Forget the store after rank 0 has ended, which holds it: there are no more heartbeats."""
         self._store = None
-        first = self._heard.get(0)
-        self._heard = {0: first if first and first[0].has_ended else (_LOST, time.monotonic())}
+        first = self._heartbeats.get(0)
+        self._heartbeats = {0: first if first and first[0].has_ended else (_LOST, time.monotonic())}
 
     def _sightings(self) -> dict[int, Sighting | None]:
         now = time.monotonic()
         found: dict[int, Sighting | None] = dict.fromkeys(range(self._size))
-        found.update({rank: Sighting(status, now - at) for rank, (status, at) in self._heard.items()})
-        found[self._rank] = Sighting(self.here.status(), 0.0)
+        found.update({rank: Sighting(status, now - at) for rank, (status, at) in self._heartbeats.items()})
+        found[self._rank] = Sighting(self.rank_status.message(), 0.0)
         return found
 
     def _reason(self, limit_s: float) -> str | None:
-        """Why this rank raises the alarm, if it does."""
-        if (label := self.here.find_overdue(self._pause_s)) is not None:
+        """Return the reason of this rank for an alarm; None if it has none."""
+        if (label := self.rank_status.find_overdue(self._pause_s)) is not None:
             return f"rank {self._rank} waits too long in the {label}"
         return find_lost(self._sightings(), limit_s) or self._difference()
 
     def _difference(self) -> str | None:
-        """The first collective that this rank and another one have issued differently, while both wait."""
-        own = self.here.issued_when_waiting(self._patience_s)
+        """Describe the first collective that differs between this rank and another one, while both wait."""
+        own = self.rank_status.issued_when_waiting(self._patience_s)
         if own is None:
             return None
-        told = {rank: status.issued for rank, (status, _) in self._heard.items()}
+        told = {rank: status.issued for rank, (status, _) in self._heartbeats.items()}
         return find_difference({self._rank: own, **{rank: theirs for rank, theirs in told.items() if theirs}})
 
     def _collect_report(self) -> None:
-        """Read where all ranks are, once each has told it after it heard the alarm, or is silent."""
+        """Read the status of all ranks, once each has sent one after it read the alarm, or is silent."""
         self._exchange(range(self._size))
-        first_beats = {rank: status.beat for rank, (status, _) in self._heard.items()}
+        first_beats = {rank: status.beat for rank, (status, _) in self._heartbeats.items()}
 
         def is_settled(rank: int, sighting: Sighting | None) -> bool:
             if sighting is None or rank == self._rank or self._is_over(sighting):
@@ -269,7 +269,7 @@ class Watchdog:
         self._has_report.set()
 
     def _end_process(self) -> None:
-        """The main thread does not come to an error of its own."""
+        """End the process, whose main thread does not come to an error of its own."""
         sys.stderr.write(
             f"zeroshard ends rank {self._rank} of {self._size}: {self._alarm}. {self._report}\n"
             f"{_stacks(f'rank {self._rank}')}"
@@ -279,7 +279,7 @@ class Watchdog:
 
 
 def _stacks(of: str) -> str:
-    """The stacks of all threads but this one, the main thread last: hooks may run in autograd's threads."""
+    """Return the stacks of all other threads, the main thread last: hooks may run in autograd's threads."""
     names = {thread.ident: f"thread '{thread.name}'" for thread in threading.enumerate()}
     main = threading.main_thread().ident
     names[main] = "main thread"
@@ -296,15 +296,15 @@ def _stacks(of: str) -> str:
 def open_watchdog(
     rank: int, size: int, gather: Callable[[Any, str], list[Any]], running: Watchdog | None
 ) -> Watchdog | None:
-    """The watchdog of these ranks: the one that is running if it is theirs, or a new one. Collective.
+    """Return the running watchdog if it is that of these ranks, or a new one. Collective.
 
     Args:
-        rank, size: of this process.
-        gather: a picklable value and a label -> the values of all ranks.
+        rank, size: this rank and the number of ranks.
+        gather: a function of a picklable value and a label, which returns the values of all ranks.
         running: the watchdog of this process.
 
     Returns:
-        None, after a warning, where a rank cannot connect to rank 0.
+        None, after a warning, if a rank cannot connect to rank 0.
     """
     label = "agreement on the watchdog"
     name = running.name if running is not None and running.watches_as(rank, size) else None

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from zeroshard.comm.watch.status import Sighting, Status, Wait, Whereabouts, describe, find_lost, report
+from zeroshard.comm.watch.status import RankStatus, Sighting, Status, Wait, describe, find_lost, report
 
 GATHER = "all-gather of unit 'layers.3'"
 REDUCE = "reduce-scatter of the gradients of unit 'layers.3'"
@@ -59,47 +59,48 @@ def test_a_rank_is_lost_when_it_was_killed_or_failed_longer_ago_than_the_limit(s
 
 
 def test_a_rank_is_in_what_it_entered_last_and_in_a_collective_while_it_waits():
-    here = Whereabouts()
-    assert here.status().text == "is outside of forward, backward and optimizer step"
-    here.enter("the backward of ", "unit 'layers.3'")
-    assert here.status().text == "is in the backward of unit 'layers.3'"
-    here.wait = Wait(GATHER, time.monotonic() - 7.0, 600.0)
-    assert here.status().text == f"waits in the {GATHER}"
-    assert here.status().seconds == pytest.approx(7.0, abs=1.0)
-    here.wait = None
-    assert here.status().text == "is in the backward of unit 'layers.3'"
-    here.leave()
-    assert here.status().text == "is outside of forward, backward and optimizer step"
+    status = RankStatus()
+    assert status.message().text == "is outside of forward, backward and optimizer step"
+    status.enter("the backward of ", "unit 'layers.3'")
+    assert status.message().text == "is in the backward of unit 'layers.3'"
+    status.wait = Wait(GATHER, time.monotonic() - 7.0, 600.0)
+    assert status.message().text == f"waits in the {GATHER}"
+    assert status.message().seconds == pytest.approx(7.0, abs=1.0)
+    status.wait = None
+    assert status.message().text == "is in the backward of unit 'layers.3'"
+    status.leave()
+    assert status.message().text == "is outside of forward, backward and optimizer step"
 
 
 def test_a_host_that_waits_longer_than_the_limit_and_the_margin_is_overdue():
-    here = Whereabouts()
-    here.wait = Wait(GATHER, time.monotonic() - 10.5, 10.0)
-    assert here.find_overdue(margin_s=1.0) is None
-    assert here.find_overdue(margin_s=0.2) == GATHER
+    status = RankStatus()
+    status.wait = Wait(GATHER, time.monotonic() - 10.5, 10.0)
+    assert status.find_overdue(margin_s=1.0) is None
+    assert status.find_overdue(margin_s=0.2) == GATHER
 
 
 def test_a_device_that_waits_is_noticed_though_the_host_goes_on():
-    here, is_over = Whereabouts(), {GATHER: False, REDUCE: False}
-    here.enter("the optimizer step")
+    status, is_over = RankStatus(), {GATHER: False, REDUCE: False}
+    status.enter("the optimizer step")
     now = time.monotonic()
-    here.issue(Wait(GATHER, now - 10.5, 10.0, lambda: is_over[GATHER]))
-    here.issue(Wait(REDUCE, now, 10.0, lambda: is_over[REDUCE]))
-    assert here.status().text == f"is in the optimizer step, its device waits in or before the {GATHER}"
-    assert here.find_overdue(0.0) == GATHER
+    in_step = "is in the optimizer step, its device waits in or before the"
+    status.issue(Wait(GATHER, now - 10.5, 10.0, lambda: is_over[GATHER]))
+    status.issue(Wait(REDUCE, now, 10.0, lambda: is_over[REDUCE]))
+    assert status.message().text == f"{in_step} {GATHER}"
+    assert status.find_overdue(0.0) == GATHER
     is_over[GATHER] = True
-    assert here.status().text == f"is in the optimizer step, its device waits in or before the {REDUCE}"
-    assert here.find_overdue(0.0) is None
+    assert status.message().text == f"{in_step} {REDUCE}"
+    assert status.find_overdue(0.0) is None
     is_over[REDUCE] = True
-    assert here.status().text == "is in the optimizer step"
+    assert status.message().text == "is in the optimizer step"
 
 
 def test_a_collective_of_one_stream_is_noticed_though_later_ones_of_another_are_over():
-    here = Whereabouts()
-    here.issue(Wait(REDUCE, time.monotonic() - 10.5, 10.0, lambda: False))
+    status = RankStatus()
+    status.issue(Wait(REDUCE, time.monotonic() - 10.5, 10.0, lambda: False))
     for _ in range(100):
-        here.issue(Wait(GATHER, time.monotonic(), 10.0, lambda: True))
-    assert here.find_overdue(0.0) == REDUCE
+        status.issue(Wait(GATHER, time.monotonic(), 10.0, lambda: True))
+    assert status.find_overdue(0.0) == REDUCE
 
 
 @pytest.mark.parametrize(
