@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from zeroshard.byname import ByName
 from zeroshard.checkpoint.capture import Parts, Progress, capture
@@ -40,7 +39,7 @@ from zeroshard.sharding.autograd import outside_transforms
 from zeroshard.sharding.nested import cast_inputs
 from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.tracers import refuse_proxies
-from zeroshard.stepping.attach import attach
+from zeroshard.stepping.attach import Judged, attach
 from zeroshard.stepping.guard import StepGuard
 from zeroshard.stepping.halfway import Arguments, Halfway
 
@@ -84,7 +83,8 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
         """True if `step()` has made the gradients ready for the optimizer."""
         weakref.finalize(self, saver.leave_alone)
         if parts.optimizer is not None:
-            self._attach(parts.optimizer)
+            own = Judged(weakref.WeakMethod(self._judge_step), weakref.WeakMethod(self._count_step))
+            attach(parts.runtime, self._guard.rounding, parts.optimizer, engine=own)
         refuse_wrappers([self], object.__setattr__)
         parts.runtime.changes.set(module, "zero_grad", EnginesOwn(self, module, "zero_grad"))
         if hasattr(module, "save_pretrained"):
@@ -295,27 +295,18 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
             )
         return loss
 
-    def _attach(self, optimizer: Optimizer) -> None:
-        """Follow the optimizer, however it is stepped: by this engine or by the user."""
-        engine = weakref.ref(self)
+    def _judge_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Judge a step that the optimizer begins, unless it is one of the engine's, judged already."""
+        if not self._is_ready:
+            self._check_own_step(any(value is not None for value in (*args[1:], kwargs.get("closure"))))
+            self._guard.make_ready()
+        return self._halfway.begin(args, kwargs)
 
-        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-            if (self := engine()) is None:
-                return None
-            if not self._is_ready:
-                self._check_own_step(any(value is not None for value in (*args[1:], kwargs.get("closure"))))
-                self._guard.make_ready()
-            return self._halfway.begin(args, kwargs)
-
-        def after(*_: Any) -> None:
-            if (self := engine()) is not None:
-                self.global_step += 1
-                if not self._is_ready:
-                    self._halfway.end()
-
-        attach(self._runtime, self._guard.rounding, optimizer)
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+    def _count_step(self) -> None:
+        """Count a step of the optimizer."""
+        self.global_step += 1
+        if not self._is_ready:
+            self._halfway.end()
 
     def _check_own_step(self, has_closure: bool) -> None:
         """Refuse a step by the user where it needs the engine's."""

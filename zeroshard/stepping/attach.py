@@ -1,12 +1,23 @@
-"""Around the steps of an optimizer: gradients are made ready before, parameters gathered after."""
+"""The one place that hooks an optimizer: what happens around each of its steps, whoever takes it.
+
+    ready     gradients that wait are reduced, and gathers that read main parameters end
+    judge     the engine clips the gradients and may refuse the step; see `guard.py`
+    step      the optimizer's own step; over parts where a tier holds the main parameters: for each part
+              fetch, step, write back; see `parts.py`
+    changed   main parameters have another version: replicated parameters are gathered again
+    count     the engine counts the step
+
+An engine's own `step()` judges before it calls the optimizer, since it may leave the step out.
+"""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,12 +25,25 @@ from torch.optim import Optimizer
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.saved import SavedOptimizer
+from zeroshard.stepping.halfway import Arguments
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
+from zeroshard.stepping.parts import step_in_parts
 from zeroshard.stepping.rounding import Rounding
-from zeroshard.stepping.widening import widen_steps
+from zeroshard.stepping.widening import Widening, load_states_wide
 
 
-def attach(runtime: Runtime, rounding: Rounding | None, *optimizers: Optimizer) -> None:
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An engine's part in the steps of its optimizer, which does not keep the engine alive."""
+
+    judge: WeakMethod[Callable[[tuple[Any, ...], dict[str, Any]], Arguments | None]]
+    """Given the arguments of a step, it may raise, and may return others."""
+    count: WeakMethod[Callable[[], None]]
+
+
+def attach(
+    runtime: Runtime, rounding: Rounding | None, *optimizers: Optimizer, engine: Judged | None = None
+) -> None:
     """Follow optimizers over the sharded parameters, whoever steps them.
 
     Args:
@@ -27,17 +51,22 @@ def attach(runtime: Runtime, rounding: Rounding | None, *optimizers: Optimizer) 
         rounding: of updates into main parameters of bfloat16; None where they are wider.
         optimizers: replicated parameters are gathered again after the last of them has stepped, so they
             must step together, one after the other. One that steps alone is attached by itself.
+        engine: whose optimizer it is, if one has it.
 
     Raises:
         ValueError: one is of bitsandbytes', which `zeroshard.initialize` takes over.
     """
     together = _Together(optimizers)
     for optimizer in optimizers:
-        _follow(runtime, optimizer, together)
+        _refuse_theirs(optimizer)
+        _hook(runtime, optimizer, together, engine)
         if isinstance(optimizer, UsesNorms):
             optimizer.norms_of = NormsOverRanks(runtime.buffers, runtime.context.axis)
         if rounding is not None:
-            widen_steps(optimizer, [unit.starts() for unit in runtime.units], rounding)
+            units = [unit.starts() for unit in runtime.units]
+            starts = {p: start for unit in units for p, start in unit.items()}
+            step_in_parts(optimizer, [list(unit) for unit in units], Widening(starts, rounding))
+            load_states_wide(optimizer, list(starts))
 
 
 class _Together:
@@ -55,34 +84,43 @@ class _Together:
         return is_last
 
 
-def _follow(runtime: Runtime, optimizer: Optimizer, together: _Together) -> None:
+def _refuse_theirs(optimizer: Optimizer) -> None:
     is_theirs = any(base.__module__.startswith("bitsandbytes.") for base in type(optimizer).__mro__)
     if is_theirs and "update_step" not in vars(optimizer):  # of its class: nobody took it over
         raise ValueError(
             f"{type(optimizer).__name__} would choose the precision of its states by this rank's slices: "
             "expected it at zeroshard.initialize, which takes it over, or an optimizer of zeroshard.optim"
         )
-    weak, zero_grad = weakref.ref(runtime), optimizer.zero_grad
 
-    def before(optimizer: Optimizer, *_: Any) -> None:
-        if (runtime := weak()) is not None:
-            _check_sharded(optimizer, runtime.module, runtime.ignored)
-            runtime.before_step()
-            runtime.here.enter("the optimizer step")
+
+def _hook(runtime: Runtime, optimizer: Optimizer, together: _Together, engine: Judged | None) -> None:
+    zero_grad = optimizer.zero_grad
+    of_runtime = weakref.ref(runtime)
+
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        if (runtime := of_runtime()) is None:
+            return None
+        _check_sharded(optimizer, runtime.module, runtime.ignored)
+        runtime.before_step()
+        runtime.here.enter("the optimizer step")
+        judge = None if engine is None else engine.judge()
+        return None if judge is None else judge(args, kwargs)
 
     def after(optimizer: Optimizer, *_: Any) -> None:
-        if (runtime := weak()) is not None:
+        if (runtime := of_runtime()) is not None:
             runtime.after_step(together.step(optimizer))
             runtime.here.leave()
+        if engine is not None and (count := engine.count()) is not None:
+            count()
 
     @functools.wraps(zero_grad)
     def zero_all(set_to_none: bool = True) -> None:
-        if (runtime := weak()) is not None:
+        if (runtime := of_runtime()) is not None:
             runtime.drop_deferred()
         zero_grad(set_to_none)
 
     def mark(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        return None if weak() is None else SavedOptimizer(state_dict)
+        return None if of_runtime() is None else SavedOptimizer(state_dict)
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
