@@ -19,7 +19,7 @@ LAYERS = (
     {"stepping", "forwards", "guards", "restore"},
     {"assemble", "optim"},
     {"checkpoint", "hf", "byname", "memory", "sharded"},
-    {"engine"},
+    {"engine", "checkpointing", "modulelike"},
     {"initialize"},
     {"cli"},
     {"__init__", "__main__"},
