@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # The layer picture of docs/architecture.md, from the ground up.
 LAYERS = (
     {"plan", "config", "deepspeed", "tables"},
-    {"comm", "lazy", "data"},
+    {"comm", "lazy", "data", "safetensors"},
     {"sharding", "agreement"},
     {"stepping", "forwards", "guards", "restore"},
     {"assemble", "optim"},

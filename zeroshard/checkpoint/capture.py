@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.agreed import on_all
@@ -22,9 +21,9 @@ from zeroshard.checkpoint.files import as_folder, check_free, check_tag
 from zeroshard.checkpoint.frozen import Piece, frozen_names, join_pieces, measure_pieces
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord
 from zeroshard.checkpoint.optimizers import OptimizerState, keep_few, read_optimizer
-from zeroshard.checkpoint.plain import check_plain, to_bytes
 from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.tensors import ModelState, dtype_name, read_model, written_slices
+from zeroshard.checkpoint.values import check_plain, to_files
 from zeroshard.config.sections import Config
 from zeroshard.data.loader import EpochLoader
 from zeroshard.sharding.parameter import ShardedParameter
@@ -212,7 +211,7 @@ def _values(reading: _Reading, answers: list[_Answer]) -> dict[str, Any]:
         "lr_scheduler": reading.lr_scheduler,
         "rng": [answer.rng for answer in answers],
         "extra": reading.model.extra,
-        "client_state": _copy_tensors(reading.client_state),
+        "client_state": reading.client_state,
     }
 
 
@@ -227,19 +226,8 @@ def _build(
         slices=written_slices(runtime, reading.optimizer.tensors, reading.model.buffers, left_out),
         aliases=reading.model.aliases,
         manifest=manifest,
-        values=to_bytes(values) if runtime.context.axes.dp.rank == 0 else b"",
+        values=to_files(values) if runtime.context.axes.dp.rank == 0 else {},
     )
-
-
-def _copy_tensors(client_state: dict[str, Any]) -> Any:
-    """Views as tensors with memory of their own: torch.save writes all of that which a view is part of."""
-
-    def copy(value: Tensor) -> Tensor:
-        is_view = type(value) is Tensor and value.layout is torch.strided
-        return value.clone() if is_view and value.untyped_storage().nbytes() > value.nbytes else value
-
-    # To torch's trees a Size is a plain tuple.
-    return tree_map_only(Tensor, copy, client_state, is_leaf=lambda value: isinstance(value, torch.Size))
 
 
 def _check_whole(client_state: Any) -> None:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LATEST, MANIFEST = "latest", "zeroshard.json"
-_TAKEN = (LATEST, MANIFEST, "values.pt")
+VALUES, TENSORS = "values.json", "values.safetensors"
+_TAKEN = (LATEST, MANIFEST, VALUES, TENSORS, "values.pt")
 """No tag: with a file of one of these names, a folder would be taken for a checkpoint, or one be spoilt."""
 _NOT_IN_TAGS = frozenset('/\\:*?"<>|')
 """Characters that some file system gives a meaning, beside those that are not printed."""
@@ -55,6 +56,13 @@ def check_tag(tag: object) -> str:
             f"{tag!r:.300}"
         )
     return tag
+
+
+def tag_of(directory: Path) -> str:
+    """Return the tag of a checkpoint's directory: its name without the number."""
+    name = directory.resolve().name
+    match = _GENERATION.fullmatch(name)
+    return name if match is None else match["tag"]
 
 
 def _is_tag(tag: str) -> bool:

@@ -15,12 +15,9 @@ from zeroshard.checkpoint.files import MANIFEST, Place, write_synced
 from zeroshard.checkpoint.hostcopies import HostCopies
 from zeroshard.checkpoint.manifest import FileRecord, Manifest
 from zeroshard.checkpoint.tensors import TensorSlice
-from zeroshard.checkpoint.writer import Written, write_index, write_part
+from zeroshard.checkpoint.writer import Written, tensors_of, write_index, write_part
 from zeroshard.comm.background import Aside, open_aside
 from zeroshard.comm.collectives import Axis
-
-VALUES = "values.pt"
-"""The file of what is neither a tensor of the model or optimizer nor in the manifest."""
 
 _MARGIN = 1 << 20
 """Bytes for the small files, and what each box takes beside its elements."""
@@ -37,8 +34,8 @@ class Snapshot:
     slices: Sequence[TensorSlice]
     aliases: Mapping[str, Sequence[str]]
     manifest: Manifest
-    values: bytes
-    """Written down at once: further training changes what they are made of."""
+    values: Mapping[str, bytes]
+    """The files with values of other kinds: written down at once, as further training changes the values."""
     wait: Callable[[], None] = lambda: None
     """Lets the host wait until the slices have their values."""
 
@@ -93,11 +90,19 @@ def _finish(snapshot: Snapshot, place: Place, written: Sequence[Written]) -> Non
     records = write_index(place.temporary, boxes, snapshot.aliases)
     for part in written:
         records |= part.files
-    write_synced(place.temporary / VALUES, snapshot.values)
-    records[VALUES] = FileRecord(len(snapshot.values), zlib.crc32(snapshot.values))
-    manifest = replace(snapshot.manifest, files=dict(sorted(records.items())))
-    write_synced(place.temporary / MANIFEST, manifest.to_bytes())
+    manifest = replace(snapshot.manifest, files=records, tensors=tensors_of(boxes))
+    write_values_and_manifest(place.temporary, snapshot.values, manifest)
     files.commit(place, snapshot.keep_last)
+
+
+def write_values_and_manifest(directory: Path, values: Mapping[str, bytes], manifest: Manifest) -> None:
+    """Write the files of values, fsynced, and last the manifest, which lists them beside its other files."""
+    records = dict(manifest.files)
+    for name, data in values.items():
+        write_synced(directory / name, data)
+        records[name] = FileRecord(len(data), zlib.crc32(data))
+    manifest = replace(manifest, files=dict(sorted(records.items())))
+    write_synced(directory / MANIFEST, manifest.to_bytes())
 
 
 class Saver:

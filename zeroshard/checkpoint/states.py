@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from zeroshard.checkpoint.blockwise import Dtypes, blocks_of, find_unpaired, is_codes, is_scales, shape_of
 from zeroshard.checkpoint.checks import check_scalars
 from zeroshard.checkpoint.conversion import Family, convert_scalars, family_of
-from zeroshard.checkpoint.reader import INDEX, Stored, StoredTensor, TensorReader
-from zeroshard.checkpoint.save import VALUES
+from zeroshard.checkpoint.files import MANIFEST, VALUES
+from zeroshard.checkpoint.places import StoredTensor
+from zeroshard.checkpoint.reader import Stored, TensorReader
 from zeroshard.checkpoint.tensors import TensorSlice, state_name
 from zeroshard.optim.adopt.bitsandbytes import is_bitsandbytes
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
@@ -110,7 +111,7 @@ def _tensors_by_parameter(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
             expected = shape_of(key, dtypes, stored.manifest.parameters[fqn].shape)
             if tensor.shape != expected or (is_scales(key, dtypes) and tensor.dtype != torch.float32):
                 raise RuntimeError(
-                    f"{stored.directory / INDEX}: state '{key}' of '{fqn}' is {tensor.dtype} of shape "
+                    f"{stored.directory / MANIFEST}: state '{key}' of '{fqn}' is {tensor.dtype} of shape "
                     f"{tensor.shape}; expected shape {expected}, and scales in torch.float32"
                 )
     return states
@@ -125,11 +126,11 @@ def _check_states(
     if family is None or not tensors:
         return None
     if (problem := find_unpaired(dtypes)) is not None:
-        raise RuntimeError(f"{stored.directory / INDEX}: '{name}' has {problem}")
+        raise RuntimeError(f"{stored.directory / MANIFEST}: '{name}' has {problem}")
     found = {key: 8 if is_codes(key, dtypes) else 32 for key in dtypes if not is_scales(key, dtypes)}
     if missing := sorted(family.states.keys() - found.keys()):
         raise RuntimeError(
-            f"{stored.directory / INDEX}: expected state '{missing[0]}' of '{name}', found none"
+            f"{stored.directory / MANIFEST}: expected state '{missing[0]}' of '{name}', found none"
         )
     is_converted = set(found.values()) != {bits}
     unknown = sorted(found.keys() - family.states.keys())
@@ -153,7 +154,7 @@ def _match_scalars(
     family = family_of(type(optimizer).__name__)
     if family is not None and "step" in scalars and not has_tensors:
         raise RuntimeError(
-            f"{stored.directory / INDEX}: expected state '{next(iter(family.states))}' of '{name}', whose "
+            f"{stored.directory / MANIFEST}: expected state '{next(iter(family.states))}' of '{name}', whose "
             "steps were counted; found none"
         )
     return scalars

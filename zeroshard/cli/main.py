@@ -46,7 +46,7 @@ def _fail(error: Exception, code: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="zeroshard",
-        description="Export and inspect checkpoints, estimate memory: in one process, without a GPU.",
+        description="Export, inspect and convert checkpoints, estimate memory: one process, no GPU.",
         allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -67,6 +67,14 @@ def _parser() -> argparse.ArgumentParser:
         help="of a file, such as 500MB or 2GiB (default: 5GB)",
     )
     export.set_defaults(run=commands.export)
+    convert = subparsers.add_parser(
+        "convert",
+        help="rewrite a checkpoint of format 1 in the present format",
+        description="Format 1 had pickles. Nothing of them runs; the files of tensors become hard links.",
+    )
+    _add_path(convert)
+    convert.add_argument("directory", metavar="FOLDER", type=Path, help="for checkpoints; made if needed")
+    convert.set_defaults(run=commands.convert)
     inspect = subparsers.add_parser(
         "inspect",
         help="show what a checkpoint holds, who wrote it, and whether it is intact",
@@ -92,10 +100,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    _add_path(parser)
+    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")
+
+
+def _add_path(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
         type=Path,
         help="a folder of checkpoints (the latest is taken), FOLDER/TAG, or the directory of one",
     )
-    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")
