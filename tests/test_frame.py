@@ -116,6 +116,17 @@ def test_only_comm_and_the_wrappers_of_torch_libraries_use_torch_distributed() -
     assert not used
 
 
+def test_no_part_that_reads_checkpoints_unpickles() -> None:
+    found = {
+        f"{path} uses {name}"
+        for path, tree in ZEROSHARD.items()
+        if part_of(path) in ("checkpoint", "safetensors", "hf", "cli")
+        for name in [*imported(tree), *used_attributes(tree)]
+        if is_within(name, "pickle") or name in ("torch.load", "torch.jit.load", "torch.serialization.load")
+    }
+    assert not found
+
+
 def test_layout_is_pure() -> None:
     names = list(imported(ZEROSHARD["zeroshard/plan/layout.py"]))
     assert not [name for name in names if is_within(name, "torch")]

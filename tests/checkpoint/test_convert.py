@@ -352,9 +352,9 @@ INDICES: dict[str, Callable[[Path], None]] = {
     "nothing": lambda directory: write_index(directory, b""),
     "attributes of a class": pollute,
     "tuple of tuples as a key": as_key(bomb),
-    "deep tuple": lambda directory: write_index(directory, deep(1_000_000)),
+    "deep tuple": lambda directory: write_index(directory, deep(200_000)),
     "deep tuple as a key": lambda directory: write_index(
-        directory, b"\x80\x02}" + deep(1_000_000)[2:-1] + b"Ns."
+        directory, b"\x80\x02}" + deep(200_000)[2:-1] + b"Ns."
     ),
     "wide tuple as a key": as_key(lambda: (tuple(range(3000)),) * 3000),
     "places of places as a key": as_key(lambda: bomb("x", 60, place_of)),
@@ -460,8 +460,8 @@ CONTENTS: dict[str, Callable[[Path], None]] = {
         lambda values: values["client_state"].update(x=bomb([], 60, lambda *both: list(both)))
     ),
     "tuple of tuples as a hyperparameter": edit_values(lambda values: values["groups"][0].update(x=bomb())),
-    "deep tuple": with_pickle(deep(1_000_000)),
-    "deep tuple as a key": with_pickle(b"\x80\x02}" + deep(1_000_000)[2:-1] + b"Ns."),
+    "deep tuple": with_pickle(deep(200_000)),
+    "deep tuple as a key": with_pickle(b"\x80\x02}" + deep(200_000)[2:-1] + b"Ns."),
     "a list that holds itself": with_pickle(b"\x80\x02]q\x00h\x00a."),
     **{
         f"call {number}": lambda directory, number=number: edit_values(

@@ -72,8 +72,8 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return JSON with a checksum of itself."""
-        content = asdict(replace(self, tensors={})) | {"tensors": places.to_json(self.tensors)}
-        content = json.loads(json.dumps(content))
+        content = json.loads(json.dumps(asdict(replace(self, tensors={}))))
+        content["tensors"] = places.to_json(self.tensors)
         return json.dumps({"crc32": _crc_of(content), "content": content}).encode()
 
 
@@ -109,6 +109,7 @@ def read_content(directory: Path) -> dict[str, Any]:
     with _naming_damage(file):
         outer = json.loads(file.read_bytes())
         content: dict[str, Any] = outer["content"]
+        _expect(isinstance(content, dict), "content")
         if _crc_of(content) != outer["crc32"]:
             raise ValueError("the checksum differs")
         return content

@@ -236,7 +236,7 @@ class _Decoder:
         requires_grad: bool = False,
     ) -> Tensor:
         info = self._infos.pop(name)  # each once: a small file cannot fill the memory
-        values = torch.empty(info.shape, dtype=info.file_dtype)
+        values = torch.empty(info.shape, dtype=info.file_dtype, device="cpu")
         if info.numel:
             stored = torch.frombuffer(self._data, dtype=info.file_dtype, count=info.numel, offset=info.offset)
             values.copy_(stored.view(info.shape))

@@ -25,10 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from zeroshard.checkpoint.boxes import tiles
 from zeroshard.checkpoint.files import naming
 from zeroshard.checkpoint.manifest import FileRecord
-from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of
+from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of, tile, to_row
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
 
 
@@ -103,12 +102,11 @@ def tensors_of(boxes: Iterable[WrittenBox]) -> dict[str, StoredTensor]:
     for written in boxes:
         places.setdefault(written.name, []).append(written)
     tensors = {
-        name: StoredTensor(parts[0].dtype, parts[0].shape, tuple(part.place for part in parts))
+        name: StoredTensor(parts[0].dtype, parts[0].shape, [to_row(part.place) for part in parts])
         for name, parts in places.items()
     }
     for name, tensor in tensors.items():
-        parts = [stored.box for stored in tensor.boxes]
-        assert tiles(parts, tensor.shape), f"the ranks wrote each element of '{name}' once"
+        assert tile(tensor), f"the ranks wrote each element of '{name}' once"
     return tensors
 
 

@@ -35,7 +35,7 @@ from zeroshard.checkpoint.files import (
     tag_of,
 )
 from zeroshard.checkpoint.manifest import Manifest, check_sizes, check_sums, parse, read_content
-from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of
+from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of, to_row
 from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.checkpoint.save import write_values_and_manifest
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES
@@ -136,9 +136,9 @@ def _read_places(file: Path, manifest: Manifest) -> dict[str, StoredTensor]:
             with (file.parent / file_of(rank)).open("rb") as opened:
                 opened.seek(place["offset"])
                 archive = io.BytesIO(opened.read(min(place["length"], _MAX_ARCHIVE)))
-            boxes.append(StoredBox(box, rank, place["offset"] + find_elements(archive, num_bytes)))
+            boxes.append(to_row(StoredBox(box, rank, place["offset"] + find_elements(archive, num_bytes))))
         if name not in names:
-            tensors[name] = StoredTensor(entry["properties"], tuple(entry["size"]), tuple(boxes))
+            tensors[name] = StoredTensor(entry["properties"], tuple(entry["size"]), boxes)
     return tensors
 
 
