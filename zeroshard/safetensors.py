@@ -143,13 +143,13 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a file starts with, and where each tensor follows."""
+    """The start of a file, and the places of the tensors that follow."""
 
     header: bytes
     offsets: dict[str, int]
-    """Of the first byte of each tensor in the file."""
+    """The first byte of each tensor in the file."""
     num_bytes: int
-    """Of the whole file."""
+    """The size of the whole file."""
 
 
 def begin_file(tensors: Mapping[str, TensorInfo]) -> Beginning:

@@ -153,7 +153,7 @@ def runs(source: Box, target: Box) -> Iterator[Run]:
 
 
 def _position(box: Box, element: Shape) -> int:
-    """Where an element is in a box that is stored row by row."""
+    """Return the position of an element in a box that is stored row by row."""
     position = 0
     for at, offset, size in zip(element, box.offsets, box.sizes, strict=True):
         position = position * size + at - offset

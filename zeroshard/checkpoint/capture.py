@@ -1,4 +1,4 @@
-"""What of an engine goes into a checkpoint."""
+"""The parts of an engine that go into a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from zeroshard.stepping.rounding import Rounding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What an engine consists of."""
+    """The parts of an engine."""
 
     runtime: Runtime
     config: Config
@@ -46,29 +46,29 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far training has come."""
+    """The progress of training."""
 
     global_step: int
     skipped_steps: int
     loss_scale: LossScale
     rounding: Rounding | None
-    """Of updates into bfloat16."""
+    """The rounding of updates into bfloat16."""
 
 
 class _Answer(NamedTuple):
-    """What a rank tells the others of its part of a checkpoint."""
+    """A rank's message to the others about its part of a checkpoint."""
 
     place: str
     rng: dict[str, Any]
     few: list[str]
     """As in `OptimizerState`."""
     frozen: list[Piece]
-    """Of the parameters that are left out."""
+    """Slices of the parameters that are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
-    """What this rank has of a checkpoint, checked; tensors are those that the engine goes on to change."""
+    """This rank's part of a checkpoint, checked. Its tensors are those that the engine goes on to change."""
 
     folder: Path
     tag: str
@@ -203,7 +203,7 @@ def _check_places(answers: list[_Answer]) -> None:
 
 
 def _values(reading: _Reading, answers: list[_Answer]) -> dict[str, Any]:
-    """What rank 0 writes beside tensors and manifest."""
+    """Return the values that rank 0 writes beside tensors and manifest."""
     return {
         "groups": reading.optimizer.groups,
         "scalars": reading.optimizer.scalars,

@@ -23,11 +23,11 @@ class Family:
     states: Mapping[str, bool]
     """By name, whether it can be negative: which values its codes stand for."""
     beta: str | None = None
-    """What others call the first of bitsandbytes' `betas`, where its second one has no effect."""
+    """The name in other libraries of the first of bitsandbytes' `betas`, where the second has no effect."""
 
     @staticmethod
     def of(rule: Rule, beta: str | None = None) -> Family:
-        """Of zeroshard's own optimizers."""
+        """Return the family of zeroshard's own optimizers with a rule."""
         return Family(dict(zip(rule.states, rule.is_signed, strict=True)), beta)
 
 
@@ -50,7 +50,7 @@ _ABSENT = {
     "initial_accumulator_value": 0.0,
     **dict.fromkeys(("t_alpha", "t_beta3")),
 }
-"""With which value of a hyperparameter an optimizer is one that does not have it."""
+"""The value of a hyperparameter that equals not having it."""
 
 
 def family_of(name: str | None) -> Family | None:

@@ -1,4 +1,4 @@
-"""Where checkpoints lie, and how one appears all at once.
+"""The folder of checkpoints, and the steps by which one appears all at once.
 
     DIR/latest              the tag of the newest checkpoint
     DIR/<tag>               the name of its directory
@@ -86,7 +86,7 @@ def check_free(folder: Path, tag: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one checkpoint is written and where it goes when it is complete."""
+    """The directory that one checkpoint is written to, and its name when it is complete."""
 
     folder: Path
     tag: str

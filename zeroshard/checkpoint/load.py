@@ -37,7 +37,7 @@ from zeroshard.stepping.rounding import Rounding
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What is to be kept by the engine itself."""
+    """Values for the engine itself."""
 
     progress: Progress
     client_state: dict[str, Any]
@@ -45,7 +45,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What will be loaded; everything is checked that can be without changing anything."""
+    """All that will be loaded, checked as far as that changes nothing."""
 
     stored: Stored
     values: Mapping[str, Any]
@@ -57,9 +57,9 @@ class _Plan:
     schedule: dict[str, Any] | None
     """The state of the LR scheduler."""
     loss_scale: LossScale | None
-    """Of float16, where it is dynamic there."""
+    """The dynamic scale of float16 in the checkpoint."""
     rounding: Rounding | None
-    """Of updates into bfloat16."""
+    """The rounding of updates into bfloat16."""
 
 
 def load(

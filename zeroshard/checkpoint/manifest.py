@@ -48,13 +48,13 @@ class Manifest:
     model: dict[str, Any]
     """Its class, and the model config of transformers where there is one."""
     config: dict[str, Any]
-    """Of zeroshard."""
+    """The config of zeroshard."""
     global_step: int
     skipped_steps: int
     loss_scale: dict[str, Any] | None
-    """Of float16."""
+    """The loss scale of float16."""
     rounding: dict[str, Any] | None = None
-    """Of updates into bfloat16."""
+    """The rounding of updates into bfloat16."""
     seed: int
     """From which ranks without saved generators derive theirs."""
     data: dict[str, Any] | None

@@ -24,7 +24,7 @@ from zeroshard.checkpoint.boxes import Box, tiles
 _MAX_DIMS = 64
 """As many dimensions as torch computes with."""
 _MAX_BYTES = 1 << 62
-"""Of a tensor, so that no sum or product here exceeds 63 bits."""
+"""The most bytes of a tensor, so that no sum or product here exceeds 63 bits."""
 
 Row = Sequence[int]
 

@@ -26,7 +26,7 @@ _PER_BOX = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What is to be written: of this rank, but for manifest and values, which are rank 0's."""
+    """The content of a checkpoint that this rank writes; manifest and values are for rank 0 to write."""
 
     folder: Path
     tag: str
@@ -85,7 +85,7 @@ def _check_shared(place: Place) -> None:
 
 
 def _finish(snapshot: Snapshot, place: Place, written: Sequence[Written]) -> None:
-    """Rank 0 writes the small files and lets the checkpoint appear."""
+    """Write the small files and let the checkpoint appear; on rank 0."""
     boxes = [box for part in written for box in part.boxes]
     records = write_index(place.temporary, boxes, snapshot.aliases)
     for part in written:
@@ -116,7 +116,7 @@ class Saver:
         self._axis = axis
         self._copies = HostCopies()
         self._aside: Aside | None = None
-        """Where a thread exchanges; None before the first save in the background."""
+        """The group in which a thread exchanges; None before the first save in the background."""
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._is_alone = False

@@ -33,21 +33,21 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """What a checkpoint has for one parameter of the present optimizer."""
+    """The states in a checkpoint for one parameter of the present optimizer."""
 
     tensors: Mapping[str, StoredTensor]
     scalars: Mapping[str, Any]
     """As the present optimizer keeps them."""
     dtypes: Dtypes
-    """Of the states that are made of `tensors`."""
+    """The dtypes of the states that are made of `tensors`."""
     converted: Family | None
-    """What they are, if they are to have another number of bits; None: they are read as they are."""
+    """The family of states that are to have another number of bits; None: they are read as they are."""
 
 
 SavedStates = dict[ShardedParameter, SavedState]
 
 Targets = dict[ShardedParameter, dict[str, Tensor]]
-"""Where states are read into, under their common names."""
+"""Memory that states are read into, under their common names."""
 
 
 # -------------------------------------------------------------------------------------------- checking
@@ -60,7 +60,7 @@ def match_states(
     names: Mapping[str, str],
     convert_states: bool,
 ) -> SavedStates:
-    """What is to be loaded for each parameter of the optimizer; nothing is read.
+    """Return the states to be loaded for each parameter of the optimizer; nothing is read.
 
     Args:
         scalars: by stored name.
@@ -120,7 +120,7 @@ def _tensors_by_parameter(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
 def _check_states(
     optimizer: Optimizer, name: str, bits: int, stored: Stored, tensors: Mapping[str, StoredTensor]
 ) -> Family | None:
-    """What the states of a parameter are, if they have another number of bits there; None if not."""
+    """Return the family to convert from, if the checkpoint has another number of bits; None if not."""
     kind = type(optimizer).__name__
     family, dtypes = family_of(kind), _dtypes_of(tensors)
     if family is None or not tensors:
@@ -166,7 +166,7 @@ def _kept_dtypes(
     tensors: Mapping[str, StoredTensor],
     main_dtype: torch.dtype,
 ) -> Dtypes:
-    """Of states that are read as they are.
+    """Return the dtypes of states that are read as they are.
 
     Args:
         main_dtype: of the parameter in the checkpoint.
@@ -179,7 +179,7 @@ def _kept_dtypes(
 
 
 def _new_dtypes(optimizer: Optimizer, parameter: ShardedParameter, family: Family, bits: int) -> Dtypes:
-    """Of states that are converted."""
+    """Return the dtypes of states that are converted."""
     if bits == 32:
         return dict.fromkeys(family.states, _plain_dtype(optimizer, parameter))
     scales = {key + ABSMAX: torch.float32 for key in family.states}
@@ -187,12 +187,12 @@ def _new_dtypes(optimizer: Optimizer, parameter: ShardedParameter, family: Famil
 
 
 def _plain_dtype(optimizer: Optimizer, parameter: ShardedParameter) -> torch.dtype:
-    """Of states that are not quantized, as the optimizer makes them."""
+    """Return the dtype in which the optimizer makes states that are not quantized."""
     return torch.float32 if _keeps_float32(optimizer) else _wide(parameter.dtype)
 
 
 def _wide(main_dtype: torch.dtype) -> torch.dtype:
-    """In which an optimizer steps, and has its states."""
+    """Return the dtype in which an optimizer steps and has its states."""
     return torch.promote_types(main_dtype, torch.float32)
 
 

@@ -194,13 +194,10 @@ class _Decoder:
         if sum(info.numel * info.file_dtype.itemsize for info in self._infos.values()) > len(self._data):
             raise ValueError(f"{file}: expected tensors that do not overlap")
         self._make: dict[str, Callable[[Any], Any]] = {
+            **{f"${kind.__name__}": _hashing(kind) for kind in (set, frozenset, dict, OrderedDict)},
+            "$Counter": lambda pairs: Counter(_hashing(dict)(pairs)),
             "$tuple": tuple,
-            "$set": set,
-            "$frozenset": frozenset,
             "$Size": torch.Size,
-            "$dict": dict,
-            "$OrderedDict": OrderedDict,
-            "$Counter": lambda pairs: Counter(dict(pairs)),
             "$float": float,
             "$int": lambda text: int(text, 16),
             "$complex": lambda parts: complex(*parts),
@@ -253,6 +250,18 @@ class _Decoder:
             make, options = torch.sparse_compressed_tensor, {"layout": kind}
         made: Tensor = make(*parts, shape, check_invariants=True, **options)
         return made.requires_grad_(requires_grad)
+
+
+def _hashing(kind: type) -> Callable[[list[Any]], Any]:
+    """Return a maker of sets or dicts that refuses keys chosen to have one hash, which take hours."""
+
+    def make(items: list[Any]) -> Any:
+        keys = [key for key, _ in items] if issubclass(kind, dict) else items
+        if len(keys) > 2 * len({hash(key) for key in keys}):
+            raise ValueError("it holds keys whose hashes are the same")
+        return kind(items)
+
+    return make
 
 
 def _as_parameter(value: Tensor) -> nn.Parameter:

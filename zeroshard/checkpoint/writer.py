@@ -37,16 +37,16 @@ class WrittenBox(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     place: StoredBox
     offset: int
     """The first byte of the archive around the elements: for torch.distributed.checkpoint."""
     num_bytes: int
-    """Of this archive."""
+    """The size of this archive."""
 
 
 class Written(NamedTuple):
-    """What one rank has written."""
+    """The boxes and files that one rank has written."""
 
     boxes: list[WrittenBox]
     files: dict[str, FileRecord]
@@ -146,7 +146,7 @@ class _IndexWriter(FileSystemWriter):
         self.fs = self.files = _CheckedFiles()
 
     def storage_meta(self) -> StorageMeta:
-        """Without the path, under which the checkpoint will not stay."""
+        """Return no path: the checkpoint will not stay under the present one."""
         return StorageMeta()
 
 

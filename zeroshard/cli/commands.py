@@ -1,4 +1,4 @@
-"""What the commands do."""
+"""The commands."""
 
 from __future__ import annotations
 

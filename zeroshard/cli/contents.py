@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in words and tables."""
+"""The content of a checkpoint, in words and tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDTH = 400  # names stay on one line
 
 
 def describe(stored: Stored) -> str:
-    """Who wrote it, every tensor, and totals by kind."""
+    """Return the writer of a checkpoint, every tensor, and totals by kind, as text."""
     kinds = _by_kind(stored)
     rows = [
         (name, kind, dtype_name(tensor.dtype), _shape(tensor), format_bytes(_num_bytes(tensor)))

@@ -163,7 +163,7 @@ def _read_values(file: Path) -> dict[str, Any]:
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """What an opcode makes."""
+    """An object of a pickle that is not built."""
 
     kind: str
     """tuple, list, dict, storage (of a tensor), name (of a class or function), or call."""
