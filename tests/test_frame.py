@@ -14,12 +14,12 @@ ROOT = Path(__file__).parents[1]
 # The layer picture of docs/architecture.md, from the ground up.
 LAYERS = (
     {"plan", "config", "tables", "version"},
-    {"comm", "lazy", "data", "deepspeed"},
+    {"comm", "lazy", "data", "deepspeed", "safetensors"},
     {"sharding", "agreement"},
     {"stepping", "forwards", "guards", "restore"},
     {"assemble", "optim"},
     {"checkpoint", "hf", "byname", "memory", "sharded"},
-    {"engine"},
+    {"engine", "checkpointing", "modulelike"},
     {"initialize"},
     {"cli"},
     {"__init__", "__main__"},
@@ -126,6 +126,17 @@ def test_only_comm_and_the_wrappers_of_torch_libraries_use_torch_distributed() -
         if is_within(name, "torch.distributed") and not may_use(part_of(path), name)
     }
     assert not used
+
+
+def test_no_part_that_reads_checkpoints_unpickles() -> None:
+    found = {
+        f"{path} uses {name}"
+        for path, tree in ZEROSHARD.items()
+        if part_of(path) in ("checkpoint", "safetensors", "hf", "cli")
+        for name in [*imported(tree), *used_attributes(tree)]
+        if is_within(name, "pickle") or name in ("torch.load", "torch.jit.load", "torch.serialization.load")
+    }
+    assert not found
 
 
 def test_layout_is_pure() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -13,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.byname import ByName
-from zeroshard.checkpoint.capture import Parts, Progress, capture
-from zeroshard.checkpoint.load import load
+from zeroshard.checkpoint.capture import Parts
 from zeroshard.checkpoint.save import Saver
+from zeroshard.checkpointing import Checkpointing
 from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.wrappers import refuse_wrappers
@@ -29,11 +27,8 @@ from zeroshard.forwards.methods import (
     held_unsharded,
     register_method_of_part,
 )
-from zeroshard.hf.adapters import export_adapters, has_adapters
-from zeroshard.hf.export import export_engine
-from zeroshard.hf.format import Format
-from zeroshard.hf.weights import MAX_SHARD_BYTES
 from zeroshard.memory.report import MemoryReport, measure
+from zeroshard.modulelike import ModuleLike
 from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.autograd import outside_transforms
 from zeroshard.sharding.nested import cast_inputs
@@ -46,7 +41,7 @@ from zeroshard.stepping.halfway import Arguments, Halfway
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
+class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
     """A sharded model with its optimizer. Made by `zeroshard.initialize`.
 
     Its parameters and buffers are the model's, under their original names; between steps the parameters
@@ -65,10 +60,7 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
         loss_fn: LossFunction | None,
     ) -> None:
         super().__init__()
-        # Shared, not registered: so names have no prefix.
-        self.module = module
-        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
-        self.training = module.training
+        self._stand_for(module)
         self.config, self.optimizer, self.lr_scheduler = parts.config, parts.optimizer, parts.lr_scheduler
         self.loss_fn = loss_fn
         self._parts, self._runtime, self._axes, self._saver = parts, parts.runtime, axes, saver
@@ -93,10 +85,6 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
         if hasattr(type(module), "resize_token_embeddings"):  # peft hands on those of the model inside
             refused = NotSharded(module, "resize_token_embeddings")
             parts.runtime.changes.set(module, "resize_token_embeddings", refused)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes are the engine's own: nn.Module's way would register them in the model."""
-        object.__setattr__(self, name, value)
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -323,128 +311,6 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
         if not has_closure:
             self._runtime.reducer.pace.expect_backwards(self._num_micro_batches)
 
-    # -- checkpoints ----------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        blocking: bool = True,
-        *,
-        optimizer: bool = True,
-    ) -> None:
-        """Save all that training goes on from, for any number of ranks, stage and precision; collective.
-
-        Args:
-            dir: a folder that all ranks share. The checkpoint appears in it at once, when it is complete.
-            tag: its name; None: "step-<global_step>". An older checkpoint of that name is replaced.
-            client_state: values of the user's, rank 0's: tensors, numbers, strings, lists and dicts of them.
-                Of others some come back as these: numbers of NumPy as Python's, arrays as tensors, paths as
-                strings, dataclasses as dicts, enums as their values, NamedTuples as tuples.
-            blocking: return when it is there. Otherwise when it is copied: a thread writes it beside further
-                training, and a failure is raised, on all ranks, by a later step, save or load, or where
-                parameters are sharded by a forward.
-            optimizer: False leaves out the states of the optimizer and of the LR scheduler.
-
-        Raises:
-            ValueError: a bad tag or path; a value that can't be saved, by its key; other places on
-                other ranks.
-            RuntimeError: it could not be written; in the middle of a step; or the last save failed.
-        """
-        self._halfway.check("save_checkpoint()")
-        if self._micro_step:
-            raise RuntimeError(
-                f"save_checkpoint() after {self._micro_step} micro-batches of an unfinished step, whose "
-                "gradients are not saved: end it with backward() and step(), or drop it with zero_grad()"
-            )
-        self._saver.finish()
-        tag = f"step-{self.global_step}" if tag is None else tag
-        parts = self._parts if optimizer else replace(self._parts, optimizer=None, lr_scheduler=None)
-        snapshot = capture(parts, self._progress, dir, tag, client_state)
-        (self._saver.save if blocking else self._saver.start)(snapshot)
-
-    def load_checkpoint(
-        self,
-        dir: str | os.PathLike[str],
-        tag: str | None = None,
-        *,
-        restore_hyperparameters: bool = True,
-        convert_states: bool = False,
-        optimizer: bool = True,
-    ) -> dict[str, Any]:
-        """Go on from a checkpoint, whatever layout wrote it; collective. Gradients are dropped.
-
-        Args:
-            dir: the folder, or the directory of one checkpoint.
-            tag: which one of the folder; None: the latest.
-            restore_hyperparameters: False keeps the present learning rates, decays, ... and LR schedule.
-            convert_states: accept states of another optimizer of the same family, or number of bits.
-            optimizer: False loads the model alone: parameters, buffers and the extra states of modules.
-                Optimizer, LR scheduler, counts of steps, generators and the place in the data stay.
-
-        Returns:
-            The `client_state` that was saved; {} where none was given.
-
-        Raises:
-            ValueError: there is none, or it is of another model or optimizer; nothing has changed.
-            RuntimeError: a file is missing or damaged; nothing has changed unless the message says so.
-        """
-        self._saver.finish()
-        with torch.inference_mode(False):  # what is made here is trained on
-            loaded = load(
-                self._parts,
-                dir,
-                tag,
-                self._progress,
-                restore_hyperparameters=restore_hyperparameters,
-                convert_states=convert_states,
-                weights_only=not optimizer,
-            )
-        self.zero_grad()
-        self._halfway.end()
-        progress = loaded.progress
-        self.global_step, self.skipped_steps = progress.global_step, progress.skipped_steps
-        self._guard.loss_scale = progress.loss_scale
-        if self._guard.rounding is not None and progress.rounding is not None:
-            self._guard.rounding.resume(progress.rounding)
-        return loaded.client_state
-
-    def save_pretrained(
-        self,
-        dir: str | os.PathLike[str],
-        tokenizer: Any = None,
-        dtype: torch.dtype | str | None = None,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
-    ) -> None:
-        """Write the model as transformers does, for its `from_pretrained`; collective.
-
-        Rank 0 writes, and holds one unit at a time. Of a model with adapters of peft, those are written, for
-        `PeftModel.from_pretrained`.
-
-        Args:
-            dir: rank 0's; made if it is not there. Weights in it are replaced.
-            tokenizer: saved too, if it is given.
-            dtype: of floating-point parameters; None: the main dtype.
-            max_shard_bytes: of a file of weights.
-
-        Raises:
-            ValueError: an argument is not as expected; adapters that are computed from more than parameters.
-            RuntimeError: rank 0 could not write, and why, on all ranks.
-        """
-        how = Format(dtype=dtype, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
-        export = export_adapters if has_adapters(self.module) else export_engine
-        export(self._runtime, dir, how)
-
-    @property
-    def _progress(self) -> Progress:
-        return Progress(
-            global_step=self.global_step,
-            skipped_steps=self.skipped_steps,
-            loss_scale=self._guard.loss_scale,
-            rounding=self._guard.rounding,
-        )
-
     # -- other methods --------------------------------------------------------------------------------
 
     def register_forward_method(self, name: str) -> None:
@@ -519,46 +385,6 @@ class Engine(ByName, ShardedCalls, DeepSpeedNames, nn.Module):
     def reset_comm_report(self) -> None:
         """Start counting from zero."""
         self._axes.dp_shard.counter.reset()
-
-    # -- nn.Module ------------------------------------------------------------------------------------
-
-    def train(self, mode: bool = True) -> Engine:
-        """Training (or evaluation) mode, for the model as for any module."""
-        self.module.train(mode)
-        self.training = mode
-        return self
-
-    def get_submodule(self, target: str) -> nn.Module:
-        """The model's; get_parameter() and get_buffer() look there too, as names may be the engine's own."""
-        return self.module.get_submodule(target)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's slices under the original names; `full_state_dict()` has the whole model."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load full-shape tensors, the same on every rank; each keeps its slices.
-
-        Raises:
-            ValueError: `assign`, which would replace the sharded parameters.
-        """
-        if assign:
-            raise ValueError("load_state_dict(assign=True) would replace the sharded parameters")
-        with self.unsharded(write_back=True):
-            return self.module.load_state_dict(state_dict, strict)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
-        """What `.to()`, `.half()`, `.cuda()` are made of.
-
-        Raises:
-            RuntimeError: always; flat buffers cannot be moved or cast under the optimizer.
-        """
-        raise RuntimeError(
-            "a sharded model cannot be moved or cast: set Config(precision=...) for dtypes; initialize "
-            "has moved the model to this rank's device"
-        )
 
 
 def _check_loss(loss: object) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -15,10 +16,11 @@ from zeroshard.agreement import check_agreement
 from zeroshard.assemble import open_data_parallel, shard_over
 from zeroshard.checkpoint.capture import Parts
 from zeroshard.checkpoint.save import Saver
+from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, watch
-from zeroshard.comm.mesh import open_world, start_process_group
+from zeroshard.comm.mesh import Axes, open_world, start_process_group
 from zeroshard.config.sections import Config, require_supported
 from zeroshard.data.loader import EpochLoader
 from zeroshard.engine import Engine, LossFunction
@@ -73,6 +75,32 @@ def initialize(
     """
     config = Config.parse(config)
     require_supported(config)
+    _check_arguments(model, training_data, loss_fn, tp_plan)
+    refuse_recording("initialize")
+    specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started
+    optimizer = _build_optimizer(optimizer, model)
+    overrides = read_overrides(optimizer, {parameter: name for name, parameter in model.named_parameters()})
+    lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
+    device = use_device(config.device)
+    world = _open_world(config, device)
+    check_agreement(world, model, config, specs, optimizer, overrides)
+    axes = open_data_parallel(config, world)
+    close_at_exit(axes, *axes.members)
+    runtime, replacements = shard_over(model, specs, config, axes, device)
+    if optimizer is not None:
+        take_over(optimizer, replacements, overrides)
+    forget(optimizer, replacements)
+    loader = _build_loader(training_data, collate_fn, config, axes, device)
+    parts = Parts(
+        runtime=runtime, config=config, optimizer=optimizer, lr_scheduler=lr_scheduler, loader=loader
+    )
+    engine = Engine(model, parts, axes, Saver(axes.dp), loss_fn)
+    engine.reset_comm_report()
+    return Initialized(engine, optimizer, loader, lr_scheduler)
+
+
+def _check_arguments(model: Any, training_data: Any, loss_fn: Any, tp_plan: Any) -> None:
+    """Refuse arguments of other kinds, before anything is started."""
     if tp_plan is not None:
         raise ValueError("not available in zeroshard yet: tp_plan")
     if not isinstance(model, nn.Module):
@@ -87,40 +115,29 @@ def initialize(
         raise ValueError(f"training_data: expected a Dataset with a length above 0, got {training_data!r}")
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"loss_fn: expected a callable (output, targets) -> loss, got {loss_fn!r}")
-    refuse_recording("initialize")
-    specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started
-    optimizer = _build_optimizer(optimizer, model)
-    overrides = read_overrides(optimizer, {parameter: name for name, parameter in model.named_parameters()})
-    lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
-    device = use_device(config.device)
+
+
+def _open_world(config: Config, device: torch.device) -> Axis:
+    """All ranks, watched; starts the process group if nobody has."""
     started = start_process_group(device, config.watchdog_s)
     world = open_world(device, Counter(), config.watchdog_s)
     close_at_exit(world, owns_process_group=started)
     watch(world)
-    check_agreement(world, model, config, specs, optimizer, overrides)
-    axes = open_data_parallel(config, world)
-    close_at_exit(axes, *axes.members)
-    runtime, replacements = shard_over(model, specs, config, axes, device)
-    if optimizer is not None:
-        take_over(optimizer, replacements, overrides)
-    forget(optimizer, replacements)
-    dataloader = None
-    if training_data is not None:
-        dataloader = EpochLoader.over(
-            training_data,
-            config.micro_batch_size,
-            axes.dp.rank,
-            axes.dp.size,
-            collate_fn,
-            device,
-            config.loader,
-        )
-    parts = Parts(
-        runtime=runtime, config=config, optimizer=optimizer, lr_scheduler=lr_scheduler, loader=dataloader
-    )
-    engine = Engine(model, parts, axes, Saver(axes.dp), loss_fn)
-    engine.reset_comm_report()
-    return Initialized(engine, optimizer, dataloader, lr_scheduler)
+    return world
+
+
+def _build_loader(
+    training_data: Dataset[Any] | None,
+    collate_fn: Callable[..., Any] | None,
+    config: Config,
+    axes: Axes,
+    device: torch.device,
+) -> EpochLoader | None:
+    """The DataLoader over the data, if there are any."""
+    if training_data is None:
+        return None
+    size, rank, num_ranks = config.micro_batch_size, axes.dp.rank, axes.dp.size
+    return EpochLoader.over(training_data, size, rank, num_ranks, collate_fn, device, config.loader)
 
 
 def _build_scheduler(lr_scheduler: Any, optimizer: Optimizer | None) -> Any:

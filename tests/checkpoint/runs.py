@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard import Engine
+from zeroshard.checkpoint.reader import Stored, TensorReader
+from zeroshard.checkpoint.tensors import TensorSlice
 
 VOCABULARY, WIDTH, BATCH = 37, 20, 12
 """12 samples divide over 1, 2, 3 and 4 ranks."""
@@ -178,3 +181,14 @@ def differences(got: State, want: State) -> list[str]:
         for key in got.values.keys() | want.values.keys()
         if got.values.get(key) != want.values.get(key)
     ]
+
+
+def read_whole(stored: Stored) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by name."""
+    with TensorReader(stored) as reader:
+        found = {}
+        for name, tensor in stored.tensors.items():
+            values = torch.empty(math.prod(tensor.shape), dtype=tensor.dtype)
+            reader.read(TensorSlice(name, tensor.shape, 0, values))
+            found[name] = values.view(tensor.shape)
+    return found

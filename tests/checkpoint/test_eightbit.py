@@ -10,14 +10,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.checkpoint.runs import build, differences, start, state, train
-from tests.checkpoint.test_crafted import edit_index
+from tests.checkpoint.test_crafted import edit_manifest
 from tests.checkpoint.test_faults import damaged, message_of
 from tests.checkpoint.test_memory import SLACK, Rows, growth
 from tests.optim.eightbit.reference import SIGNED, UNSIGNED, Blocks
 from zeroshard import initialize, optim
 from zeroshard.checkpoint import states as loading
-from zeroshard.checkpoint.files import find
-from zeroshard.checkpoint.reader import INDEX, open_checkpoint
+from zeroshard.checkpoint.files import MANIFEST, find
+from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.cli.contents import describe
 
 BEFORE, AFTER = range(3), range(3, 5)
@@ -358,16 +358,17 @@ def test_what_would_train_on_with_other_numbers_is_one_error_and_changes_nothing
 CODES, SCALES = "optimizer/mix/exp_avg", "optimizer/mix/exp_avg_absmax"
 
 
-def swap_scales(index):
-    index.state_dict_metadata[SCALES] = index.state_dict_metadata["optimizer/tokens.weight/exp_avg_absmax"]
+def swap_scales(content):
+    content["tensors"][SCALES] = content["tensors"].pop("optimizer/tokens.weight/exp_avg_absmax")
 
 
-def drop_state(index):
-    del index.state_dict_metadata[CODES], index.state_dict_metadata[SCALES]
+def drop(*names):
+    """Without these tensors."""
+    return lambda content: [content["tensors"].pop(name) for name in names] and None
 
 
 def set_dtype(name, dtype):
-    return lambda index: setattr(index.state_dict_metadata[name].properties, "dtype", dtype)
+    return lambda content: content["tensors"][name].update(dtype=dtype)
 
 
 CRAFTED = {
@@ -375,14 +376,11 @@ CRAFTED = {
         swap_scales,
         "state 'exp_avg_absmax' of 'mix' is torch.float32 of shape (3,)",
     ),
-    "scales of another dtype": (set_dtype(SCALES, torch.int32), "'exp_avg_absmax' of 'mix' is torch.int32"),
-    "codes of another dtype": (set_dtype(CODES, torch.int8), "state 'exp_avg_absmax' of 'mix' is"),
-    "no scales": (
-        lambda index: index.state_dict_metadata.pop(SCALES),
-        "'mix' has codes 'exp_avg' without scales",
-    ),
-    "no codes": (lambda index: index.state_dict_metadata.pop(CODES), "state 'exp_avg_absmax' of 'mix' is"),
-    "neither": (drop_state, "expected state 'exp_avg' of 'mix', found none"),
+    "scales of another dtype": (set_dtype(SCALES, "int32"), "'exp_avg_absmax' of 'mix' is torch.int32"),
+    "codes of another dtype": (set_dtype(CODES, "int8"), "state 'exp_avg_absmax' of 'mix' is"),
+    "no scales": (drop(SCALES), "'mix' has codes 'exp_avg' without scales"),
+    "no codes": (drop(CODES), "state 'exp_avg_absmax' of 'mix' is"),
+    "neither": (drop(CODES, SCALES), "expected state 'exp_avg' of 'mix', found none"),
 }
 
 
@@ -391,10 +389,10 @@ def load_crafted(folder):
     train(engine, AFTER)
     before = state(engine)
     for name, (change, _) in CRAFTED.items():
-        bad = damaged(folder / "good", edit_index(change), "step-3.0")
+        bad = damaged(folder / "good", edit_manifest(change), "step-3.0")
         for options in ({}, CONVERTED):
             text = message_of(lambda bad=bad, options=options: engine.load_checkpoint(bad, **options))
-            assert f"{bad}/step-3.0/{INDEX}: " in text, text
+            assert f"{bad}/step-3.0/{MANIFEST}: " in text, text
             found[name] = text
             assert not differences(state(engine), before)
     return found

@@ -24,9 +24,8 @@ from torch.optim import Optimizer
 
 import zeroshard
 from tests.distributed.training import build, start, token_loss
-from zeroshard.checkpoint.files import LATEST, MANIFEST
-from zeroshard.checkpoint.reader import INDEX
-from zeroshard.checkpoint.save import VALUES
+from zeroshard.checkpoint import files
+from zeroshard.checkpoint.files import LATEST, MANIFEST, VALUES
 from zeroshard.checkpoint.writer import _CheckedFile
 
 
@@ -125,6 +124,7 @@ FAULTS: dict[str, tuple[int, Callable[[], contextlib.AbstractContextManager[None
     "tensors": (1, lambda: failing_sync("__1_0.distcp"), "__1_0.distcp"),
     "index": (0, lambda: failing_sync(".metadata.tmp"), ".metadata.tmp"),
     "values": (0, lambda: failing_sync(VALUES), VALUES),
+    "tensors of values": (0, lambda: failing_sync(files.TENSORS), files.TENSORS),
     "manifest": (0, lambda: failing_sync(MANIFEST), MANIFEST),
     "directory": (0, lambda: failing_sync(".new.0.tmp"), ".new.0.tmp"),
     "name": (0, lambda: failing_sync(".new.tmp"), ".new.tmp"),
@@ -237,8 +237,9 @@ def flip(seed: int) -> Damage:
     return damage
 
 
-TENSORS = ("__0_0.distcp", "__1_0.distcp")
-FILES = (INDEX, *TENSORS, VALUES, MANIFEST)
+TENSORS = (".metadata", "__0_0.distcp", "__1_0.distcp")
+"""The files whose checksums are left out with verify=False."""
+FILES = (*TENSORS, VALUES, files.TENSORS, MANIFEST)
 
 
 def load_damaged(folder: str, verify: bool) -> list[str]:

@@ -15,6 +15,8 @@ import pytest
 from zeroshard.checkpoint.files import (
     LATEST,
     MANIFEST,
+    TENSORS,
+    VALUES,
     check_free,
     check_tag,
     commit,
@@ -22,8 +24,6 @@ from zeroshard.checkpoint.files import (
     find,
     open_place,
 )
-from zeroshard.checkpoint.reader import INDEX
-from zeroshard.checkpoint.save import VALUES
 
 CALLS = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
 """System calls of a save. A crash before one of them is a crash after the one before it."""
@@ -275,7 +275,7 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path):
     [
         *("", ".", ".a", "a.", "a/b", "a\\b", "../a", "latest", " a", "a ", "a\n", "a\0", "\ud800"),
         *("ä" * 101, "a" * 201, "a:b", "a*", None, 3, b"a"),
-        *(MANIFEST, VALUES, INDEX),
+        *(MANIFEST, VALUES, TENSORS, "values.pt", ".metadata"),
     ],
 )
 def test_tags_that_could_be_mistaken_are_refused(tag):

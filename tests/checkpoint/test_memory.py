@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 BOX = 16 << 20
 SLACK = 8 << 20
-"""For what is not a tensor: indexes, pickles, and what the allocator keeps."""
+"""For what is not a tensor: manifests, archives, and what the allocator keeps."""
 
 
 class Rows(nn.Module):
@@ -119,7 +119,7 @@ def write(folder, parts):
     )
     axis = Axis(None, device=torch.device("cpu"), counter=Counter(), timeout_s=10)
     snapshot = save.Snapshot(
-        folder=folder, tag="t", keep_last=None, slices=parts, aliases={}, manifest=manifest, values=b""
+        folder=folder, tag="t", keep_last=None, slices=parts, aliases={}, manifest=manifest, values={}
     )
     save.write(snapshot, axis)
 

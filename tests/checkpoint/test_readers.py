@@ -9,10 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.checkpoint.runs import start, state, train
+from tests.checkpoint.runs import read_whole, start, state, train
 from zeroshard.checkpoint.boxes import Box, runs
 from zeroshard.checkpoint.files import find
-from zeroshard.checkpoint.reader import TensorReader, iterate_whole, open_checkpoint
+from zeroshard.checkpoint.reader import TensorReader, open_checkpoint
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
 from zeroshard.plan.layout import Layout
 
@@ -85,7 +85,8 @@ def test_torch_makes_one_file_of_it_without_zeroshard(ranks, tmp_path):
 def test_every_tensor_is_read_whole_by_zeroshard(checkpoint):
     directory, want = checkpoint
     stored = open_checkpoint(directory)
-    assert unequal(dict(iterate_whole(stored, iter(want))), want) == []
+    assert stored.tensors.keys() == want.keys() - {"head.weight"}  # which is tokens.weight
+    assert unequal(read_whole(stored) | {"head.weight": want["head.weight"]}, want) == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
@@ -134,6 +135,6 @@ def test_a_tensor_of_which_a_part_is_missing_is_named(checkpoint):
     stored = open_checkpoint(directory)
     holed = stored.tensors["mix"]
     assert isinstance(holed.boxes[0].box, Box)
-    stored.tensors["mix"] = type(holed)(holed.dtype, holed.shape, holed.boxes[1:])
+    stored.tensors["mix"] = holed._replace(rows=holed.rows[1:])
     with TensorReader(stored) as reader, pytest.raises(RuntimeError, match=r"1300 elements of 'mix'.* found"):
         reader.read(TensorSlice("mix", (5, 20, 13), 0, torch.empty(1300)))

@@ -264,7 +264,7 @@ def save_slice_for_user(folder):
     big = torch.zeros(1 << 20)
     engine.save_checkpoint(folder, client_state={"few": big[:3]})
     few = engine.load_checkpoint(folder)["few"]
-    return message, few.tolist(), (folder / "step-0.0" / "values.pt").stat().st_size
+    return message, few.tolist(), (folder / "step-0.0" / "values.safetensors").stat().st_size
 
 
 def test_client_state_holds_no_slices_and_no_more_than_it_shows(ranks, tmp_path):

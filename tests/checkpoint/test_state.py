@@ -20,7 +20,7 @@ from tests.checkpoint.runs import (
     token_loss,
     train,
 )
-from tests.checkpoint.test_plain import PLAIN, check_same
+from tests.checkpoint.test_values import PLAIN, check_same
 
 BEFORE, AFTER = range(3), range(3, 8)
 

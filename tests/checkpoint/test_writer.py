@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.checkpoint.runs import read_whole
 from tests.checkpoint.test_memory import write
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.reader import iterate_whole, open_checkpoint
+from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.checkpoint.tensors import TensorSlice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex64, torch.int8, torch.int64]
@@ -23,7 +24,7 @@ def test_views_single_values_and_empty_tensors_come_back_to_the_bit(tmp_path, dt
     tensors = {"view": memory[7:42].view(7, 5), "value": memory[3], "empty": memory[:0].view(0, 3)}
     write(tmp_path, [TensorSlice(n, tuple(t.shape), 0, t.reshape(-1)) for n, t in tensors.items()])
     directory = files.find(tmp_path)
-    ours = dict(iterate_whole(open_checkpoint(directory), iter(tensors)))
+    ours = read_whole(open_checkpoint(directory))
     theirs = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     dcp.load(theirs, checkpoint_id=directory)
     for name, tensor in tensors.items():

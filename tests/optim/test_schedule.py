@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from zeroshard.checkpoint.plain import check_plain
+from zeroshard.checkpoint.values import check_plain
 from zeroshard.optim.schedule import BatchScaledLR, GradualWarmup, scaled_lr
 
 RATES = (0.1, 3.0)

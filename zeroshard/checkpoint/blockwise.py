@@ -12,16 +12,16 @@ from zeroshard.optim.eightbit.states import ABSMAX
 from zeroshard.plan.layout import BLOCK, Span
 
 Dtypes = Mapping[str, torch.dtype]
-"""The dtypes of all states of a parameter, by key: they tell which states belong together."""
+"""The dtypes of all states of a parameter, by key. They tell which states belong together."""
 
 
 def is_codes(key: str, dtypes: Dtypes) -> bool:
-    """True if a state is quantized."""
+    """Return True for a quantized state."""
     return dtypes.get(key) == torch.uint8 and key + ABSMAX in dtypes
 
 
 def is_scales(key: str, dtypes: Dtypes) -> bool:
-    """True if a state holds the scales of another one."""
+    """Return True for a state that holds the scales of another one."""
     return key.endswith(ABSMAX) and is_codes(key.removesuffix(ABSMAX), dtypes)
 
 

@@ -1,4 +1,4 @@
-"""What of an engine goes into a checkpoint."""
+"""The parts of an engine that go into a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.agreed import on_all
@@ -21,9 +20,9 @@ from zeroshard.checkpoint.files import as_folder, check_free, check_tag
 from zeroshard.checkpoint.frozen import Piece, frozen_names, join_pieces, measure_pieces
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord
 from zeroshard.checkpoint.optimizers import OptimizerState, keep_few, read_optimizer
-from zeroshard.checkpoint.plain import check_plain, to_bytes
 from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.tensors import ModelState, dtype_name, read_model, written_slices
+from zeroshard.checkpoint.values import check_plain, to_files
 from zeroshard.config.sections import Config
 from zeroshard.data.loader import EpochLoader
 from zeroshard.sharding.parameter import ShardedParameter
@@ -35,7 +34,7 @@ from zeroshard.version import installed_version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What an engine consists of."""
+    """The parts of an engine."""
 
     runtime: Runtime
     config: Config
@@ -47,29 +46,29 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far training has come."""
+    """The progress of training."""
 
     global_step: int
     skipped_steps: int
     loss_scale: LossScale
     rounding: Rounding | None
-    """Of updates into bfloat16."""
+    """The rounding of updates into bfloat16."""
 
 
 class _Answer(NamedTuple):
-    """What a rank tells the others of its part of a checkpoint."""
+    """A rank's message to the others about its part of a checkpoint."""
 
     place: str
     rng: dict[str, Any]
     few: list[str]
     """As in `OptimizerState`."""
     frozen: list[Piece]
-    """Of the parameters that are left out."""
+    """Slices of the parameters that are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
-    """What this rank has of a checkpoint, checked; tensors are those that the engine goes on to change."""
+    """This rank's part of a checkpoint, checked. Its tensors are those that the engine goes on to change."""
 
     folder: Path
     tag: str
@@ -204,7 +203,7 @@ def _check_places(answers: list[_Answer]) -> None:
 
 
 def _values(reading: _Reading, answers: list[_Answer]) -> dict[str, Any]:
-    """What rank 0 writes beside tensors and manifest."""
+    """Return the values that rank 0 writes beside tensors and manifest."""
     return {
         "groups": reading.optimizer.groups,
         "scalars": reading.optimizer.scalars,
@@ -212,7 +211,7 @@ def _values(reading: _Reading, answers: list[_Answer]) -> dict[str, Any]:
         "lr_scheduler": reading.lr_scheduler,
         "rng": [answer.rng for answer in answers],
         "extra": reading.model.extra,
-        "client_state": _copy_tensors(reading.client_state),
+        "client_state": reading.client_state,
     }
 
 
@@ -227,19 +226,8 @@ def _build(
         slices=written_slices(runtime, reading.optimizer.tensors, reading.model.buffers, left_out),
         aliases=reading.model.aliases,
         manifest=manifest,
-        values=to_bytes(values) if runtime.context.axes.dp.rank == 0 else b"",
+        values=to_files(values) if runtime.context.axes.dp.rank == 0 else {},
     )
-
-
-def _copy_tensors(client_state: dict[str, Any]) -> Any:
-    """Views as tensors with memory of their own: torch.save writes all of that which a view is part of."""
-
-    def copy(value: Tensor) -> Tensor:
-        is_view = type(value) is Tensor and value.layout is torch.strided
-        return value.clone() if is_view and value.untyped_storage().nbytes() > value.nbytes else value
-
-    # To torch's trees a Size is a plain tuple.
-    return tree_map_only(Tensor, copy, client_state, is_leaf=lambda value: isinstance(value, torch.Size))
 
 
 def _check_whole(client_state: Any) -> None:

@@ -94,7 +94,7 @@ def _is_in_use(scheduler: Any, name: str) -> bool:
 
 _COUNTS = ("last_epoch", "_step_count")
 _COMMON = (*_COUNTS, "base_lrs", "_last_lr")
-"""What all schedulers of torch keep."""
+"""The state that all schedulers of torch keep."""
 
 
 def check_scalars(optimizer: Optimizer, name: str, saved: Mapping[Any, Any]) -> None:

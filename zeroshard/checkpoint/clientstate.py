@@ -23,9 +23,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.serialization import get_safe_globals
 
-from zeroshard.checkpoint.pickles import MAX_DEPTH
+from zeroshard.checkpoint.values import MAX_DEPTH
 
 _KEPT = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _KEPT_DICTS = (dict, OrderedDict, Counter)
@@ -51,7 +50,7 @@ def to_plain(value: Any, path: str, depth: int = 0) -> Any:
         if value.is_meta:
             raise ValueError(f"{path}: expected a tensor with values, came one on the meta device")
         return value
-    if type(value) in _KEPT or type(value) in get_safe_globals():
+    if type(value) in _KEPT:
         return value
     if isinstance(value, Enum):
         return to_plain(value.value, path, depth + 1)

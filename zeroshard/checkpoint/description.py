@@ -1,4 +1,4 @@
-"""What others need to know of a model beside its weights: plain values, which a manifest holds."""
+"""Facts about a model that others need beside its weights: plain values, which a manifest holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where checkpoints lie, and how one appears all at once.
+"""The folder of checkpoints, and the steps by which one appears all at once.
 
     DIR/latest              the tag of the newest checkpoint
     DIR/<tag>               the name of its directory
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LATEST, MANIFEST = "latest", "zeroshard.json"
-_TAKEN = (LATEST, MANIFEST, "values.pt")
+VALUES, TENSORS = "values.json", "values.safetensors"
+_TAKEN = (LATEST, MANIFEST, VALUES, TENSORS, "values.pt")
 """No tag: with a file of one of these names, a folder would be taken for a checkpoint, or one be spoilt."""
 _NOT_IN_TAGS = frozenset('/\\:*?"<>|')
 """Characters that some file system gives a meaning, beside those that are not printed."""
@@ -57,6 +58,13 @@ def check_tag(tag: object) -> str:
     return tag
 
 
+def tag_of(directory: Path) -> str:
+    """Return the tag of a checkpoint's directory: its name without the number."""
+    name = directory.resolve().name
+    match = _GENERATION.fullmatch(name)
+    return name if match is None else match["tag"]
+
+
 def _is_tag(tag: str) -> bool:
     """True for what file systems take as a name, and people too."""
     is_safe = tag.isprintable() and _NOT_IN_TAGS.isdisjoint(tag)
@@ -78,7 +86,7 @@ def check_free(folder: Path, tag: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one checkpoint is written and where it goes when it is complete."""
+    """The directory that one checkpoint is written to, and its name when it is complete."""
 
     folder: Path
     tag: str

@@ -18,11 +18,11 @@ from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name,
 from zeroshard.sharding.runtime import Runtime
 
 _POLYNOMIAL = 0xEDB88320
-"""Of crc32, the bit of the highest power last."""
+"""The polynomial of crc32, the bit of the highest power last."""
 
 
 class Piece(NamedTuple):
-    """What a rank tells of its slice of a parameter."""
+    """A rank's message about its slice of a parameter."""
 
     name: str
     start: int
@@ -85,7 +85,7 @@ def _multiply(one: int, other: int) -> int:
 
 
 def check_frozen(runtime: Runtime, stored: Stored, names: Mapping[str, str]) -> None:
-    """True if parameters that a checkpoint leaves out are here as they were there; collective if any are.
+    """Compare the parameters that a checkpoint leaves out with the present ones; collective if there are any.
 
     Args:
         runtime: of the model.

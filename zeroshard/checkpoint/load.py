@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.checkpoint import plain, rng
+from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts, Progress
 from zeroshard.checkpoint.checks import MAX_STEPS, check_group, check_schedule, naming_file
 from zeroshard.checkpoint.conversion import convert_group, family_of
-from zeroshard.checkpoint.files import MANIFEST, as_folder, find
+from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
 from zeroshard.checkpoint.frozen import check_frozen
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.optimizers import HOW, match_groups, place_scalar, reorder_schedule, restore_groups
-from zeroshard.checkpoint.reader import INDEX, Stored, TensorReader, open_checkpoint
-from zeroshard.checkpoint.save import VALUES
+from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
 from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, match_states, read_converted
 from zeroshard.checkpoint.tensors import TensorSlice, held_slices, read_model
+from zeroshard.checkpoint.values import read_values
 from zeroshard.data.loader import parse_state
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.layerwise import LayerWise
@@ -37,7 +37,7 @@ from zeroshard.stepping.rounding import Rounding
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What is to be kept by the engine itself."""
+    """Values for the engine itself."""
 
     progress: Progress
     client_state: dict[str, Any]
@@ -45,7 +45,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What will be loaded; everything is checked that can be without changing anything."""
+    """All that will be loaded, checked as far as that changes nothing."""
 
     stored: Stored
     values: Mapping[str, Any]
@@ -57,9 +57,9 @@ class _Plan:
     schedule: dict[str, Any] | None
     """The state of the LR scheduler."""
     loss_scale: LossScale | None
-    """Of float16, where it is dynamic there."""
+    """The dynamic scale of float16 in the checkpoint."""
     rounding: Rounding | None
-    """Of updates into bfloat16."""
+    """The rounding of updates into bfloat16."""
 
 
 def load(
@@ -224,12 +224,13 @@ def _match_schedule(
 
 
 def _read_values(stored: Stored, device: torch.device) -> Mapping[str, Any]:
-    """What is neither a tensor nor in the manifest; its parts are of the kinds that are taken for granted."""
+    """Return the values that are no tensors, with parts of the kinds that are taken for granted."""
     file = stored.directory / VALUES
-    if VALUES not in stored.manifest.files:
-        raise RuntimeError(f"{file}: missing in the list of files")
-    check_sums(stored.directory, stored.manifest, [VALUES])
-    values = plain.read(file)
+    for name in (VALUES, TENSORS):
+        if name not in stored.manifest.files:
+            raise RuntimeError(f"{stored.directory / name}: missing in the list of files")
+    check_sums(stored.directory, stored.manifest, (VALUES, TENSORS))
+    values = read_values(stored.directory)
     try:
         is_sound = all(isinstance(values[key], kinds) for key, kinds in _VALUES.items())
         known = stored.manifest.parameters.keys()
@@ -271,7 +272,6 @@ def _match_parameters(
         if (other := owners.setdefault(homes[0], parameter.fqn)) != parameter.fqn:
             raise ValueError(f"'{directory}': '{other}' and '{parameter.fqn}' are two here and tied there")
         shape, expected = records[homes[0]].shape, tuple(parameter.full_shape)
-        _check_shape(stored, homes[0], shape)
         if shape != expected:
             raise ValueError(
                 f"'{directory}': parameter '{parameter.fqn}' has shape {shape}; the model expects {expected}"
@@ -285,18 +285,6 @@ def _match_parameters(
     return names
 
 
-def _check_shape(stored: Stored, name: str, shape: tuple[int, ...]) -> None:
-    """True if index and manifest say the same of a parameter."""
-    if name in stored.manifest.frozen and name not in stored.tensors:
-        return
-    tensor = stored.tensors.get(name)
-    if tensor is None or tensor.shape != shape:
-        found = "none" if tensor is None else f"shape {tensor.shape}"
-        raise RuntimeError(
-            f"{stored.directory / INDEX}: expected parameter '{name}' of shape {shape}, found {found}"
-        )
-
-
 def _check_names(directory: Path, kind: str, saved: Collection[str], present: Collection[str]) -> None:
     for name in sorted(set(saved) ^ set(present)):
         where = "the model" if name in present else "the checkpoint"
@@ -306,8 +294,6 @@ def _check_names(directory: Path, kind: str, saved: Collection[str], present: Co
 def _check_buffers(stored: Stored, buffers: Mapping[str, Tensor]) -> None:
     _check_names(stored.directory, "a buffer", stored.manifest.buffers, buffers)
     for name, buffer in buffers.items():
-        if name not in stored.tensors:
-            raise RuntimeError(f"{stored.directory / INDEX}: expected buffer '{name}', found none")
         if (shape := stored.tensors[name].shape) != tuple(buffer.shape):
             raise ValueError(
                 f"'{stored.directory}': buffer '{name}' has shape {shape}; the model expects "

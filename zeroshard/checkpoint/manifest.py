@@ -1,19 +1,22 @@
-"""What a checkpoint says of itself: one JSON file, written last."""
+"""The manifest: a JSON file in which a checkpoint describes itself, written last."""
 
 from __future__ import annotations
 
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from zeroshard.checkpoint import places
 from zeroshard.checkpoint.checks import MAX_STEPS
 from zeroshard.checkpoint.files import MANIFEST
+from zeroshard.checkpoint.places import StoredTensor
 
-FORMAT = 1
+FORMAT = 2
 _CHUNK = 1 << 20
 
 
@@ -37,7 +40,7 @@ class ParameterRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything that is neither a tensor nor a value of the user's."""
+    """All of a checkpoint but the bytes of its tensors and the values of other kinds."""
 
     format: int = FORMAT
     written_by: dict[str, Any]
@@ -45,13 +48,13 @@ class Manifest:
     model: dict[str, Any]
     """Its class, and the model config of transformers where there is one."""
     config: dict[str, Any]
-    """Of zeroshard."""
+    """The config of zeroshard."""
     global_step: int
     skipped_steps: int
     loss_scale: dict[str, Any] | None
-    """Of float16."""
+    """The loss scale of float16."""
     rounding: dict[str, Any] | None = None
-    """Of updates into bfloat16."""
+    """The rounding of updates into bfloat16."""
     seed: int
     """From which ranks without saved generators derive theirs."""
     data: dict[str, Any] | None
@@ -64,48 +67,99 @@ class Manifest:
     frozen: dict[str, int] = field(default_factory=dict)
     """The crc32 of each parameter that was frozen and is left out."""
     files: dict[str, FileRecord] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    """The places of parameters, buffers and optimizer states; tied parameters under their first name."""
 
     def to_bytes(self) -> bytes:
-        """JSON with a checksum of itself."""
-        content = json.loads(json.dumps(asdict(self)))
-        return json.dumps({"crc32": _crc_of(content), "content": content}, indent=1).encode()
+        """Return JSON with a checksum of itself."""
+        content = json.loads(json.dumps(asdict(replace(self, tensors={}))))
+        content["tensors"] = places.to_json(self.tensors)
+        return json.dumps({"crc32": _crc_of(content), "content": content}).encode()
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """Return the manifest of a checkpoint.
 
     Raises:
-        RuntimeError: it is damaged, or written by a newer zeroshard.
+        RuntimeError: it is damaged, or of another format.
+    """
+    with _naming_damage(directory / MANIFEST):
+        content = read_content(directory)
+        if content["format"] != FORMAT:
+            writer = content["written_by"].get("zeroshard")
+            is_old = content["format"] == 1
+            remedy = f": rewrite it with `zeroshard convert {directory} FOLDER`" if is_old else ""
+            raise RuntimeError(
+                f"{directory / MANIFEST}: expected checkpoint format {FORMAT}, came "
+                f"{content['format']!r:.20}, written by zeroshard {writer!s:.20}{remedy}"
+            )
+        manifest = parse(content)
+        _check_tensors(manifest)
+        return manifest
+
+
+def read_content(directory: Path) -> dict[str, Any]:
+    """Return what the manifest of any format holds, if it is as it was written.
+
+    Raises:
+        RuntimeError: it is damaged.
     """
     file = directory / MANIFEST
-    _check_own(file)
-    try:
+    check_own(file)
+    with _naming_damage(file):
         outer = json.loads(file.read_bytes())
-        content = outer["content"]
+        content: dict[str, Any] = outer["content"]
+        _expect(isinstance(content, dict), "content")
         if _crc_of(content) != outer["crc32"]:
             raise ValueError("the checksum differs")
-        if content["format"] != FORMAT:
-            raise RuntimeError(
-                f"{file}: expected checkpoint format {FORMAT}, came {content['format']}, written by "
-                f"zeroshard {content['written_by'].get('zeroshard')}"
-            )
-        content.setdefault("rounding", None)  # of checkpoints that were written before there was any
-        content.setdefault("frozen", {})  # the same
-        _check_kinds(content)
-        content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
-        content["parameters"] = {
-            name: ParameterRecord(tuple(record["shape"]), record["dtype"], tuple(record["aliases"]))
-            for name, record in content["parameters"].items()
-        }
-        content["buffers"] = tuple(content["buffers"])
-        return Manifest(**{option.name: content[option.name] for option in fields(Manifest)})
+        return content
+
+
+@contextmanager
+def _naming_damage(file: Path) -> Iterator[None]:
+    try:
+        yield
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RuntimeError(f"{file}: damaged ({error})") from None
+        raise RuntimeError(f"{file}: damaged ({error!s:.400})") from None
+
+
+def parse(content: Mapping[str, Any]) -> Manifest:
+    """Return the manifest with this content.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: no manifest has it.
+    """
+    _check_kinds(content)
+    made = {option.name: content[option.name] for option in fields(Manifest)}
+    made["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
+    made["parameters"] = {
+        name: ParameterRecord(tuple(record["shape"]), record["dtype"], tuple(record["aliases"]))
+        for name, record in content["parameters"].items()
+    }
+    made["buffers"] = tuple(content["buffers"])
+    sizes = {name: record.num_bytes for name, record in made["files"].items()}
+    made["tensors"] = places.from_json(content["tensors"], sizes)
+    return Manifest(**made)
+
+
+def _check_tensors(manifest: Manifest) -> None:
+    """Raise ValueError unless each parameter that is not left out, and each buffer, is among the tensors."""
+    for name, record in manifest.parameters.items():
+        found = manifest.tensors.get(name)
+        if found is None and name in manifest.frozen:
+            continue
+        expected, came = f"{record.dtype} of shape {record.shape}", "none"
+        if found is not None:
+            came = f"{str(found.dtype).removeprefix('torch.')} of shape {found.shape}"
+        if came != expected:
+            raise ValueError(f"expected parameter '{name}' in {expected}, found {came}")
+    for name in manifest.buffers:
+        _expect(name in manifest.tensors, f"buffer '{name}'")
 
 
 _KINDS: dict[type, tuple[str, ...]] = {
     int: ("global_step", "skipped_steps", "seed"),
-    dict: ("written_by", "model", "config", "parameters", "frozen", "files"),
+    dict: ("written_by", "model", "config", "parameters", "frozen", "files", "tensors"),
     list: ("buffers",),
 }
 _KINDS_OR_NONE: dict[type, tuple[str, ...]] = {
@@ -115,11 +169,7 @@ _KINDS_OR_NONE: dict[type, tuple[str, ...]] = {
 
 
 def _check_kinds(content: Mapping[str, Any]) -> None:
-    """True if everything is of the kind that readers take for granted, and every file is inside.
-
-    Raises:
-        ValueError: naming the first thing that is not.
-    """
+    """Raise ValueError for what is not of the kind that readers take for granted, or a file elsewhere."""
     for kinds, others in ((_KINDS, ()), (_KINDS_OR_NONE, (type(None),))):
         for kind, names in kinds.items():
             for name in names:
@@ -134,7 +184,7 @@ def _check_kinds(content: Mapping[str, Any]) -> None:
     for name, record in content["files"].items():
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise ValueError(f"it lists {name!r}, which is not in its directory")
-        _expect(isinstance(record["num_bytes"], int) and isinstance(record["crc32"], int), name)
+        _expect(all(type(record[key]) is int and record[key] >= 0 for key in ("num_bytes", "crc32")), name)
     for name, crc in content["frozen"].items():
         _expect(name in content["parameters"] and type(crc) is int, name)
     for name, record in content["parameters"].items():
@@ -143,7 +193,7 @@ def _check_kinds(content: Mapping[str, Any]) -> None:
 
 
 def _are_names(values: Any) -> bool:
-    """True for strings in a sequence or as the keys of a dict."""
+    """Return True for strings in a sequence or as the keys of a dict."""
     return isinstance(values, list | tuple | dict) and all(isinstance(name, str) for name in values)
 
 
@@ -156,7 +206,7 @@ def _crc_of(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _check_own(file: Path) -> None:
+def check_own(file: Path) -> None:
     """Raise unless a file lies in the checkpoint itself: a link may lead to any file of the machine."""
     if file.is_symlink():
         raise RuntimeError(
@@ -166,14 +216,10 @@ def _check_own(file: Path) -> None:
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """True if all files are there, whole, and no links.
-
-    Raises:
-        RuntimeError: naming the first one that is not.
-    """
+    """Raise RuntimeError for the first file that is not there, has another size, or is a link."""
     for name, record in manifest.files.items():
         file = directory / name
-        _check_own(file)
+        check_own(file)
         if not file.is_file():
             raise RuntimeError(f"{file}: missing; the checkpoint is incomplete")
         if (size := file.stat().st_size) != record.num_bytes:
@@ -181,11 +227,7 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
 
 
 def check_sums(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """True if files hold what was written.
-
-    Raises:
-        RuntimeError: naming the first one that does not.
-    """
+    """Raise RuntimeError for the first file of these names that does not hold what was written."""
     for name in names:
         file, crc = directory / name, 0
         buffer = memoryview(bytearray(_CHUNK))

@@ -28,12 +28,12 @@ HOW = frozenset(
 _PER_GROUP = frozenset(
     ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
 )
-"""What LR schedulers keep in lists by the order of the parameter groups."""
+"""The lists that LR schedulers keep in the order of the parameter groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What an optimizer knows, by kind."""
+    """The state of an optimizer, by kind."""
 
     groups: list[dict[str, Any]]
     """Hyperparameters of each parameter group, and under "names" its parameters."""
@@ -42,7 +42,7 @@ class OptimizerState:
     tensors: dict[ShardedParameter, dict[str, Tensor]]
     """By parameter and common name: what has a value for each element of the slice, or each block of it."""
     other: dict[str, Any]
-    """What belongs to no parameter."""
+    """States that belong to no parameter."""
     few: list[str]
     """Keys of `scalars` that are tensors of one or some elements, none of which is that of a slice."""
 
@@ -131,7 +131,7 @@ def _check_key(optimizer: Optimizer, key: object) -> None:
 def match_groups(
     optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], names: Mapping[str, str]
 ) -> list[int | None]:
-    """Which saved parameter group each group goes on with: that of its parameters, in whatever order.
+    """Return the saved group that each parameter group goes on with: that of its parameters, in any order.
 
     Args:
         names: what each parameter is called in `saved`.

@@ -32,7 +32,7 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
 
 
 def check(states: dict[str, Any], device: torch.device) -> None:
-    """True if they are states of generators; no generator changes. Raises whatever these raise."""
+    """Raise an error of any kind unless they are states of generators; no generator changes."""
     random.Random().setstate(states["python"])
     if not isinstance(states["python"][2], float | None):
         raise ValueError("expected the next number of Python's generator, or None")

@@ -22,9 +22,6 @@ from zeroshard.comm.collectives import Axis
 if TYPE_CHECKING:
     from zeroshard.checkpoint.writer import Written
 
-VALUES = "values.pt"
-"""The file of what is neither a tensor of the model or optimizer nor in the manifest."""
-
 _MARGIN = 1 << 20
 """Bytes for the small files, and what each box takes beside its elements."""
 _PER_BOX = 2048
@@ -32,7 +29,7 @@ _PER_BOX = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What is to be written: of this rank, but for manifest and values, which are rank 0's."""
+    """The content of a checkpoint that this rank writes; manifest and values are for rank 0 to write."""
 
     folder: Path
     tag: str
@@ -40,8 +37,8 @@ class Snapshot:
     slices: Sequence[TensorSlice]
     aliases: Mapping[str, Sequence[str]]
     manifest: Manifest
-    values: bytes
-    """Written down at once: further training changes what they are made of."""
+    values: Mapping[str, bytes]
+    """The files with values of other kinds: written down at once, as further training changes the values."""
     wait: Callable[[], None] = lambda: None
     """Lets the host wait until the slices have their values."""
 
@@ -94,17 +91,25 @@ def _check_shared(place: Place) -> None:
 
 def _finish(snapshot: Snapshot, place: Place, written: Sequence[Written]) -> None:
     """Rank 0 writes the small files and lets the checkpoint appear."""
-    from zeroshard.checkpoint.writer import write_index
+    from zeroshard.checkpoint.writer import tensors_of, write_index
 
     boxes = [box for part in written for box in part.boxes]
     records = write_index(place.temporary, boxes, snapshot.aliases)
     for part in written:
         records |= part.files
-    write_synced(place.temporary / VALUES, snapshot.values)
-    records[VALUES] = FileRecord(len(snapshot.values), zlib.crc32(snapshot.values))
-    manifest = replace(snapshot.manifest, files=dict(sorted(records.items())))
-    write_synced(place.temporary / MANIFEST, manifest.to_bytes())
+    manifest = replace(snapshot.manifest, files=records, tensors=tensors_of(boxes))
+    write_values_and_manifest(place.temporary, snapshot.values, manifest)
     files.commit(place, snapshot.keep_last)
+
+
+def write_values_and_manifest(directory: Path, values: Mapping[str, bytes], manifest: Manifest) -> None:
+    """Write the files of values, fsynced, and last the manifest, which lists them beside its other files."""
+    records = dict(manifest.files)
+    for name, data in values.items():
+        write_synced(directory / name, data)
+        records[name] = FileRecord(len(data), zlib.crc32(data))
+    manifest = replace(manifest, files=dict(sorted(records.items())))
+    write_synced(directory / MANIFEST, manifest.to_bytes())
 
 
 class Saver:

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from zeroshard.checkpoint.blockwise import Dtypes, blocks_of, find_unpaired, is_codes, is_scales, shape_of
 from zeroshard.checkpoint.checks import check_scalars
 from zeroshard.checkpoint.conversion import Family, convert_scalars, family_of
-from zeroshard.checkpoint.reader import INDEX, Stored, StoredTensor, TensorReader
-from zeroshard.checkpoint.save import VALUES
+from zeroshard.checkpoint.files import MANIFEST, VALUES
+from zeroshard.checkpoint.places import StoredTensor
+from zeroshard.checkpoint.reader import Stored, TensorReader
 from zeroshard.checkpoint.tensors import TensorSlice, state_name
 from zeroshard.optim.adopt.bitsandbytes import is_bitsandbytes
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
@@ -32,21 +33,21 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """What a checkpoint has for one parameter of the present optimizer."""
+    """The states in a checkpoint for one parameter of the present optimizer."""
 
     tensors: Mapping[str, StoredTensor]
     scalars: Mapping[str, Any]
     """As the present optimizer keeps them."""
     dtypes: Dtypes
-    """Of the states that are made of `tensors`."""
+    """The dtypes of the states that are made of `tensors`."""
     converted: Family | None
-    """What they are, if they are to have another number of bits; None: they are read as they are."""
+    """The family of states that are to have another number of bits; None: they are read as they are."""
 
 
 SavedStates = dict[ShardedParameter, SavedState]
 
 Targets = dict[ShardedParameter, dict[str, Tensor]]
-"""Where states are read into, under their common names."""
+"""Memory that states are read into, under their common names."""
 
 
 # -------------------------------------------------------------------------------------------- checking
@@ -59,7 +60,7 @@ def match_states(
     names: Mapping[str, str],
     convert_states: bool,
 ) -> SavedStates:
-    """What is to be loaded for each parameter of the optimizer; nothing is read.
+    """Return the states to be loaded for each parameter of the optimizer; nothing is read.
 
     Args:
         scalars: by stored name.
@@ -110,7 +111,7 @@ def _tensors_by_parameter(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
             expected = shape_of(key, dtypes, stored.manifest.parameters[fqn].shape)
             if tensor.shape != expected or (is_scales(key, dtypes) and tensor.dtype != torch.float32):
                 raise RuntimeError(
-                    f"{stored.directory / INDEX}: state '{key}' of '{fqn}' is {tensor.dtype} of shape "
+                    f"{stored.directory / MANIFEST}: state '{key}' of '{fqn}' is {tensor.dtype} of shape "
                     f"{tensor.shape}; expected shape {expected}, and scales in torch.float32"
                 )
     return states
@@ -119,17 +120,17 @@ def _tensors_by_parameter(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
 def _check_states(
     optimizer: Optimizer, name: str, bits: int, stored: Stored, tensors: Mapping[str, StoredTensor]
 ) -> Family | None:
-    """What the states of a parameter are, if they have another number of bits there; None if not."""
+    """Return the family to convert from, if the checkpoint has another number of bits; None if not."""
     kind = type(optimizer).__name__
     family, dtypes = family_of(kind), _dtypes_of(tensors)
     if family is None or not tensors:
         return None
     if (problem := find_unpaired(dtypes)) is not None:
-        raise RuntimeError(f"{stored.directory / INDEX}: '{name}' has {problem}")
+        raise RuntimeError(f"{stored.directory / MANIFEST}: '{name}' has {problem}")
     found = {key: 8 if is_codes(key, dtypes) else 32 for key in dtypes if not is_scales(key, dtypes)}
     if missing := sorted(family.states.keys() - found.keys()):
         raise RuntimeError(
-            f"{stored.directory / INDEX}: expected state '{missing[0]}' of '{name}', found none"
+            f"{stored.directory / MANIFEST}: expected state '{missing[0]}' of '{name}', found none"
         )
     is_converted = set(found.values()) != {bits}
     unknown = sorted(found.keys() - family.states.keys())
@@ -153,7 +154,7 @@ def _match_scalars(
     family = family_of(type(optimizer).__name__)
     if family is not None and "step" in scalars and not has_tensors:
         raise RuntimeError(
-            f"{stored.directory / INDEX}: expected state '{next(iter(family.states))}' of '{name}', whose "
+            f"{stored.directory / MANIFEST}: expected state '{next(iter(family.states))}' of '{name}', whose "
             "steps were counted; found none"
         )
     return scalars
@@ -165,7 +166,7 @@ def _kept_dtypes(
     tensors: Mapping[str, StoredTensor],
     main_dtype: torch.dtype,
 ) -> Dtypes:
-    """Of states that are read as they are.
+    """Return the dtypes of states that are read as they are.
 
     Args:
         main_dtype: of the parameter in the checkpoint.
@@ -178,7 +179,7 @@ def _kept_dtypes(
 
 
 def _new_dtypes(optimizer: Optimizer, parameter: ShardedParameter, family: Family, bits: int) -> Dtypes:
-    """Of states that are converted."""
+    """Return the dtypes of states that are converted."""
     if bits == 32:
         return dict.fromkeys(family.states, _plain_dtype(optimizer, parameter))
     scales = {key + ABSMAX: torch.float32 for key in family.states}
@@ -186,12 +187,12 @@ def _new_dtypes(optimizer: Optimizer, parameter: ShardedParameter, family: Famil
 
 
 def _plain_dtype(optimizer: Optimizer, parameter: ShardedParameter) -> torch.dtype:
-    """Of states that are not quantized, as the optimizer makes them."""
+    """Return the dtype in which the optimizer makes states that are not quantized."""
     return torch.float32 if _keeps_float32(optimizer) else _wide(parameter.dtype)
 
 
 def _wide(main_dtype: torch.dtype) -> torch.dtype:
-    """In which an optimizer steps, and has its states."""
+    """Return the dtype in which an optimizer steps and has its states."""
     return torch.promote_types(main_dtype, torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of this rank: slices of named tensors."""
+"""This rank's part of a checkpoint: slices of named tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 
 MAX_BOX_BYTES = 16 << 20
-"""So that a reader of another layout holds little at a time."""
+"""The most bytes of a box, so that a reader of another layout holds little at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class TensorSlice:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     start: int
     """The first element of the range."""
     data: Tensor
@@ -64,7 +64,7 @@ class ModelState:
     buffers: dict[str, Tensor]
     """Persistent ones."""
     extra: dict[str, Any]
-    """What modules' get_extra_state() gave."""
+    """The values that modules' get_extra_state() gave."""
     ignored: dict[str, Tensor]
     """Parameters that are not sharded, each rank's own."""
 
@@ -100,7 +100,7 @@ def held_slices(runtime: Runtime, states: States, names: Mapping[str, str]) -> I
 def written_slices(
     runtime: Runtime, states: States, buffers: Mapping[str, Tensor], left_out: Collection[str] = ()
 ) -> list[TensorSlice]:
-    """What this rank writes: over all ranks, each element once.
+    """Return the slices that this rank writes: over all ranks, each element once.
 
     Args:
         runtime: of the model.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import struct
+import zipfile
 import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -23,9 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from zeroshard.checkpoint.boxes import Box, tiles
 from zeroshard.checkpoint.files import naming
 from zeroshard.checkpoint.manifest import FileRecord
+from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of, tile, to_row
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
 
 
@@ -35,15 +37,16 @@ class WrittenBox(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of the whole tensor."""
-    box: Box
-    file: str
+    """The shape of the whole tensor."""
+    place: StoredBox
     offset: int
+    """The first byte of the archive around the elements: for torch.distributed.checkpoint."""
     num_bytes: int
+    """The size of this archive."""
 
 
 class Written(NamedTuple):
-    """What one rank has written."""
+    """The boxes and files that one rank has written."""
 
     boxes: list[WrittenBox]
     files: dict[str, FileRecord]
@@ -55,25 +58,65 @@ def write_part(directory: Path, slices: Sequence[TensorSlice], rank: int) -> Wri
     Raises:
         OSError: with the name of the file.
     """
-    files, boxes = _CheckedFiles(), []
-    name = f"__{rank}_0{DEFAULT_SUFFIX}"
-    with files.create_stream(directory / name, "wb") as file:
+    files, boxes, path = _CheckedFiles(), [], directory / file_of(rank)
+    with files.create_stream(path, "wb") as file, path.open("rb") as written:
         for part in slices:
             for box, values in part.boxes(MAX_BOX_BYTES):
-                start = file.tell()
+                offset = file.tell()
                 torch.save(_over_own_memory(values), cast(BinaryIO, file))
-                place = (name, start, file.tell() - start)
-                boxes.append(WrittenBox(part.name, values.dtype, part.shape, box, *place))
+                file.flush()
+                size = file.tell() - offset  # raises if a write has failed
+                place = StoredBox(box, rank, find_elements(written, values.nbytes))
+                boxes.append(WrittenBox(part.name, values.dtype, part.shape, place, offset, size))
         os.fsync(file.fileno())
     return Written(boxes, files.records)
+
+
+def find_elements(archive: BinaryIO, num_bytes: int) -> int:
+    """Return the first byte of the elements of a tensor that torch.save has written as the end of a file.
+
+    Args:
+        archive: the file, which torch.save ends with a zip archive that stores the elements as they are.
+        num_bytes: of the elements.
+
+    Raises:
+        zipfile.BadZipFile: the file does not end with such an archive.
+    """
+    with zipfile.ZipFile(archive) as opened:
+        records = [record for record in opened.infolist() if record.filename.endswith("/data/0")]
+    if len(records) != 1 or records[0].compress_type or records[0].file_size != num_bytes:
+        raise zipfile.BadZipFile(f"expected one record of {num_bytes} bytes")
+    return data_start(archive, records[0])
+
+
+def data_start(archive: BinaryIO, record: zipfile.ZipInfo) -> int:
+    """Return the first byte of a record of an archive in its file."""
+    archive.seek(record.header_offset + 26)  # the lengths of two fields that follow the 30 bytes of a header
+    name_size, extra_size = struct.unpack("<HH", archive.read(4))
+    return record.header_offset + 30 + int(name_size) + int(extra_size)
+
+
+def tensors_of(boxes: Iterable[WrittenBox]) -> dict[str, StoredTensor]:
+    """Return the places of all tensors, by name, from the boxes that all ranks have written."""
+    places: dict[str, list[WrittenBox]] = {}
+    for written in boxes:
+        places.setdefault(written.name, []).append(written)
+    tensors = {
+        name: StoredTensor(parts[0].dtype, parts[0].shape, [to_row(part.place) for part in parts])
+        for name, parts in places.items()
+    }
+    for name, tensor in tensors.items():
+        assert tile(tensor), f"the ranks wrote each element of '{name}' once"
+    return tensors
 
 
 def write_index(
     directory: Path, boxes: Iterable[WrittenBox], aliases: Mapping[str, Sequence[str]]
 ) -> dict[str, FileRecord]:
-    """Write the index of what all ranks have written, fsynced.
+    """Write `.metadata`, fsynced: what torch.distributed.checkpoint reads, and zeroshard never does.
 
     Args:
+        boxes: that all ranks have written.
         aliases: more names under which a tensor can be read.
 
     Raises:
@@ -82,16 +125,14 @@ def write_index(
     tensors: dict[str, TensorStorageMetadata] = {}
     places: list[WriteResult] = []
     for written in boxes:
-        box = ChunkStorageMetadata(torch.Size(written.box.offsets), torch.Size(written.box.sizes))
+        stored = written.place
+        box = ChunkStorageMetadata(torch.Size(stored.box.offsets), torch.Size(stored.box.sizes))
         for name in (written.name, *aliases.get(written.name, ())):
             properties = TensorProperties(dtype=written.dtype)
             tensor = TensorStorageMetadata(properties, torch.Size(written.shape), [])
             tensors.setdefault(name, tensor).chunks.append(box)
-            place = _StorageInfo(written.file, written.offset, written.num_bytes)
+            place = _StorageInfo(stored.file, written.offset, written.num_bytes)
             places.append(WriteResult(MetadataIndex(name, box.offsets), written.num_bytes, place))
-    for name, tensor in tensors.items():
-        parts = [Box(tuple(part.offsets), tuple(part.sizes)) for part in tensor.chunks]
-        assert tiles(parts, tuple(tensor.size)), f"the ranks wrote each element of '{name}' once"
     writer = _IndexWriter(directory)
     writer.finish(Metadata(cast(dict[str, Any], tensors)), [places])
     return writer.files.records
@@ -105,7 +146,7 @@ class _IndexWriter(FileSystemWriter):
         self.fs = self.files = _CheckedFiles()
 
     def storage_meta(self) -> StorageMeta:
-        """Without the path, under which the checkpoint will not stay."""
+        """Return no path: the checkpoint will not stay under the present one."""
         return StorageMeta()
 
 

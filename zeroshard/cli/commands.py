@@ -11,6 +11,7 @@ from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.cli.contents import describe
+from zeroshard.cli.convert import convert as rewrite
 from zeroshard.config.sections import Config
 from zeroshard.hf.export import export_checkpoint
 from zeroshard.hf.format import Format
@@ -34,6 +35,11 @@ def export(options: Namespace) -> None:
     tokenizer = None if options.tokenizer is None else _load_tokenizer(options.tokenizer)
     how = Format(dtype=options.dtype, max_shard_bytes=options.max_shard_size, tokenizer=tokenizer)
     export_checkpoint(directory, options.directory, how, verify=not options.no_verify)
+
+
+def convert(options: Namespace) -> None:
+    """`zeroshard convert`."""
+    print(rewrite(find(options.checkpoint), options.directory))
 
 
 def inspect(options: Namespace) -> None:

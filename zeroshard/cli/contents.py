@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zeroshard.checkpoint.manifest import Manifest
-from zeroshard.checkpoint.reader import Stored, StoredTensor
+from zeroshard.checkpoint.places import StoredTensor
+from zeroshard.checkpoint.reader import Stored
 from zeroshard.checkpoint.tensors import dtype_name
 from zeroshard.tables import format_bytes, render
 
@@ -65,14 +66,10 @@ def _tied(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:
 def _by_kind(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
     """Return the tensors by kind and name; each tensor once, under its first name."""
     manifest = stored.manifest
-    aliases = {alias for record in manifest.parameters.values() for alias in record.aliases}
     kinds = {
         "parameter": manifest.parameters.keys(),
         "buffer": set(manifest.buffers),
-        "optimizer state": stored.tensors.keys()
-        - manifest.parameters.keys()
-        - set(manifest.buffers)
-        - aliases,
+        "optimizer state": stored.tensors.keys() - manifest.parameters.keys() - set(manifest.buffers),
     }
     tensors = {
         kind: {name: tensor for name, tensor in stored.tensors.items() if name in names}

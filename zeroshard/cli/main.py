@@ -47,7 +47,7 @@ def _fail(error: Exception, code: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="zeroshard",
-        description="Export and inspect checkpoints, estimate memory: in one process, without a GPU.",
+        description="Export, inspect and convert checkpoints, estimate memory: one process, no GPU.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"zeroshard {installed_version()}")
@@ -73,6 +73,14 @@ def _parser() -> argparse.ArgumentParser:
         help="largest size of a file, such as 500MB or 2GiB (default: 5GB)",
     )
     export.set_defaults(run=commands.export)
+    convert = subparsers.add_parser(
+        "convert",
+        help="rewrite a checkpoint of format 1 in the present format",
+        description="Format 1 had pickles. Nothing of them runs; the files of tensors become hard links.",
+    )
+    _add_path(convert)
+    convert.add_argument("directory", metavar="FOLDER", type=Path, help="for checkpoints; made if needed")
+    convert.set_defaults(run=commands.convert)
     inspect = subparsers.add_parser(
         "inspect",
         help="show the content and origin of a checkpoint, and check that it is intact",
@@ -98,10 +106,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    _add_path(parser)
+    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")
+
+
+def _add_path(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
         type=Path,
         help="a folder of checkpoints (the latest is taken), FOLDER/TAG, or the directory of one",
     )
-    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")

@@ -17,11 +17,12 @@ from zeroshard.checkpoint.agreed import on_first
 from zeroshard.checkpoint.description import describe_model, saved_names
 from zeroshard.checkpoint.files import as_folder, write_synced
 from zeroshard.checkpoint.manifest import check_sums
-from zeroshard.checkpoint.reader import Stored, StoredTensor, TensorReader, open_checkpoint
+from zeroshard.checkpoint.places import StoredTensor
+from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, read_model
 from zeroshard.hf.format import Format
-from zeroshard.hf.safetensors import TensorInfo
 from zeroshard.hf.weights import check_folder, write_weights
+from zeroshard.safetensors import TensorInfo
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
@@ -103,17 +104,11 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
     not_saved = manifest.model.get("not_saved", ())
     weights = _Weights(
         manifest.model,
-        {name: _cast(_lookup(stored, first), how.dtype) for name, first in sources.items()},
-        {name: _info(_lookup(stored, name)) for name in manifest.buffers if name not in not_saved},
+        {name: _cast(stored.tensors[first], how.dtype) for name, first in sources.items()},
+        {name: _info(stored.tensors[name]) for name in manifest.buffers if name not in not_saved},
     )
     check_folder(folder, weights.tensors)
     _write(folder, weights, _read(stored, weights.tensors, sources), how)
-
-
-def _lookup(stored: Stored, name: str) -> StoredTensor:
-    if name not in stored.tensors:
-        raise RuntimeError(f"{stored.directory}: expected a tensor '{name}', found none")
-    return stored.tensors[name]
 
 
 def _read(

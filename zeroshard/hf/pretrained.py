@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.config.sections import Config, require_supported
-from zeroshard.hf.safetensors import FileTensor, find_tensors
+from zeroshard.hf.safetensors import find_tensors
 from zeroshard.lazy.deferred import defer
 from zeroshard.lazy.recorder import recording
+from zeroshard.safetensors import FileTensor
 
 _IMPOSSIBLE = frozenset(
     (

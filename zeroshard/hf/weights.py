@@ -21,7 +21,8 @@ import torch
 
 from zeroshard.checkpoint.files import sync, write_synced
 from zeroshard.checkpoint.tensors import TensorSlice
-from zeroshard.hf.safetensors import INDEX, SINGLE, TensorInfo, begin_file
+from zeroshard.hf.safetensors import INDEX, SINGLE
+from zeroshard.safetensors import TensorInfo, begin_file
 
 MAX_SHARD_BYTES = 5 * 10**9
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from zeroshard.sharding import counts
+from zeroshard.sharding.gradreaders import QUIET, check_reader
 from zeroshard.sharding.mixing import check_parts, explain
 from zeroshard.sharding.state import ModuleState, Phase
 from zeroshard.sharding.targets import backward_to, no_grad_of
@@ -43,19 +43,6 @@ _LAYER_FUNCTIONS = frozenset(
     if callable(function := getattr(namespace, name, None))
 )
 """What computes with a whole weight: refused for a slice even where the shapes happen to fit."""
-
-_GRAD_READERS = {
-    ("torch.nn.utils.clip_grad", "clip_grad_norm_"): "engine.clip_grad_norm_(max_norm) or "
-    "Config(clip_grad_norm=...)",
-    ("torch.nn.utils.clip_grad", "_clip_grads_with_norm_"): "engine.clip_grad_norm_(max_norm), whose norm is "
-    "that of all ranks,",
-    ("torch.amp.grad_scaler", "_unscale_grads_"): "Precision(param_dtype='float16', loss_scale=...) with "
-    "engine.backward(loss) and engine.step(), or bfloat16, which needs no scaling,",
-}
-"""Functions of torch that would take a slice of the gradient for the whole, and what to use instead."""
-
-_GRAD_FORGETTERS = {("torch.nn.modules.module", "zero_grad"), ("torch.optim.optimizer", "zero_grad")}
-"""Functions of torch that drop gradients, and leave alone those whose `grad` is None."""
 
 
 def describe_unit(name: str) -> str:
@@ -111,8 +98,8 @@ class ShardedParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """[n]: this rank's slice of the averaged gradient."""
         frame = sys._getframe(1)
-        if id(frame.f_code) not in _QUIET:
-            _check_grad_reader(self, frame)
+        if id(frame.f_code) not in QUIET:
+            check_reader(self, frame)
         return gradient_of(self)
 
     @grad.setter
@@ -189,7 +176,7 @@ class ShardedParameter(nn.Parameter):
         if func in _ARITHMETIC and _is_plain(args, kwargs):
             return _compute(func, types, args, kwargs)
         if func == _GET_GRAD:
-            _check_grad_reader(args[0], sys._getframe(1))
+            check_reader(args[0], sys._getframe(1))
         elif func in _SET_GRAD:
             if (len(args) == 1 or args[1] is None) and args[0].state.has_sums:
                 args[0].state.forget_gradient(args[0])
@@ -422,42 +409,3 @@ def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
         )
     if (unsharded := parameter.unsharded()) is not None:
         unsharded.requires_grad_(wanted)
-
-
-_QUIET: dict[int, CodeType] = {}
-"""Code that reads gradients and has nothing to be warned of, by its id; kept, so that the id stays."""
-_MOST_QUIET = 4096
-
-
-def _is_quiet(frame: FrameType) -> bool:
-    """True for code that `_check_grad_reader` has nothing to say of, now or later."""
-    code, module = frame.f_code, frame.f_globals.get("__name__", "")
-    reader = (module, code.co_name)
-    is_known = reader in _GRAD_READERS or reader in _GRAD_FORGETTERS or code.co_name.startswith("<")
-    return not is_known and "norm" not in code.co_names and "zero_" not in code.co_names
-
-
-def _check_grad_reader(parameter: Tensor, frame: FrameType | None) -> None:
-    """Refuse the functions of torch that would take a slice of the gradient for the whole; warn of norms."""
-    if frame is not None and _is_quiet(frame):
-        if len(_QUIET) >= _MOST_QUIET:  # code that is made anew again and again
-            _QUIET.clear()
-        _QUIET[id(frame.f_code)] = frame.f_code
-        return
-    if frame is not None and "norm" in frame.f_code.co_names:
-        counts.warn_of_line(parameter, frame)
-    while frame is not None and frame.f_code.co_name.startswith("<"):
-        frame = frame.f_back  # a comprehension has a frame of its own on Python 3.11
-    if frame is None or not isinstance(parameter, ShardedParameter):
-        return
-    reader = (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
-    if parameter.state.has_sums:
-        if reader in _GRAD_FORGETTERS:
-            parameter.state.forget_gradient(parameter)
-        elif "zero_" in frame.f_code.co_names:
-            counts.warn_of_zeros(parameter, frame)
-    if parameter.is_partial and reader in _GRAD_READERS:
-        raise RuntimeError(
-            f"{'.'.join(reader)} would see only this rank's slice of the gradient of '{parameter.fqn}'; "
-            f"use {_GRAD_READERS[reader]} instead"
-        )

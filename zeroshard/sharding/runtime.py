@@ -1,414 +1,32 @@
-"""The forward and backward of a sharded module: gather a unit before use, free it after, reduce gradients.
-
-    before forward    unshard this, prefetch the next, wait for this
-    after forward     put the sharded parameters back; the storage goes when the next unit begins
-    before backward   take the turns of the backward up to this unit, wait for it. It begins with the first
-                      gradient of an output, or of a layer inside whose values have left beside the outputs
-    a gradient        pack it; when the unit has all of its gradients and it is its turn, start the reduction
-    end of backward   take the turns that are left, agree on which parameters were used, deliver, free
-
-`hooks.py` calls these verbs. `calls.py` notes the calls of a forward, `backward.py` makes the turns of a
-backward of them, `lease.py` tells until when a unit stays gathered.
-"""
+"""The runtime of a sharded module: its forwards and backwards, and what is around a step of an optimizer."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watch.ledger import REDUCE, STEP
-from zeroshard.sharding.autograd import (
-    at_end_of_backward,
-    is_in_backward,
-    is_transformed,
-    outside_transforms,
-    will_accumulate,
-)
-from zeroshard.sharding.backward import Backward
-from zeroshard.sharding.buffer import Context, FlatBuffer
-from zeroshard.sharding.calls import CallLog
-from zeroshard.sharding.changes import Changes
-from zeroshard.sharding.gradients import Gradients
-from zeroshard.sharding.lease import Leases
-from zeroshard.sharding.nested import cast_outputs
-from zeroshard.sharding.order import UnitOrder
-from zeroshard.sharding.outputs import OutputHooks
-from zeroshard.sharding.parameter import ShardedParameter, gradient_of
-from zeroshard.sharding.reducer import Reducer
+from zeroshard.sharding.autograd import is_in_backward
+from zeroshard.sharding.buffer import Context
+from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.sharding.passes import Passes
 from zeroshard.sharding.state import Phase
-from zeroshard.sharding.storage import share_storage
-from zeroshard.sharding.tracers import refuse_tracers
-from zeroshard.sharding.unit import ForwardCall, Unit, UnitInfo, UnitState
+from zeroshard.sharding.unit import UnitState
 
 DRAIN_S = 5.0
 """Seconds to wait for exchanges under way when nobody needs them any more."""
 
 
-class _Token:
-    """Lives as long as a backward."""
+class Runtime(Passes):
+    """Runs the units of one sharded module; arguments as `Passes` has them."""
 
-
-class Runtime:
-    """Runs the units of one sharded module.
-
-    Args:
-        units: the root unit first.
-        context: what their buffers share.
-        pool: scratch buffers of the backward.
-        num_prefetch: how many units are gathered ahead.
-        output_dtype: floating-point outputs of the root are cast to it.
-        changes: of the modules.
-    """
-
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        context: Context,
-        pool: BufferPool,
-        *,
-        num_prefetch: int,
-        output_dtype: torch.dtype | None,
-        changes: Changes,
-    ) -> None:
-        self.root, self.units, self.context, self.changes = units[0], tuple(units), context, changes
-        self.state, self.here = context.state, context.axes.dp.rank_status
-        self.ignored: Mapping[nn.Parameter, str] = {}
-        """Parameters that are not sharded, which optimizers may step beside the others."""
-        placements = context.setting.placements
-        makes_same_calls = placements.frees_parameters and context.axes.dp_replicate.size == 1
-        self._order = UnitOrder(units, is_common=makes_same_calls)
-        self.reducer = Reducer(units, context.axes.dp, pool, self._order, context.state)
-        plans = [plan for unit in units for plan in unit.plan.buffers]
-        self._is_local = not any(p.gathers or p.reductions or not p.is_resident for p in plans)
-        """True if there is nothing to gather, free or reduce: then only the root's outputs are watched."""
-        self._num_prefetch = 0 if all(unit.is_resident for unit in units) else num_prefetch
-        self._output_dtype, self._keeps_units = output_dtype, not placements.kept
-        self._calls, self._outputs = CallLog(units), OutputHooks(self._before_backward, self._before_again)
-        self._called: list[Unit] = []
-        """The units of the forward under way, in the order of their calls."""
-        self._last: frozenset[Unit] = frozenset()
-        """The units that the last forward with a backward ended with."""
-        self.leases = Leases[Unit]()
-        self._opaque_calls: list[ForwardCall] = []
-        self.is_in_method = False
-        """True if the forward under way is another method of the root, which may call the root itself."""
-        self._walk = self._begin_walk()
-        """The backward under way, or the last one."""
-        self._backward: Callable[[], object] = object
-        """Gives None when the backward that was begun has ended in an exception."""
-        self._answer_parameters()
-
-    def _answer_parameters(self) -> None:
-        finish = weakref.WeakMethod(self._finish_gathers)
-        self.state.before_edit = lambda: (call := finish()) is not None and call()
-        forget = weakref.WeakMethod(self._forget_gradient)
-        self.state.forget_gradient = lambda parameter: (call := forget()) is not None and call(parameter)
-        owns = weakref.WeakMethod(self._owns_memory)
-        self.state.owns_memory = lambda tensor: (call := owns()) is not None and call(tensor)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._answer_parameters(self.finish_gathers, self._forget_gradient)
         # An engine that is dropped may have gathers under way, into memory that goes with it.
         weakref.finalize(self, _drain, self.context).atexit = False
-
-    # -- forward --------------------------------------------------------------------------------------
-
-    def before_forward(self, unit: Unit, caller: FrameType) -> None:
-        """Free what has ended, gather this unit and start to gather the next, and show it in the modules.
-
-        Args:
-            unit: whose forward begins.
-            caller: a frame that runs as long as that does.
-        """
-        if self.is_in_method and unit is self.root:
-            return
-        if unit is self.root or not self.is_in_forward:
-            refuse_tracers()
-        if is_transformed():
-            with outside_transforms():
-                self.before_forward(unit, caller)
-            unit.call.is_transformed = True
-            return
-        if is_second := is_in_backward():
-            self._begin_second_call(unit)
-        else:
-            self._begin_call(unit, caller)
-        unit.unshard()
-        if self._num_prefetch and not is_second:
-            for upcoming in self._order.following(unit, self._num_prefetch):
-                upcoming.unshard()
-                self.leases.ahead.take(upcoming)
-        unit.wait()
-        unit.slots.install()
-        if not torch.is_grad_enabled():
-            unit.note_views()
-        if not is_second:
-            self.here.enter("the forward of ", unit.described)
-
-    def _begin_call(self, unit: Unit, caller: FrameType) -> None:
-        if self.state.phase is Phase.STEP:
-            raise RuntimeError(
-                "a forward between the steps of optimizers that were attached together, after whose last "
-                "step parameters are gathered: step all of them, or attach each one by itself"
-            )
-        if unit is self.root:
-            self._begin_forward()
-        elif self.is_in_forward:
-            self._called.append(unit)
-        if not unit.is_resident:
-            self.leases.in_use.take(unit)
-            self.leases.ahead.end((unit,))
-        if self.leases.trailing:
-            ended = tuple(self.leases.trailing)
-            self.leases.trailing.end()
-            self._free(ended, for_backward=torch.is_grad_enabled())
-        self._calls.begin(unit, caller)
-
-    def _begin_second_call(self, unit: Unit) -> None:
-        """Gather a unit whose forward runs again inside a backward, in the order of all ranks."""
-        unit.call = self._walk.repeat(unit, self._calls.tick())
-        if self.state.phase is Phase.BACKWARD:
-            self._walk.enter_again(unit)
-
-    def after_forward(self, unit: Unit, output: Any) -> Any:
-        """Hook the outputs for backward; the output, or views of it."""
-        if self.is_in_method and unit is self.root:
-            return output
-        if unit is self.root and self._output_dtype is not None:
-            output = cast_outputs(output, self._output_dtype)
-        # Hooks would run inside the transform, and a unit whose outputs have none stays gathered.
-        is_hidden = unit.call.is_transformed
-        if not is_hidden:
-            if not unit.is_resident and not self.leases.held:
-                output = unit.copy_own(output)
-            if unit is self.root or not self._is_local:
-                output, is_hidden = self._outputs.watch(unit, output, is_root=unit is self.root)
-        if not is_in_backward():
-            if is_hidden and torch.is_grad_enabled():
-                self.leases.opaque.take(unit)
-                self._opaque_calls.append(unit.call)
-            if unit is self.root:
-                with outside_transforms() if unit.call.is_transformed else nullcontext():
-                    self._end_forward(torch.is_grad_enabled() or unit.call.is_transformed)
-            elif not unit.is_resident and unit.call.outer is None:
-                (self.leases.staying if self._keeps_units or is_hidden else self.leases.trailing).take(unit)
-        return output
-
-    def leave_forward(self, unit: Unit) -> None:
-        """A forward is over, perhaps by an exception; then the root's has not come to its end."""
-        if self.is_in_method and unit is self.root:
-            return
-        if is_transformed():
-            with outside_transforms():
-                self.leave_forward(unit)
-            return
-        is_second = is_in_backward()
-        self._calls.end(unit, is_second)
-        unit.edits.keep()
-        if not is_second:
-            if not unit.is_in_forward:  # else it has called itself
-                self.leases.in_use.end((unit,))
-                if not self.leases.held:
-                    unit.slots.uninstall()
-                    if not torch.is_grad_enabled():
-                        unit.leave_views()
-            if unit is self.root:
-                self.abandon_forward()
-            if self.is_in_forward:
-                self.here.enter("the forward of ", self.root.described)
-            else:
-                self.here.leave()
-
-    def _begin_forward(self) -> None:
-        self.abandon_forward()
-        self._recover()
-        self.reducer.forget_announced()
-        self.state.move(Phase.FORWARD)
-        self.reducer.pace.num_forwards += torch.is_grad_enabled()
-        self._called = []
-        self._refresh()
-
-    def _end_forward(self, may_have_backward: bool) -> None:
-        """Keep what backward begins with, or what it would gather again, and free the rest."""
-        if self.is_in_forward:  # not of a root that has called itself
-            self.state.move(Phase.REST)
-        self._order.follow(self._called, has_backward=may_have_backward)
-        self.leases.graph.end()
-        if may_have_backward:
-            self._last = frozenset(self.leases.trailing)
-            self.leases.graph.take(self.root, *self.leases.staying, *self.leases.trailing)
-        self.leases.end_forward()
-        self._free(self.units, for_backward=may_have_backward)
-
-    def abandon_forward(self) -> None:
-        """If a forward was begun, it has ended in an exception. Gradients stay as they are."""
-        if self.is_in_forward and not is_in_backward():
-            self.state.move(Phase.REST)
-            self._calls.drop_failed()
-            self._called = []
-            self.put_away()
-
-    def _free(self, units: Sequence[Unit], *, for_backward: bool) -> None:
-        for unit in units:
-            if not unit.leases:
-                unit.reshard(for_backward)
-
-    # -- backward -------------------------------------------------------------------------------------
-
-    def watch_layer(self, unit: Unit, output: Any) -> None:
-        """Hook the output of a layer inside a unit."""
-        self._outputs.watch_layer(unit, output)
-
-    def _before_again(self, call: ForwardCall) -> None:
-        if call.entered_in is not self._backward or self._backward() is None:
-            self._before_backward(call)
-
-    def _before_backward(self, call: ForwardCall) -> None:
-        if self.state.phase is Phase.BACKWARD and self._backward() is None:
-            self._abandon_backward()
-        if self.state.phase is not Phase.BACKWARD:
-            self._begin_backward(call.unit)
-        unit = call.unit
-        if unit.open_calls:
-            unit.open_calls.discard(call)
-        call.entered_in = self._backward
-        self._walk.enter(call)
-        if unit.backward_needs_parameters:
-            unit.unshard()
-            unit.wait()
-            unit.slots.install()  # a part of it may be recomputed
-        self.here.enter("the backward of ", unit.described)
-
-    def _begin_walk(self, makes_graph: bool = False) -> Backward:
-        units = () if self._is_local else self.units
-        return Backward(
-            units, self.reducer, self.leases.graph, num_prefetch=self._num_prefetch, makes_graph=makes_graph
-        )
-
-    def _begin_backward(self, unit: Unit) -> None:
-        if self.is_closed:
-            raise RuntimeError("backward through a forward of an engine that was closed since")
-        if self.is_in_forward:
-            raise RuntimeError(
-                f"autograd ran through {unit.described} inside the model's own forward, which "
-                "a sharded model does not allow: take gradients after the forward has returned"
-            )
-        self.state.move(Phase.BACKWARD)
-        self.leases.graph.take(*self.leases.trailing)
-        self.leases.trailing.end()
-        if makes_graph := torch.is_grad_enabled():
-            self.leases.second_graph.take(*self.units)
-        self._calls.collect()
-        self._walk = self._begin_walk(makes_graph)
-        self._order.leave(self._walk.left)
-        self.reducer.begin(will_accumulate(self._trained()))
-        self._agree_on_frozen()
-        if self._is_local:
-            for unit in self.units:
-                unit.slots.install()
-        token = _Token()
-        self._backward = weakref.ref(token)
-
-        def end(_: _Token = token) -> None:  # autograd drops it, and with it the token, on an exception
-            self._end_backward()
-
-        at_end_of_backward(end)
-
-    def _trained(self) -> Iterator[nn.Parameter]:
-        for unit in self.units:
-            for gradients in unit.gradients:
-                yield from (p for p in gradients.buffer.unsharded if p.requires_grad)
-
-    def _agree_on_frozen(self) -> None:
-        """A frozen unit has a backward if something trained ran before it, perhaps on some ranks only."""
-        units = [unit for unit in self.units[1:] if unit.may_join_backward]
-        flags = [bool(unit.open_calls) for unit in units]
-        answer = self.context.axes.dp.any(flags, "agreement on which frozen units have a backward")
-        for unit, joins in zip(units, answer(), strict=True):
-            unit.joins_backward = joins
-
-    def receive(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
-        """Autograd has the whole gradient of a parameter: pack it, and start the reductions that are due."""
-        reducer = self.reducer
-        if reducer.lacks_scale:
-            raise RuntimeError(
-                f"'{gradients.buffer.originals[index].fqn}' got a gradient of a loss that is not scaled, and "
-                "in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"
-            )
-        if self.state.phase is not Phase.BACKWARD:  # no output of a unit could be hooked
-            self._begin_backward(unit)
-        if unit.state is UnitState.SHARDED and unit.backward_needs_parameters:
-            raise RuntimeError(
-                f"the gradient of '{gradients.buffer.originals[index].fqn}' came from outside of the "
-                f"backward of {unit.described}, whose parameters were freed: return what the loss depends on "
-                "from its forward"
-            )
-        if reducer.under_way and not gradients.has_more:
-            reducer.make_room()
-        gradients.pack(index, gradient, reducer.is_deferring)
-        if not gradients.num_missing:
-            self._walk.note_gradient(unit)
-
-    def announce(self, more: bool, *, send: bool, loss_scale: float) -> None:
-        """Tell what a backward that has just begun means; see `Reducer.announce`."""
-        if self.state.phase is Phase.BACKWARD and self._backward() is None:
-            self._abandon_backward()
-        self.reducer.announce(more, send=send, loss_scale=loss_scale)
-
-        def forget() -> None:
-            if self.state.phase is not Phase.BACKWARD:  # it did not come here; else its end forgets
-                self.reducer.forget_announced()
-
-        at_end_of_backward(forget)
-
-    def _end_backward(self) -> None:
-        self._walk.finish()
-        self.state.move(Phase.REST)
-        if not self._walk.makes_graph:
-            self._calls.end_backward()
-        self.reducer.end()
-        completes = self.reducer.accumulates and not self.reducer.has_more
-        self.reducer.forget_announced()
-        self.put_away()
-        torch.clear_autocast_cache()  # of casts whose gradients would arrive at the end of the next backward
-        self.here.leave()
-        if completes:
-            self.reducer.call_hooks()
-
-    def _recover(self) -> None:
-        """Clean up after a backward that ended in an exception."""
-        if self.state.phase is Phase.BACKWARD and not is_in_backward():
-            self._abandon_backward()
-
-    def _abandon_backward(self) -> None:
-        self._walk.finish()  # as the other ranks do
-        self.state.move(Phase.REST)
-        self._calls.end_backward()
-        self.leases.second_graph.end()
-        self.reducer.abandon()
-        self.put_away()
-        self.here.leave()
-
-    def put_away(self) -> None:
-        """Show sharded parameters and free the others, unless they are held or a graph needs them."""
-        if self.leases.held:
-            return
-        self._opaque_calls.clear()
-        self.leases.end_forward()
-        for lease in (self.leases.graph, self.leases.opaque, self._walk.lease):
-            lease.end()
-        for unit in self.units:
-            unit.slots.uninstall()
-            if unit.is_resident:
-                unit.edits.keep()  # of a forward that ran again
-            elif not unit.leases:
-                unit.reshard()
-
-    # -- around a step --------------------------------------------------------------------------------
 
     def before_step(self) -> None:
         """Make the gradients ready for an optimizer: reduce what was deferred.
@@ -417,7 +35,7 @@ class Runtime:
             RuntimeError: an exception left gradients that hold part of a micro-batch.
         """
         self._recover()
-        self._finish_gathers()
+        self.finish_gathers()
         self._drop_graphs()
         self.reducer.before_step()
 
@@ -435,7 +53,7 @@ class Runtime:
         if self.state.phase is (Phase.STEP if is_last else Phase.REST):
             self.state.move(Phase.REST if is_last else Phase.STEP)
         if is_last:
-            self._refresh()
+            self.refresh()
 
     def drop_deferred(self) -> None:
         """Forget gradients that were not reduced yet, as zero_grad() does."""
@@ -457,18 +75,11 @@ class Runtime:
             if unit.state is UnitState.GATHERING:
                 unit.wait()
 
-    def _refresh(self) -> None:
-        for unit in reversed(self._order.of_reductions()):  # the same on all ranks; about that of a forward
-            unit.refresh()
-        self.state.reads_main = any(unit.state is UnitState.GATHERING for unit in self.units)
-
-    def _finish_gathers(self) -> None:
-        """Before main parameters change: wait for the gathers that read them."""
-        if self.state.reads_main:
-            self.state.reads_main = False
-            for unit in self.units:
-                if unit.state is UnitState.GATHERING:
-                    unit.wait()
+    def _forget_gradient(self, parameter: ShardedParameter) -> None:
+        """Forget what was added up of the gradient of one parameter and was not reduced yet."""
+        if not is_in_backward():
+            self._recover()
+            self.reducer.forget(parameter)
 
     def _drop_graphs(self) -> None:
         """A step ends: no backward goes through earlier forwards and backwards any more."""
@@ -476,83 +87,6 @@ class Runtime:
             self.leases.second_graph.end()
             self._calls.end_backward()
             self.put_away()
-
-    # -- what the outside asks ------------------------------------------------------------------------
-
-    @property
-    def module(self) -> nn.Module:
-        """The sharded module."""
-        return self.root.modules[0]
-
-    @property
-    def buffers(self) -> Iterator[FlatBuffer]:
-        return (buffer for unit in self.units for buffer in unit.buffers)
-
-    @property
-    def parameters(self) -> Iterator[ShardedParameter]:
-        return (parameter for buffer in self.buffers for parameter in buffer.sharded)
-
-    @property
-    def is_in_forward(self) -> bool:
-        """True if the root's forward, or a method that counts as one, is running."""
-        return self.state.phase is Phase.FORWARD
-
-    @property
-    def is_closed(self) -> bool:
-        """True if the module is not sharded by this runtime any more."""
-        return self.state.phase is Phase.CLOSED
-
-    @property
-    def has_gradients(self) -> bool:
-        """True if there are gradients, delivered or deferred."""
-        if any(gradients.has_deferred for unit in self.units for gradients in unit.gradients):
-            return True
-        return any(gradient_of(parameter) is not None for parameter in self.parameters)
-
-    @property
-    def unit_infos(self) -> list[UnitInfo]:
-        placements = self.context.setting.placements
-        return [
-            UnitInfo(
-                plan.name,
-                plan.numel,
-                plan.is_kept(placements, is_root=unit is self.root, ends_forward=unit in self._last),
-                plan.reason,
-            )
-            for unit in self.units
-            if (plan := unit.plan).buffers
-        ]
-
-    def require_slices(self, what: str) -> None:
-        """Refuse what works on sharded parameters while others stand in for them.
-
-        Raises:
-            RuntimeError: inside unsharded().
-        """
-        if any(unit.slots.is_shown for unit in self.units):
-            raise RuntimeError(
-                f"{what} inside engine.unsharded() would take the full parameters for the model's own: call "
-                "it after the block; inside, the model's own methods see full parameters"
-            )
-
-    def check_slots(self) -> None:
-        """Before parameters are read: refuse those that others have put into the modules.
-
-        Raises:
-            RuntimeError: naming the first one, on the rank that has it.
-        """
-        for unit in self.units:
-            unit.slots.check()
-
-    def _forget_gradient(self, parameter: ShardedParameter) -> None:
-        """Forget what was added up of the gradient of one parameter and was not reduced yet."""
-        if not is_in_backward():
-            self._recover()
-            self.reducer.forget(parameter)
-
-    def _owns_memory(self, tensor: Tensor) -> bool:
-        """True if a tensor lies in the memory of unsharded parameters."""
-        return any(share_storage(tensor, buffer.full) for buffer in self.buffers)
 
 
 def _drain(context: Context) -> None:

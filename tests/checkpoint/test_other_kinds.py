@@ -1,0 +1,233 @@
+"""Checkpoints whose values are of other kinds than those that are saved, and links in the place of files."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, SequentialLR
+
+from tests.checkpoint.runs import differences, start, state, train
+from tests.checkpoint.test_crafted import PART, edit_manifest, edit_values
+from tests.checkpoint.test_faults import damaged, message_of
+from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES
+
+
+def update(path: str, value: Any) -> Callable[[Path], None]:
+    """Another value at a place in the values, such as groups/0/lr; `*` is any one key."""
+
+    def change(values: Any) -> None:
+        *steps, last = path.split("/")
+        for step in steps:
+            key = next(iter(values)) if step == "*" else int(step) if step.isdigit() else step
+            values = values[key]
+        values[int(last) if last.isdigit() else last] = value
+
+    return edit_values(change)
+
+
+NAN = float("nan")
+VALUES_OF_OTHER_KINDS: dict[str, tuple[Any, ...]] = {
+    "groups/0/params": ([], None),
+    "groups/0/fused": (True,),
+    "groups/0/lr": ("x", None, [0.1], NAN, True, torch.ones(3), torch.tensor(1j), {}),
+    "groups/0/betas": (0.9, "xy", (0.9,), (0.9, 0.9, 0.9), ("a", "b"), (0.9, NAN), None),
+    "groups/0/eps": ("x", NAN),
+    "groups/0/amsgrad": ("x", 2.5),
+    "groups/0/names": (3, "x", [3], None),
+    "groups/0": (3, [], None),
+    "scalars/*/step": (
+        "x",
+        -7,
+        0.5,
+        NAN,
+        float("inf"),
+        torch.ones(3),
+        torch.tensor(-1.0),
+        None,
+        [1],
+        1 << 60,
+    ),
+    "scalars/*/step ": (torch.eye(2).to_sparse(), torch.ones(100)),
+    "scalars/*/x": ("x", NAN, [1.0], torch.tensor(NAN)),
+    "scalars/*": (3, [], None),
+    "other/*": (),
+    "lr_scheduler/last_epoch": ("x", None, -7, 0.5, NAN, [1], True),
+    "lr_scheduler/_step_count": ("x", -7),
+    "lr_scheduler/base_lrs": ("x", None, ["x"], [NAN], [None], [], 3),
+    "lr_scheduler/_last_lr": ("x", [[]]),
+    "lr_scheduler/T_max": ("x", None, NAN),
+    "lr_scheduler/optimizer": ("x", None),
+    "lr_scheduler/step": (3,),
+    "lr_scheduler/__class__": (3,),
+    "lr_scheduler": (3, [], "x"),
+    "rng/0": (3, None, {}),
+    "rng/1/torch": ("x", torch.zeros(3), torch.zeros(5056), torch.zeros(5056, dtype=torch.uint8)),
+    "rng/1/python/0": (),
+    "rng/0/python": ((3, (1, 2), None), (3, tuple(range(625)), "x"), (3, (0,) * 624 + (9999,), None), "x"),
+    "rng/0/numpy": ("x", ["MT19937", [0] * 624, 1 << 30, 0, 0.0], ["MT19937", [0] * 624, -5, 0, 0.0]),
+    "rng/0/numpy ": (["MT19937", [0] * 9, 3, 0, 0.0], ["MT19937", [0] * 624, 3, 0, "x"]),
+    "extra/3": (),
+    "client_state": (3, [], None),
+}
+"""By place: values that are not of the kind that is there. (A space at the end makes another key.)"""
+
+CRAFTED_VALUES = {
+    f"{path} {number}": update(path.strip(), value)
+    for path, values in VALUES_OF_OTHER_KINDS.items()
+    for number, value in enumerate(values)
+}
+
+
+CRAFTED_MANIFESTS = {
+    f"{key} {value!r}": edit_manifest(lambda content, key=key, value=value: content.update({key: value}))
+    for key, values in {
+        "global_step": (-7, True, 1 << 60, 1.0, None),
+        "skipped_steps": (-1, False, 1 << 60),
+        "optimizer": (3, []),
+        "lr_scheduler": (3,),
+        "model": (3, {"class": 3}, {"not_saved": 3}, {"config": []}, {"tied": [3]}, {"adapters": 1}),
+        "loss_scale": [
+            {"value": value, "is_dynamic": True, "num_steps": 0}
+            for value in (-1.0, 0.0, NAN, float("inf"), "x", None, 1, 1e-320)
+        ]
+        + [{"value": 2.0, "is_dynamic": "x", "num_steps": 0}]
+        + [{"value": 2.0, "is_dynamic": True, "num_steps": -1}],
+        "rounding": ({"seed": 1, "step": -1}, {"seed": "x", "step": 1}, {"seed": 1, "step": 0.5}),
+        "data": ({"x": 1}, {"epoch": -1, "position": 0, "seed": 0, "num_samples": 10}),
+    }.items()
+    for value in values
+}
+
+
+def link(name: str, target: str = "") -> Callable[[Path], None]:
+    """A link in the place of a file, to a file that is as good."""
+
+    def craft(directory: Path) -> None:
+        outside = directory.parent / f"of {name}"
+        shutil.copy(directory / name, outside)
+        (directory / name).unlink()
+        (directory / name).symlink_to(target or outside)
+
+    return craft
+
+
+LINKS = {name: link(name) for name in (".metadata", VALUES, TENSORS, MANIFEST, PART)} | {
+    "to nowhere": lambda directory: link(PART, "nowhere")(directory)
+}
+
+
+CRAFTED = {"values": CRAFTED_VALUES, "manifest": CRAFTED_MANIFESTS, "links": LINKS}
+
+
+class Small(nn.Module):
+    """Two units, so that each rank holds something of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(20, 20) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def loss(engine: nn.Module, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return engine(torch.randn(4, 20, generator=generator)).square().mean()
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return CosineAnnealingLR(optimizer, T_max=9)
+
+
+def generators() -> Any:
+    _, keys, *rest = numpy.random.get_state()
+    return random.getstate(), torch.get_rng_state().tolist(), keys.tolist(), rest
+
+
+def load_crafted(folder: Path, kind: str) -> list[str]:
+    """What was not refused as it should be, or changed something."""
+    found: list[str] = []
+    good = folder / "good"
+    data = torch.utils.data.TensorDataset(torch.arange(10))
+    engine = start(3, model=Small(), lr_scheduler=schedule, training_data=data)
+    train(engine, [0], loss)
+    engine.save_checkpoint(good, "tag")
+    train(engine, [1], loss)
+    before, drawn = state(engine), generators()
+    for name, craft in CRAFTED[kind].items():
+        bad = damaged(good, craft, "tag.0")
+        text = message_of(lambda bad=bad: engine.load_checkpoint(bad))  # type: ignore[misc]
+        found += [] if f"{bad / 'tag.0'}/" in text else [f"{name}: {text}"]
+        found += [f"{name}: {len(text)} characters"] * (len(text) > 600)
+        found += [f"{name}: loaded in part: {text}"] * ("in part" in text)
+    found += ["generators"] * (generators() != drawn)
+    found += differences(state(engine), before)
+    engine.load_checkpoint(good)
+    assert engine.global_step == 1
+    return found
+
+
+@pytest.mark.parametrize("kind", CRAFTED)
+def test_values_of_other_kinds_and_links_are_refused_before_anything_changes(ranks, tmp_path, kind):
+    assert ranks(2, load_crafted, tmp_path, kind, timeout=120) == [[], []]
+
+
+def load_through_a_link(folder: Path) -> list[str]:
+    engine = start(3, model=Small())
+    train(engine, [0], loss)
+    engine.save_checkpoint(folder / "real", "tag")
+    if dist.get_rank() == 0:
+        (folder / "link").symlink_to(folder / "real")
+        (folder / "direct").symlink_to(folder / "real" / "tag.0")
+    dist.barrier()
+    want = state(engine)
+    for path in (folder / "link", folder / "direct", folder / "link" / "tag.0"):
+        other = start(3, model=Small(), seed=1)
+        other.load_checkpoint(path)
+        if found := differences(state(other), want):
+            return found
+    return []
+
+
+def test_a_directory_that_is_a_link_is_loaded(ranks, tmp_path):
+    assert ranks(2, load_through_a_link, tmp_path) == [[], []]
+
+
+def half(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    parts = [OneCycleLR(optimizer, 0.1, total_steps=9), CosineAnnealingLR(optimizer, 5)]
+    return SequentialLR(optimizer, parts, milestones=[4])
+
+
+def load_nested_schedule(folder: Path) -> list[str]:
+    engine = start(3, model=Small(), lr_scheduler=half)
+    train(engine, [0], loss)
+    engine.save_checkpoint(folder / "good", "tag")
+    before, found = state(engine), []
+    for path, value in {
+        "lr_scheduler/_schedulers/0/total_steps": "x",
+        "lr_scheduler/_schedulers/0/_schedule_phases/0/end_step": "x",
+        "lr_scheduler/_schedulers/1/optimizer": 3,
+        "lr_scheduler/_milestones": ["x"],
+        "lr_scheduler/_schedulers": [3, 4],
+    }.items():
+        bad = damaged(folder / "good", update(path, value), "tag.0")
+        text = message_of(lambda bad=bad: engine.load_checkpoint(bad))  # type: ignore[misc]
+        found += [] if f"{bad / 'tag.0' / VALUES}: " in text and "in part" not in text else [text]
+        found += differences(state(engine), before)
+    engine.load_checkpoint(folder / "good")
+    return found + differences(state(engine), before)
+
+
+def test_schedules_inside_a_schedule_are_checked_too(ranks, tmp_path):
+    assert ranks(1, load_nested_schedule, tmp_path) == [[]]

@@ -1,0 +1,194 @@
+"""The places of a checkpoint's tensors: which box of a tensor lies at which byte of which file.
+
+In the manifest, a tensor of n dimensions has a row of 2n + 2 integers for each of its boxes:
+
+    {"weight": {"dtype": "float32", "shape": [5, 4], "boxes": [[0, 0, 3, 4, 0, 1088], [3, 0, 2, 4, 1, 1088]]}}
+                                                               offsets sizes |  the first byte
+                                                                             the rank, whose file it is
+
+The elements of a box lie there row by row, without gaps, as the machine has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import count, takewhile
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from zeroshard.checkpoint.boxes import Box, tiles
+
+_MAX_DIMS = 64
+"""As many dimensions as torch computes with."""
+_MAX_BYTES = 1 << 62
+"""The most bytes of a tensor, so that no sum or product here exceeds 63 bits."""
+
+Row = Sequence[int]
+
+
+class StoredBox(NamedTuple):
+    """A part of a tensor in a file."""
+
+    box: Box
+    rank: int
+    """The rank that wrote it, into `file_of(rank)`."""
+    start: int
+    """The first byte of its elements in that file."""
+
+    @property
+    def file(self) -> str:
+        return file_of(self.rank)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    rows: Sequence[Row]
+    """As the manifest has them: a thousand ranks have millions, of which a reader looks at few."""
+
+    @property
+    def boxes(self) -> list[StoredBox]:
+        """The boxes that it consists of."""
+        n = len(self.shape)
+        return [StoredBox(Box(tuple(row[:n]), tuple(row[n:-2])), row[-2], row[-1]) for row in self.rows]
+
+
+def file_of(rank: int) -> str:
+    """Return the name of the file with the tensors that a rank wrote."""
+    return f"__{rank}_0.distcp"  # as torch.distributed.checkpoint calls them
+
+
+def to_row(stored: StoredBox) -> Row:
+    """Return a box as the manifest has it."""
+    return [*stored.box.offsets, *stored.box.sizes, stored.rank, stored.start]
+
+
+def to_json(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """Return the places of tensors as the manifest has them."""
+    return {
+        name: {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "boxes": tensor.rows,
+        }
+        for name, tensor in tensors.items()
+    }
+
+
+def from_json(content: Mapping[str, Any], num_bytes: Mapping[str, int]) -> dict[str, StoredTensor]:
+    """Return the tensors of a manifest.
+
+    Args:
+        content: what `to_json` gave, from a file that may say anything.
+        num_bytes: the size of each file.
+
+    Raises:
+        ValueError, TypeError, KeyError: the boxes do not tile a tensor, or are not inside of their files.
+    """
+    ranks = takewhile(lambda rank: file_of(rank) in num_bytes, count())
+    sizes = np.array([num_bytes[file_of(rank)] for rank in ranks], dtype=np.int64)
+    left = sizes.copy()  # so that all tensors together are no larger than the files
+    tensors = {}
+    for name, entry in content.items():
+        tensors[name] = tensor = _parse(name, entry)
+        try:
+            columns = _columns(tensor)
+        except OverflowError:
+            raise ValueError(f"'{name}': expected integers of at most 63 bits for its boxes") from None
+        _check_inside(name, tensor, columns, sizes, left)
+        if not tile(tensor, columns):
+            raise ValueError(f"'{name}': expected boxes that make up its shape {tensor.shape}, without gaps")
+    return tensors
+
+
+def _parse(name: str, entry: Mapping[str, Any]) -> StoredTensor:
+    """Return a tensor whose rows are integers, so many as they must be."""
+    dtype, shape = getattr(torch, str(entry["dtype"]), None), tuple(entry["shape"])
+    if not isinstance(dtype, torch.dtype) or not _has_plain_elements(dtype):
+        raise ValueError(f"'{name}': expected a dtype whose elements are plain numbers")
+    are_sizes = len(shape) <= _MAX_DIMS and all(type(size) is int and size >= 0 for size in shape)
+    if not are_sizes or math.prod(max(1, size) for size in shape) * dtype.itemsize >= _MAX_BYTES:
+        raise ValueError(f"'{name}': expected a shape, came {entry['shape']!r:.100}")
+    rows, num = entry["boxes"], 2 * len(shape) + 2
+    if not isinstance(rows, list) or any(len(row) != num or set(map(type, row)) != {int} for row in rows):
+        raise ValueError(f"'{name}': expected a list of {num} integers for each box")
+    return StoredTensor(dtype, shape, rows)
+
+
+_Columns = tuple[Any, Any, Any, Any]
+"""int64 offsets [k, n], sizes [k, n], ranks [k] and first bytes [k] of k boxes in n dimensions."""
+
+
+def _columns(tensor: StoredTensor) -> _Columns:
+    n = len(tensor.shape)
+    table = np.array(tensor.rows, dtype=np.int64).reshape(-1, 2 * n + 2)
+    return table[:, :n], table[:, n : 2 * n], table[:, -2], table[:, -1]
+
+
+def _check_inside(name: str, tensor: StoredTensor, columns: _Columns, num_bytes: Any, left: Any) -> None:
+    """Raise ValueError for a box that is not all in its tensor, or not all in its file.
+
+    Args:
+        name: of the tensor.
+        tensor: with its boxes.
+        columns: of the tensor.
+        num_bytes: int64 [ranks], the size of each rank's file.
+        left: of these, the bytes that are not those of tensors before; reduced.
+    """
+    offsets, sizes, ranks, starts = columns
+    room = np.array(tensor.shape, dtype=np.int64) - sizes
+    if (offsets < 0).any() or (sizes < 0).any() or (offsets > room).any():
+        raise ValueError(f"'{name}': has a box outside of its shape {tensor.shape}")
+    if (ranks < 0).any() or (ranks >= len(num_bytes)).any():
+        raise ValueError(f"'{name}': has a box of a rank whose file is not listed")
+    taken = sizes.prod(axis=1) * tensor.dtype.itemsize
+    outside = (starts < 0) | (starts > num_bytes[ranks] - taken)
+    if outside.any():
+        file = file_of(int(ranks[outside.argmax()]))
+        raise ValueError(f"'{name}': has a box that is not all in the file '{file}'")
+    np.subtract.at(left, ranks, taken)
+    if (left < 0).any():
+        file = file_of(int(left.argmin()))
+        raise ValueError(f"'{name}': its boxes and those before it overlap in the file '{file}'")
+
+
+def tile(tensor: StoredTensor, columns: _Columns | None = None) -> bool:
+    """Return True if boxes that lie inside of a tensor hold each of its elements once.
+
+    Args:
+        tensor: with its boxes.
+        columns: of the tensor, where they are known.
+
+    Raises:
+        ValueError: as `tiles`.
+    """
+    offsets, sizes, *_ = columns or _columns(tensor)
+    filled = (sizes > 0).all(axis=1)
+    offsets, sizes = offsets[filled], sizes[filled]
+    numel = sizes.prod(axis=1)
+    if sum(numel.tolist()) != math.prod(tensor.shape):
+        return False
+    steps = [math.prod(tensor.shape[dim:]) for dim in range(1, len(tensor.shape) + 1)]
+    strides = np.array(steps, dtype=np.int64)
+    first = (offsets * strides).sum(axis=1)
+    if (((sizes - 1) * strides).sum(axis=1) != numel - 1).any():  # not all are flat ranges
+        return tiles([stored.box for stored in tensor.boxes], tensor.shape)
+    order = first.argsort()
+    ends = (first + numel)[order]
+    return bool((first[order][1:] == ends[:-1]).all())
+
+
+def _has_plain_elements(dtype: torch.dtype) -> bool:
+    """Return False for quantized elements and bits, which do not say what they mean."""
+    return dtype.is_floating_point or dtype.is_complex or dtype in _INTEGERS
+
+
+_INTEGERS = (
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+)

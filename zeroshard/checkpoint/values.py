@@ -1,0 +1,275 @@
+"""Values that are neither parameters nor element-wise states: JSON, with their tensors in safetensors.
+
+    value                                   in JSON
+    None, True, 1, 0.5, "x"                 the same
+    [1, 2], {"a": 1}                        the same, where all keys are strings that do not start with "$"
+    other dicts                             {"$dict": [[key, value], ...]}, "$OrderedDict", "$Counter"
+    (1, 2), {1, 2}                          {"$tuple": [1, 2]}, {"$set": [1, 2]}, "$frozenset"
+    nan, inf, -inf                          {"$float": "nan"}
+    an int of more than 4096 bits           {"$int": "0x..."}
+    1j, b"x", torch.Size((1, 2))            {"$complex": [0.0, 1.0]}, {"$bytes": "78"}, {"$Size": [1, 2]}
+    torch.float16, torch.device("cpu")      {"$dtype": "float16"}, {"$device": "cpu"}
+    a tensor                                {"$tensor": {"name": "3"}}: its name in the file of safetensors
+    a parameter, a sparse tensor            {"$parameter": {"name": "3"}}, {"$sparse": {"layout": ..., ...}}
+
+A value comes back with the same type. A tensor comes back on the CPU, contiguous, with memory of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.checkpoint.files import TENSORS, VALUES
+from zeroshard.safetensors import DTYPE_NAMES, FileTensor, TensorInfo, begin_file, read_header
+
+MAX_DEPTH = 100
+"""Most containers around a value. Python's own stack, and so what walks through values, ends near 1000."""
+
+_MAX_INT_BITS = 4096
+"""Python reads decimal numbers of at most 4300 digits, which is more bits than these."""
+_SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", torch.Size: "$Size"}
+_DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$OrderedDict", Counter: "$Counter"}
+_ATOMS: dict[type, Callable[[Any], dict[str, Any]]] = {
+    bytes: lambda value: {"$bytes": value.hex()},
+    torch.dtype: lambda value: {"$dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda value: {"$device": str(value)},
+}
+_SPARSE: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+"""The methods that give the dense parts of a sparse tensor."""
+
+
+def check_plain(value: Any, name: str) -> None:
+    """Raise ValueError with the key of the first value that a checkpoint cannot hold.
+
+    Args:
+        value: containers, numbers, strings and tensors.
+        name: of the value, for the error.
+    """
+    _Encoder().encode(value, name)
+
+
+def to_files(values: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the content of the files `VALUES` and `TENSORS`, by name.
+
+    Raises:
+        ValueError: as `check_plain`.
+    """
+    encoder = _Encoder()
+    encoded = encoder.encode(dict(values), "values")
+    infos = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in encoder.tensors.items()}
+    beginning = begin_file(infos)
+    data = bytearray(beginning.num_bytes)
+    data[: len(beginning.header)] = beginning.header
+    for name, tensor in encoder.tensors.items():
+        start = beginning.offsets[name]
+        data[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return {VALUES: json.dumps(encoded, allow_nan=False).encode(), TENSORS: bytes(data)}
+
+
+def read_values(directory: Path) -> Any:
+    """Return the values of which `to_files` made files.
+
+    Raises:
+        RuntimeError: a file is damaged, or says what cannot be.
+    """
+    file = directory / VALUES
+    try:
+        content = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
+        return _Decoder(directory / TENSORS).decode(content)
+    except Exception as error:  # of whatever kind a crafted file makes torch raise
+        raise RuntimeError(f"{file}: damaged ({type(error).__name__}: {error!s:.300})") from None
+
+
+# -------------------------------------------------------------------------------------------- writing
+
+
+class _Encoder:
+    """Makes JSON of values, and collects their tensors."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        """On the CPU, contiguous, of dtypes that safetensors has."""
+
+    def encode(self, value: Any, path: str, depth: int = 0) -> Any:
+        """Return what stands for a value in JSON.
+
+        Args:
+            value: not changed.
+            path: of the value, for errors.
+            depth: of containers around it.
+
+        Raises:
+            ValueError: it has no form in JSON, or is nested too deeply.
+        """
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            return value if value.bit_length() <= _MAX_INT_BITS else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if kind is complex:
+            return {"$complex": [self.encode(part, path) for part in (value.real, value.imag)]}
+        if kind in _ATOMS:
+            return _ATOMS[kind](value)
+        if kind in (Tensor, nn.Parameter):
+            return self._encode_tensor(value, path)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{path:.300}: expected values nested up to {MAX_DEPTH} deep, came one deeper")
+        if kind is list or kind in _SEQUENCES:
+            items = [self.encode(item, f"{path}[{at}]", depth + 1) for at, item in enumerate(value)]
+            return items if kind is list else {_SEQUENCES[kind]: items}
+        if kind in _DICTS:
+            return self._encode_dict(value, path, depth)
+        raise _foreign(value, path)
+
+    def _encode_dict(self, value: Mapping[Any, Any], path: str, depth: int) -> Any:
+        items = {key: self.encode(item, f"{path}[{key!r:.100}]", depth + 1) for key, item in value.items()}
+        if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return items
+        keys = [self.encode(key, f"{path}: the key {key!r:.100}", depth + 1) for key in items]
+        return {_DICTS[type(value)]: [list(pair) for pair in zip(keys, items.values(), strict=True)]}
+
+    def _encode_tensor(self, value: Tensor, path: str) -> dict[str, Any]:
+        if value.is_meta or value.is_quantized or vars(value):
+            kind = "a meta" if value.is_meta else "a quantized" if value.is_quantized else "another"
+            raise ValueError(f"{path}: expected a tensor of values without attributes, came {kind} one")
+        options: dict[str, Any] = {"requires_grad": True} if value.requires_grad else {}
+        tag = "$parameter" if type(value) is nn.Parameter else "$tensor"
+        value = value.detach()
+        if value.layout in _SPARSE and tag == "$tensor":
+            return {"$sparse": self._encode_sparse(value, path) | options}
+        if value.layout is not torch.strided:
+            raise ValueError(f"{path}: expected a dense or sparse tensor, came one of {value.layout}")
+        value = value.cpu().resolve_conj().resolve_neg().contiguous()
+        name, stored = str(len(self.tensors)), value
+        if value.dtype not in DTYPE_NAMES:  # stored as bytes
+            options |= {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+            stored = value.reshape(-1).view(torch.uint8)
+        self.tensors[name] = stored
+        return {tag: {"name": name, **options}}
+
+    def _encode_sparse(self, value: Tensor, path: str) -> dict[str, Any]:
+        return {
+            "layout": str(value.layout),
+            "parts": [self._encode_tensor(getattr(value, part)(), path) for part in _SPARSE[value.layout]],
+            "shape": list(value.shape),
+            **({"is_coalesced": value.is_coalesced()} if value.layout is torch.sparse_coo else {}),
+        }
+
+
+def _foreign(value: Any, path: str) -> ValueError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return ValueError(
+        f"{path}: expected tensors, numbers, strings, None, and lists, tuples and dicts of them, "
+        f"which load without running code; came {kind}"
+    )
+
+
+# -------------------------------------------------------------------------------------------- reading
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+class _Decoder:
+    """Makes values of JSON."""
+
+    def __init__(self, file: Path) -> None:
+        self._infos: dict[str, FileTensor] = read_header(file)
+        self._data = bytearray(file.read_bytes())
+        if sum(info.numel * info.file_dtype.itemsize for info in self._infos.values()) > len(self._data):
+            raise ValueError(f"{file}: expected tensors that do not overlap")
+        self._make: dict[str, Callable[[Any], Any]] = {
+            **{f"${kind.__name__}": _hashing(kind) for kind in (set, frozenset, dict, OrderedDict)},
+            "$Counter": lambda pairs: Counter(_hashing(dict)(pairs)),
+            "$tuple": tuple,
+            "$Size": torch.Size,
+            "$float": float,
+            "$int": lambda text: int(text, 16),
+            "$complex": lambda parts: complex(*parts),
+            "$bytes": bytes.fromhex,
+            "$dtype": _dtype,
+            "$device": torch.device,
+            "$tensor": lambda fields: self._tensor(**fields),
+            "$parameter": lambda fields: _as_parameter(self._tensor(**fields)),
+            "$sparse": lambda fields: self._sparse(**fields),
+        }
+
+    def decode(self, value: Any, depth: int = 0) -> Any:
+        """Return the value that JSON stands for. Raises an error of any kind where it stands for none."""
+        if not isinstance(value, list | dict):
+            return value
+        if depth > 3 * MAX_DEPTH + 10:  # a value takes up to three containers of JSON, as a dict of pairs
+            raise ValueError("it is nested too deeply")
+        if isinstance(value, list):
+            return [self.decode(item, depth + 1) for item in value]
+        decoded = {key: self.decode(item, depth + 1) for key, item in value.items()}
+        tag = next((key for key in decoded if key.startswith("$")), None)
+        if tag is None:
+            return decoded
+        [(tag, content)] = decoded.items()
+        return self._make[tag](content)
+
+    def _tensor(
+        self,
+        *,
+        name: str,
+        dtype: str | None = None,
+        shape: list[int] | None = None,
+        requires_grad: bool = False,
+    ) -> Tensor:
+        info = self._infos.pop(name)  # each once: a small file cannot fill the memory
+        values = torch.empty(info.shape, dtype=info.file_dtype, device="cpu")
+        if info.numel:
+            stored = torch.frombuffer(self._data, dtype=info.file_dtype, count=info.numel, offset=info.offset)
+            values.copy_(stored.view(info.shape))
+        if dtype is not None:
+            values = values.view(_dtype(dtype)).view(shape or ())
+        return values.requires_grad_(requires_grad)
+
+    def _sparse(
+        self, *, layout: str, parts: list[Any], shape: list[int], requires_grad: bool = False, **options: Any
+    ) -> Tensor:
+        kind = {str(known): known for known in _SPARSE}[layout]
+        make: Any = torch.sparse_coo_tensor
+        if kind is not torch.sparse_coo:
+            make, options = torch.sparse_compressed_tensor, {"layout": kind}
+        made: Tensor = make(*parts, shape, check_invariants=True, **options)
+        return made.requires_grad_(requires_grad)
+
+
+def _hashing(kind: type) -> Callable[[list[Any]], Any]:
+    """Return a maker of sets or dicts that refuses keys chosen to have one hash, which take hours."""
+
+    def make(items: list[Any]) -> Any:
+        keys = [key for key, _ in items] if issubclass(kind, dict) else items
+        if len(keys) > 2 * len({hash(key) for key in keys}):
+            raise ValueError("it holds keys whose hashes are the same")
+        return kind(items)
+
+    return make
+
+
+def _as_parameter(value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value.detach(), requires_grad=value.requires_grad)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"expected the name of a dtype, came {name!r}")
+    return found

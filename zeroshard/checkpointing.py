@@ -1,0 +1,160 @@
+"""The part of an engine that saves and loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zeroshard.checkpoint.capture import Parts, Progress, capture
+from zeroshard.checkpoint.load import load
+from zeroshard.checkpoint.save import Saver
+from zeroshard.hf.adapters import export_adapters, has_adapters
+from zeroshard.hf.export import export_engine
+from zeroshard.hf.format import Format
+from zeroshard.hf.weights import MAX_SHARD_BYTES
+from zeroshard.sharding.runtime import Runtime
+from zeroshard.stepping.guard import StepGuard
+from zeroshard.stepping.halfway import Halfway
+
+
+class Checkpointing:
+    """Checkpoints, and models in the format of transformers."""
+
+    module: nn.Module
+    global_step: int
+    skipped_steps: int
+    _runtime: Runtime
+    _guard: StepGuard
+    _parts: Parts
+    _saver: Saver
+    _halfway: Halfway
+    _micro_step: int
+
+    if TYPE_CHECKING:
+
+        def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def save_checkpoint(
+        self,
+        dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        blocking: bool = True,
+        *,
+        optimizer: bool = True,
+    ) -> None:
+        """Save all that training goes on from, for any number of ranks, stage and precision; collective.
+
+        Args:
+            dir: a folder that all ranks share. The checkpoint appears in it at once, when it is complete.
+            tag: its name; None: "step-<global_step>". An older checkpoint of that name is replaced.
+            client_state: values of the user's, rank 0's: tensors, numbers, strings, lists and dicts of them.
+                Of others some come back as these: numbers of NumPy as Python's, arrays as tensors, paths as
+                strings, dataclasses as dicts, enums as their values, NamedTuples as tuples.
+            blocking: return when it is there. Otherwise when it is copied: a thread writes it beside further
+                training, and a failure is raised, on all ranks, by a later step, save or load, or where
+                parameters are sharded by a forward.
+            optimizer: False leaves out the states of the optimizer and of the LR scheduler.
+
+        Raises:
+            ValueError: a bad tag or path; a value that can't be saved, by its key; other places on
+                other ranks.
+            RuntimeError: it could not be written; in the middle of a step; or the last save failed.
+        """
+        self._halfway.check("save_checkpoint()")
+        if self._micro_step:
+            raise RuntimeError(
+                f"save_checkpoint() after {self._micro_step} micro-batches of an unfinished step, whose "
+                "gradients are not saved: end it with backward() and step(), or drop it with zero_grad()"
+            )
+        self._saver.finish()
+        tag = f"step-{self.global_step}" if tag is None else tag
+        parts = self._parts if optimizer else replace(self._parts, optimizer=None, lr_scheduler=None)
+        snapshot = capture(parts, self._progress, dir, tag, client_state)
+        (self._saver.save if blocking else self._saver.start)(snapshot)
+
+    def load_checkpoint(
+        self,
+        dir: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        restore_hyperparameters: bool = True,
+        convert_states: bool = False,
+        optimizer: bool = True,
+    ) -> dict[str, Any]:
+        """Go on from a checkpoint, whatever layout wrote it; collective. Gradients are dropped.
+
+        Args:
+            dir: the folder, or the directory of one checkpoint.
+            tag: which one of the folder; None: the latest.
+            restore_hyperparameters: False keeps the present learning rates, decays, ... and LR schedule.
+            convert_states: accept states of another optimizer of the same family, or number of bits.
+            optimizer: False loads the model alone: parameters, buffers and the extra states of modules.
+                Optimizer, LR scheduler, counts of steps, generators and the place in the data stay.
+
+        Returns:
+            The `client_state` that was saved; {} where none was given.
+
+        Raises:
+            ValueError: there is none, or it is of another model or optimizer; nothing has changed.
+            RuntimeError: a file is missing or damaged; nothing has changed unless the message says so.
+        """
+        self._saver.finish()
+        with torch.inference_mode(False):  # what is made here is trained on
+            loaded = load(
+                self._parts,
+                dir,
+                tag,
+                self._progress,
+                restore_hyperparameters=restore_hyperparameters,
+                convert_states=convert_states,
+                weights_only=not optimizer,
+            )
+        self.zero_grad()
+        self._halfway.end()
+        progress = loaded.progress
+        self.global_step, self.skipped_steps = progress.global_step, progress.skipped_steps
+        self._guard.loss_scale = progress.loss_scale
+        if self._guard.rounding is not None and progress.rounding is not None:
+            self._guard.rounding.resume(progress.rounding)
+        return loaded.client_state
+
+    def save_pretrained(
+        self,
+        dir: str | os.PathLike[str],
+        tokenizer: Any = None,
+        dtype: torch.dtype | str | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        """Write the model as transformers does, for its `from_pretrained`; collective.
+
+        Rank 0 writes, and holds one unit at a time. Of a model with adapters of peft, those are written, for
+        `PeftModel.from_pretrained`.
+
+        Args:
+            dir: rank 0's; made if it is not there. Weights in it are replaced.
+            tokenizer: saved too, if it is given.
+            dtype: of floating-point parameters; None: the main dtype.
+            max_shard_bytes: of a file of weights.
+
+        Raises:
+            ValueError: an argument is not as expected; adapters that are computed from more than parameters.
+            RuntimeError: rank 0 could not write, and why, on all ranks.
+        """
+        how = Format(dtype=dtype, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
+        export = export_adapters if has_adapters(self.module) else export_engine
+        export(self._runtime, dir, how)
+
+    @property
+    def _progress(self) -> Progress:
+        return Progress(
+            global_step=self.global_step,
+            skipped_steps=self.skipped_steps,
+            loss_scale=self._guard.loss_scale,
+            rounding=self._guard.rounding,
+        )

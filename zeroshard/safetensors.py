@@ -1,0 +1,178 @@
+"""Files of safetensors: the places of their tensors, the reading of a part of one, the start of a new file.
+
+    8 bytes: N | N bytes of JSON: {name: {dtype, shape, data_offsets}} | data, row-major, little-endian
+
+A flat range of elements is one range of bytes. safetensors' own reader slices by dimension, which a range
+that starts in the middle of a row is not; so the bytes are read directly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.lazy.deferred import allocate
+from zeroshard.plan.layout import Span
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTensor:
+    """A tensor in a file of safetensors."""
+
+    file: Path
+    offset: int
+    """Bytes before its first element."""
+    shape: tuple[int, ...]
+    file_dtype: torch.dtype
+    dtype: torch.dtype
+    """That it is read as."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def cast(self, dtype: torch.dtype) -> FileTensor:
+        """The same, read as another dtype."""
+        return replace(self, dtype=dtype)
+
+    def read(self, span: Span) -> Tensor:
+        """[span.size]: elements of the flattened tensor.
+
+        Raises:
+            RuntimeError: the file ends too early.
+        """
+        size = self.file_dtype.itemsize
+        raw = allocate(span.size * size)
+        with self.file.open("rb") as file:
+            file.seek(self.offset + span.start * size)
+            num_read = file.readinto(raw.numpy().data)
+        if num_read != raw.numel():
+            raise RuntimeError(f"{self.file}: expected {raw.numel()} bytes of a tensor, got {num_read}")
+        return raw.view(self.file_dtype).to(self.dtype)
+
+    def __str__(self) -> str:
+        """The same on all ranks, wherever each has its copy of the file."""
+        return f"in {self.file.name} at byte {self.offset} as {self.file_dtype}"
+
+
+def read_header(file: Path) -> dict[str, FileTensor]:
+    """Return the tensors of a file, by name; no values are read.
+
+    Raises:
+        ValueError: the file cannot be read, or its header is not one of safetensors.
+    """
+    try:
+        with file.open("rb") as opened:
+            header_size = int.from_bytes(opened.read(8), "little")
+            if header_size > file.stat().st_size:
+                raise ValueError(f"{file}: expected a safetensors file, got a header of {header_size} bytes")
+            header = parse_json(opened.read(header_size))
+    except OSError as error:
+        raise ValueError(f"{file}: can't be read: {error.strerror}") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{file}: expected a safetensors file, got a header that is no JSON object")
+    header.pop("__metadata__", None)
+    return {name: _tensor(file, 8 + header_size, name, entry) for name, entry in header.items()}
+
+
+def parse_json(text: bytes) -> Any:
+    """Return the value of JSON text; None for text that is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number too long; or too deep
+        return None
+
+
+def _tensor(file: Path, data_start: int, name: str, entry: Any) -> FileTensor:
+    """Check one entry of a header."""
+    match entry:
+        case {"dtype": str(kind), "shape": [*shape], "data_offsets": [int(start), int(stop)]}:
+            if kind not in _DTYPES:
+                known = ", ".join(_DTYPES)
+                raise ValueError(f"{file}: tensor '{name}' has dtype {kind}; expected one of {known}")
+            dtype = _DTYPES[kind]
+            is_inside = start >= 0 and data_start + stop <= file.stat().st_size
+            # bool is a kind of int
+            are_sizes = all(type(size) is int and size >= 0 for size in (*shape, start, stop))
+            if are_sizes and is_inside and stop - start == math.prod(shape) * dtype.itemsize:
+                return FileTensor(
+                    file=file,
+                    offset=data_start + start,
+                    shape=tuple(shape),
+                    file_dtype=dtype,
+                    dtype=dtype,
+                )
+    raise ValueError(f"{file}: expected all bytes of tensor '{name}', got a damaged or shortened file")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The start of a file, and the places of the tensors that follow."""
+
+    header: bytes
+    offsets: dict[str, int]
+    """The first byte of each tensor in the file."""
+    num_bytes: int
+    """The size of the whole file."""
+
+
+def begin_file(tensors: Mapping[str, TensorInfo]) -> Beginning:
+    """Lay out a file; wide dtypes lie first, so that all are aligned.
+
+    Raises:
+        ValueError: a dtype that the format does not have.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"tensor '{name}' is {tensor.dtype}; safetensors: expected one of {', '.join(_DTYPES)}"
+            )
+        starts[name], end = end, end + tensor.num_bytes
+        entries[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[name], end],
+        }
+    content = json.dumps(entries, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)
+    header = len(content).to_bytes(8, "little") + content
+    return Beginning(header, {name: len(header) + start for name, start in starts.items()}, len(header) + end)

@@ -1,0 +1,131 @@
+"""A sharded module: its units, and what is asked of them between forward and backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from zeroshard.sharding.buffer import Context, FlatBuffer
+from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.order import UnitOrder
+from zeroshard.sharding.parameter import ShardedParameter, gradient_of
+from zeroshard.sharding.state import Phase
+from zeroshard.sharding.storage import share_storage
+from zeroshard.sharding.unit import Unit, UnitInfo, UnitState
+
+
+class ShardedModule:
+    """The units of one module.
+
+    Args:
+        units: the root unit first.
+        context: what their buffers share.
+        changes: of the modules.
+    """
+
+    def __init__(self, units: Sequence[Unit], context: Context, changes: Changes) -> None:
+        self.root, self.units, self.context, self.changes = units[0], tuple(units), context, changes
+        self.state, self.here = context.state, context.axes.dp.rank_status
+        self.ignored: Mapping[nn.Parameter, str] = {}
+        """Parameters that are not sharded, which optimizers may step beside the others."""
+        placements = context.setting.placements
+        makes_same_calls = placements.frees_parameters and context.axes.dp_replicate.size == 1
+        self.order = UnitOrder(units, is_common=makes_same_calls)
+        self._last: frozenset[Unit] = frozenset()
+        """The units that the last forward with a backward ended with."""
+
+    def _answer_parameters(
+        self, finish_gathers: Callable[[], None], forget_gradient: Callable[[Any], None]
+    ) -> None:
+        """Give parameters the calls that they make; they do not keep the module alive."""
+        finish, forget = weakref.WeakMethod(finish_gathers), weakref.WeakMethod(forget_gradient)
+        owns = weakref.WeakMethod(self._owns_memory)
+        self.state.before_edit = lambda: (call := finish()) is not None and call()
+        self.state.forget_gradient = lambda parameter: (call := forget()) is not None and call(parameter)
+        self.state.owns_memory = lambda tensor: (call := owns()) is not None and call(tensor)
+
+    @property
+    def module(self) -> nn.Module:
+        """The sharded module."""
+        return self.root.modules[0]
+
+    @property
+    def buffers(self) -> Iterator[FlatBuffer]:
+        return (buffer for unit in self.units for buffer in unit.buffers)
+
+    @property
+    def parameters(self) -> Iterator[ShardedParameter]:
+        return (parameter for buffer in self.buffers for parameter in buffer.sharded)
+
+    @property
+    def is_in_forward(self) -> bool:
+        """True if the root's forward, or a method that counts as one, is running."""
+        return self.state.phase is Phase.FORWARD
+
+    @property
+    def is_closed(self) -> bool:
+        """True if the module is not sharded by this runtime any more."""
+        return self.state.phase is Phase.CLOSED
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if there are gradients, delivered or deferred."""
+        if any(gradients.has_deferred for unit in self.units for gradients in unit.gradients):
+            return True
+        return any(gradient_of(parameter) is not None for parameter in self.parameters)
+
+    @property
+    def unit_infos(self) -> list[UnitInfo]:
+        placements = self.context.setting.placements
+        return [
+            UnitInfo(
+                plan.name,
+                plan.numel,
+                plan.is_kept(placements, is_root=unit is self.root, ends_forward=unit in self._last),
+                plan.reason,
+            )
+            for unit in self.units
+            if (plan := unit.plan).buffers
+        ]
+
+    def require_slices(self, what: str) -> None:
+        """Refuse what works on sharded parameters while others stand in for them.
+
+        Raises:
+            RuntimeError: inside unsharded().
+        """
+        if any(unit.slots.is_shown for unit in self.units):
+            raise RuntimeError(
+                f"{what} inside engine.unsharded() would take the full parameters for the model's own: call "
+                "it after the block; inside, the model's own methods see full parameters"
+            )
+
+    def check_slots(self) -> None:
+        """Before parameters are read: refuse those that others have put into the modules.
+
+        Raises:
+            RuntimeError: naming the first one, on the rank that has it.
+        """
+        for unit in self.units:
+            unit.slots.check()
+
+    def refresh(self) -> None:
+        """Main parameters have changed: gather replicated ones again, and free the others."""
+        for unit in reversed(self.order.of_reductions()):  # the same on all ranks; about that of a forward
+            unit.refresh()
+        self.state.reads_main = any(unit.state is UnitState.GATHERING for unit in self.units)
+
+    def finish_gathers(self) -> None:
+        """Before main parameters change: wait for the gathers that read them."""
+        if self.state.reads_main:
+            self.state.reads_main = False
+            for unit in self.units:
+                if unit.state is UnitState.GATHERING:
+                    unit.wait()
+
+    def _owns_memory(self, tensor: Tensor) -> bool:
+        """True if a tensor lies in the memory of unsharded parameters."""
+        return any(share_storage(tensor, buffer.full) for buffer in self.buffers)
