@@ -74,3 +74,51 @@ def test_the_example_of_the_readme_trains(ranks: Any) -> None:
     for global_step, loss in ranks(2, train_as_the_readme_shows):
         assert global_step == 2  # 16 samples, 2 ranks, 4 in a micro-batch
         assert 0 < loss < 2
+
+
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+WALK = ARCHITECTURE.partition("\n## A newcomer's walk\n")[2].partition("\n## ")[0]
+STOPS = re.findall(r"`([\w/]+\.py):\s+([\w.]+)`", WALK)
+
+
+def defined(path: str) -> set[str]:
+    """The functions, classes and methods that a module of the package defines, without importing it."""
+    names = set()
+    for node in ast.parse((ROOT / "zeroshard" / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names.update(
+                f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)
+            )
+    return names
+
+
+@pytest.mark.parametrize(("path", "name"), sorted(set(STOPS)))
+def test_a_stop_of_the_walk_exists(path: str, name: str) -> None:
+    assert name in defined(path)
+
+
+def test_the_walk_follows_six_things_and_all_of_its_stops_are_found() -> None:
+    titles = re.findall(r"^### (.*)$", WALK, re.MULTILINE)
+    assert titles == [
+        "A parameter",
+        "A gradient",
+        "A batch",
+        "A step",
+        "A config key",
+        "A checkpoint box",
+    ]
+    assert len(STOPS) == len(re.findall(r"\.py:\s", WALK)) > 90
+
+
+def test_the_layer_picture_has_every_module() -> None:
+    picture = ARCHITECTURE.partition("\n## Layers\n")[2].partition("```")[2].partition("```")[0]
+    drawn, folders = set(), [""]
+    for indent, name in re.findall(r"^( +)([\w/]+(?:\.py|/)) ", picture, re.MULTILINE):
+        depth = max(0, (len(indent) - 4) // 2)
+        folders[depth:] = [folders[depth - 1] + name if depth else name]
+        drawn.add(folders[depth])
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "zeroshard").rglob("*.py")}
+    optional = {path for path in modules if path.endswith(("/__init__.py", "/__main__.py"))}
+    assert {name for name in drawn if name.endswith(".py")} - optional == modules - optional
