@@ -102,30 +102,35 @@ def load(
     check_frozen(runtime, stored, plan.names)
     found_plan = plan
 
-    def restore() -> None:
-        targets = {} if parts.optimizer is None else make_targets(parts.optimizer, found_plan.states)
-        _read_tensors(runtime, found_plan, targets)
-        _restore_optimizer(parts.optimizer, found_plan, targets)
-        if found_plan.groups:
-            assert parts.optimizer is not None, "its groups were matched"
-            restore_groups(parts.optimizer, found_plan.groups)
-        if found_plan.schedule is not None:
-            parts.lr_scheduler.load_state_dict(found_plan.schedule)
-        if parts.loader is not None and stored.manifest.data is not None:
-            parts.loader.load_state_dict(stored.manifest.data)
-        if not weights_only:
-            _restore_rng(runtime, found_plan)
-
     try:
-        on_all(axis, "loading a checkpoint", restore)
+        on_all(axis, "loading a checkpoint", lambda: _restore(parts, found_plan, weights_only))
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
             f"{error}. Parameters and states are loaded in part: load another checkpoint"
         ) from error
     finally:
-        _mark_changed(runtime)
+        runtime.changed()
+        for unit in runtime.units:
+            unit.refresh()
     progress = progress if weights_only else _restore_progress(plan, progress)
     return Loaded(progress, plan.values["client_state"])
+
+
+def _restore(parts: Parts, plan: _Plan, weights_only: bool) -> None:
+    """Take over everything that was found; nothing of it needs another rank."""
+    runtime, stored = parts.runtime, plan.stored
+    targets = {} if parts.optimizer is None else make_targets(parts.optimizer, plan.states)
+    _read_tensors(runtime, plan, targets)
+    _restore_optimizer(parts.optimizer, plan, targets)
+    if plan.groups:
+        assert parts.optimizer is not None, "its groups were matched"
+        restore_groups(parts.optimizer, plan.groups)
+    if plan.schedule is not None:
+        parts.lr_scheduler.load_state_dict(plan.schedule)
+    if parts.loader is not None and stored.manifest.data is not None:
+        parts.loader.load_state_dict(stored.manifest.data)
+    if not weights_only:
+        _restore_rng(runtime, plan)
 
 
 # -------------------------------------------------------------------------------------------- checking
@@ -338,14 +343,6 @@ def _read_tensors(runtime: Runtime, plan: _Plan, targets: Targets) -> None:
 
 
 @torch.no_grad()
-def _mark_changed(runtime: Runtime) -> None:
-    """Let the unsharded parameters follow; what is read from a file counts no versions by itself."""
-    for buffer in runtime.buffers:
-        buffer.main[:0].zero_()
-    for unit in runtime.units:
-        unit.refresh()
-
-
 def _restore_optimizer(optimizer: Optimizer | None, plan: _Plan, targets: Targets) -> None:
     if optimizer is None or plan.stored.manifest.optimizer is None:
         return

@@ -63,6 +63,29 @@ class Context:
         return self.axes.dp_shard
 
 
+class Source:
+    """Tells if main parameters have changed since something was made of them.
+
+    Whoever writes to them says so by `changed()`: steps and loads. Edits by the user count versions of torch,
+    which are compared here and nowhere else.
+    """
+
+    def __init__(self, main: Tensor) -> None:
+        self._main, self._seen = main, main._version
+
+    @property
+    def has_changed(self) -> bool:
+        return self._main._version != self._seen
+
+    def changed(self) -> None:
+        """They were written, perhaps by what counts no versions, as kernels and files do."""
+        self._seen = -1
+
+    def follow(self) -> None:
+        """Something was made of them as they are now."""
+        self._seen = self._main._version
+
+
 class Gather(NamedTuple):
     """An all-gather that fills a buffer."""
 
@@ -108,7 +131,7 @@ class FlatBuffer:
         self.unsharded = self._make_unsharded()
         for original, *others in zip(self.originals, self.sharded, self.unsharded, strict=True):
             carry_attributes(original.parameter, *others)
-        self._version = self.main._version
+        self._source = Source(self.main)
         self._second: Tensor | None = None
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
         self._num_views = 0
@@ -204,12 +227,11 @@ class FlatBuffer:
     @property
     def is_stale(self) -> bool:
         """True if main parameters changed since `full` was filled from them."""
-        return not self.is_alias_of_all and self.main._version != self._version
+        return not self.is_alias_of_all and self._source.has_changed
 
     def changed(self) -> None:
-        """Main parameters were written, perhaps by what counts no versions, as kernels and `.data` do."""
-        if self.trainable:
-            self._version = -1
+        """Main parameters were written: `full` is older from now on."""
+        self._source.changed()
 
     def take_back(self, index: int) -> None:
         """Let an unsharded parameter be a view of `full` again, where `set_()` gave it other memory.
@@ -233,7 +255,7 @@ class FlatBuffer:
 
     def follow_own(self) -> None:
         """This rank's part of `full` was written to `main`: neither is newer than the other."""
-        self._version = self.main._version
+        self._source.follow()
 
     def begin_gather(self) -> Gather | None:
         """Allocate `full` and write this rank's part, on the current stream.
@@ -243,7 +265,7 @@ class FlatBuffer:
         """
         if self.is_stale:
             self._keep_second(False)
-        self._version = self.main._version
+        self._source.follow()
         if self.is_alias_of_all:
             return None
         axes, own = self._context.axes, self.main.detach()
@@ -254,7 +276,7 @@ class FlatBuffer:
             return Gather(axes[self.plan.regathers[0].axis], Part(self.full, self._second, self.tag))
         if own.dtype != self.full.dtype or not self.is_partial:
             own = self.full[self.main_span.slice].copy_(own)
-        self._version = self.main._version
+        self._source.follow()
         (exchange,) = self.plan.gathers or (None,)
         return Gather(axes[exchange.axis], Part(self.full, own, self.tag)) if exchange else None
 
@@ -312,6 +334,7 @@ class FlatBuffer:
         """Forget all values; what others hold of them stays."""
         self.drop_second()
         self.full = self.main = self.main.new_empty(0)
+        self._source = Source(self.main)
         self.sharded, self.unsharded, self.originals = (), (), ()
 
     def gather_main(self) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -111,6 +111,11 @@ class ShardedModule:
         """
         for unit in self.units:
             unit.slots.check()
+
+    def changed(self, buffers: Iterable[FlatBuffer] | None = None) -> None:
+        """The main parameters of buffers, None: of all, were written; `refresh` gathers them again."""
+        for buffer in self.buffers if buffers is None else buffers:
+            buffer.changed()
 
     def refresh(self) -> None:
         """Main parameters have changed: gather replicated ones again, and free the others."""

@@ -48,8 +48,7 @@ class Runtime(Passes):
         self.context.axes.dp.ledger.note(STEP, REDUCE)
         self.reducer.pace.num_backwards = 0
         torch.clear_autocast_cache()  # torch keeps casts to the end of the context, whatever has changed
-        for buffer in self.buffers:
-            buffer.changed()
+        self.changed(buffer for buffer in self.buffers if buffer.trainable)
         if self.state.phase is (Phase.STEP if is_last else Phase.REST):
             self.state.move(Phase.REST if is_last else Phase.STEP)
         if is_last:
