@@ -27,8 +27,8 @@ def test_the_leases_of_a_unit_are_those_that_were_taken_and_did_not_end(moves):
         for number, one in enumerate(units):
             assert one.leases == {leases[n] for n, m in held if m == number}
         for number, one in enumerate(leases):
-            assert set(one) == {units[m] for n, m in held if n == number}
-            assert bool(one) == any(n == number for n, _ in held)
+            assert set(one.units) == {units[m] for n, m in held if n == number}
+            assert bool(one.units) == any(n == number for n, _ in held)
 
 
 def test_a_lease_that_ends_without_units_ends_for_all_of_them():
@@ -38,7 +38,7 @@ def test_a_lease_that_ends_without_units_ends_for_all_of_them():
     other.take(units[1])
     lease.end()
     assert [len(unit.leases) for unit in units] == [0, 1, 0]
-    assert units[1] not in lease
+    assert units[1] not in lease.units
 
 
 def test_the_end_of_a_forward_leaves_what_backward_and_users_need():

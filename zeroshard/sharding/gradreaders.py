@@ -20,28 +20,29 @@ _GRAD_READERS = {
 _GRAD_FORGETTERS = {("torch.nn.modules.module", "zero_grad"), ("torch.optim.optimizer", "zero_grad")}
 """Functions of torch that drop gradients, and leave alone those whose `grad` is None."""
 
-QUIET: dict[int, CodeType] = {}
-"""Code that reads gradients and has nothing to be warned of, by its id; kept, so that the id stays."""
-_MOSTQUIET = 4096
+QUIET: dict[int, tuple[CodeType, bool]] = {}
+"""Code that reads gradients and has nothing to be told, by its id: the code, which keeps the id its own, and
+False where that holds only while no sums wait for a later reduction."""
+_MOST = 4096
 
 
-def _is_quiet(frame: FrameType) -> bool:
-    """True for code that `check_reader` has nothing to say of, now or later."""
-    code, module = frame.f_code, frame.f_globals.get("__name__", "")
-    reader = (module, code.co_name)
-    is_known = reader in _GRAD_READERS or reader in _GRAD_FORGETTERS or code.co_name.startswith("<")
-    return not is_known and "norm" not in code.co_names and "zero_" not in code.co_names
+def _classify(frame: FrameType) -> None:
+    """Note code that `check_reader` has nothing to say of, now or later."""
+    code = frame.f_code
+    reader = (frame.f_globals.get("__name__", ""), code.co_name)
+    if reader in _GRAD_READERS or "norm" in code.co_names or code.co_name.startswith("<"):
+        return
+    if len(QUIET) >= _MOST:  # code that is made anew again and again
+        QUIET.clear()
+    QUIET[id(code)] = code, reader not in _GRAD_FORGETTERS and "zero_" not in code.co_names
 
 
 def check_reader(parameter: Any, frame: FrameType | None) -> None:
     """Refuse the functions of torch that would take a slice of the gradient for the whole; warn of norms."""
-    if frame is not None and _is_quiet(frame):
-        if len(QUIET) >= _MOSTQUIET:  # code that is made anew again and again
-            QUIET.clear()
-        QUIET[id(frame.f_code)] = frame.f_code
-        return
-    if frame is not None and "norm" in frame.f_code.co_names:
-        counts.warn_of_line(parameter, frame)
+    if frame is not None:
+        _classify(frame)
+        if "norm" in frame.f_code.co_names:
+            counts.warn_of_line(parameter, frame)
     while frame is not None and frame.f_code.co_name.startswith("<"):
         frame = frame.f_back  # a comprehension has a frame of its own on Python 3.11
     if frame is None or not hasattr(parameter, "is_partial"):  # a slice in another dtype

@@ -15,7 +15,7 @@ held           by `generate` and its like               by them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 
@@ -36,35 +36,27 @@ class Lease(Generic[T]):
         why: for people who debug.
     """
 
-    __slots__ = ("_units", "why")
+    __slots__ = ("units", "why")
 
     def __init__(self, why: str) -> None:
         self.why = why
-        self._units: dict[T, None] = {}
+        self.units: dict[T, None] = {}
+        """Those that it keeps, in the order in which it took them."""
 
     def __repr__(self) -> str:
-        return f"Lease({self.why}, {len(self._units)} units)"
-
-    def __bool__(self) -> bool:
-        return bool(self._units)
-
-    def __contains__(self, unit: T) -> bool:
-        return unit in self._units
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(tuple(self._units))
+        return f"Lease({self.why}, {len(self.units)} units)"
 
     def take(self, *units: T) -> None:
         """Keep units gathered from now on. They are gathered by others."""
         for unit in units:
-            self._units[unit] = None
+            self.units[unit] = None
             unit.leases.add(self)
 
     def end(self, units: Iterable[T] | None = None) -> None:
         """Keep units no longer; None: all. They are freed by others, where nobody else keeps them."""
-        for unit in tuple(self._units) if units is None else units:
-            if unit in self._units:
-                del self._units[unit]
+        for unit in tuple(self.units if units is None else units):
+            if unit in self.units:
+                del self.units[unit]
                 unit.leases.discard(self)
 
 

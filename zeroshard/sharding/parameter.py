@@ -98,7 +98,8 @@ class ShardedParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """[n]: this rank's slice of the averaged gradient."""
         frame = sys._getframe(1)
-        if id(frame.f_code) not in QUIET:
+        is_quiet = QUIET.get(id(frame.f_code))
+        if is_quiet is None or (not is_quiet[1] and self.state.has_sums):
             check_reader(self, frame)
         return gradient_of(self)
 
@@ -173,7 +174,7 @@ class ShardedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _ARITHMETIC and _is_plain(args, kwargs):
+        if func in _KINDS or (func in _ARITHMETIC and _is_plain(args, kwargs)):
             return _compute(func, types, args, kwargs)
         if func == _GET_GRAD:
             check_reader(args[0], sys._getframe(1))
@@ -237,6 +238,8 @@ _CASTS = frozenset(
 )
 
 _SLICES = frozenset((ShardedParameter, _CastSlice))
+_KINDS = frozenset((torch.is_complex, torch.is_floating_point, Tensor.is_complex, Tensor.is_floating_point))
+"""What optimizers ask of each parameter in each step; the answer is that of the whole one."""
 _ARITHMETIC = frozenset(
     getattr(Tensor, name)
     for name in ("add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_", "lerp_", "copy_", "zero_", "clamp_")

@@ -44,6 +44,9 @@ from zeroshard.sharding.state import Phase
 from zeroshard.sharding.tracers import refuse_tracers
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitState
 
+# An attribute of an enum takes longer to read than a global name.
+_REST, _FORWARD, _BACKWARD, _STEP = Phase.REST, Phase.FORWARD, Phase.BACKWARD, Phase.STEP
+
 
 class _Token:
     """Lives as long as a backward."""
@@ -102,7 +105,7 @@ class Passes(ShardedModule):
         """
         if self.is_in_method and unit is self.root:
             return
-        if unit is self.root or not self.is_in_forward:
+        if unit is self.root or self.state.phase is not _FORWARD:
             refuse_tracers()
         if is_transformed():
             with outside_transforms():
@@ -126,20 +129,20 @@ class Passes(ShardedModule):
             self.here.enter("the forward of ", unit.described)
 
     def _begin_call(self, unit: Unit, caller: FrameType) -> None:
-        if self.state.phase is Phase.STEP:
+        if self.state.phase is _STEP:
             raise RuntimeError(
                 "a forward between the steps of optimizers that were attached together, after whose last "
                 "step parameters are gathered: step all of them, or attach each one by itself"
             )
         if unit is self.root:
             self._begin_forward()
-        elif self.is_in_forward:
+        elif self.state.phase is _FORWARD:
             self._called.append(unit)
         if not unit.is_resident:
             self.leases.in_use.take(unit)
             self.leases.ahead.end((unit,))
-        if self.leases.trailing:
-            ended = tuple(self.leases.trailing)
+        if self.leases.trailing.units:
+            ended = tuple(self.leases.trailing.units)
             self.leases.trailing.end()
             self._free(ended, for_backward=torch.is_grad_enabled())
         self._calls.begin(unit, caller)
@@ -147,7 +150,7 @@ class Passes(ShardedModule):
     def _begin_second_call(self, unit: Unit) -> None:
         """Gather a unit whose forward runs again inside a backward, in the order of all ranks."""
         unit.call = self._walk.repeat(unit, self._calls.tick())
-        if self.state.phase is Phase.BACKWARD:
+        if self.state.phase is _BACKWARD:
             self._walk.enter_again(unit)
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
@@ -159,7 +162,7 @@ class Passes(ShardedModule):
         # Hooks would run inside the transform, and a unit whose outputs have none stays gathered.
         is_hidden = unit.call.is_transformed
         if not is_hidden:
-            if not unit.is_resident and not self.leases.held:
+            if not unit.is_resident and not self.leases.held.units:
                 output = unit.copy_own(output)
             if unit is self.root or not self._is_local:
                 output, is_hidden = self._outputs.watch(unit, output, is_root=unit is self.root)
@@ -187,14 +190,15 @@ class Passes(ShardedModule):
         unit.edits.keep()
         if not is_second:
             if not unit.is_in_forward:  # else it has called itself
-                self.leases.in_use.end((unit,))
-                if not self.leases.held:
+                if not unit.is_resident:
+                    self.leases.in_use.end((unit,))
+                if not self.leases.held.units:
                     unit.slots.uninstall()
                     if not torch.is_grad_enabled():
                         unit.leave_views()
             if unit is self.root:
                 self.abandon_forward()
-            if self.is_in_forward:
+            if self.state.phase is _FORWARD:
                 self.here.enter("the forward of ", self.root.described)
             else:
                 self.here.leave()
@@ -203,27 +207,27 @@ class Passes(ShardedModule):
         self.abandon_forward()
         self._recover()
         self.reducer.forget_announced()
-        self.state.move(Phase.FORWARD)
+        self.state.move(_FORWARD)
         self.reducer.pace.num_forwards += torch.is_grad_enabled()
         self._called = []
         self.refresh()
 
     def _end_forward(self, may_have_backward: bool) -> None:
         """Keep what backward begins with, or what it would gather again, and free the rest."""
-        if self.is_in_forward:  # not of a root that has called itself
-            self.state.move(Phase.REST)
+        if self.state.phase is _FORWARD:  # not of a root that has called itself
+            self.state.move(_REST)
         self.order.follow(self._called, has_backward=may_have_backward)
         self.leases.graph.end()
         if may_have_backward:
-            self._last = frozenset(self.leases.trailing)
-            self.leases.graph.take(self.root, *self.leases.staying, *self.leases.trailing)
+            self._last = frozenset(self.leases.trailing.units)
+            self.leases.graph.take(self.root, *self.leases.staying.units, *self.leases.trailing.units)
         self.leases.end_forward()
         self._free(self.units, for_backward=may_have_backward)
 
     def abandon_forward(self) -> None:
         """If a forward was begun, it has ended in an exception. Gradients stay as they are."""
-        if self.is_in_forward and not is_in_backward():
-            self.state.move(Phase.REST)
+        if self.state.phase is _FORWARD and not is_in_backward():
+            self.state.move(_REST)
             self._calls.drop_failed()
             self._called = []
             self.put_away()
@@ -244,9 +248,9 @@ class Passes(ShardedModule):
             self._before_backward(call)
 
     def _before_backward(self, call: ForwardCall) -> None:
-        if self.state.phase is Phase.BACKWARD and self._backward() is None:
+        if self.state.phase is _BACKWARD and self._backward() is None:
             self._abandon_backward()
-        if self.state.phase is not Phase.BACKWARD:
+        if self.state.phase is not _BACKWARD:
             self._begin_backward(call.unit)
         unit = call.unit
         if unit.open_calls:
@@ -268,13 +272,13 @@ class Passes(ShardedModule):
     def _begin_backward(self, unit: Unit) -> None:
         if self.is_closed:
             raise RuntimeError("backward through a forward of an engine that was closed since")
-        if self.is_in_forward:
+        if self.state.phase is _FORWARD:
             raise RuntimeError(
                 f"autograd ran through {unit.described} inside the model's own forward, which "
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
-        self.state.move(Phase.BACKWARD)
-        self.leases.graph.take(*self.leases.trailing)
+        self.state.move(_BACKWARD)
+        self.leases.graph.take(*self.leases.trailing.units)
         self.leases.trailing.end()
         if makes_graph := torch.is_grad_enabled():
             self.leases.second_graph.take(*self.units)
@@ -315,7 +319,7 @@ class Passes(ShardedModule):
                 f"'{gradients.buffer.originals[index].fqn}' got a gradient of a loss that is not scaled, and "
                 "in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"
             )
-        if self.state.phase is not Phase.BACKWARD:  # no output of a unit could be hooked
+        if self.state.phase is not _BACKWARD:  # no output of a unit could be hooked
             self._begin_backward(unit)
         if unit.state is UnitState.SHARDED and unit.backward_needs_parameters:
             raise RuntimeError(
@@ -331,19 +335,19 @@ class Passes(ShardedModule):
 
     def announce(self, more: bool, *, send: bool, loss_scale: float) -> None:
         """Tell what a backward that has just begun means; see `Reducer.announce`."""
-        if self.state.phase is Phase.BACKWARD and self._backward() is None:
+        if self.state.phase is _BACKWARD and self._backward() is None:
             self._abandon_backward()
         self.reducer.announce(more, send=send, loss_scale=loss_scale)
 
         def forget() -> None:
-            if self.state.phase is not Phase.BACKWARD:  # it did not come here; else its end forgets
+            if self.state.phase is not _BACKWARD:  # it did not come here; else its end forgets
                 self.reducer.forget_announced()
 
         at_end_of_backward(forget)
 
     def _end_backward(self) -> None:
         self._walk.finish()
-        self.state.move(Phase.REST)
+        self.state.move(_REST)
         if not self._walk.makes_graph:
             self._calls.end_backward()
         self.reducer.end()
@@ -357,12 +361,12 @@ class Passes(ShardedModule):
 
     def _recover(self) -> None:
         """Clean up after a backward that ended in an exception."""
-        if self.state.phase is Phase.BACKWARD and not is_in_backward():
+        if self.state.phase is _BACKWARD and not is_in_backward():
             self._abandon_backward()
 
     def _abandon_backward(self) -> None:
         self._walk.finish()  # as the other ranks do
-        self.state.move(Phase.REST)
+        self.state.move(_REST)
         self._calls.end_backward()
         self.leases.second_graph.end()
         self.reducer.abandon()
@@ -371,7 +375,7 @@ class Passes(ShardedModule):
 
     def put_away(self) -> None:
         """Show sharded parameters and free the others, unless they are held or a graph needs them."""
-        if self.leases.held:
+        if self.leases.held.units:
             return
         self._opaque_calls.clear()
         self.leases.end_forward()

@@ -82,7 +82,7 @@ class Runtime(Passes):
 
     def _drop_graphs(self) -> None:
         """A step ends: no backward goes through earlier forwards and backwards any more."""
-        if self.leases.second_graph or self.leases.opaque:
+        if self.leases.second_graph.units or self.leases.opaque.units:
             self.leases.second_graph.end()
             self._calls.end_backward()
             self.put_away()

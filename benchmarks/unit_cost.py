@@ -1,0 +1,149 @@
+"""The time that a unit of 9 parameters takes on the host beyond plain PyTorch: zeroshard against FSDP2.
+
+    python benchmarks/unit_cost.py --ranks 2 --before COMMIT
+
+60 tiny blocks, each a unit, compute next to nothing. A turn is a whole step: forward, backward, optimizer,
+zero_grad. All engines are in one process per rank and take turns. The cost of an engine is the median of the
+differences to plain PyTorch in the same round, over the number of blocks. With one rank, time is that of the
+thread on a core; with several, it is wall time from a barrier on, with the exchanges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import record
+from before import load, package_of
+from launch import inside_rank, leave, process_group, run_ranks
+from medians import median_of, median_ratio
+
+WIDTH = 8
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--stage", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--before", metavar="COMMIT", help="also time zeroshard as that commit has it")
+    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
+    return parser.parse_args()
+
+
+class Block(nn.Module):
+    """Nine parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+def build_model(num_blocks: int) -> nn.Sequential:
+    """The same weights for all engines."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(num_blocks)])
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of all engines."""
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+def sharded(package: Any, args: argparse.Namespace) -> tuple[Callable[[Tensor], Tensor], Any]:
+    """An engine of `package`, and its optimizer."""
+    config = {"stage": args.stage, "units": ["Block"]}
+    engine, optimizer, *_ = package.initialize(build_model(args.blocks), adamw, config)
+    return engine, optimizer
+
+
+def fsdp2(args: argparse.Namespace) -> tuple[Callable[[Tensor], Tensor], Any]:
+    """torch's fully_shard of every block and of the root."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), build_model(args.blocks)
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, adamw(model.parameters())
+
+
+def turn(model: Callable[[Tensor], Tensor], optimizer: Any, x: Tensor, clock: Callable[[], float]) -> float:
+    """Seconds of a step."""
+    start = clock()
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return clock() - start
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Take turns, and write the costs."""
+    plain = build_model(args.blocks)
+    engines = {
+        "plain": (plain, adamw(plain.parameters())),
+        "zeroshard": sharded(importlib.import_module("zeroshard"), args),
+        "fsdp2": fsdp2(args),
+    }
+    if args.before:
+        engines["before"] = sharded(load(), args)
+    clock = time.thread_time if args.ranks == 1 else time.perf_counter
+    shuffle, x = random.Random(0), torch.randn(2, WIDTH)
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(args.rounds + 5):
+        for name in shuffle.sample(list(engines), len(engines)):
+            dist.barrier()
+            seconds = turn(*engines[name], x, clock)
+            if number >= 5:
+                times[name].append(seconds)
+    if dist.get_rank():
+        return
+    costs = {
+        name: [(a - b) / args.blocks * 1e6 for a, b in zip(own, times["plain"], strict=True)]
+        for name, own in times.items()
+        if name != "plain"
+    }
+    rows = {f"{name}, us a unit beyond plain": median_of(cost)._asdict() for name, cost in costs.items()}
+    rows |= {
+        f"ratio zeroshard/{name}": median_ratio(costs["zeroshard"], cost)._asdict()
+        for name, cost in costs.items()
+        if name != "zeroshard"
+    }
+    for what, value in rows.items():
+        record.console().print(what, value)
+    record.write(args.name or f"unit_cost_{args.ranks}ranks_stage{args.stage}", rows, settings=vars(args))
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    args = parse()
+    if inside_rank():
+        with process_group("cpu"):
+            measure(args)
+        leave()
+    if not args.before:
+        return run_ranks(__file__, sys.argv[1:], args.ranks)
+    with package_of(args.before):
+        return run_ranks(__file__, sys.argv[1:], args.ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
