@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
-"""The code that calls a checkpointed function, which a backward is to run again, reentrant or not."""
+"""The code that calls a checkpointed function, reentrant or not; a backward is to run it again."""
 
 _TRACERS = {
     _TorchDispatchModeKey.PROXY: "make_fx, on which torch.export and torch.func.linearize build",

@@ -81,7 +81,7 @@ class Backward:
         """The first turn that is still to be taken."""
         self._route = [turn.unit for turn in self._turns if turn.enters]
         self._num_entered = self._num_gathered = 0
-        """The lengths of the parts of the route whose units were entered, and whose gathers were started."""
+        """The numbers of units of the route that were entered, and that gathers were started for."""
         self._reducer, self._num_prefetch = reducer, num_prefetch
         self._inside = {turn.unit for turn in self._turns if turn.unit.is_resident}
         self._repeated: set[Region] = set()

@@ -216,7 +216,7 @@ class FlatBuffer:
         return whole.intersect(self.main_span).start - whole.start
 
     def counted(self, index: int) -> slice:
-        """The part of a sharded parameter that counts for this rank: in its shard group, each element once."""
+        """The part of a sharded parameter that counts for this rank: each element once in a shard group."""
         return slice(None) if self.is_partial else self.layout.owned(index, self._context.axis.rank).slice
 
     def describe(self) -> str:

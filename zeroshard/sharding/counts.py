@@ -54,7 +54,7 @@ _ZEROES = re.compile(r"grad(\.data|\.detach\(\))?\.zero_\(")
 _SAYS_NORM = re.compile(r"norm\(")
 _ADDS_UP = re.compile(r"\+=.*(numel|nelement)\(|(\w+) = \2 \+ .*(numel|nelement)\(")
 ASKED = _COUNTS | _NORMS | {Tensor.detach}
-"""Functions whose answer for a slice differs from that for the whole without any error.
+"""Functions that answer otherwise for a slice than for the whole, without any error.
 
 `p.data` comes as detach().
 """
@@ -105,7 +105,7 @@ def answer(parameter: Slice, func: Callable[..., Any], frame: FrameType | None) 
 
 
 def warn_of_line(parameter: Any, frame: FrameType) -> None:
-    """Warn once of a line that takes the norm of a slice, which it has as a gradient or as a plain tensor.
+    """Warn once of a line that takes the norm of a slice: of a gradient, or of a slice as a plain tensor.
 
     Args:
         parameter: a sharded parameter, or a slice in another dtype, which is left alone.
@@ -132,7 +132,7 @@ def warn_of_zeros(parameter: Slice, frame: FrameType) -> None:
 
 
 def _level_of(frame: FrameType) -> int:
-    """The `stacklevel` with which the function that asks warns of the line in a frame."""
+    """The `stacklevel` for a warning of the calling function about the line in a frame."""
     return _depth_of(sys._getframe(1)) - _depth_of(frame) + 1
 
 

@@ -1,4 +1,4 @@
-"""Code that reads gradients of sharded parameters, which are slices: refused, warned, or left alone."""
+"""Code that reads gradients of sharded parameters: refused or warned if it takes slices for wholes."""
 
 from __future__ import annotations
 

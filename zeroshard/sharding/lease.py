@@ -41,7 +41,7 @@ class Lease(Generic[T]):
     def __init__(self, why: str) -> None:
         self.why = why
         self.units: dict[T, None] = {}
-        """Those that it keeps, in the order in which it took them."""
+        """The units that it keeps, in the order in which it took them."""
 
     def __repr__(self) -> str:
         return f"Lease({self.why}, {len(self.units)} units)"

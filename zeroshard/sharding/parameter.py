@@ -1,13 +1,13 @@
-"""Sharded parameters: what named_parameters() yields between steps and what the optimizer holds.
+"""Sharded parameters: named_parameters() yields them between steps, and the optimizer holds them.
 
 Glossary:
   original parameter    the module's own, full shape; gone once the module is sharded.
   sharded parameter     1-D, this rank's slice of the main parameter, in the main dtype.
   unsharded parameter   full shape, compute dtype; in the modules during forward and backward.
 
-A sharded parameter behaves as a tensor in all that optimizers and people do with one. What it must not
-do is pass silently for the whole weight: it raises where a layer computes with it, where gradients
-would flow to it, and where torch would take its slice of the gradient for the whole.
+A sharded parameter behaves as a tensor for optimizers and people. It must not pass silently for the whole
+weight. So it raises an error if a layer computes with it, if gradients would flow to it, and if torch would
+take its slice of the gradient for the whole.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _LAYER_FUNCTIONS = frozenset(
     )
     if callable(function := getattr(namespace, name, None))
 )
-"""What computes with a whole weight: refused for a slice even where the shapes happen to fit."""
+"""Functions that compute with a whole weight: refused for a slice even if the shapes happen to fit."""
 
 
 def describe_unit(name: str) -> str:
-    """How errors speak of a unit."""
+    """The name of a unit in errors."""
     return f"unit '{name}'" if name else "the root unit"
 
 
@@ -55,11 +55,11 @@ class ShardedParameter(nn.Parameter):
 
     Attributes:
         fqn: the original name.
-        unit_name: the unit that it belongs to.
+        unit_name: the name of its unit.
         full_shape: the shape of the original parameter.
-        is_partial: whether the slice can be less than the whole.
-        state: of the module.
-        is_trained: whether `requires_grad` was given; if so, it may be taken away and given back.
+        is_partial: True if the slice can be less than the whole.
+        state: the state of the module.
+        is_trained: True if `requires_grad` was set at first; then it may be taken away and given back.
         unsharded: the unsharded parameter, which is frozen with it; None once the engine is gone.
     """
 
@@ -82,7 +82,7 @@ class ShardedParameter(nn.Parameter):
         is_partial: bool,
         state: ModuleState,
     ) -> ShardedParameter:
-        """`data`: [n], not copied."""
+        """Make a sharded parameter over `data`, [n], without a copy."""
         _make_known_to_optimizers()
         parameter = torch.Tensor._make_subclass(ShardedParameter, data, requires_grad)
         parameter.fqn, parameter.unit_name = fqn, unit_name
@@ -93,7 +93,7 @@ class ShardedParameter(nn.Parameter):
             Tensor.register_hook(parameter, refuse)  # type: ignore[no-untyped-call]
         return parameter
 
-    # torch's own attribute would come to `__torch_function__`, which takes ten times as long.
+    # torch's own attribute goes through `__torch_function__`, which takes ten times as long.
     @property
     def grad(self) -> Tensor | None:
         """[n]: this rank's slice of the averaged gradient."""
@@ -128,7 +128,7 @@ class ShardedParameter(nn.Parameter):
             return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _hookable(self) -> nn.Parameter:
-        """The unsharded parameter, whose gradients lead to hooks."""
+        """The unsharded parameter, on which hooks of gradients are registered."""
         if (unsharded := self.unsharded()) is None:
             raise RuntimeError(
                 f"{self.describe()} is a copy, or its engine is gone, so a hook would never be called: "
@@ -153,7 +153,7 @@ class ShardedParameter(nn.Parameter):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled, it is a plain parameter with the values of the slice."""
+        """Pickle a plain parameter with the values of the slice."""
         with torch._C.DisableTorchFunctionSubclass():
             plain = nn.Parameter(self.detach(), self.requires_grad)
             return plain.__reduce_ex__(protocol)
@@ -194,7 +194,7 @@ class ShardedParameter(nn.Parameter):
                 result = func(*args, **(kwargs or {}))
             except (RuntimeError, IndexError) as error:
                 first = _first_sharded(args, kwargs)
-                if torch.is_grad_enabled():  # not an optimizer: a model that computes with a slice
+                if torch.is_grad_enabled():  # a model computes with a slice; an optimizer has gradients off
                     raise _used_outside(first, func) from error
                 if (explained := explain(error, first)) is not None:
                     raise explained from error
@@ -207,7 +207,7 @@ class ShardedParameter(nn.Parameter):
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient of a sharded parameter, whoever asks."""
+    """The gradient of a sharded parameter, without the check of the reader."""
     parameter.__class__ = nn.Parameter
     try:
         return parameter.grad
@@ -239,12 +239,12 @@ _CASTS = frozenset(
 
 _SLICES = frozenset((ShardedParameter, _CastSlice))
 _KINDS = frozenset((torch.is_complex, torch.is_floating_point, Tensor.is_complex, Tensor.is_floating_point))
-"""What optimizers ask of each parameter in each step; the answer is that of the whole one."""
+"""The questions that optimizers ask of each parameter in each step; slice and whole answer alike."""
 _ARITHMETIC = frozenset(
     getattr(Tensor, name)
     for name in ("add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_", "lerp_", "copy_", "zero_", "clamp_")
 )
-"""What optimizers do with one parameter at a time."""
+"""The arithmetic of optimizers with one parameter at a time."""
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
@@ -276,7 +276,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _CHANGES = frozenset((_SET_DATA, _SET_REQUIRES_GRAD, Tensor.requires_grad_))
 _PARTS = frozenset((Tensor.__getitem__, Tensor.T.__get__))  # type: ignore[attr-defined]
-"""What models take of a weight before they compute with it; meaningless for a slice."""
+"""The parts that models take of a weight before they compute with it; meaningless for a slice."""
 
 _DESCRIBES = frozenset(
     getattr(Tensor, name)
@@ -294,7 +294,7 @@ _VALUES = frozenset(
 def _checked(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> Callable[..., Any]:
-    """The function to call in the place of `func`, where that may be used on a sharded parameter at all."""
+    """The function to call in the place of `func`; an error for one that sharded parameters refuse."""
     if not _only_describes(func):
         first = _first_sharded(args, kwargs)
         if first.state.refusal:
@@ -307,7 +307,7 @@ def _checked(
     if func is torch.autograd.grad:
         raise no_grad_of(_first_sharded(args, kwargs).describe())
     if func == _GET_DATA:
-        return Tensor.detach  # the same, but edits count versions: replicated parameters follow them
+        return Tensor.detach  # the same values, but edits count versions, which replicated parameters follow
     if func in _CHANGES:
         _check_change(func, args, kwargs)
     elif func in _LAYER_FUNCTIONS or (func in _PARTS and torch.is_grad_enabled()):
@@ -316,7 +316,7 @@ def _checked(
 
 
 def _may_change(func: Callable[..., Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """True for a function that writes to a tensor, or gives a tensor through which others may."""
+    """True for a function that writes to a tensor, or gives a tensor that others may write to."""
     name = getattr(func, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
     is_written = is_in_place or name.startswith(("__i", "__setitem__")) or "out" in (kwargs or {})
@@ -336,7 +336,7 @@ def _make_known_to_optimizers() -> None:
     # torch's for-each and fused optimizers look at the exact type of a parameter; torch lists its own
     # subclasses (DTensor) in the same place. tests/sharding/test_parameter.py notices if that moves.
     torch_optimizer._foreach_supported_types.append(ShardedParameter)
-    # Before the step: what is attached to a runtime gathers right after it, and must not be told once more.
+    # Before the step: an attached optimizer gathers right after it, and must not gather once more.
     torch_optimizer.register_optimizer_step_pre_hook(_count_change)
 
 
@@ -350,7 +350,7 @@ def _count_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> N
 
 
 def only_sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
-    """Of the parameters of an optimizer's group, those that are sharded."""
+    """The sharded parameters of an optimizer's group."""
     return [parameter for parameter in parameters if isinstance(parameter, ShardedParameter)]
 
 
@@ -381,7 +381,7 @@ def _used_outside(parameter: Guarded, func: Callable[..., Any]) -> RuntimeError:
 
 def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Guarded:
     first = args[0] if args else None
-    if isinstance(first, list | tuple) and first:  # of a for-each function
+    if isinstance(first, list | tuple) and first:  # the list of a for-each function
         first = first[0]
     if isinstance(first, Guarded):
         return first
@@ -392,7 +392,7 @@ def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> G
 
 
 def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
-    """Refuse what a slice cannot follow; what is frozen or trained again is so in the modules too."""
+    """Refuse changes that a slice cannot follow; freeze or train the unsharded parameter with it."""
     parameter = args[0]
     if func == _SET_DATA:
         with torch._C.DisableTorchFunctionSubclass():
