@@ -19,7 +19,7 @@ import zeroshard
 from tests.distributed.models import Tiny
 from tests.distributed.training import STAGES, full_gradients, numbers, padded_size, square_loss, start
 from zeroshard import CommReport, MemoryReport
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter
 
 RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
 

@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"plan", "config", "tables", "version"},
     {"comm", "lazy", "data", "deepspeed", "safetensors"},
+    {"parameters", "internals"},
     {"sharding", "agreement"},
-    {"stepping", "forwards", "guards", "restore"},
+    {"stepping", "forwards", "guards", "restore", "full"},
     {"assemble", "optim"},
     {"checkpoint", "hf", "byname", "memory", "sharded"},
     {"engine", "checkpointing", "modulelike"},

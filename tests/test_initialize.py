@@ -23,8 +23,8 @@ from zeroshard import Config, Engine, Initialized
 from zeroshard.agreement import check_agreement
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.wrapping import find_units
-from zeroshard.sharding.parameter import ShardedParameter
 
 NOT_YET = "not available in zeroshard yet: "
 

@@ -23,6 +23,8 @@ from zeroshard.guards.copies import guard_copies
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
 from zeroshard.lazy.recorder import refuse_recording
+from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
 from zeroshard.plan.ignored import find_ignored
 from zeroshard.plan.placement import DP_SHARD, place
@@ -31,9 +33,7 @@ from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.gradients import gradients_of
 from zeroshard.sharding.hooks import hook
-from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.sharding.state import ModuleState
 from zeroshard.sharding.unit import Unit
 
 _TAGS_PER_BUFFER = 2

@@ -27,13 +27,13 @@ from zeroshard.forwards.methods import (
     held_unsharded,
     register_method_of_part,
 )
+from zeroshard.internals.autograd import outside_transforms
+from zeroshard.internals.nested import cast_inputs
+from zeroshard.internals.tracers import refuse_proxies
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.modulelike import ModuleLike
 from zeroshard.sharded import ShardedCalls
-from zeroshard.sharding.autograd import outside_transforms
-from zeroshard.sharding.nested import cast_inputs
 from zeroshard.sharding.pace import warn_no_gradients
-from zeroshard.sharding.tracers import refuse_proxies
 from zeroshard.stepping.attach import Judged, attach
 from zeroshard.stepping.guard import StepGuard
 from zeroshard.stepping.halfway import Arguments, Halfway

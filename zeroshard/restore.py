@@ -8,11 +8,11 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from zeroshard.parameters.original import revive
+from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.state import Phase
 from zeroshard.plan.originals import Original
-from zeroshard.sharding.original import revive
-from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import DRAIN_S, Runtime
-from zeroshard.sharding.state import Phase
 from zeroshard.sharding.unit import Unit
 
 

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from zeroshard import restore as restoring
 from zeroshard.assemble import shard_in_place
 from zeroshard.config.sections import Config
+from zeroshard.full.parameters import full_state_dict, unsharded
 from zeroshard.guards.copies import NotCopied
+from zeroshard.parameters.counts import count
 from zeroshard.restore import Closed
-from zeroshard.sharding import full_parameters
-from zeroshard.sharding.counts import count
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import UnitInfo
 from zeroshard.stepping.attach import attach
@@ -73,12 +73,12 @@ class ShardedCalls(NotCopied):
         for part in parts:
             if part not in inside:
                 raise ValueError(f"unsharded: expected modules of the model, got {type(part).__name__}")
-        with full_parameters.unsharded(self._runtime, parts, write_back):
+        with unsharded(self._runtime, parts, write_back):
             yield
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Rank 0: CPU tensors under the model's original names, parameters in float32; {} elsewhere."""
-        return full_parameters.full_state_dict(self._runtime)
+        return full_state_dict(self._runtime)
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Count the elements of the whole model, tied parameters once. `numel()` of a sharded one is less."""

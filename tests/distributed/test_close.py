@@ -10,7 +10,7 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import STAGES, numbers, plain, replicate, square_loss
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter
 
 RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
 

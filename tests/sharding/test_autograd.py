@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
-from zeroshard.sharding.autograd import (
+from zeroshard.internals.autograd import (
     at_end_of_backward,
     is_in_backward,
     is_transformed,
@@ -26,7 +26,7 @@ from zeroshard.sharding.autograd import (
     tracer_around,
     will_accumulate,
 )
-from zeroshard.sharding.nested import cast_floats, find_tensors, view_tensors
+from zeroshard.internals.nested import cast_floats, find_tensors, view_tensors
 
 
 class HookError(Exception):

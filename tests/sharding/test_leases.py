@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 from hypothesis import given
 
+from zeroshard.parameters.state import _MOVES, ModuleState, Phase
 from zeroshard.sharding.lease import Lease, Leases
-from zeroshard.sharding.state import _MOVES, ModuleState, Phase
 
 
 class Unit(SimpleNamespace):

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zeroshard
-from zeroshard.sharding.parameter import ShardedParameter
-from zeroshard.sharding.state import ModuleState
+from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.state import ModuleState
 
 NAME, UNIT, SHAPE = "model.head.weight", "model.head", torch.Size((6, 4))
 HIDDEN = torch.arange(12.0).view(3, 4)

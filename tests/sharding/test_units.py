@@ -11,10 +11,10 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import Axes
 from zeroshard.config.sections import Config
+from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, group
 from zeroshard.plan.wrapping import LARGE, find_units
-from zeroshard.sharding.parameter import ShardedParameter
-from zeroshard.sharding.state import ModuleState
 
 WIDTH = 64
 

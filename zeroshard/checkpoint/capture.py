@@ -25,7 +25,7 @@ from zeroshard.checkpoint.tensors import ModelState, dtype_name, read_model, wri
 from zeroshard.checkpoint.values import check_plain, to_files
 from zeroshard.config.sections import Config
 from zeroshard.data.loader import EpochLoader
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.loss_scale import LossScale
 from zeroshard.stepping.rounding import Rounding

@@ -29,7 +29,7 @@ from zeroshard.data.loader import parse_state
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.layerwise import LayerWise
 from zeroshard.optim.statenames import from_common
-from zeroshard.sharding.parameter import ShardedParameter, only_sharded
+from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.loss_scale import LossScale
 from zeroshard.stepping.rounding import Rounding

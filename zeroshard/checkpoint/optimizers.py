@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.checkpoint.blockwise import shape_of
 from zeroshard.checkpoint.checks import SMALL
 from zeroshard.optim.statenames import to_common
-from zeroshard.sharding.parameter import ShardedParameter, only_sharded
+from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 
 HOW = frozenset(
     (

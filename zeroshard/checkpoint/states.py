@@ -24,8 +24,8 @@ from zeroshard.optim.eightbit.blocks import Quantized, num_blocks
 from zeroshard.optim.eightbit.codebook import Codebook, codebook
 from zeroshard.optim.eightbit.states import ABSMAX
 from zeroshard.optim.statenames import num_bits, to_common
+from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.plan.layout import Span
-from zeroshard.sharding.parameter import ShardedParameter, only_sharded
 
 _PIECE = 1 << 16
 """Elements that are converted together, a multiple of BLOCK: a rank never holds more in both forms."""

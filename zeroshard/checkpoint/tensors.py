@@ -12,9 +12,9 @@ from torch import Tensor
 
 from zeroshard.checkpoint.blockwise import blocks_of, is_scales, shape_of
 from zeroshard.checkpoint.boxes import Box, boxes_of, split, whole
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.layout import BLOCK, Span
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 
 MAX_BOX_BYTES = 16 << 20

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.sharding.autograd import is_in_backward
-from zeroshard.sharding.nested import cast_inputs
+from zeroshard.internals.autograd import is_in_backward
+from zeroshard.internals.nested import cast_inputs
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroshard.sharding.autograd import is_transformed
+from zeroshard.internals.autograd import is_transformed
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.unit import Unit
 

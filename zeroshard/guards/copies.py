@@ -14,9 +14,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.parameters.saved import SavedSlices
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.sharding.saved import SavedSlices
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks")
 _KINDS_OF_HOOKS = (

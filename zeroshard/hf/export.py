@@ -22,9 +22,9 @@ from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, read_model
 from zeroshard.hf.format import Format
 from zeroshard.hf.weights import check_folder, write_weights
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.safetensors import TensorInfo
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 
 

@@ -12,7 +12,7 @@ from zeroshard.optim.adopt import bitsandbytes
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.rule import Rule, rule_named
 from zeroshard.optim.eightbit.states import whole_size
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter
 
 
 def to_common(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:

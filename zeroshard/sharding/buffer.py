@@ -22,15 +22,15 @@ from zeroshard.comm.collectives import Axis, Part
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Streams
 from zeroshard.lazy.deferred import has_memory, is_stored, read_part
+from zeroshard.parameters.attributes import carry_attributes
+from zeroshard.parameters.original import retire
+from zeroshard.parameters.sharded import ShardedParameter, describe_unit
+from zeroshard.parameters.state import ModuleState
+from zeroshard.parameters.unsharded import DataNote
 from zeroshard.plan.buffers import BufferPlan, Setting
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original
-from zeroshard.sharding.attributes import carry_attributes
-from zeroshard.sharding.original import retire
-from zeroshard.sharding.parameter import ShardedParameter, describe_unit
-from zeroshard.sharding.state import ModuleState
 from zeroshard.sharding.storage import allocate, count_views, release
-from zeroshard.sharding.unsharded import DataNote
 from zeroshard.sharding.views import flat_of, move_onto, shaped, unsharded_over
 
 

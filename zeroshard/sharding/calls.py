@@ -12,7 +12,7 @@ from weakref import ref
 
 import torch
 
-from zeroshard.sharding.autograd import outermost_checkpoint
+from zeroshard.internals.autograd import outermost_checkpoint
 from zeroshard.sharding.unit import NEVER, ForwardCall, Region, Unit, Visit
 
 

@@ -20,8 +20,8 @@ from operator import attrgetter
 import torch
 from torch import nn
 
+from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.unsharded import UnshardedParameter
 
 _version_of = attrgetter("_version")
 

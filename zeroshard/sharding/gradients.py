@@ -19,9 +19,9 @@ from torch import Tensor
 
 from zeroshard.comm.collectives import Channel
 from zeroshard.comm.pool import BufferPool
+from zeroshard.parameters.sharded import gradient_of, set_gradient
 from zeroshard.plan.exchange import Collective, Exchange
 from zeroshard.sharding.buffer import Context, FlatBuffer
-from zeroshard.sharding.parameter import gradient_of, set_gradient
 
 
 class GradientState(Enum):

@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeroshard.internals.nested import cast_inputs
+from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.sharding.fastpaths import allows_no_hooks, layers_without_hooks, show_first_layers, surround
 from zeroshard.sharding.gradients import Gradients
-from zeroshard.sharding.nested import cast_inputs
 from zeroshard.sharding.post_accumulate import redirect_hooks
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
-from zeroshard.sharding.unsharded import UnshardedParameter
 
 
 def hook(runtime: Runtime) -> None:

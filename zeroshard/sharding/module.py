@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of
+from zeroshard.parameters.state import Phase
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.order import UnitOrder
-from zeroshard.sharding.parameter import ShardedParameter, gradient_of
-from zeroshard.sharding.state import Phase
 from zeroshard.sharding.storage import share_storage
 from zeroshard.sharding.unit import Unit, UnitInfo, UnitState
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.sharding.nested import find_tensors, view_tensors
-from zeroshard.sharding.parameter import describe_unit
+from zeroshard.internals.nested import find_tensors, view_tensors
+from zeroshard.parameters.sharded import describe_unit
 from zeroshard.sharding.unit import ForwardCall, Unit
 
 

@@ -23,13 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.pool import BufferPool
-from zeroshard.sharding.autograd import (
+from zeroshard.internals.autograd import (
     at_end_of_backward,
     is_in_backward,
     is_transformed,
     outside_transforms,
     will_accumulate,
 )
+from zeroshard.internals.nested import cast_outputs
+from zeroshard.internals.tracers import refuse_tracers
+from zeroshard.parameters.state import Phase
 from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.buffer import Context
 from zeroshard.sharding.calls import CallLog
@@ -37,11 +40,8 @@ from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.lease import Leases
 from zeroshard.sharding.module import ShardedModule
-from zeroshard.sharding.nested import cast_outputs
 from zeroshard.sharding.outputs import OutputHooks
 from zeroshard.sharding.reducer import Reducer
-from zeroshard.sharding.state import Phase
-from zeroshard.sharding.tracers import refuse_tracers
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitState
 
 # An attribute of an enum takes longer to read than a global name.

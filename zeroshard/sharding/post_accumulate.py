@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.gradients import Gradients
-from zeroshard.sharding.parameter import ShardedParameter
 
 
 class PostAccumulateHooks:

@@ -19,12 +19,12 @@ import torch
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.pool import BufferPool
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of
+from zeroshard.parameters.state import ModuleState
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.pace import Pace
-from zeroshard.sharding.parameter import ShardedParameter, gradient_of
 from zeroshard.sharding.post_accumulate import PostAccumulateHooks
-from zeroshard.sharding.state import ModuleState
 from zeroshard.sharding.unit import Unit
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from zeroshard.comm.watch.ledger import REDUCE, STEP
-from zeroshard.sharding.autograd import is_in_backward
+from zeroshard.internals.autograd import is_in_backward
+from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.state import Phase
 from zeroshard.sharding.buffer import Context
-from zeroshard.sharding.parameter import ShardedParameter
 from zeroshard.sharding.passes import Passes
-from zeroshard.sharding.state import Phase
 from zeroshard.sharding.unit import UnitState
 
 DRAIN_S = 5.0

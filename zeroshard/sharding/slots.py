@@ -13,8 +13,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.parameter import ShardedParameter
 
 
 class ShownParameter(nn.Parameter):

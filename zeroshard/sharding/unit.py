@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from zeroshard.comm.handles import Handle
 from zeroshard.comm.streams import SideStream
+from zeroshard.internals.nested import copy_tensors
+from zeroshard.parameters.sharded import ShardedParameter, describe_unit
+from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.plan.buffers import UnitPlan
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.edits import Edits
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.lease import Lease
-from zeroshard.sharding.nested import copy_tensors
-from zeroshard.sharding.parameter import ShardedParameter, describe_unit
 from zeroshard.sharding.slots import Slots
-from zeroshard.sharding.unsharded import UnshardedParameter
 
 
 class UnitState(Enum):

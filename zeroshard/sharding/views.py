@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.lazy.deferred import values_of
-from zeroshard.sharding.unsharded import DataNote, set_data
+from zeroshard.parameters.unsharded import DataNote, set_data
 
 
 def flat_of(original: Tensor) -> Tensor:

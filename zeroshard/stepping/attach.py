@@ -22,9 +22,9 @@ from weakref import WeakMethod, WeakSet
 from torch import nn
 from torch.optim import Optimizer
 
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.parameters.saved import SavedOptimizer
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.sharding.saved import SavedOptimizer
 from zeroshard.stepping.halfway import Arguments
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
 from zeroshard.stepping.parts import step_in_parts

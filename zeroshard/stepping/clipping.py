@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeroshard.sharding.parameter import gradient_of
+from zeroshard.parameters.sharded import gradient_of
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.norms import sum_of_powers
 from zeroshard.stepping.runs import contiguous_runs

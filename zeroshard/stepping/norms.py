@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.collectives import Axis
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.parameter import ShardedParameter
 
 Norms = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 """(parameters, tensors) -> [n] float64: the norm of each tensor, which has the shape of its parameter."""

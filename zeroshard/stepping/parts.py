@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from zeroshard.sharding.parameter import ShardedParameter, gradient_of
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.stepping.norms import UsesNorms
 
 Groups = list[list[ShardedParameter]]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.sharding.parameter import ShardedParameter, gradient_of
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.stepping.rounding import Rounding, round_into
 
 

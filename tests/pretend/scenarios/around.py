@@ -94,7 +94,7 @@ def _hooks_and_shown_gradients(stage: int, precision: dict[str, str]) -> None:
             engine.step()
 
     name = f"hooks_and_shown_gradients_stage{stage}{'_bf16' if precision else ''}"
-    add(name, run, may_sync=("sharding/full_parameters.py", "sharding/shown.py"))
+    add(name, run, may_sync=("full/parameters.py", "full/gradients.py"))
 
 
 def _two_optimizers(stage: int, precision: dict[str, str]) -> None:
@@ -134,7 +134,7 @@ def _full_parameters(stage: int) -> None:
         engine.full_state_dict()
         bench.train(1)
 
-    add(f"full_parameters_stage{stage}", run, may_sync=("sharding/full_parameters.py",))
+    add(f"full_parameters_stage{stage}", run, may_sync=("full/parameters.py",))
 
 
 for _stage in (1, 3):

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zeroshard.optim.adopt import bitsandbytes
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.ranges import RANGES, betas_range, check_ranges
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter
 
 Overrides = dict[Tensor, dict[str, Any]]
 """The hyperparameters of single original parameters beside those of their groups.

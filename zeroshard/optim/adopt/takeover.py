@@ -14,7 +14,7 @@ from zeroshard.optim.adopt import bitsandbytes
 from zeroshard.optim.adopt.overrides import Overrides
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.layerwise import LayerWise
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zeroshard.optim.eightbit.blocks import Exact, Quantized, State
 from zeroshard.optim.eightbit.codebook import codebook
 from zeroshard.optim.eightbit.rule import Rule
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter
 
 MIN_8BIT_SIZE = 4096
 """Elements of a whole parameter from which its states are quantized, as in bitsandbytes."""

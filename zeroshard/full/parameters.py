@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.sharding.attributes import carry_attributes
+from zeroshard.full.gradients import ShownGradients
+from zeroshard.parameters.attributes import carry_attributes
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.sharding.shown import ShownGradients
 from zeroshard.sharding.slots import ShownParameter
 from zeroshard.sharding.unit import UnitState
 

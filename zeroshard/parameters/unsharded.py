@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from zeroshard.sharding.state import ModuleState
+from zeroshard.parameters.state import ModuleState
 
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 set_data = Tensor.data.__set__  # type: ignore[attr-defined]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from zeroshard.internals.autograd import tracer_around
 from zeroshard.lazy.recorder import refuse_recording
-from zeroshard.sharding.autograd import tracer_around
 
 
 def refuse_tracers() -> None:

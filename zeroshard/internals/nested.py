@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from zeroshard.sharding.objects import look_into, twin_of
+from zeroshard.internals.objects import look_into, twin_of
 
 _PLAIN = frozenset(
     (str, bytes, int, float, complex, bool, range, type(None), type(...), torch.dtype, torch.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import CodeType, FrameType
 from typing import Any
 
-from zeroshard.sharding import counts
+from zeroshard.parameters import counts
 
 _GRAD_READERS = {
     ("torch.nn.utils.clip_grad", "clip_grad_norm_"): "engine.clip_grad_norm_(max_norm) or "

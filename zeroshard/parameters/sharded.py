@@ -23,11 +23,11 @@ import torch.optim.optimizer as torch_optimizer
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from zeroshard.sharding import counts
-from zeroshard.sharding.gradreaders import QUIET, check_reader
-from zeroshard.sharding.mixing import check_parts, explain
-from zeroshard.sharding.state import ModuleState, Phase
-from zeroshard.sharding.targets import backward_to, no_grad_of
+from zeroshard.parameters import counts
+from zeroshard.parameters.gradreaders import QUIET, check_reader
+from zeroshard.parameters.mixing import check_parts, explain
+from zeroshard.parameters.state import ModuleState, Phase
+from zeroshard.parameters.targets import backward_to, no_grad_of
 
 _LAYER_FUNCTIONS = frozenset(
     function

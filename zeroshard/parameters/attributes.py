@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from zeroshard.sharding.parameter import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter
 
 _OURS = frozenset(ShardedParameter.__annotations__) | {"recorded_version", "was", "note"}
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Axis
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.parameter import ShardedParameter
 
 
 class _Shown(NamedTuple):

@@ -1,0 +1,1 @@
+"""Full parameters and their gradients, outside of forward and backward."""
