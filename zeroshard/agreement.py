@@ -1,7 +1,7 @@
-"""All ranks must have been given the same: checked once, before anything is exchanged.
+"""A check, before any exchange, that all ranks were given the same.
 
-Ranks exchange digests. Only where these differ, they search for the first line that does, with digests of
-beginnings, and exchange that line: with 1,000 parameters on 1,000 ranks, all lines would be 100 MB a rank.
+Ranks exchange digests. Only if these differ, they search for the first line with a difference, by
+digests of beginnings, and exchange it. All lines would be 100 MB a rank for 1,000 parameters on 1,000 ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _MAX_LINE = 4000
 """Characters of a line that a rank sends; the list of a group's parameters may be longer."""
 _SHOWN_BEFORE = 200
-"""Characters of a line that was cut, before the first that differs."""
+"""Characters that a cut line shows before its first difference."""
 
 
 def check_agreement(
@@ -42,11 +42,11 @@ def check_agreement(
     """Compare config, parameters and optimizer over the ranks.
 
     Args:
-        axis: of all ranks, on this rank's device.
-        model: with its original parameters.
-        config: as it was given.
+        axis: the axis of all ranks, on this rank's device.
+        model: the model with its original parameters.
+        config: the config as it was given.
         specs: the units to be.
-        optimizer: over these parameters.
+        optimizer: the optimizer over these parameters.
         overrides: hyperparameters of single parameters.
 
     Raises:
@@ -71,12 +71,12 @@ def check_agreement(
 
 
 def _digest(facts: Sequence[str]) -> bytes:
-    """Return 16 bytes that are the same for the same lines, or the same characters, in any process."""
+    """Return a digest of lines or characters, 16 bytes, the same in any process."""
     return blake2b(json.dumps(facts).encode(), digest_size=16).digest()
 
 
 def _first_difference(axis: Axis, section: list[str]) -> list[str]:
-    """Return what each rank has in the place of the first line that differs; collective."""
+    """Return each rank's version of the first line that differs; collective."""
     index = _num_equal(axis, section)
     line = section[index] if index < len(section) else "nothing more"
     start = max(0, _num_equal(axis, line) - _SHOWN_BEFORE)
@@ -87,7 +87,7 @@ def _first_difference(axis: Axis, section: list[str]) -> list[str]:
 
 
 def _num_equal(axis: Axis, facts: Sequence[str]) -> int:
-    """Return how many of the first lines, or characters, are the same on all ranks; collective.
+    """Return the number of first lines, or characters, that are the same on all ranks; collective.
 
     They differ somewhere. Each round halves the range in question, the same on all ranks.
     """
@@ -102,7 +102,7 @@ def _num_equal(axis: Axis, facts: Sequence[str]) -> int:
 
 
 def _describe(versions: Sequence[str]) -> str:
-    """Say which ranks have which version of a line."""
+    """Describe the versions of a line, each with its ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, version in enumerate(versions):
         ranks.setdefault(version, []).append(rank)

@@ -39,7 +39,7 @@ from zeroshard.sharding.unit import Unit
 _TAGS_PER_BUFFER = 2
 
 Replacements = dict[nn.Parameter, ShardedParameter]
-"""Original parameter -> what replaced it."""
+"""Original parameter -> the sharded parameter in its place."""
 
 
 def shard_in_place(module: nn.Module, config: Config, mesh: DeviceMesh | None) -> Runtime:
@@ -55,7 +55,7 @@ def shard_in_place(module: nn.Module, config: Config, mesh: DeviceMesh | None) -
 
 
 def open_data_parallel(config: Config, world: Axis, mesh: DeviceMesh | None = None) -> Axes:
-    """The axes that `config` asks for over all ranks, or those of a mesh; collective."""
+    """Open the axes that `config` asks for over all ranks, or those of a mesh; collective."""
     inner = config.reshard_after_forward
     return open_axes(
         mesh or build_mesh(config, world.device), world, inner_size=1 if isinstance(inner, bool) else inner
@@ -65,7 +65,7 @@ def open_data_parallel(config: Config, world: Axis, mesh: DeviceMesh | None = No
 def shard_over(
     module: nn.Module, specs: Sequence[UnitSpec], config: Config, axes: Axes, device: torch.device
 ) -> tuple[Runtime, Replacements]:
-    """Shard a module, of which `find_units` gave the units, and tell which parameter became which."""
+    """Shard a module with the units of `find_units`; return its runtime, and the replaced parameters."""
     require_supported(config)
     record_resets(module)
     check_values(module)
@@ -119,10 +119,10 @@ def shard_over(
 
 
 def read_setting(config: Config, sizes: Mapping[str, int]) -> Setting:
-    """Everything that plans depend on beside the parameters.
+    """Return the inputs of plans beside the parameters.
 
     Args:
-        config: as it was given.
+        config: the config as it was given.
         sizes: the number of ranks of each axis.
     """
     precision = config.precision
@@ -155,7 +155,7 @@ def _take_over_buffers(module: nn.Module, context: Context) -> None:
 
 
 def _device_of(module: nn.Module, mesh: DeviceMesh | None) -> str | None:
-    """The accelerator that a module is on; else the type of the mesh; None leaves the choice open."""
+    """Return the accelerator of a module; else the device type of the mesh; None leaves the choice open."""
     first = next(module.parameters(), None)
     if first is not None and has_memory(first) and first.device.type != "cpu":
         return str(first.device)

@@ -1,7 +1,7 @@
 """One full parameter, gradient or optimizer state by the parameter's name, to read and to write; collective.
 
-Ranks hold slices of each. To read, the slices of a shard group are gathered, some megabytes at a time; to
-write, every rank gives the same full tensor and keeps its slice of it.
+Ranks hold slices of each. A read gathers the slices of a shard group, some megabytes at a time. For a write
+every rank gives the same full tensor and keeps its slice of it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ByName:
         """Give a parameter other values; collective.
 
         Args:
-            name: of the parameter.
+            name: the name of the parameter.
             values: its full shape, the same on every rank.
 
         Raises:
@@ -78,8 +78,8 @@ class ByName:
         Micro-batches of an unfinished step are reduced first, as `clip_grad_norm_` does.
 
         Returns:
-            The parameter's full shape, in float32 or wider. None where no rank has a gradient: for a frozen
-            or unused parameter, and after `step()` and `zero_grad()`.
+            The parameter's full shape, in float32 or wider. None if no rank has a gradient: for a frozen or
+            unused parameter, and after `step()` and `zero_grad()`.
 
         Raises:
             ValueError: the model has no such parameter, or ranks give different names.
@@ -101,7 +101,7 @@ class ByName:
         """Give a parameter another gradient, for the next step; collective.
 
         Args:
-            name: of the parameter.
+            name: the name of the parameter.
             values: its full shape, unscaled, the same on every rank.
 
         Raises:
@@ -119,12 +119,12 @@ class ByName:
         place.set_gradient(place.cut(values).to(place.sharded.dtype, copy=True))
 
     def full_optimizer_state(self, name: str) -> dict[str, Any]:
-        """Copy to every rank what the optimizer keeps for a parameter; collective.
+        """Copy the optimizer's states of a parameter to every rank; collective.
 
         Returns:
-            By the names that torch's optimizers use: element-wise states in the parameter's full shape, in
-            float32 or wider (those of 8 bits too), and others as they are, such as `step`. {} before the
-            first step, and for a parameter that the optimizer does not hold.
+            The states by the names that torch's optimizers use. Element-wise states come in the parameter's
+            full shape, in float32 or wider (8-bit ones too); others, such as `step`, as they are. {} before
+            the first step, and for a parameter that the optimizer does not hold.
 
         Raises:
             ValueError: the model has no such parameter, or ranks give different names.
@@ -137,8 +137,8 @@ class ByName:
         """Give states of a parameter other values; collective. States that are not given stay.
 
         Args:
-            name: of the parameter.
-            values: of the form that `full_optimizer_state` returns, the same on every rank.
+            name: the name of the parameter.
+            values: states as `full_optimizer_state` returns them, the same on every rank.
 
         Raises:
             ValueError: no such parameter or state; values of another shape, or other ones on other ranks.
@@ -156,7 +156,7 @@ class ByName:
     def _states(
         self, call: str, name: str, given: Mapping[str, Any]
     ) -> tuple[_Place, dict[str, _State], list[Any]]:
-        """The states of a parameter, and a digest of the given ones from every rank."""
+        """Return the states of a parameter, and a digest of the given states from every rank."""
         optimizer, states = self.optimizer, {}
         if optimizer is None:
             raise RuntimeError(f"{call} needs an optimizer: give one to zeroshard.initialize")
@@ -185,7 +185,7 @@ class ByName:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A parameter, and where its slices are."""
+    """A parameter, and the places of its slices."""
 
     runtime: Runtime
     buffer: FlatBuffer
@@ -197,7 +197,7 @@ class _Place:
 
     @property
     def gradient(self) -> Tensor | None:
-        """This rank's slice."""
+        """This rank's slice of the gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.sharded.grad
 
@@ -207,7 +207,7 @@ class _Place:
             self.sharded.grad = values
 
     def gather(self, own: Tensor) -> Tensor:
-        """The whole of what this rank has a slice of, [n], in the parameter's shape; collective."""
+        """Gather a whole tensor, in the parameter's shape, from the slices [n] of the ranks; collective."""
         shape = self.buffer.shapes[self.index]
         wide = torch.promote_types(own.dtype, torch.float32) if own.dtype.is_floating_point else own.dtype
         if not self.buffer.is_partial:
@@ -238,10 +238,10 @@ class _Place:
         return values.detach().reshape(-1)[start : start + self.sharded.numel()].to(self.sharded.device)
 
     def digest(self, values: Any) -> bytes:
-        """What tells whether ranks give the same full tensor.
+        """A digest of a full tensor, which ranks compare.
 
         Raises:
-            ValueError: it is none, or of another shape.
+            ValueError: it is not a tensor, or has another shape.
         """
         shape = tuple(self.buffer.shapes[self.index])
         if not isinstance(values, Tensor) or tuple(values.shape) != shape or values.is_meta:
@@ -262,14 +262,14 @@ def _agree(
     """Find a parameter, on all ranks the same.
 
     Args:
-        runtime: of the model.
-        call: the method, for errors.
-        name: of the parameter.
-        tell: what the ranks tell each other of it; its errors are raised on all ranks.
-        reduces: whether gradients that were not reduced yet are reduced before.
+        runtime: the runtime of the model.
+        call: the name of the method, for errors.
+        name: the name of the parameter.
+        tell: a function whose results the ranks exchange; its errors are raised on all ranks.
+        reduces: True reduces gradients first that were not reduced yet.
 
     Raises:
-        ValueError: there is none of that name, or the ranks give different names.
+        ValueError: there is no parameter of that name, or the ranks give different names.
     """
     runtime.settle()
     runtime.require_slices(call)
@@ -321,11 +321,11 @@ class _State:
     key: str
     value: Any
     is_wise: bool
-    """True for a value for each element of the slice."""
+    """True for a state with a value for each element of the slice."""
     quantized: Quantized | None = None
 
     def read(self, place: _Place) -> Any:
-        """The full state, in memory of its own; collective where it is element-wise."""
+        """Return the full state, in memory of its own; collective for an element-wise one."""
         if self.is_wise:
             return place.gather(self.value if self.quantized is None else self.quantized.load())
         return self.value.detach().clone() if isinstance(self.value, Tensor) else self.value
@@ -334,7 +334,7 @@ class _State:
         """Keep this rank's slice of a full state.
 
         Args:
-            place: of the parameter.
+            place: the place of the parameter.
             own: the optimizer's state of the slice.
             value: the full state.
         """
@@ -348,7 +348,7 @@ class _State:
 
 
 def _read_states(optimizer: Optimizer, place: _Place) -> dict[str, _State]:
-    """The states of this rank's slice by their common names, without the scales of others."""
+    """Return the states of this rank's slice by their common names, without scales of quantized states."""
     saved = to_common(optimizer, optimizer.state.get(place.sharded, {}))
     dtypes = {key: value.dtype for key, value in saved.items() if isinstance(value, Tensor)}
     states: dict[str, _State] = {}

@@ -52,19 +52,21 @@ class Checkpointing:
 
         Args:
             dir: a folder that all ranks share. The checkpoint appears in it at once, when it is complete.
-            tag: its name; None: "step-<global_step>". An older checkpoint of that name is replaced.
-            client_state: values of the user's, rank 0's: tensors, numbers, strings, lists and dicts of them.
-                Of others some come back as these: numbers of NumPy as Python's, arrays as tensors, paths as
+            tag: the name of the checkpoint; None: "step-<global_step>". An older one of that name is
+                replaced.
+            client_state: the user's values on rank 0: tensors, numbers, strings, lists and dicts of them.
+                Some other kinds come back as these: numbers of NumPy as Python's, arrays as tensors, paths as
                 strings, dataclasses as dicts, enums as their values, NamedTuples as tuples.
-            blocking: return when it is there. Otherwise when it is copied: a thread writes it beside further
-                training, and a failure is raised, on all ranks, by a later step, save or load, or where
-                parameters are sharded by a forward.
+            blocking: True returns when the checkpoint is there, False when its values are copied. A thread
+                then writes it beside further training. A failure is raised, on all ranks, by a later step,
+                save or load; with sharded parameters also by a forward.
             optimizer: False leaves out the states of the optimizer and of the LR scheduler.
 
         Raises:
             ValueError: a bad tag or path; a value that can't be saved, by its key; other places on
                 other ranks.
-            RuntimeError: it could not be written; in the middle of a step; or the last save failed.
+            RuntimeError: the checkpoint could not be written; the call is in the middle of a step; or the
+                last save failed.
         """
         self._halfway.check("save_checkpoint()")
         if self._micro_step:
@@ -91,21 +93,22 @@ class Checkpointing:
 
         Args:
             dir: the folder, or the directory of one checkpoint.
-            tag: which one of the folder; None: the latest.
+            tag: the tag of the checkpoint; None: the latest.
             restore_hyperparameters: False keeps the present learning rates, decays, ... and LR schedule.
             convert_states: accept states of another optimizer of the same family, or number of bits.
             optimizer: False loads the model alone: parameters, buffers and the extra states of modules.
                 Optimizer, LR scheduler, counts of steps, generators and the place in the data stay.
 
         Returns:
-            The `client_state` that was saved; {} where none was given.
+            The `client_state` that was saved; {} if none was given.
 
         Raises:
-            ValueError: there is none, or it is of another model or optimizer; nothing has changed.
+            ValueError: there is no checkpoint, or it belongs to another model or optimizer; nothing has
+                changed.
             RuntimeError: a file is missing or damaged; nothing has changed unless the message says so.
         """
         self._saver.finish()
-        with torch.inference_mode(False):  # what is made here is trained on
+        with torch.inference_mode(False):  # tensors that are made here are trained
             loaded = load(
                 self._parts,
                 dir,
@@ -133,18 +136,18 @@ class Checkpointing:
     ) -> None:
         """Write the model as transformers does, for its `from_pretrained`; collective.
 
-        Rank 0 writes, and holds one unit at a time. Of a model with adapters of peft, those are written, for
-        `PeftModel.from_pretrained`.
+        Rank 0 writes, and holds one unit at a time. For a model with adapters of peft it writes the adapters,
+        for `PeftModel.from_pretrained`.
 
         Args:
-            dir: rank 0's; made if it is not there. Weights in it are replaced.
-            tokenizer: saved too, if it is given.
-            dtype: of floating-point parameters; None: the main dtype.
-            max_shard_bytes: of a file of weights.
+            dir: a folder of rank 0, made if it is not there. Weights in it are replaced.
+            tokenizer: a tokenizer to save, too; or None.
+            dtype: the dtype of floating-point parameters; None: the main dtype.
+            max_shard_bytes: the most bytes of a file of weights.
 
         Raises:
             ValueError: an argument is not as expected; adapters that are computed from more than parameters.
-            RuntimeError: rank 0 could not write, and why, on all ranks.
+            RuntimeError: rank 0 could not write; all ranks tell the reason.
         """
         how = Format(dtype=dtype, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
         export = export_adapters if has_adapters(self.module) else export_engine

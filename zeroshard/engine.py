@@ -1,4 +1,4 @@
-"""The training loop's face: a module that one calls, a backward, a step."""
+"""The interface of a training loop: a module to call, a backward, a step."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
-    """A sharded model with its optimizer. Made by `zeroshard.initialize`.
+    """A sharded model with its optimizer. `zeroshard.initialize` makes it.
 
-    Its parameters and buffers are the model's, under their original names; between steps the parameters
-    are this rank's 1-D slices.
+    Its parameters and buffers are those of the model, under their original names. Between steps the
+    parameters are this rank's 1-D slices.
     """
 
     module: nn.Module
@@ -82,14 +82,14 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
         if hasattr(module, "save_pretrained"):
             whole_only = WholeOnly(parts.runtime, module, "save_pretrained")
             parts.runtime.changes.set(module, "save_pretrained", whole_only)
-        if hasattr(type(module), "resize_token_embeddings"):  # peft hands on those of the model inside
+        if hasattr(type(module), "resize_token_embeddings"):  # peft hands on the method of the model inside
             refused = NotSharded(module, "resize_token_embeddings")
             parts.runtime.changes.set(module, "resize_token_embeddings", refused)
 
     # -- training -------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward."""
+        """Run the model's own forward."""
         if type(args) is not tuple:
             refuse_proxies()
         if self._runtime.context.setting.placements.frees_parameters or self._axes.dp.size == 1:
@@ -114,7 +114,7 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
             The loss as it was given, detached: for sums that are to be logged.
 
         Raises:
-            ValueError: something else was given.
+            ValueError: `loss` is not a loss of one element that requires a gradient.
         """
         _check_loss(loss)
         reducer, send = (
@@ -126,17 +126,17 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
         return loss.detach()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss whose own `backward()` does what `engine.backward(loss)` does, once.
+        """Return a loss whose own `backward()` does the work of `engine.backward(loss)`, once.
 
-        For one backward over the losses of several engines, each with its own scale:
+        Use it for one backward over the losses of several engines, each with its own scale:
         `(first.scale(loss_1) + second.scale(loss_2)).backward()`. Then call `step()` of each engine. A loss
         that depends on several engines needs the same `loss_scale` in all of them.
 
         Args:
-            loss: as for `backward`.
+            loss: the loss, as for `backward`.
 
         Raises:
-            ValueError: something else was given.
+            ValueError: `loss` is not a loss of one element that requires a gradient.
         """
         _check_loss(loss)
         scaled = self._factored(loss.view_as(loss))
@@ -154,15 +154,15 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
     def step(self) -> bool:
         """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
 
-        Where gradients are not finite on any rank, in float16 or with `nonfinite="skip"`, all ranks leave out
+        If gradients are not finite on any rank, in float16 or with `nonfinite="skip"`, all ranks leave out
         the steps of optimizer and LR scheduler. Without any gradient they do so too, with a warning.
 
         Returns:
-            Whether parameters changed.
+            True if parameters changed.
 
         Raises:
-            RuntimeError: the engine has no optimizer; gradients are not finite, with `nonfinite="error"`:
-                then parameters and gradients are as they were.
+            RuntimeError: the engine has no optimizer. Or gradients are not finite, with
+                `nonfinite="error"`; then parameters and gradients are as they were.
         """
         if self.optimizer is None:
             raise RuntimeError("step() needs an optimizer: give one to zeroshard.initialize")
@@ -194,7 +194,7 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
         return is_taken
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those that were added up locally too, and the micro-batches behind them."""
+        """Forget all gradients, local sums included, and the micro-batches behind them."""
         self._runtime.reducer.pace.drop(self._micro_step, self._num_micro_batches)
         self._micro_step = 0
         self._runtime.drop_deferred()
@@ -202,7 +202,7 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
             type(self.module).zero_grad(self.module, set_to_none)
 
     def train_batch(self, inputs: Any, targets: Any = None) -> Tensor:
-        """One optimizer step on this rank's batch, cut along dim 0 into the accumulation steps.
+        """Take one optimizer step on this rank's batch, cut along dim 0 into the accumulation steps.
 
         Args:
             inputs: tensors [batch, ...]: one, a tuple of positional or a mapping of keyword arguments. Each
@@ -236,11 +236,11 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
     def set_gradient_accumulation_steps(self, number: int) -> None:
         """Take another number of micro-batches in each step from now on; on all ranks alike.
 
-        For a last step of fewer micro-batches, for example. The config keeps its number.
+        It serves a last step of fewer micro-batches, for example. The config keeps its number.
 
         Raises:
-            ValueError: another value than an integer >= 1.
-            RuntimeError: in the middle of a step, whose gradients are divided by another number.
+            ValueError: `number` is not an integer >= 1.
+            RuntimeError: the call is in the middle of a step, whose gradients are divided by another number.
         """
         if type(number) is not int or number < 1:
             raise ValueError(f"gradient_accumulation_steps: expected an integer >= 1, got {number!r}")
@@ -262,7 +262,7 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
 
     @property
     def loss_scale(self) -> float:
-        """What `backward` multiplies the loss by; 1.0 where nothing is computed in float16."""
+        """The factor of `backward` on the loss; 1.0 if nothing is computed in float16."""
         return self._guard.loss_scale.value
 
     @property
@@ -284,7 +284,7 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
         return loss
 
     def _judge_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Judge a step that the optimizer begins, unless it is one of the engine's, judged already."""
+        """Judge a step that the optimizer begins, unless the engine has judged it already."""
         if not self._is_ready:
             self._check_own_step(any(value is not None for value in (*args[1:], kwargs.get("closure"))))
             self._guard.make_ready()
@@ -297,7 +297,7 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
             self._halfway.end()
 
     def _check_own_step(self, has_closure: bool) -> None:
-        """Refuse a step by the user where it needs the engine's."""
+        """Refuse a step by the user if only the engine can take it."""
         self._saver.check(self._axes.dp)
         if self._guard.may_skip:
             raise RuntimeError(
@@ -316,12 +316,12 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
     def register_forward_method(self, name: str) -> None:
         """Let a method of the model other than `forward` use its parameters: `engine.<name>(...)`.
 
-        Inside it parameters are gathered and freed, and gradients reduced, as in `forward`. `generate` has
-        a method of its own already.
+        Inside the method parameters are gathered and freed, and gradients reduced, as in `forward`. The
+        engine has a `generate` already.
 
         Args:
-            name: of a method of the model; of a part of it with the name of the part, "encoder.encode". Such
-                a method is called as `engine.module.encoder.encode(...)`, by all ranks.
+            name: the name of a method of the model; with the name of a part for a method of the part:
+                "encoder.encode". All ranks call such a method as `engine.module.encoder.encode(...)`.
 
         Raises:
             ValueError: the model has no such method, or the engine has something of that name.
@@ -342,11 +342,11 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `generate`, on this rank's prompts.
+        """Run the model's own `generate` on this rank's prompts; all ranks must call it.
 
-        All parameters stay gathered, in the compute dtype, for its duration, so ranks may stop at different
-        lengths. Where they do not fit, `synced_gpus=True` gathers unit by unit for every token, and
-        transformers keeps the ranks in step. All ranks must call it.
+        All parameters stay gathered meanwhile, in the compute dtype, so ranks may stop at different lengths.
+        If they do not fit, `synced_gpus=True` gathers unit by unit for every token, and transformers keeps
+        the ranks in step.
         """
         generate: Any = getattr(self.module, "generate", None)
         if generate is None:

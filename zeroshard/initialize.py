@@ -31,7 +31,7 @@ from zeroshard.plan.wrapping import find_units
 
 
 class Initialized(NamedTuple):
-    """What `initialize` returns: unpacks as engine, optimizer, dataloader, lr_scheduler."""
+    """The result of `initialize`: unpacks as engine, optimizer, dataloader, lr_scheduler."""
 
     engine: Engine
     optimizer: Optimizer | None
@@ -56,16 +56,17 @@ def initialize(
     all ranks get rank 0's parameters and buffers.
 
     Args:
-        model: parameters of floating-point dtypes, any device, the meta device included.
-        optimizer: over parameters of `model`, not stepped yet, element-wise; or a callable that makes one
-            from the list of the model's original parameters; None to run or evaluate only. What was
-            registered with bitsandbytes' GlobalOptimManager is read here, for its optimizers and for ours
-            with 8-bit states.
+        model: a module with parameters of floating-point dtypes, on any device, the meta device included.
+        optimizer: an element-wise optimizer over parameters of `model`, not stepped yet; or a callable that
+            makes one from the list of the model's original parameters; None to run or evaluate only.
+            Registrations with bitsandbytes' GlobalOptimManager are read here, for its optimizers and for
+            ours with 8-bit states.
         config: a Config, a dict, or a path to a .json or .toml file.
-        training_data: becomes a DataLoader with a distributed sampler, `config.micro_batch_size` and what
-            `config.loader` asks for.
-        collate_fn: for that DataLoader.
-        lr_scheduler: over `optimizer`, or a callable that makes one from it; `engine.step()` advances it.
+        training_data: a Dataset. It becomes a DataLoader with a distributed sampler,
+            `config.micro_batch_size` and the options of `config.loader`.
+        collate_fn: the function that makes a batch of samples in that DataLoader.
+        lr_scheduler: a scheduler over `optimizer`, or a callable that makes one from it; `engine.step()`
+            advances it.
         loss_fn: (output, targets) -> 0-dim mean loss, for `train_batch`.
         tp_plan: not available yet.
 
@@ -118,7 +119,7 @@ def _check_arguments(model: Any, training_data: Any, loss_fn: Any, tp_plan: Any)
 
 
 def _open_world(config: Config, device: torch.device) -> Axis:
-    """All ranks, watched; starts the process group if nobody has."""
+    """Open the axis of all ranks, watched; start the process group if nobody has."""
     started = start_process_group(device, config.watchdog_s)
     world = open_world(device, Counter(), config.watchdog_s)
     close_at_exit(world, owns_process_group=started)
@@ -133,7 +134,7 @@ def _build_loader(
     axes: Axes,
     device: torch.device,
 ) -> EpochLoader | None:
-    """The DataLoader over the data, if there are any."""
+    """Make the DataLoader over the data, if there are any."""
     if training_data is None:
         return None
     size, rank, num_ranks = config.micro_batch_size, axes.dp.rank, axes.dp.size
@@ -141,7 +142,7 @@ def _build_loader(
 
 
 def _build_scheduler(lr_scheduler: Any, optimizer: Optimizer | None) -> Any:
-    """The LR scheduler over the optimizer, checked."""
+    """Return the LR scheduler over the optimizer, checked."""
     if lr_scheduler is None:
         return None
     if optimizer is None:
@@ -159,7 +160,7 @@ def _build_scheduler(lr_scheduler: Any, optimizer: Optimizer | None) -> Any:
 
 
 def _build_optimizer(optimizer: Optimizer | OptimizerFactory | None, model: nn.Module) -> Optimizer | None:
-    """The optimizer over the original parameters, checked."""
+    """Return the optimizer over the original parameters, checked."""
     if optimizer is None:
         return None
     if callable(optimizer) and not isinstance(optimizer, Optimizer):

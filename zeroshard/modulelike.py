@@ -23,21 +23,21 @@ class ModuleLike(nn.Module):
         self.training = module.training
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes are the engine's own: nn.Module's way would register them in the model."""
+        """Set an attribute of the engine itself; nn.Module would register it in the model."""
         object.__setattr__(self, name, value)
 
     def train(self, mode: bool = True) -> Self:
-        """Training (or evaluation) mode, for the model as for any module."""
+        """Set training or evaluation mode, for the model as for any module."""
         self.module.train(mode)
         self.training = mode
         return self
 
     def get_submodule(self, target: str) -> nn.Module:
-        """The model's; get_parameter() and get_buffer() look there too, as names may be the engine's own."""
+        """Return a submodule of the model; get_parameter() and get_buffer() look there too."""
         return self.module.get_submodule(target)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's slices under the original names; `full_state_dict()` has the whole model."""
+        """Return this rank's slices under the original names; `full_state_dict()` has the whole model."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
@@ -46,7 +46,7 @@ class ModuleLike(nn.Module):
         """Load full-shape tensors, the same on every rank; each keeps its slices.
 
         Raises:
-            ValueError: `assign`, which would replace the sharded parameters.
+            ValueError: `assign` is true, which would replace the sharded parameters.
         """
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the sharded parameters")
@@ -54,7 +54,7 @@ class ModuleLike(nn.Module):
             return self.module.load_state_dict(state_dict, strict)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `.to()`, `.half()`, `.cuda()` are made of.
+        """Refuse `.to()`, `.half()`, `.cuda()`, which call this method.
 
         Raises:
             RuntimeError: always; flat buffers cannot be moved or cast under the optimizer.

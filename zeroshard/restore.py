@@ -17,7 +17,7 @@ from zeroshard.sharding.unit import Unit
 
 
 class Closed:
-    """Stands in for the parts of an engine that was closed: any use is an error."""
+    """A stand-in for the parts of a closed engine: any use is an error."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError(
@@ -30,12 +30,12 @@ def restore(runtime: Runtime) -> None:
     """Give the module its original parameters back, with the values of the main parameters; collective.
 
     They are the objects that the module had before it was sharded, of full shape, in the main dtype and on
-    the device of the runtime; those from the meta device are new objects. Frozen ones, which the engine keeps
-    in the compute dtype, come in the main dtype too, so that a plain forward works. One unit is gathered at a
+    the device of the runtime; those from the meta device are new objects. The engine keeps frozen ones in the
+    compute dtype; they come in the main dtype, too, so that a plain forward works. One unit is gathered at a
     time.
 
     Raises:
-        RuntimeError: a forward or backward is running; inside `unsharded()`; a parameter was replaced on any
+        RuntimeError: a forward, a backward or `unsharded()` is running; or a parameter was replaced on any
             rank since the module was sharded. Then nothing has changed.
     """
     runtime.settle()
@@ -68,8 +68,8 @@ def release(runtime: Runtime, refusal: str) -> None:
     """Take the hooks away, and the memory of parameters and gradients.
 
     Args:
-        runtime: not used any more.
-        refusal: completes the sentence "the sharded parameter 'a.weight' ...", for who still uses one.
+        runtime: a runtime that is not used any more.
+        refusal: the end of the sentence "the sharded parameter 'a.weight' ...", for a later use of one.
     """
     runtime.changes.undo()
     with torch._C.DisableTorchFunctionSubclass():
@@ -82,10 +82,10 @@ def release(runtime: Runtime, refusal: str) -> None:
 
 
 def _check_replaced(runtime: Runtime) -> None:
-    """Refuse to write over parameters that are the user's.
+    """Refuse to write over parameters of the user.
 
     Raises:
-        RuntimeError: naming the first one, on all ranks.
+        RuntimeError: the name of the first one, on all ranks.
     """
     own = next((name for unit in runtime.units for name in _replaced(unit)), None)
     everyone: list[str | None] = runtime.context.axes.dp.all_gather_object(own, "agreement on close()")

@@ -1,9 +1,9 @@
-"""Files of safetensors: the places of their tensors, the reading of a part of one, the start of a new file.
+"""Files of safetensors: the places of their tensors, reads of a part of a tensor, the start of a new file.
 
     8 bytes: N | N bytes of JSON: {name: {dtype, shape, data_offsets}} | data, row-major, little-endian
 
-A flat range of elements is one range of bytes. safetensors' own reader slices by dimension, which a range
-that starts in the middle of a row is not; so the bytes are read directly.
+A flat range of elements is one range of bytes. safetensors' own reader slices by dimension, but a range may
+start in the middle of a row; so the bytes are read directly.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class FileTensor:
 
     file: Path
     offset: int
-    """Bytes before its first element."""
+    """The bytes before its first element."""
     shape: tuple[int, ...]
     file_dtype: torch.dtype
     dtype: torch.dtype
-    """That it is read as."""
+    """The dtype that it is read as."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def cast(self, dtype: torch.dtype) -> FileTensor:
-        """The same, read as another dtype."""
+        """Return the same tensor, read as another dtype."""
         return replace(self, dtype=dtype)
 
     def read(self, span: Span) -> Tensor:
@@ -75,7 +75,7 @@ class FileTensor:
         return raw.view(self.file_dtype).to(self.dtype)
 
     def __str__(self) -> str:
-        """The same on all ranks, wherever each has its copy of the file."""
+        """Describe it in the same words on all ranks, also if each has its own copy of the file."""
         return f"in {self.file.name} at byte {self.offset} as {self.file_dtype}"
 
 
@@ -103,7 +103,7 @@ def parse_json(text: bytes) -> Any:
     """Return the value of JSON text; None for text that is no JSON."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number too long; or too deep
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number that is too long; or nested too deep
         return None
 
 

@@ -1,4 +1,4 @@
-"""The composable layer: a module is sharded in place, and what one does with it beside training."""
+"""The composable layer: a module is sharded in place, with calls for uses beside training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ShardedCalls(NotCopied):
     _guard: StepGuard
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, backward adds gradients up on this rank and sends nothing."""
+        """Return a context in which backward adds gradients up on this rank and sends nothing."""
         return self._runtime.reducer.deferring(True)
 
     def clip_grad_norm_(
@@ -43,13 +43,14 @@ class ShardedCalls(NotCopied):
         Args:
             max_norm: the norm that is left at most.
             norm_type: the order of the norm, above 0; inf gives the largest magnitude.
-            error_if_nonfinite: raise where the norm is inf or nan.
+            error_if_nonfinite: True raises if the norm is inf or nan.
 
         Returns:
             The norm over the gradients of all parameters before that; 0-dim, float32.
 
         Raises:
-            RuntimeError: `error_if_nonfinite`, by the names of the parameters; gradients are as they were.
+            RuntimeError: the norm is not finite, with `error_if_nonfinite`; the message names parameters.
+                Gradients are as they were.
         """
         order = check_clipping(max_norm, norm_type)
         self._runtime.before_step()
@@ -64,7 +65,7 @@ class ShardedCalls(NotCopied):
             write_back: keep edits; every rank must make the same ones.
 
         Raises:
-            ValueError: a module that is not part of the model.
+            ValueError: a module is not part of the model.
             RuntimeError: the ranks made different edits.
         """
         root = self._runtime.module
@@ -77,7 +78,7 @@ class ShardedCalls(NotCopied):
             yield
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Rank 0: CPU tensors under the model's original names, parameters in float32; {} elsewhere."""
+        """Return on rank 0 CPU tensors under the original names, parameters in float32; {} on other ranks."""
         return full_state_dict(self._runtime)
 
     def num_parameters(self, only_trainable: bool = False) -> int:
@@ -86,22 +87,22 @@ class ShardedCalls(NotCopied):
 
     @property
     def units(self) -> list[UnitInfo]:
-        """Name, padded size, whether it is kept from forward to backward, and why it is one, of each unit."""
+        """The units, each with name, padded size, its reason, and True if it needs no second gather."""
         return self._runtime.unit_infos
 
     def close(self, restore: bool = True) -> None:
-        """End it: the model becomes an ordinary module again; collective. A second call does nothing.
+        """Make the model an ordinary module again; collective. A second call does nothing.
 
         The model has its original parameters again, with the trained values, whole on every rank, in the
-        main dtype; hooks are gone and methods are its own. It may be used as it is, or given to `initialize`
+        main dtype. Hooks are gone and methods are its own. It may be used as it is, or given to `initialize`
         or `shard` again. Gradients are dropped. The optimizer cannot step any more: its states are of slices.
 
         Args:
             restore: False only gives back memory and waits for no other rank. The model cannot be used then.
 
         Raises:
-            RuntimeError: inside forward, backward or `unsharded()`; a parameter was replaced. Then nothing is
-                closed. Or the last save of an engine in the background has failed; then it is.
+            RuntimeError: a forward, backward or `unsharded()` is running, or a parameter was replaced; then
+                nothing is closed. Or the last save in the background has failed; then the engine is closed.
         """
         if isinstance(self._runtime, Closed):
             return
@@ -111,16 +112,16 @@ class ShardedCalls(NotCopied):
         self._let_go(restore)
 
     def _let_go(self, restore: bool) -> None:
-        """Forget all that was closed with `restore`: from now on its use is an error."""
+        """Forget the parts that were closed with `restore`: any use of them is an error from now on."""
         closed: Any = Closed()
         self._runtime = self._guard = closed
 
 
 class Sharded(ShardedCalls):
-    """A module that `zeroshard.shard` has sharded in place: what its forward and backward do not do.
+    """A module that `zeroshard.shard` has sharded in place, with calls beside its forward and backward.
 
-    The module is called as before, and `loss.backward()` makes the gradients. What an engine has beside the
-    calls here (checkpoints, accumulation, loss scale, nonfinite steps) it does not have.
+    The module is called as before, and `loss.backward()` makes the gradients. It has no checkpoints,
+    accumulation, loss scale or nonfinite steps: these belong to an engine.
     """
 
     module: nn.Module
@@ -134,11 +135,11 @@ class Sharded(ShardedCalls):
         """Follow optimizers over the sharded parameters, whoever steps them.
 
         Args:
-            optimizers: replicated parameters are gathered again after the last of them has stepped, so they
-                must step together, one after the other. One that steps alone is attached by itself.
+            optimizers: optimizers that step together, one after the other: replicated parameters are gathered
+                after the last of them. Attach an optimizer that steps alone by itself.
 
         Raises:
-            ValueError: one is of bitsandbytes', which `zeroshard.initialize` takes over.
+            ValueError: an optimizer is one of bitsandbytes, which `zeroshard.initialize` takes over.
         """
         attach(self._runtime, self._guard.rounding, *optimizers)
 
@@ -154,14 +155,15 @@ def shard(
     and hand it to `attach(optimizer)` of the result.
 
     Args:
-        module: its parameters have values, rank 0's count; or it was built under `deferred_init`.
+        module: a module. The values of its parameters are those of rank 0, or those that `deferred_init` has
+            recorded.
         config: stage, precision, units, prefetch; a Config, a dict or a path, as `initialize` takes it.
-        mesh: of one axis, whatever its name, or with the axes `dp_replicate` and `dp_shard` for hybrid
-            sharding; None: over all ranks. Its type of devices is used where neither `config` nor the module
-            tells one.
+        mesh: a mesh of one axis of any name, or with the axes `dp_replicate` and `dp_shard` for hybrid
+            sharding; None: over all ranks. Its device type is used if neither `config` nor the module has
+            one.
 
     Raises:
-        ValueError: what `config` asks for does not fit the module, the mesh or the ranks.
+        ValueError: the `config` does not fit the module, the mesh or the ranks.
         RuntimeError: there is no process group.
     """
     config = Config.parse(config)

@@ -19,10 +19,10 @@ def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], wi
     """A plain-text table: the first column to the left, all others to the right.
 
     Args:
-        title: above it.
-        columns: their names.
+        title: the line above the table.
+        columns: the names of the columns.
         rows: a cell for each column.
-        width: characters; cells are broken into lines where it takes more.
+        width: the most characters of a line; cells of a wider table are broken into lines.
     """
     # Imported when a report is printed, not with the package.
     from rich.console import Console

@@ -1,1 +1,1 @@
-"""What torch and objects do not tell in public: graphs, transforms, tracers, the values inside of objects."""
+"""The private sides of torch and of objects: graphs, transforms, tracers, the values inside of objects."""

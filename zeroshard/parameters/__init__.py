@@ -1,1 +1,1 @@
-"""The parameters of a sharded model: sharded, unsharded and original ones, and what they refuse."""
+"""The parameters of a sharded model: sharded, unsharded and original ones, and the calls that they refuse."""

@@ -18,31 +18,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch.optim.optimizer as torch_optimizer
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from zeroshard.parameters import counts
+from zeroshard.parameters.functions import (
+    ARITHMETIC,
+    CASTS,
+    CHANGES,
+    DESCRIBES,
+    GET_DATA,
+    GET_GRAD,
+    KINDS,
+    LAYER_FUNCTIONS,
+    PARTS,
+    SET_DATA,
+    SET_GRAD,
+    VALUES,
+)
 from zeroshard.parameters.gradreaders import QUIET, check_reader
 from zeroshard.parameters.mixing import check_parts, explain
 from zeroshard.parameters.state import ModuleState, Phase
 from zeroshard.parameters.targets import backward_to, no_grad_of
-
-_LAYER_FUNCTIONS = frozenset(
-    function
-    for namespace in (F, torch, Tensor)
-    for name in (
-        *("linear", "bilinear", "embedding", "embedding_bag", "layer_norm", "rms_norm", "group_norm"),
-        *("batch_norm", "instance_norm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "prelu"),
-        *("conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "cross_entropy"),
-        *("multi_head_attention_forward", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm"),
-        *("t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "adjoint"),
-        *("addmm", "addmv", "baddbmm", "addbmm", "einsum", "tensordot", "chain_matmul", "multi_dot"),
-    )
-    if callable(function := getattr(namespace, name, None))
-)
-"""Functions that compute with a whole weight: refused for a slice even if the shapes happen to fit."""
 
 
 def describe_unit(name: str) -> str:
@@ -174,11 +172,11 @@ class ShardedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _KINDS or (func in _ARITHMETIC and _is_plain(args, kwargs)):
+        if func in KINDS or (func in ARITHMETIC and _is_plain(args, kwargs)):
             return _compute(func, types, args, kwargs)
-        if func == _GET_GRAD:
+        if func == GET_GRAD:
             check_reader(args[0], sys._getframe(1))
-        elif func in _SET_GRAD:
+        elif func in SET_GRAD:
             if (len(args) == 1 or args[1] is None) and args[0].state.has_sums:
                 args[0].state.forget_gradient(args[0])
         elif func is torch.autograd.backward:
@@ -199,7 +197,7 @@ class ShardedParameter(nn.Parameter):
                 if (explained := explain(error, first)) is not None:
                     raise explained from error
                 raise
-        if func in _CASTS and type(result) is Tensor and result.requires_grad:
+        if func in CASTS and type(result) is Tensor and result.requires_grad:
             result = result.as_subclass(_CastSlice)
             first = _first_sharded(args, kwargs)
             result.describe, result.state = first.describe, first.state
@@ -233,18 +231,7 @@ class _CastSlice(Tensor):
     __torch_function__ = ShardedParameter.__torch_function__
 
 
-_CASTS = frozenset(
-    (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as)
-)
-
 _SLICES = frozenset((ShardedParameter, _CastSlice))
-_KINDS = frozenset((torch.is_complex, torch.is_floating_point, Tensor.is_complex, Tensor.is_floating_point))
-"""The questions that optimizers ask of each parameter in each step; slice and whole answer alike."""
-_ARITHMETIC = frozenset(
-    getattr(Tensor, name)
-    for name in ("add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_", "lerp_", "copy_", "zero_", "clamp_")
-)
-"""The arithmetic of optimizers with one parameter at a time."""
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
@@ -265,30 +252,9 @@ def _compute(func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     try:
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
     except (RuntimeError, IndexError) as error:
-        raise explain(error, args[0]) or error from error
-
-
-# Compared with ==: each access of a getter makes a new object.
-_GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
-_SET_GRAD = (Tensor.grad.__set__, Tensor.grad.__delete__)  # type: ignore[union-attr]
-_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
-_CHANGES = frozenset((_SET_DATA, _SET_REQUIRES_GRAD, Tensor.requires_grad_))
-_PARTS = frozenset((Tensor.__getitem__, Tensor.T.__get__))  # type: ignore[attr-defined]
-"""The parts that models take of a weight before they compute with it; meaningless for a slice."""
-
-_DESCRIBES = frozenset(
-    getattr(Tensor, name)
-    for name in (
-        *("size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr"),
-        *("is_floating_point", "is_complex", "is_contiguous", "get_device", "untyped_storage"),
-        *("__len__", "__hash__", "__repr__", "register_hook", "requires_grad_"),
-    )
-)
-_VALUES = frozenset(
-    getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag", "grad")
-)
+        if (explained := explain(error, args[0])) is not None:
+            raise explained from error
+        raise
 
 
 def _checked(
@@ -306,11 +272,11 @@ def _checked(
         check_parts(func, args, ShardedParameter)
     if func is torch.autograd.grad:
         raise no_grad_of(_first_sharded(args, kwargs).describe())
-    if func == _GET_DATA:
+    if func == GET_DATA:
         return Tensor.detach  # the same values, but edits count versions, which replicated parameters follow
-    if func in _CHANGES:
+    if func in CHANGES:
         _check_change(func, args, kwargs)
-    elif func in _LAYER_FUNCTIONS or (func in _PARTS and torch.is_grad_enabled()):
+    elif func in LAYER_FUNCTIONS or (func in PARTS and torch.is_grad_enabled()):
         raise _used_outside(_first_sharded(args, kwargs), func)
     return func
 
@@ -320,14 +286,14 @@ def _may_change(func: Callable[..., Any], kwargs: Mapping[str, Any] | None) -> b
     name = getattr(func, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
     is_written = is_in_place or name.startswith(("__i", "__setitem__")) or "out" in (kwargs or {})
-    return is_written or func in (_GET_DATA, Tensor.detach)
+    return is_written or func in (GET_DATA, Tensor.detach)
 
 
 def _only_describes(func: Callable[..., Any]) -> bool:
     """True if a function tells of a tensor without its values: a model may ask for a dtype anywhere."""
     if getattr(func, "__name__", "") == "__get__":
-        return func not in _VALUES
-    return func in _DESCRIBES
+        return func not in VALUES
+    return func in DESCRIBES
 
 
 @functools.cache
@@ -394,7 +360,7 @@ def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> G
 def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
     """Refuse changes that a slice cannot follow; freeze or train the unsharded parameter with it."""
     parameter = args[0]
-    if func == _SET_DATA:
+    if func == SET_DATA:
         with torch._C.DisableTorchFunctionSubclass():
             new = args[1]
             # p.data -= ... has changed it in place and sets it to itself

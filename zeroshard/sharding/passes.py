@@ -48,8 +48,14 @@ from zeroshard.sharding.unit import ForwardCall, Unit, UnitState
 _REST, _FORWARD, _BACKWARD, _STEP = Phase.REST, Phase.FORWARD, Phase.BACKWARD, Phase.STEP
 
 
-class _Token:
-    """An object that lives as long as a backward."""
+class _AtEnd:
+    """A callback for the end of a backward; autograd drops it if the backward ends in an exception."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        self._call()
 
 
 class Passes(ShardedModule):
@@ -290,13 +296,9 @@ class Passes(ShardedModule):
         if self._is_local:
             for unit in self.units:
                 unit.slots.install()
-        token = _Token()
-        self._backward = weakref.ref(token)
-
-        def end(_: _Token = token) -> None:  # autograd drops it, and with it the token, on an exception
-            self._end_backward()
-
-        at_end_of_backward(end)
+        at_end = _AtEnd(self._end_backward)
+        self._backward = weakref.ref(at_end)
+        at_end_of_backward(at_end)
 
     def _trained(self) -> Iterator[nn.Parameter]:
         for unit in self.units:
