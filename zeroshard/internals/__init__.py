@@ -1,1 +1,1 @@
-"""What torch and objects do not tell in public: graphs, transforms, tracers, the values inside of objects."""
+"""What torch and objects do not tell in public: graphs, transforms, trees, the values inside objects."""
