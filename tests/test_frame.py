@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[1]
 
 # The layer picture of docs/architecture.md, from the ground up.
 LAYERS = (
-    {"plan", "config", "tables", "version"},
+    {"plan", "config", "tables", "version", "internals"},
     {"comm", "lazy", "data", "deepspeed", "safetensors"},
-    {"parameters", "internals"},
+    {"parameters"},
     {"sharding", "agreement"},
     {"stepping", "forwards", "guards", "restore", "full"},
     {"assemble", "optim"},

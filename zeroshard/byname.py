@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.blockwise import is_codes, is_scales
 from zeroshard.checkpoint.tensors import read_model
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit.blocks import Quantized
 from zeroshard.optim.eightbit.codebook import codebook
 from zeroshard.optim.eightbit.states import ABSMAX
@@ -198,12 +199,12 @@ class _Place:
     @property
     def gradient(self) -> Tensor | None:
         """This rank's slice of the gradient."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with past_guards():
             return self.sharded.grad
 
     def set_gradient(self, values: Tensor) -> None:
         """Give this rank's slice of the gradient, [n], other values."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with past_guards():
             self.sharded.grad = values
 
     def gather(self, own: Tensor) -> Tensor:

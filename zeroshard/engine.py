@@ -28,12 +28,13 @@ from zeroshard.forwards.methods import (
     register_method_of_part,
 )
 from zeroshard.internals.autograd import outside_transforms
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import cast_inputs
-from zeroshard.internals.tracers import refuse_proxies
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.modulelike import ModuleLike
 from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.pace import warn_no_gradients
+from zeroshard.sharding.tracers import refuse_proxies
 from zeroshard.stepping.attach import Judged, attach
 from zeroshard.stepping.guard import StepGuard
 from zeroshard.stepping.halfway import Arguments, Halfway
@@ -198,7 +199,7 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
         self._runtime.reducer.pace.drop(self._micro_step, self._num_micro_batches)
         self._micro_step = 0
         self._runtime.drop_deferred()
-        with torch._C.DisableTorchFunctionSubclass():  # its guards take longer than the rest
+        with past_guards():  # its guards take longer than the rest
             type(self.module).zero_grad(self.module, set_to_none)
 
     def train_batch(self, inputs: Any, targets: Any = None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.original import revive
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Phase
@@ -72,7 +73,7 @@ def release(runtime: Runtime, refusal: str) -> None:
         refusal: the end of the sentence "the sharded parameter 'a.weight' ...", for a later use of one.
     """
     runtime.changes.undo()
-    with torch._C.DisableTorchFunctionSubclass():
+    with past_guards():
         for sharded in runtime.parameters:  # the optimizer and the user may keep them
             sharded.grad, sharded.data = None, sharded.new_empty(0)
     for unit in runtime.units:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.agreed import on_all
@@ -25,6 +24,7 @@ from zeroshard.checkpoint.tensors import ModelState, dtype_name, read_model, wri
 from zeroshard.checkpoint.values import check_plain, to_files
 from zeroshard.config.sections import Config
 from zeroshard.data.loader import EpochLoader
+from zeroshard.internals.pytree import tree_leaves
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.loss_scale import LossScale

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from zeroshard.checkpoint.blockwise import shape_of
 from zeroshard.checkpoint.checks import SMALL
+from zeroshard.internals.pytree import tree_leaves
 from zeroshard.optim.statenames import to_common
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Axis
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
 
@@ -75,7 +76,7 @@ class ShownGradients:
         """Keep the changes, each rank those of its slices."""
         for one in self._shown:
             if one.has_changed:
-                with torch._C.DisableTorchFunctionSubclass():
+                with past_guards():
                     one.sharded.grad = _slice(one)
 
     def warn_of_changes(self) -> None:
@@ -90,7 +91,7 @@ class ShownGradients:
 
 
 def _gradients(buffer: FlatBuffer) -> list[Tensor | None]:
-    with torch._C.DisableTorchFunctionSubclass():
+    with past_guards():
         return [sharded.grad for sharded in buffer.sharded]
 
 

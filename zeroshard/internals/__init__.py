@@ -1,1 +1,1 @@
-"""The private sides of torch and of objects: graphs, transforms, tracers, the values inside of objects."""
+"""The private sides of torch and of objects: graphs, transforms, trees, the values inside objects."""

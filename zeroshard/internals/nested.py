@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from zeroshard.internals import pytree
 from zeroshard.internals.objects import look_into, twin_of
 
 _PLAIN = frozenset(

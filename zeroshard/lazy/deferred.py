@@ -18,9 +18,9 @@ from mmap import mmap
 from typing import Any, Protocol
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from zeroshard.internals import pytree
 from zeroshard.plan.layout import Span
 
 

@@ -18,13 +18,13 @@ from itertools import count
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from zeroshard.internals import pytree
 from zeroshard.lazy.deferred import (
     Op,
     View,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
+from zeroshard.internals.dispatch import past_guards
 
 REMEDY = "use both inside `with engine.unsharded(write_back=True):`, where they are whole"
 
@@ -47,12 +47,12 @@ def _check_row(func: Callable[..., Any], values: Sequence[Any], kind: type) -> N
 def _differ(a: Any, b: Any) -> bool:
     if a.is_partial != b.is_partial:
         return True
-    with torch._C.DisableTorchFunctionSubclass():
+    with past_guards():
         return bool(a.full_shape == b.full_shape and a.shape != b.shape)
 
 
 def _tell(parameter: Any) -> str:
-    with torch._C.DisableTorchFunctionSubclass():
+    with past_guards():
         held, whole = parameter.numel(), parameter.full_shape.numel()
     part = f"a slice of {held} elements" if parameter.is_partial else "all elements"
     return f"'{parameter.fqn}', of whose {whole} elements this rank holds {part}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
+
+from zeroshard.internals.dispatch import past_guards
 
 _DESCRIBES = frozenset(
     getattr(Tensor, name).__get__
@@ -35,7 +36,7 @@ class OriginalParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in _DESCRIBES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with past_guards():
                 return func(*args, **(kwargs or {}))
         raise RuntimeError(_describe(_first((*args, *(kwargs or {}).values())), func))
 

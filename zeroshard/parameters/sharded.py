@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 import torch.optim.optimizer as torch_optimizer
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from zeroshard.internals import pytree
+from zeroshard.internals.dispatch import compute_past_guards, past_guards
 from zeroshard.parameters import counts
 from zeroshard.parameters.functions import (
     ARITHMETIC,
@@ -122,7 +123,7 @@ class ShardedParameter(nn.Parameter):
         """Register a hook that gets this parameter when `grad` holds this rank's slice of the mean."""
         self._hookable()
         self.state.has_hooks = True
-        with torch._C.DisableTorchFunctionSubclass():
+        with past_guards():
             return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _hookable(self) -> nn.Parameter:
@@ -135,7 +136,7 @@ class ShardedParameter(nn.Parameter):
         return unsharded
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        with torch._C.DisableTorchFunctionSubclass():
+        with past_guards():
             data = self.detach().clone()
         twin = memo[id(self)] = ShardedParameter.wrap(
             data,
@@ -152,7 +153,7 @@ class ShardedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a plain parameter with the values of the slice."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with past_guards():
             plain = nn.Parameter(self.detach(), self.requires_grad)
             return plain.__reduce_ex__(protocol)
 
@@ -160,7 +161,7 @@ class ShardedParameter(nn.Parameter):
         return f"the sharded parameter '{self.fqn}' of {describe_unit(self.unit_name)}"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
+        with past_guards():
             values = self.detach().__repr__()
         return f"ShardedParameter({self.fqn}, slice of {tuple(self.full_shape)}: {values})"
 
@@ -187,7 +188,7 @@ class ShardedParameter(nn.Parameter):
                 whole = counts.answer(args[0], func, sys._getframe(1))
                 if whole is not None:
                     return whole
-        with torch._C.DisableTorchFunctionSubclass():
+        with past_guards():
             try:
                 result = func(*args, **(kwargs or {}))
             except (RuntimeError, IndexError) as error:
@@ -250,7 +251,7 @@ def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
 
 def _compute(func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     try:
-        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        return compute_past_guards(func, types, args, kwargs or {})
     except (RuntimeError, IndexError) as error:
         if (explained := explain(error, args[0])) is not None:
             raise explained from error
@@ -361,7 +362,7 @@ def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
     """Refuse changes that a slice cannot follow; freeze or train the unsharded parameter with it."""
     parameter = args[0]
     if func == SET_DATA:
-        with torch._C.DisableTorchFunctionSubclass():
+        with past_guards():
             new = args[1]
             # p.data -= ... has changed it in place and sets it to itself
             if isinstance(new, Tensor) and new.dtype == parameter.dtype and new.is_set_to(parameter):

@@ -11,6 +11,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from zeroshard.internals.dispatch import past_guards
+
 
 class _Sharded(Protocol):
     unsharded: Callable[[], nn.Parameter | None]
@@ -24,7 +26,7 @@ def backward_to(tensors: Any, grad_tensors: Any = None, *, inputs: Any = None, *
         inputs = tuple(inputs.values())
     if inputs is not None:
         inputs = tuple(map(_in_graph, cast("Iterable[object]", inputs)))
-    with torch._C.DisableTorchFunctionSubclass():
+    with past_guards():
         torch.autograd.backward(tensors, grad_tensors, inputs=inputs, **options)
 
 

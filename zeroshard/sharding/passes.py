@@ -31,7 +31,6 @@ from zeroshard.internals.autograd import (
     will_accumulate,
 )
 from zeroshard.internals.nested import cast_outputs
-from zeroshard.internals.tracers import refuse_tracers
 from zeroshard.parameters.state import Phase
 from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.buffer import Context
@@ -42,6 +41,7 @@ from zeroshard.sharding.lease import Leases
 from zeroshard.sharding.module import ShardedModule
 from zeroshard.sharding.outputs import OutputHooks
 from zeroshard.sharding.reducer import Reducer
+from zeroshard.sharding.tracers import refuse_tracers
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitState
 
 # An attribute of an enum takes longer to read than a global name.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.gradients import Gradients
 
@@ -34,7 +35,7 @@ class PostAccumulateHooks:
         """Call the hooks of delivered gradients: no later micro-batch adds to them."""
         waiting, self._waiting = self._waiting, {}
         for parameter in waiting.values():
-            with torch._C.DisableTorchFunctionSubclass():
+            with past_guards():
                 hooks = parameter._post_accumulate_grad_hooks
                 has_gradient = parameter.grad is not None
             for hook in tuple(hooks.values()) if hooks and has_gradient else ():

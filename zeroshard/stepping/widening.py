@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.stepping.rounding import Rounding, round_into
 
@@ -34,14 +35,14 @@ class Widening:
     @contextmanager
     def fetched(self, parameters: Sequence[ShardedParameter]) -> Iterator[None]:
         """Hold values and gradients in float32; round the values at the end, but not after an exception."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with past_guards():
             narrow = [(p.detach(), gradient_of(p)) for p in parameters]
         try:
             for p, (main, grad) in zip(parameters, narrow, strict=True):
                 assert grad is not None, "it is stepped because of it"
                 _hold(p, main.float(), grad.float())
             yield
-            with torch._C.DisableTorchFunctionSubclass():
+            with past_guards():
                 for p, (main, _) in zip(parameters, narrow, strict=True):
                     round_into(main, p.detach(), self._rounding.key(p.fqn), self._starts[p])
         finally:
@@ -54,7 +55,7 @@ class Widening:
 
 
 def _hold(parameter: ShardedParameter, values: Tensor, grad: Tensor | None) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
+    with past_guards():
         parameter.grad = None  # torch wants both in one dtype
         parameter.data = values
         parameter.grad = grad
@@ -66,7 +67,7 @@ def load_states_wide(optimizer: Optimizer, parameters: Sequence[ShardedParameter
 
     @functools.wraps(load)
     def load_wide(state_dict: dict[str, Any]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with past_guards():
             narrow = [p.detach() for p in parameters]
             try:
                 for p in parameters:

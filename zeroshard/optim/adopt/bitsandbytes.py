@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit import states
 from zeroshard.optim.eightbit.blocks import Exact, Quantized, State, num_blocks
 from zeroshard.optim.eightbit.codebook import codebook
@@ -175,7 +176,7 @@ def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pinde
         return
     rule = rule_of(self)
     numbers = rule.numbers(self.get_config(gindex, pindex, group), state["step"])
-    with torch._C.DisableTorchFunctionSubclass():
+    with past_guards():
         gradient = p.grad
         assert gradient is not None, "it is stepped because of it"
         if "absmax1" in state and _is_ours(self, p):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit import states
 from zeroshard.optim.eightbit.ranges import RANGES, check_ranges
 from zeroshard.optim.eightbit.rule import Rule
@@ -146,7 +147,7 @@ class ElementWise8bit(BlockwiseOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch._C.DisableTorchFunctionSubclass():
+        with past_guards():
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if (gradient := parameter.grad) is None:
