@@ -42,6 +42,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precisions", default="fp32,bf16", help="comma-separated, of fp32, bf16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--name", default="memory", help="of the JSON and PNG files in benchmarks/results")
+    parser.add_argument("--redraw", action="store_true", help="only draw the JSON file that is there")
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their rows
     add_shape_arguments(parser)
     parser.set_defaults(sequence=16)
@@ -150,7 +151,7 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw a panel for each precision and world size: a bar a stage, a mark where the formula is."""
+    """Draw a panel for each precision: a bar for each stage and world size, a mark where the formula is."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -161,30 +162,36 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     precisions = list(dict.fromkeys(row["precision"] for row in rows))
     worlds = list(dict.fromkeys(row["ranks"] for row in rows))
-    size = (3.2 * len(worlds) + 1, 2.8 * len(precisions) + 0.8)
-    figure, axes = plt.subplots(len(precisions), len(worlds), figsize=size, sharey=True, squeeze=False)
+    shown = [kind for kind in KINDS if any(row["report_bytes"][kind] for row in rows)]
+    figure, axes = plt.subplots(
+        1, len(precisions), figsize=(5.2 * len(precisions), 3.4), sharey=True, squeeze=False
+    )
     for row in rows:
-        axis = axes[precisions.index(row["precision"])][worlds.index(row["ranks"])]
+        axis = axes[0][precisions.index(row["precision"])]
+        place = worlds.index(row["ranks"]) * (len(STAGES) + 1) + STAGES.index(row["stage"])
         bottom = 0.0
-        for kind, color in zip(KINDS, COLORS, strict=True):
+        for kind in shown:
             height = row["report_bytes"][kind] / 1e6
-            axis.bar(row["stage"], height, bottom=bottom, color=color, width=0.7)
+            axis.bar(place, height, bottom=bottom, color=COLORS[KINDS.index(kind)], width=0.8)
             bottom += height
-        axis.hlines(row["formula_bytes"] / 1e6, row["stage"] - 0.45, row["stage"] + 0.45, color="black")
-        axis.set_title(
-            f"{row['precision']}, {row['ranks']} rank{'s' if row['ranks'] > 1 else ''}", fontsize=10
-        )
-        axis.set_xticks(STAGES)
-    for axis in axes[-1]:
-        axis.set_xlabel("stage")
-    for line in axes:
-        line[0].set_ylabel("MB per rank")
-    handles: list[Artist] = [Rectangle((0, 0), 1, 1, color=color) for color in COLORS]
+        axis.hlines(row["formula_bytes"] / 1e6, place - 0.48, place + 0.48, color="black")
+    places = [world * (len(STAGES) + 1) + stage for world in range(len(worlds)) for stage in STAGES]
+    for axis, precision in zip(axes[0], precisions, strict=True):
+        axis.set_title(f"AdamW, {precision}", fontsize=10)
+        axis.set_xticks(places, [str(stage) for _ in worlds for stage in STAGES])
+        axis.set_xlabel("stage, by number of ranks")
+        for number, world in enumerate(worlds):
+            middle = number * (len(STAGES) + 1) + (len(STAGES) - 1) / 2
+            title = f"{world} rank{'s' if world > 1 else ''}"
+            axis.text(middle, 0.97, title, ha="center", va="top", transform=axis.get_xaxis_transform())
+    axes[0][0].set_ylabel("MB per rank")
+    axes[0][0].set_ylim(0, 1.2 * max(row["formula_bytes"] for row in rows) / 1e6)
+    handles: list[Artist] = [Rectangle((0, 0), 1, 1, color=COLORS[KINDS.index(kind)]) for kind in shown]
     handles.append(Line2D([], [], color="black"))
     figure.legend(
-        handles, [*KINDS, "formula"], loc="upper center", ncols=len(handles), frameon=False, fontsize=9
+        handles, [*shown, "formula"], loc="upper center", ncols=len(handles), frameon=False, fontsize=9
     )
-    figure.tight_layout(rect=(0, 0, 1, 0.94))
+    figure.tight_layout(rect=(0, 0, 1, 0.93))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -202,7 +209,7 @@ def measure(args: argparse.Namespace) -> int:
     rows.sort(key=lambda row: (row["precision"] != "fp32", row["ranks"], row["stage"]))
     console = record.console()
     show(rows, console)
-    settings = {key: value for key, value in vars(args).items() if key != "output"}
+    settings = {key: value for key, value in vars(args).items() if key not in ("output", "redraw")}
     path = record.write(args.name, rows, settings=settings)
     draw(rows, path.with_suffix(".png"))
     console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)} and the chart beside it")
@@ -215,6 +222,10 @@ def main() -> int:
     if inside_rank():
         measure_ranks(args)
         leave()
+    if args.redraw:
+        path = record.RESULTS / f"{args.name}.json"
+        draw(json.loads(path.read_text())["rows"], path.with_suffix(".png"))
+        return 0
     return measure(args)
 
 

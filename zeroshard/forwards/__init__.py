@@ -1,1 +1,1 @@
-"""What is put around a module's forward: compilation, recomputation, other methods."""
+"""Wrappers around a module's forward: compilation, recomputation, other methods."""

@@ -48,8 +48,8 @@ def register_method_of_part(runtime: Runtime, name: str) -> None:
     """Let a method of a part of the model gather the unit around the part, as that unit's forward does.
 
     Args:
-        runtime: of the model.
-        name: the name of the part in the model, a dot, and that of the method.
+        runtime: the runtime of the model.
+        name: the name of the part in the model, a dot, and the name of the method.
 
     Raises:
         ValueError: there is no such method.
@@ -80,7 +80,7 @@ def register_method_of_part(runtime: Runtime, name: str) -> None:
 
 
 def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that runs as a forward of a unit does, unless it is inside one."""
+    """A method that runs as a forward of a unit does, unless such a forward is running already."""
     reference = weakref.ref(runtime)
 
     @functools.wraps(method)
@@ -100,7 +100,7 @@ def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callab
 
 
 class _InPlace:
-    """Stands in a model for a method of its class; a deep copy of the model has the method itself."""
+    """An object that stands in a model for a method of its class; a deep copy of the model has the method."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = weakref.ref(module), name
@@ -115,7 +115,7 @@ class _InPlace:
 
 
 class WholeOnly(_InPlace):
-    """A method of a model that would take slices for its parameters: only where those are shown whole."""
+    """A method of a model that would take slices for its parameters: it runs only on whole ones."""
 
     def __init__(self, runtime: Runtime, module: nn.Module, name: str) -> None:
         super().__init__(module, name)
@@ -133,7 +133,7 @@ class WholeOnly(_InPlace):
 
 
 class NotSharded(_InPlace):
-    """A method of a model that makes parameters of other shapes."""
+    """A method of a model that would give parameters other shapes: refused."""
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
@@ -143,7 +143,7 @@ class NotSharded(_InPlace):
 
 
 class EnginesOwn(_InPlace):
-    """A method of a model that calls the engine's of the same name, as long as there is one."""
+    """A method of a model in whose place the engine's method is called, as long as there is an engine."""
 
     def __init__(self, engine: nn.Module, module: nn.Module, name: str) -> None:
         super().__init__(module, name)
@@ -157,7 +157,7 @@ class EnginesOwn(_InPlace):
 
 @contextmanager
 def held_unsharded(runtime: Runtime) -> Iterator[None]:
-    """Gather everything, in the compute dtype, and keep it in the modules: forwards inside exchange nothing.
+    """Gather all parameters, in the compute dtype, and keep them in the modules: forwards exchange nothing.
 
     Parts of the model may be called by themselves, as transformers calls the encoder of an encoder-decoder.
     """

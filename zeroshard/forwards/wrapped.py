@@ -1,4 +1,4 @@
-"""What happens to the forward of a unit's module itself, inside the hooks that gather and free."""
+"""Compilation and recomputation of the forward of a unit's module, inside the hooks that gather and free."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.unit import Unit
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""What attention layers of transformers call the cache that their forward adds to."""
+"""The names of the cache in attention layers of transformers; their forward adds to it."""
 
 Copies = list[tuple[nn.Module, dict[str, torch.Tensor]]]
-"""Modules and copies of their buffers."""
+"""Modules with copies of their buffers."""
 
 
 def compile_forwards(units: Sequence[Unit], changes: Changes) -> None:
-    """Compile the units that have no unit inside: hooks stay outside of what is compiled.
+    """Compile the units that have no unit inside: hooks stay outside of compiled code.
 
     Args:
         units: the root unit first; it is left as it is.
-        changes: of their modules.
+        changes: the changes of their modules.
     """
     with_hooks = {module: unit for unit in units for module in unit.modules}
     for module in _branches(units):
@@ -39,7 +39,7 @@ def compile_forwards(units: Sequence[Unit], changes: Changes) -> None:
 
 @functools.cache
 def leave_untraced() -> None:
-    """Let torch.compile leave this package out: it compiles a model's own code, and hooks run as they are.
+    """Let torch.compile leave this package out. It compiles the model's own code, and hooks run as they are.
 
     Dynamo would trace collectives and the memory of units. torch has no public name for this; a decorator
     around each hook would cost more than the hook.
@@ -57,7 +57,7 @@ def recompute_forwards(units: Sequence[Unit], changes: Changes) -> None:
 
     Args:
         units: the root unit first; it is left as it is.
-        changes: of their modules.
+        changes: the changes of their modules.
     """
     with_hooks = {module: unit for unit in units for module in unit.modules}
     inside: set[nn.Module] = set()
@@ -107,9 +107,9 @@ def _each_once(
 ) -> tuple[Callable[..., Any], list[Any]]:
     """A forward that takes each object among its inputs once, all by position; and these inputs.
 
-    `checkpoint` saves its arguments one by one. Where hooks take what is saved (another checkpoint around,
-    `save_on_cpu`), a tensor given twice comes back as two, and a forward that asks whether they are one, as
-    MultiheadAttention does, computes something else. Keywords are not saved at all: no hook sees them, and
+    `checkpoint` saves its arguments one by one. Hooks may take the saved tensors (another checkpoint around,
+    `save_on_cpu`). Then a tensor that was given twice comes back as two. A forward that asks if they are one,
+    as MultiheadAttention does, computes something else. Keywords are not saved at all: no hook sees them, and
     the random states of their devices are not kept. And `checkpoint` has keywords of its own.
     """
     given, keywords, num_args = [*args, *kwargs.values()], list(kwargs), len(args)
@@ -124,7 +124,7 @@ def _each_once(
 
 
 def _copy_buffers(module: nn.Module) -> Copies:
-    """What a forward in training may read and then change; masks of bools are left out."""
+    """Copies of the buffers that a forward in training may read and then change; bool masks are left out."""
 
     def copies(part: nn.Module) -> dict[str, torch.Tensor]:
         buffers = part._buffers.items()
@@ -134,15 +134,15 @@ def _copy_buffers(module: nn.Module) -> Copies:
 
 
 class _WithBuffers:
-    """A second forward reads what the first one read, and what it writes is lost.
+    """A context in which a second forward reads the buffers of the first one, and its writes are lost.
 
-    Entered once for each backward through the graph of the first forward, so it is no generator.
+    It is entered once for each backward through the graph of the first forward, so it is no generator.
     """
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
         self._now: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
-        """The buffers of the model, while copies are in their places."""
+        """The buffers of the model while copies stand in their places."""
 
     def __enter__(self) -> None:
         self._now = [(part, dict(part._buffers)) for part, _ in self._copies]

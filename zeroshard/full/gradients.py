@@ -17,7 +17,7 @@ from zeroshard.sharding.buffer import FlatBuffer
 
 
 class _Shown(NamedTuple):
-    """One parameter and its gradient as they were shown at first."""
+    """One parameter, and the gradient that it was shown with."""
 
     buffer: FlatBuffer
     at: int
@@ -40,9 +40,9 @@ class ShownGradients:
     """Gathers the gradients that any rank has, and writes back those that were changed; collective.
 
     Args:
-        buffers: those that are shown.
+        buffers: the buffers that are shown.
         shown: the full parameters, by the id of the sharded one.
-        agreeing: the ranks that show them.
+        agreeing: the ranks that show them together.
         sharing: the ranks that have the slices of one gradient.
     """
 
@@ -69,18 +69,18 @@ class ShownGradients:
                 self._shown.append(_Shown(buffer, index, parameter, gradient, version))
 
     def digests(self) -> list[tuple[str, bytes]]:
-        """The names of the parameters whose gradients were changed, and what tells these apart."""
+        """The names of the parameters whose gradients were changed, with digests of the gradients."""
         return [(one.sharded.fqn, _digest(one.parameter.grad)) for one in self._shown if one.has_changed]
 
     def write_back(self) -> None:
-        """Keep what was changed, each rank its slices."""
+        """Keep the changes, each rank those of its slices."""
         for one in self._shown:
             if one.has_changed:
                 with past_guards():
                     one.sharded.grad = _slice(one)
 
     def warn_of_changes(self) -> None:
-        """Tell that changes are dropped."""
+        """Warn that changes are dropped."""
         if names := [name for name, _ in self.digests()]:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             warnings.warn(
@@ -96,7 +96,7 @@ def _gradients(buffer: FlatBuffer) -> list[Tensor | None]:
 
 
 def _gather(buffer: FlatBuffer, axis: Axis) -> Tensor:
-    """[total], main dtype: the gradients of all ranks, zeros where there is none."""
+    """[total], main dtype: the gradients of all ranks; zeros for a parameter without one."""
     whole = torch.zeros(buffer.layout.total, dtype=buffer.plan.main_dtype, device=buffer.main.device)
     own = whole[buffer.main_span.slice]
     for index, gradient in enumerate(_gradients(buffer)):

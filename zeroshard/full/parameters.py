@@ -31,11 +31,11 @@ Opened = Sequence[tuple[FlatBuffer, Tensor]]
 def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) -> Iterator[None]:
     """Show full parameters in the main dtype, on every rank, in the units that `modules` take part in.
 
-    Their `grad` is the whole gradient where they have one.
+    Their `grad` is the whole gradient, if there is one.
 
     Args:
         modules: parts of the sharded module.
-        write_back: keep the edits of parameters and gradients that were made, the same on every rank.
+        write_back: keep the edits of parameters and gradients, which must be the same on every rank.
 
     Raises:
         RuntimeError: `write_back`, and the ranks made different edits; then none is kept. Or parameters were
@@ -74,7 +74,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
                 sharded.requires_grad_(shown[id(sharded)].requires_grad)
                 carry_attributes(shown[id(sharded)], sharded, unsharded)
     except RuntimeError as error:
-        if ShownParameter.__name__ in str(error):  # torch's own words for nn.Parameter(module.weight)
+        if ShownParameter.__name__ in str(error):  # torch's own message for nn.Parameter(module.weight)
             raise RuntimeError(
                 "a Parameter was made of one that unsharded() shows, which torch refuses: make it of "
                 f"module.weight.data. A parametrization does it too: {_REMEDY}"
@@ -128,7 +128,7 @@ def _names(runtime: Runtime) -> list[str]:
 
 
 def _describe_moves(before: Sequence[str], after: Sequence[str]) -> str:
-    """What was done to the model inside the block, if other parameters are in it now."""
+    """The message about parameters that were added, removed or replaced inside the block."""
     removed = [name for name in before if name not in set(after)]
     added = [name for name in after if name not in set(before)]
     if not removed and not added:
@@ -145,7 +145,7 @@ def _describe_moves(before: Sequence[str], after: Sequence[str]) -> str:
 
 
 def _find_tie(opened: Opened) -> str:
-    """The words of an error where one object has been put into the slots of two parameters."""
+    """The message about one object in the slots of two parameters."""
     names: dict[int, str] = {}
     for original in (original for buffer, _ in opened for original in buffer.originals):
         for current in {id(owner._parameters.get(attribute)) for owner, attribute in original.owners}:
@@ -194,5 +194,5 @@ def full_state_dict(runtime: Runtime) -> dict[str, Tensor]:
 
 
 def _copy(value: Any) -> Any:
-    """A buffer, or what a module's get_extra_state() gave."""
+    """A copy of a buffer, or of the result of a module's get_extra_state()."""
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)

@@ -1,1 +1,1 @@
-"""Refuses what a user may do to a sharded model that would be lost in silence."""
+"""Errors for edits of a sharded model that would be lost in silence."""

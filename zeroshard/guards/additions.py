@@ -1,7 +1,7 @@
 """Layers and parameters that are added to a sharded model: refused in the line that adds them.
 
 They would be neither sharded nor the same on all ranks, and no checkpoint would hold them. torch calls a hook
-for each module and parameter that is registered anywhere; those of other models cost a lookup.
+for each registration of a module or parameter, in any model; one in another model costs a lookup.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _guarded: WeakKeyDictionary[nn.Module, tuple[str, weakref.ref[Runtime]]] = WeakK
 
 
 def guard_additions(runtime: Runtime) -> None:
-    """Refuse what is added to the modules of a runtime from now on; `unsharded()` has a check of its own."""
+    """Refuse additions to the modules of a runtime from now on; `unsharded()` has a check of its own."""
     _register()
     reference = weakref.ref(runtime)
     for name, module in runtime.module.named_modules():
@@ -44,7 +44,7 @@ def _check_module(owner: nn.Module, name: str, module: nn.Module | None) -> None
 
 
 def _check_parameter(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    # One that takes the place of another is told by the slots, where that may come back.
+    # The slots notice a parameter in the place of another one, and there the old one may come back.
     if parameter is not None and name not in owner._parameters:
         runtime = _runtime_of(owner)
         if runtime is not None and not _is_known(parameter, runtime):

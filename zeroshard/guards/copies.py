@@ -1,4 +1,4 @@
-"""Copies of a sharded model: a deep copy is a plain model, or an error; files are written by other calls."""
+"""Copies of a sharded model: a deep copy is a plain model or an error, and pickles are errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KINDS_OF_HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 _COPYING = ("__deepcopy__", "__reduce_ex__")
-"""Attributes by which `copy` and `pickle` ask an object."""
+"""The methods that `copy` and `pickle` ask an object for."""
 
 PICKLED = (
     "a sharded model cannot be pickled: save engine.full_state_dict() (called on all ranks), or call "
@@ -38,7 +38,7 @@ COPIED = (
 
 
 def guard_copies(runtime: Runtime) -> None:
-    """Let deep copies of the model and of its units be plain; tell if slices are saved or wholes loaded."""
+    """Make deep copies of the model and of its units plain; warn of saved slices, refuse loaded wholes."""
     for module in runtime.module.modules():
         runtime.changes.hook(
             module._register_state_dict_hook(_mark_slices),
@@ -61,7 +61,7 @@ class NotCopied:
 
 
 class _Copies:
-    """The copies of a unit's module, which this does not keep alive."""
+    """Makes the copies of a unit's module, without keeping the module alive."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -102,7 +102,7 @@ def _without(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 def _strip(twin: nn.Module, original: nn.Module, memo: dict[int, Any]) -> None:
-    """Remove what sharding has added to a module from a copy of it: hooks, and methods that were wrapped."""
+    """Remove the hooks and wrapped methods of sharding from a copy of a module."""
     for kind in _HOOKS:
         hooks: dict[int, Any] = getattr(twin, kind)
         for number in [number for number, hook in hooks.items() if _is_own(hook)]:
@@ -128,7 +128,7 @@ def _is_own(hook: Callable[..., Any]) -> bool:
 
 
 def _innermost(method: Any) -> Any:
-    """The function inside those that zeroshard and torch.compile have put around it."""
+    """The function inside the wrappers of zeroshard and torch.compile."""
     while isinstance(method, types.FunctionType) and hasattr(method, "__wrapped__"):
         if not method.__globals__["__name__"].startswith(("zeroshard.", "torch._dynamo.")):
             break
@@ -150,7 +150,7 @@ def _refuse_wholes(module: nn.Module, state_dict: Mapping[str, Any], prefix: str
 
 
 def _mark_slices(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: str, _: Any) -> Any:
-    """The state dict to return from the module that was asked for it."""
+    """Return the state dict of a module, marked as one of slices."""
     if prefix or not any(isinstance(parameter, ShardedParameter) for parameter in module.parameters()):
         return None
     marked = SavedSlices(state_dict)

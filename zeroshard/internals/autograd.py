@@ -1,6 +1,6 @@
 """Facts that only torch's autograd engine, activation checkpoint, transforms and tracers know.
 
-Nothing public offers it. tests/sharding/test_autograd.py notices a change.
+torch has no public way to these facts. tests/sharding/test_autograd.py notices a change.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
-"""It calls the function that a backward is to run again, reentrant or not."""
+"""The code that calls a checkpointed function, reentrant or not; a backward is to run it again."""
 
 _TRACERS = {
     _TorchDispatchModeKey.PROXY: "make_fx, on which torch.export and torch.func.linearize build",
     _TorchDispatchModeKey.FUNCTIONAL: "torch.export",
     _TorchDispatchModeKey.FAKE: "FakeTensorMode, on which torch.export builds",
 }
-"""Modes under which an operation does not compute its values, or is recorded for later."""
+"""The modes in which an operation computes no values, or is recorded for later."""
 
 
 def is_in_backward() -> bool:
@@ -37,7 +37,7 @@ def is_in_backward() -> bool:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call back when the backward pass that runs now has ended; not if it ends in an exception."""
+    """Call a function when the backward pass that runs now has ended, unless it ends in an exception."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -45,8 +45,8 @@ def will_accumulate(parameters: Iterable[nn.Parameter]) -> bool:
     """True if the backward that runs now may give gradients to parameters; `torch.autograd.grad` gives none.
 
     Args:
-        parameters: leaves that require gradients. They are looked at only where the backward goes to chosen
-            inputs; there torch allows no reentrant checkpoint, whose inner graphs could not be seen.
+        parameters: leaves that require gradients. They are looked at only in a backward to chosen inputs.
+            Such a backward allows no reentrant checkpoint, whose inner graphs could not be seen.
     """
     if torch.autograd._is_checkpoint_valid():
         return True
@@ -61,14 +61,14 @@ def _is_run(node: Any) -> bool:
 
 
 def outermost_checkpoint(frame: FrameType | None, until: FrameType | None) -> FrameType | None:
-    """The call of `torch.utils.checkpoint.checkpoint` whose second forward will come here again.
+    """Find the call of `torch.utils.checkpoint.checkpoint` whose second forward will come here again.
 
     Args:
-        frame: where to begin.
-        until: the callers from here on are not looked at.
+        frame: the first frame to look at.
+        until: the frame at which the search ends; its callers are not looked at.
 
     Returns:
-        Its frame, a name of the call as long as that runs; of several, the first that was called.
+        The frame of the call, which names it as long as it runs; of several calls, the outermost.
     """
     found = None
     while frame is not None and frame is not until:
@@ -84,7 +84,7 @@ def is_transformed() -> bool:
 
 
 def tracer_around() -> str | None:
-    """Name what records operations now instead of computing their values; None: nothing does."""
+    """Return the name of a tracer that records operations now, without values; None if there is none."""
     if _is_tracing():
         return "torch.jit.trace"
     if _len_torch_dispatch_stack():
@@ -94,7 +94,7 @@ def tracer_around() -> str | None:
 
 @contextmanager
 def outside_transforms() -> Iterator[None]:
-    """Compute on plain tensors, with values, whatever transforms and tracers are around."""
+    """Compute on plain tensors, with values, under any transforms and tracers."""
     modes = nullcontext() if tracer_around() is None else _disable_current_modes()
     with temporarily_clear_interpreter_stack(), modes:
         yield

@@ -1,4 +1,4 @@
-"""Tensors inside what a forward takes and returns: containers, dataclasses, objects, nested in any way."""
+"""Tensors inside the inputs and outputs of a forward: containers, dataclasses, objects, nested in any way."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PLAIN = frozenset(
 )
 """Types without attributes; their subclasses may have some."""
 MAX_OBJECTS = 10_000
-"""More than this is not looked through."""
+"""The most objects that are looked through."""
 
 
 def find_tensors(value: Any) -> tuple[list[Tensor], bool]:
-    """All tensors in nested containers, dataclasses and objects with attributes.
+    """Find all tensors in nested containers, dataclasses and objects with attributes.
 
     Returns:
-        The tensors, and whether something was found that cannot be looked into and may hide more.
+        The tensors, and True if an object cannot be looked into and may hide more.
     """
     if type(value) is Tensor:
         return [value], False
@@ -35,7 +35,7 @@ def find_tensors(value: Any) -> tuple[list[Tensor], bool]:
     seen: set[int] = set()
     is_opaque = False
     to_visit = pytree.tree_leaves(value)
-    for leaf in to_visit:  # grows on the way
+    for leaf in to_visit:  # the list grows in the loop
         if type(leaf) in _PLAIN or id(leaf) in seen:
             continue
         seen.add(id(leaf))
@@ -49,7 +49,7 @@ def find_tensors(value: Any) -> tuple[list[Tensor], bool]:
 
 
 def _parts(leaf: Any) -> list[Any] | None:
-    """The values inside an object; None where it may hide some, as a function and a module do."""
+    """The values inside an object; None if it may hide some, as a function and a module do."""
     return look_into(leaf) if is_dataclass(leaf) or not callable(leaf) else None
 
 
@@ -60,11 +60,12 @@ def cast_floats(
     in_lists: bool = True,
     done: dict[int, tuple[Tensor, Tensor]] | None = None,
 ) -> Any:
-    """Floating-point tensors in nested containers and dataclasses, in `dtype`.
+    """Cast floating-point tensors in nested containers and dataclasses to `dtype`.
 
     Args:
-        in_lists: also those in lists and mappings, which are then copies: what is added to them is lost.
-        done: by id, tensors and what they became: one that is found again is the same object again.
+        in_lists: True also casts in lists and mappings, which become copies: later additions to them are
+            lost.
+        done: tensors and their casts, by id: a tensor that is found twice becomes one object.
     """
     done = {} if done is None else done
 
@@ -81,23 +82,23 @@ def cast_floats(
 def cast_inputs(
     module: torch.nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype, in_lists: bool = True
 ) -> tuple[Any, Any]:
-    """A forward pre-hook: float tensors among the inputs in `dtype`.
+    """Cast float tensors among the inputs to `dtype`: a forward pre-hook.
 
     Args:
-        in_lists: also those in lists and mappings. Blocks hand on lists that later ones add to.
+        in_lists: True also casts in lists and mappings. Blocks hand on lists to which later blocks add.
     """
-    # One tensor given twice stays one: MultiheadAttention computes otherwise where query, key and value are.
+    # A tensor that is given twice stays one: MultiheadAttention asks if query, key and value are one.
     cast = functools.partial(cast_floats, dtype=dtype, in_lists=in_lists, done={})
     return tuple(map(cast, args)), {key: cast(value) for key, value in kwargs.items()}
 
 
 def view_tensors(value: Any) -> Any:
-    """The same nested value with views of its tensors, inside objects too, that autograd tells apart."""
+    """Return the nested value with views of its tensors, inside objects too; autograd tells views apart."""
     return copy_tensors(value, lambda t: t.requires_grad, copying=lambda t: t.view_as(t))
 
 
 def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
-    """The same nested value with floating-point tensors in `dtype`, inside objects too."""
+    """Return the nested value with floating-point tensors in `dtype`, inside objects too."""
     return copy_tensors(
         value, lambda t: t.is_floating_point() and t.dtype != dtype, copying=lambda t: t.to(dtype)
     )
@@ -106,10 +107,10 @@ def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
 def copy_tensors(
     value: Any, which: Callable[[Tensor], bool], *, copying: Callable[[Tensor], Tensor] = Tensor.clone
 ) -> Any:
-    """The same nested value with copies of some tensors, through which gradients flow.
+    """Return the nested value with copies of some tensors; gradients flow through the copies.
 
-    A container or object with such a tensor in it becomes a twin: who else holds it sees no change. What has
-    none in it stays the same object.
+    A container or object with such a tensor in it becomes a twin: other holders of it see no change. An
+        object without one stays the same object.
     """
     if type(value) is Tensor:
         return copying(value) if which(value) else value
@@ -118,7 +119,7 @@ def copy_tensors(
 
 
 class _Copies:
-    """Copies of some tensors; no function that refers to itself, which would keep them up to a collection."""
+    """Copies of some tensors. A recursive function would keep them until the next garbage collection."""
 
     def __init__(self, chosen: Mapping[int, Tensor], copying: Callable[[Tensor], Tensor]) -> None:
         self._chosen, self._copying = chosen, copying
@@ -130,7 +131,7 @@ class _Copies:
             return part
         done = self._done
         if id(part) not in done:
-            done[id(part)] = part  # what refers to itself keeps referring to the first
+            done[id(part)] = part  # a cycle leads to the first twin
             if isinstance(part, Tensor):
                 done[id(part)] = self._copying(part) if id(part) in self._chosen else part
             elif (inside := _inside(part)) and any(self.of(each) is not each for each in inside):
@@ -145,7 +146,7 @@ def _inside(part: Any) -> list[Any] | None:
 
 
 def _children(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The values in a container that torch knows, and what makes such a container of others."""
+    """The values in a container that torch knows, and a function that makes a container of other values."""
     children, structure = pytree.tree_flatten(node, is_leaf=lambda part: part is not node)
     return children, functools.partial(pytree.tree_unflatten, treespec=structure)
 
@@ -158,7 +159,7 @@ def _twin(part: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor], is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Whatever has no changed tensor in it stays the same object."""
+    """Change tensors; a part without a changed tensor stays the same object."""
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

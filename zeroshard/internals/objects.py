@@ -1,7 +1,7 @@
 """The values inside one object, and a twin of the object with other values.
 
-An object is looked into only where nothing can hide: its class, and all classes that it derives from, are
-written in Python, or are containers whose values are known. Methods of the class are never called.
+An object is looked into only if nothing in it can hide. Its class and all base classes are then written in
+Python, or are containers whose values are known. Methods of the class are never called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEAP, _IMMUTABLE_CLASS = 1 << 9, 1 << 8
 
 
 def look_into(value: Any) -> list[Any] | None:
-    """The values that an object holds: elements, attributes and slots; None where it may hide more."""
+    """The values that an object holds: elements, attributes and slots; None if it may hide more."""
     kind: Any = type(value)
     slots = _slots_of(kind)
     if slots is None:
@@ -82,7 +82,7 @@ def _variables(value: Any) -> dict[str, Any]:
 def _get(slot: Any, value: Any) -> Any:
     try:
         return slot.__get__(value)
-    except AttributeError:  # never set
+    except AttributeError:  # a slot without a value
         return None
 
 
@@ -101,7 +101,7 @@ def _slots_of(kind: type) -> tuple[Any, ...] | None:
 
 
 def _is_python_class(kind: type, num_slots: int) -> bool:
-    """True for a class statement: its objects add only slots, a dict and weak references to the base's."""
+    """True for a class statement: its objects add only slots, a dict and weak references to the base."""
     is_bound = type(kind).__module__.partition(".")[0] in ("pybind11_builtins", "nanobind")
     base = kind.__base__
     assert base is not None, "object is known"

@@ -1,4 +1,4 @@
-"""Attributes that users set on parameters (`p.no_decay = True`), carried over to those that replace them."""
+"""Attributes that users set on parameters (`p.no_decay = True`), carried over to their replacements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OURS = frozenset(ShardedParameter.__annotations__) | {"recorded_version", "was"
 
 
 def carry_attributes(source: nn.Parameter, *targets: nn.Parameter) -> None:
-    """Give parameters the attributes of another, except for those that zeroshard has set itself."""
+    """Give parameters the attributes of another one, except for attributes that zeroshard has set itself."""
     for name, value in vars(source).items():
         if name not in _OURS:
             for target in targets:

@@ -1,9 +1,9 @@
-"""Elements and norms of whole parameters, where code asks a slice for them.
+"""Elements and norms of whole parameters, for code that asks a slice for them.
 
-`numel()` of a slice stays the slice's: optimizers allocate by it. Code that is known to count a model gets
-the elements of the whole parameter. A sum over parameters in anybody else's code, and a norm outside an
-optimizer, can be told by the frames that lead to it: the first one of a model gets a warning. So can those of
-`p.grad` and `p.detach()`, which are plain tensors, where the line that reads them says `norm`.
+`numel()` of a slice stays that of the slice: optimizers allocate by it. Code that is known to count a model
+gets the elements of the whole parameter. Frames tell a sum over parameters in other code, and a norm outside
+an optimizer: the first one of a model gets a warning. `p.grad` and `p.detach()` are plain tensors; a norm of
+them is told by the line that reads them, if it says `norm`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Warned(Protocol):
 
 
 class Slice(Protocol):
-    """What a sharded parameter knows of the whole."""
+    """The facts that a sharded parameter knows of the whole."""
 
     fqn: str
     full_shape: torch.Size
@@ -46,7 +46,7 @@ _COUNTERS = frozenset(
         ("peft.mixed_model", "get_nb_trainable_parameters"),
     )
 )
-"""Functions (module, name) that count the elements of a model, and nothing else."""
+"""Functions (module, name) that count the elements of a model and do nothing else."""
 
 _COUNTS = frozenset((Tensor.numel, Tensor.nelement, torch.numel))
 _NORMS = frozenset((Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm))
@@ -54,21 +54,21 @@ _ZEROES = re.compile(r"grad(\.data|\.detach\(\))?\.zero_\(")
 _SAYS_NORM = re.compile(r"norm\(")
 _ADDS_UP = re.compile(r"\+=.*(numel|nelement)\(|(\w+) = \2 \+ .*(numel|nelement)\(")
 ASKED = _COUNTS | _NORMS | {Tensor.detach}
-"""Functions whose answer for a slice differs from that for the whole without any error.
+"""Functions that answer otherwise for a slice than for the whole, without any error.
 
 `p.data` comes as detach().
 """
 
 _OWN_NUMBERS = ("torch", "zeroshard", "bitsandbytes", "deepspeed", "apex")
-"""Packages whose code sums the elements of what it was given, to allocate memory."""
+"""Packages whose code sums elements to allocate memory."""
 
 
 def count(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -> int:
-    """The elements of the whole parameters.
+    """Count the elements of whole parameters.
 
     Args:
-        parameters: sharded or not.
-        only_trainable: leave out what is frozen.
+        parameters: parameters, sharded or not.
+        only_trainable: leave out frozen parameters.
     """
     return sum(
         (getattr(parameter, "full_shape", None) or parameter.shape).numel()
@@ -78,11 +78,11 @@ def count(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -
 
 
 def answer(parameter: Slice, func: Callable[..., Any], frame: FrameType | None) -> int | None:
-    """The answer to give for the whole parameter; None leaves the slice's.
+    """Return the answer for the whole parameter; None leaves the answer of the slice.
 
     Args:
-        func: one of ASKED.
-        frame: that of the caller.
+        func: a function of ASKED.
+        frame: the frame of the caller.
     """
     if not parameter.is_partial or frame is None:
         return None
@@ -105,11 +105,11 @@ def answer(parameter: Slice, func: Callable[..., Any], frame: FrameType | None) 
 
 
 def warn_of_line(parameter: Any, frame: FrameType) -> None:
-    """Warn once where the line that reads a gradient, or takes a slice as a plain tensor, takes its norm.
+    """Warn once of a line that takes the norm of a slice: of a gradient, or of a slice as a plain tensor.
 
     Args:
-        parameter: a sharded one, or a slice in another dtype, which is left alone.
-        frame: that of the caller.
+        parameter: a sharded parameter, or a slice in another dtype, which is left alone.
+        frame: the frame of the caller.
     """
     if "norm" not in frame.f_code.co_names or not getattr(parameter, "is_partial", False):
         return
@@ -120,7 +120,7 @@ def warn_of_line(parameter: Any, frame: FrameType) -> None:
 
 
 def warn_of_zeros(parameter: Slice, frame: FrameType) -> None:
-    """Warn once where the line that reads a gradient zeroes it, while sums wait that are not in it."""
+    """Warn once of a line that zeroes a gradient while sums outside of it wait for a later reduction."""
     if not parameter.state.has_warned_of_zeros and _ZEROES.search(_line_of(frame)):
         parameter.state.has_warned_of_zeros = True
         warnings.warn(
@@ -132,7 +132,7 @@ def warn_of_zeros(parameter: Slice, frame: FrameType) -> None:
 
 
 def _level_of(frame: FrameType) -> int:
-    """The `stacklevel`, for the function that asks, of the line in a frame."""
+    """The `stacklevel` for a warning of the calling function about the line in a frame."""
     return _depth_of(sys._getframe(1)) - _depth_of(frame) + 1
 
 
@@ -144,7 +144,7 @@ def _depth_of(frame: FrameType) -> int:
 
 
 def _line_of(frame: FrameType) -> str:
-    """The source; empty where there is none."""
+    """The source of the line; empty if there is none."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
 
 

@@ -19,7 +19,7 @@ LAYER_FUNCTIONS = frozenset(
     )
     if callable(function := getattr(namespace, name, None))
 )
-"""What computes with a whole weight: refused for a slice even where the shapes happen to fit."""
+"""Functions that compute with a whole weight: refused for a slice even if the shapes happen to fit."""
 
 
 CASTS = frozenset(
@@ -27,12 +27,12 @@ CASTS = frozenset(
 )
 
 KINDS = frozenset((torch.is_complex, torch.is_floating_point, Tensor.is_complex, Tensor.is_floating_point))
-"""What optimizers ask of each parameter in each step; the answer is that of the whole one."""
+"""The questions that optimizers ask of each parameter in each step; slice and whole answer alike."""
 ARITHMETIC = frozenset(
     getattr(Tensor, name)
     for name in ("add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_", "lerp_", "copy_", "zero_", "clamp_")
 )
-"""What optimizers do with one parameter at a time."""
+"""The arithmetic of optimizers with one parameter at a time."""
 
 
 # Compared with ==: each access of a getter makes a new object.
@@ -43,7 +43,7 @@ SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 CHANGES = frozenset((SET_DATA, SET_REQUIRES_GRAD, Tensor.requires_grad_))
 PARTS = frozenset((Tensor.__getitem__, Tensor.T.__get__))  # type: ignore[attr-defined]
-"""What models take of a weight before they compute with it; meaningless for a slice."""
+"""The parts that models take of a weight before they compute with it; meaningless for a slice."""
 
 DESCRIBES = frozenset(
     getattr(Tensor, name)

@@ -1,4 +1,4 @@
-"""Code that reads gradients of sharded parameters, which are slices: refused, warned, or left alone."""
+"""Code that reads gradients of sharded parameters: refused or warned if it takes slices for wholes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _GRAD_READERS = {
     ("torch.amp.grad_scaler", "_unscale_grads_"): "Precision(param_dtype='float16', loss_scale=...) with "
     "engine.backward(loss) and engine.step(), or bfloat16, which needs no scaling,",
 }
-"""Functions of torch that would take a slice of the gradient for the whole, and what to use instead."""
+"""Functions of torch that would take a slice of the gradient for the whole, with the call to use instead."""
 
 _GRAD_FORGETTERS = {("torch.nn.modules.module", "zero_grad"), ("torch.optim.optimizer", "zero_grad")}
 """Functions of torch that drop gradients, and leave alone those whose `grad` is None."""
 
 QUIET: dict[int, tuple[CodeType, bool]] = {}
 """Code that reads gradients and has nothing to be told, by its id: the code, which keeps the id its own, and
-False where that holds only while no sums wait for a later reduction."""
+False if that holds only while no sums wait for a later reduction."""
 _MOST = 4096
 
 

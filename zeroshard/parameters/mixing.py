@@ -1,8 +1,8 @@
-"""Operations with two sharded parameters: right only where a rank holds the same part of both.
+"""Operations with two sharded parameters: right only if a rank holds the same part of both.
 
 At stages 1 and 2 a frozen parameter is whole on every rank and a trained one is a slice. So an average of the
-two, as teachers are made of, would mix whole parameters with slices. Where only the shapes tell, at least one
-rank meets two that do not fit: the slices of all ranks together are the parameter.
+two, as in a teacher model, would mix whole parameters with slices. If only the shapes tell, at least one rank
+meets two shapes that do not fit: the slices of all ranks together are the parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def check_parts(func: Callable[..., Any], args: Sequence[Any], kind: type) -> No
     """Refuse an element-wise operation, also a for-each one, over different parts of parameters.
 
     Args:
-        kind: of a sharded parameter.
+        kind: the class of sharded parameters.
 
     Raises:
         RuntimeError: naming both.
@@ -59,7 +59,7 @@ def _tell(parameter: Any) -> str:
 
 
 def explain(error: Exception, parameter: Any) -> RuntimeError | None:
-    """The answer to shapes that do not fit, without gradients; None for other errors."""
+    """Return the error for shapes that do not fit, without gradients; None for other errors."""
     text = str(error)
     if not isinstance(error, RuntimeError) or not ("size of tensor" in text or "shape" in text):
         return None

@@ -1,4 +1,4 @@
-"""Original parameters after sharding: empty, and an error wherever one is used that was kept elsewhere."""
+"""Original parameters after sharding: empty; the use of one that was kept elsewhere is an error."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _DESCRIBES = frozenset(
     getattr(Tensor, name).__get__
     for name in ("dtype", "device", "layout", "is_leaf", "is_meta", "requires_grad")
 ) | {Tensor.__hash__, Tensor.is_floating_point, Tensor.is_complex}
-"""What an original parameter still tells: nothing about its shape or its values."""
+"""The attributes that an original parameter still answers: none of its shape or its values."""
 
 
 class OriginalParameter(nn.Parameter):
     """A parameter that was sharded. The modules hold others in its place.
 
     Attributes:
-        fqn: its name in the model.
-        was: its class.
+        fqn: the name in the model.
+        was: the class before sharding.
     """
 
     fqn: str
@@ -51,11 +51,11 @@ class OriginalParameter(nn.Parameter):
 
 
 def retire(parameter: nn.Parameter, fqn: str) -> None:
-    """Make a parameter an `OriginalParameter`, so that every reference to it raises where it is used.
+    """Make a parameter an `OriginalParameter`, so that any use of a reference to it raises an error.
 
     Args:
-        parameter: its data was taken over.
-        fqn: its name in the model.
+        parameter: the parameter, whose data was taken over.
+        fqn: the name in the model.
     """
     was = type(parameter)
     parameter.__class__ = OriginalParameter
@@ -64,7 +64,7 @@ def retire(parameter: nn.Parameter, fqn: str) -> None:
 
 
 def revive(parameter: nn.Parameter) -> None:
-    """Make a parameter again what it was before `retire`; its data is still empty."""
+    """Give a parameter the class that it had before `retire`; its data is still empty."""
     if isinstance(parameter, OriginalParameter):
         was = parameter.was
         del parameter.fqn, parameter.was

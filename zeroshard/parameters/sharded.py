@@ -1,13 +1,13 @@
-"""Sharded parameters: what named_parameters() yields between steps and what the optimizer holds.
+"""Sharded parameters: named_parameters() yields them between steps, and the optimizer holds them.
 
 Glossary:
   original parameter    the module's own, full shape; gone once the module is sharded.
   sharded parameter     1-D, this rank's slice of the main parameter, in the main dtype.
   unsharded parameter   full shape, compute dtype; in the modules during forward and backward.
 
-A sharded parameter behaves as a tensor in all that optimizers and people do with one. What it must not
-do is pass silently for the whole weight: it raises where a layer computes with it, where gradients
-would flow to it, and where torch would take its slice of the gradient for the whole.
+A sharded parameter behaves as a tensor for optimizers and people. It must not pass silently for the whole
+weight. So it raises an error if a layer computes with it, if gradients would flow to it, and if torch would
+take its slice of the gradient for the whole.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from zeroshard.parameters.targets import backward_to, no_grad_of
 
 
 def describe_unit(name: str) -> str:
-    """How errors speak of a unit."""
+    """The name of a unit in errors."""
     return f"unit '{name}'" if name else "the root unit"
 
 
@@ -54,11 +54,11 @@ class ShardedParameter(nn.Parameter):
 
     Attributes:
         fqn: the original name.
-        unit_name: the unit that it belongs to.
+        unit_name: the name of its unit.
         full_shape: the shape of the original parameter.
-        is_partial: whether the slice can be less than the whole.
-        state: of the module.
-        is_trained: whether `requires_grad` was given; if so, it may be taken away and given back.
+        is_partial: True if the slice can be less than the whole.
+        state: the state of the module.
+        is_trained: True if `requires_grad` was set at first; then it may be taken away and given back.
         unsharded: the unsharded parameter, which is frozen with it; None once the engine is gone.
     """
 
@@ -81,7 +81,7 @@ class ShardedParameter(nn.Parameter):
         is_partial: bool,
         state: ModuleState,
     ) -> ShardedParameter:
-        """`data`: [n], not copied."""
+        """Make a sharded parameter over `data`, [n], without a copy."""
         _make_known_to_optimizers()
         parameter = torch.Tensor._make_subclass(ShardedParameter, data, requires_grad)
         parameter.fqn, parameter.unit_name = fqn, unit_name
@@ -92,7 +92,7 @@ class ShardedParameter(nn.Parameter):
             Tensor.register_hook(parameter, refuse)  # type: ignore[no-untyped-call]
         return parameter
 
-    # torch's own attribute would come to `__torch_function__`, which takes ten times as long.
+    # torch's own attribute goes through `__torch_function__`, which takes ten times as long.
     @property
     def grad(self) -> Tensor | None:
         """[n]: this rank's slice of the averaged gradient."""
@@ -127,7 +127,7 @@ class ShardedParameter(nn.Parameter):
             return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _hookable(self) -> nn.Parameter:
-        """The unsharded parameter, whose gradients lead to hooks."""
+        """The unsharded parameter, on which hooks of gradients are registered."""
         if (unsharded := self.unsharded()) is None:
             raise RuntimeError(
                 f"{self.describe()} is a copy, or its engine is gone, so a hook would never be called: "
@@ -152,7 +152,7 @@ class ShardedParameter(nn.Parameter):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled, it is a plain parameter with the values of the slice."""
+        """Pickle a plain parameter with the values of the slice."""
         with past_guards():
             plain = nn.Parameter(self.detach(), self.requires_grad)
             return plain.__reduce_ex__(protocol)
@@ -193,7 +193,7 @@ class ShardedParameter(nn.Parameter):
                 result = func(*args, **(kwargs or {}))
             except (RuntimeError, IndexError) as error:
                 first = _first_sharded(args, kwargs)
-                if torch.is_grad_enabled():  # not an optimizer: a model that computes with a slice
+                if torch.is_grad_enabled():  # a model computes with a slice; an optimizer has gradients off
                     raise _used_outside(first, func) from error
                 if (explained := explain(error, first)) is not None:
                     raise explained from error
@@ -206,7 +206,7 @@ class ShardedParameter(nn.Parameter):
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient of a sharded parameter, whoever asks."""
+    """The gradient of a sharded parameter, without the check of the reader."""
     parameter.__class__ = nn.Parameter
     try:
         return parameter.grad
@@ -261,7 +261,7 @@ def _compute(func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 def _checked(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> Callable[..., Any]:
-    """The function to call in the place of `func`, where that may be used on a sharded parameter at all."""
+    """The function to call in the place of `func`; an error for one that sharded parameters refuse."""
     if not _only_describes(func):
         first = _first_sharded(args, kwargs)
         if first.state.refusal:
@@ -274,7 +274,7 @@ def _checked(
     if func is torch.autograd.grad:
         raise no_grad_of(_first_sharded(args, kwargs).describe())
     if func == GET_DATA:
-        return Tensor.detach  # the same, but edits count versions: replicated parameters follow them
+        return Tensor.detach  # the same values, but edits count versions, which replicated parameters follow
     if func in CHANGES:
         _check_change(func, args, kwargs)
     elif func in LAYER_FUNCTIONS or (func in PARTS and torch.is_grad_enabled()):
@@ -283,7 +283,7 @@ def _checked(
 
 
 def _may_change(func: Callable[..., Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """True for a function that writes to a tensor, or gives a tensor through which others may."""
+    """True for a function that writes to a tensor, or gives a tensor that others may write to."""
     name = getattr(func, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
     is_written = is_in_place or name.startswith(("__i", "__setitem__")) or "out" in (kwargs or {})
@@ -303,7 +303,7 @@ def _make_known_to_optimizers() -> None:
     # torch's for-each and fused optimizers look at the exact type of a parameter; torch lists its own
     # subclasses (DTensor) in the same place. tests/sharding/test_parameter.py notices if that moves.
     torch_optimizer._foreach_supported_types.append(ShardedParameter)
-    # Before the step: what is attached to a runtime gathers right after it, and must not be told once more.
+    # Before the step: an attached optimizer gathers right after it, and must not gather once more.
     torch_optimizer.register_optimizer_step_pre_hook(_count_change)
 
 
@@ -317,7 +317,7 @@ def _count_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> N
 
 
 def only_sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
-    """Of the parameters of an optimizer's group, those that are sharded."""
+    """The sharded parameters of an optimizer's group."""
     return [parameter for parameter in parameters if isinstance(parameter, ShardedParameter)]
 
 
@@ -348,7 +348,7 @@ def _used_outside(parameter: Guarded, func: Callable[..., Any]) -> RuntimeError:
 
 def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Guarded:
     first = args[0] if args else None
-    if isinstance(first, list | tuple) and first:  # of a for-each function
+    if isinstance(first, list | tuple) and first:  # the list of a for-each function
         first = first[0]
     if isinstance(first, Guarded):
         return first
@@ -359,7 +359,7 @@ def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> G
 
 
 def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
-    """Refuse what a slice cannot follow; what is frozen or trained again is so in the modules too."""
+    """Refuse changes that a slice cannot follow; freeze or train the unsharded parameter with it."""
     parameter = args[0]
     if func == SET_DATA:
         with past_guards():

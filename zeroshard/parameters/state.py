@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Phase(Enum):
-    """What a sharded module is doing."""
+    """The phases of a sharded module."""
 
     REST = "at rest"
     FORWARD = "in a forward"
@@ -26,27 +26,27 @@ _MOVES = {
     Phase.STEP: {Phase.REST, Phase.CLOSED},
     Phase.CLOSED: {Phase.CLOSED},
 }
-"""A backward that ended in an exception is noticed by the next call, which moves to REST first."""
+"""The next call notices a backward that ended in an exception, and moves to REST first."""
 
 
 class ModuleState:
-    """Shared by a runtime and its parameters."""
+    """The state that a runtime shares with its parameters."""
 
     phase = Phase.REST
     reads_main = False
     """True while gathers that nobody has waited for may read the main parameters."""
     before_edit: Callable[[], object] = object
-    """Waits for them."""
+    """Waits for these gathers."""
     has_warned_of_counts = False
     has_warned_of_norms = has_warned_of_zeros = False
     refusal = ""
-    """Why sharded parameters cannot be used any more, once the engine is closed."""
+    """The reason why sharded parameters cannot be used any more, once the engine is closed."""
     has_hooks = False
     """True once a post-accumulate hook was registered on a sharded parameter."""
     has_sums = False
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
     forget_gradient: Callable[[Any], object]
-    """Drops these of one parameter; set by the runtime."""
+    """Drops these sums for one parameter; set by the runtime."""
     owns_memory: Callable[[Tensor], bool]
     """True if a tensor lies in one of the flat buffers; set by the runtime."""
 
@@ -54,7 +54,7 @@ class ModuleState:
         """Go on to another phase.
 
         Raises:
-            RuntimeError: there is no way from the present one.
+            RuntimeError: no move leads there from the present phase.
         """
         if phase not in _MOVES[self.phase]:
             raise RuntimeError(f"a sharded module {self.phase.value} cannot go on to be {phase.value}")

@@ -1,6 +1,6 @@
-"""Gradients that autograd is asked for by parameter: `loss.backward(inputs=...)` and `torch.autograd.grad`.
+"""Calls that ask autograd for gradients of parameters: `loss.backward(inputs=...)`, `torch.autograd.grad`.
 
-Autograd's graph holds unsharded parameters, so a sharded one leads nowhere in it.
+Autograd's graph holds unsharded parameters; a sharded one is not in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _Sharded(Protocol):
 
 
 def backward_to(tensors: Any, grad_tensors: Any = None, *, inputs: Any = None, **options: Any) -> None:
-    """Run `torch.autograd.backward`, where a sharded parameter among `inputs` means its unsharded one."""
+    """Run `torch.autograd.backward`; a sharded parameter among `inputs` means its unsharded one."""
     if isinstance(inputs, Tensor):
         inputs = (inputs,)
     elif isinstance(inputs, Mapping):
@@ -36,7 +36,7 @@ def _in_graph(target: object) -> object:
 
 
 def no_grad_of(described: str) -> RuntimeError:
-    """The answer to `torch.autograd.grad` over sharded parameters: it returns gradients, and reduces none."""
+    """Make the error for `torch.autograd.grad` over sharded parameters: nobody would reduce its gradients."""
     return RuntimeError(
         f"torch.autograd.grad got {described}: it would return this rank's gradient of the whole parameter, "
         "which is not averaged over the ranks. Call loss.backward(inputs=[...]) and read p.grad, this rank's "

@@ -1,4 +1,4 @@
-"""Unsharded parameters: full, in the modules during forward and backward."""
+"""Unsharded parameters: the full ones, which modules hold during forward and backward."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from zeroshard.parameters.state import ModuleState
 
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 set_data = Tensor.data.__set__  # type: ignore[attr-defined]
-"""Give a tensor other memory, past the property of its class."""
+"""Gives a tensor other memory, past the property of its class."""
 
 
 class DataNote:
-    """True if somebody was given the data of a buffer's parameters, through which edits count no version.
+    """A note that somebody was given the `.data` of a buffer's parameters; edits of it count no version.
 
     Args:
-        state: of the module.
+        state: the state of the module.
     """
 
     __slots__ = ("is_taken", "state")
@@ -30,7 +30,7 @@ class UnshardedParameter(nn.Parameter):
 
     Attributes:
         fqn: the original name.
-        note: of its buffer.
+        note: the note of its buffer.
     """
 
     fqn = ""
@@ -47,7 +47,7 @@ class UnshardedParameter(nn.Parameter):
         """Take over the values; the memory stays that of the buffer.
 
         Raises:
-            RuntimeError: of another shape, or the memory of another parameter.
+            RuntimeError: the values have another shape, or lie in the memory of another parameter.
         """
         if new.shape != self.shape:
             raise RuntimeError(
@@ -61,7 +61,7 @@ class UnshardedParameter(nn.Parameter):
                     "from then on. A sharded one keeps its own: assign a copy, other.data.clone(); to "
                     "swap two, clone both first; to tie two, assign one Parameter to both before initialize"
                 )
-            new = new.clone()  # a view of itself, as its transpose
+            new = new.clone()  # a view of itself, such as its transpose
         self.note.is_taken = True
         with torch.no_grad():
             _GET_DATA(self).copy_(new)

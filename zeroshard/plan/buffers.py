@@ -21,23 +21,23 @@ from zeroshard.plan.wrapping import UnitSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DtypePolicy:
-    """The dtypes that the user asked for; None is explained at each."""
+    """The dtypes that the user asked for. Each field tells what None means."""
 
     param_dtype: torch.dtype | None
-    """To compute in; None: each parameter's own."""
+    """The dtype of forward and backward; None: each parameter's own."""
     reduce_dtype: torch.dtype | None
-    """For gradients on the wire; None: the compute dtype, but at least float32."""
+    """The dtype of gradients on the wire; None: the compute dtype, but at least float32."""
     main_dtype: torch.dtype | None
-    """For main parameters; None: the given dtype, but at least float32. Frozen ones need none."""
+    """The dtype of main parameters; None: the given dtype, but at least float32. Frozen ones need none."""
 
     def of(self, original: Original) -> DtypePolicy:
-        """The policy for a parameter that may have to be computed with in its own dtype."""
+        """The policy for one parameter; BatchNorm computes with its parameters in their own dtype."""
         return replace(self, param_dtype=None) if original.keeps_dtype else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Everything beside the parameters that a plan depends on."""
+    """The inputs of a plan beside the parameters."""
 
     placements: Placements
     dtypes: DtypePolicy
@@ -47,7 +47,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferPlan:
-    """One flat buffer: the parameters of a unit that share a dtype and whether they are trained."""
+    """One flat buffer: the parameters of a unit with one dtype and one `requires_grad`."""
 
     layout: Layout
     trainable: bool
@@ -62,11 +62,11 @@ class BufferPlan:
     is_partial: bool
     """True if a rank holds only its shard of the main parameters."""
     gathers: tuple[Exchange, ...]
-    """From main parameters to unsharded ones."""
+    """The exchanges from main parameters to unsharded ones."""
     regathers: tuple[Exchange, ...]
-    """The same for backward, from what is kept after forward."""
+    """The exchanges of a gather in backward, from the values that are kept after forward."""
     reductions: tuple[Exchange, ...]
-    """From autograd's gradients to those that the optimizer reads; none for frozen parameters."""
+    """The exchanges from autograd's gradients to those of the optimizer; none for frozen parameters."""
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -90,14 +90,14 @@ class BufferPlan:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """A unit: its buffers, and what backward needs of it."""
+    """A unit: its buffers, and its needs in backward."""
 
     name: str
     buffers: tuple[BufferPlan, ...]
     needs_parameters_in_backward: bool = True
     """False if autograd saves no parameter of the unit."""
     reason: str = ""
-    """Why its module is a unit, for people."""
+    """The reason why its module is a unit, for people."""
 
     @property
     def is_resident(self) -> bool:
@@ -113,7 +113,7 @@ class UnitPlan:
         """True if backward needs no second gather of the unit.
 
         Args:
-            placements: of the stage.
+            placements: the row of the stage.
             is_root: True for the root, whose backward begins as its forward ends.
             ends_forward: True for a unit after which no other one runs in the forward.
         """

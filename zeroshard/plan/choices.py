@@ -12,9 +12,9 @@ Ranks that run other parts would wait for each other, so such a list is not cut 
         if x.norm() < 1: break                  an end of the loop that depends on data; also a return
     if x.norm() < 1: return x                   a return before the call
 
-A condition is taken to be the same on all ranks where it consists of constants, attributes of `self` that the
-method does not compute, loop variables, comparisons with None, types, and flags such as `use_cache`. Lengths
-and shapes are taken so as the bounds of a loop alone. Where there is no source, there is no sign.
+Some conditions count as equal on all ranks. They consist of constants, attributes of `self` that the method
+does not compute, loop variables, comparisons with None, types, and flags such as `use_cache`. Lengths and
+shapes count as equal only in the bounds of a loop. A class without source has no sign.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from torch import nn
 
 _ALWAYS_CHOOSING: tuple[type[nn.Module], ...] = (nn.AdaptiveLogSoftmaxWithLoss,)
 _LISTS_TO_CHOOSE_FROM = frozenset(("experts", "routers"))
-"""Names that say so themselves; transformers and most others call the list `experts`."""
+"""Names of lists that are chosen from; transformers and most others call the list `experts`."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _STATIC_CALLS = frozenset(("len", "getattr", "range", "min", "max", "int", "bool"))
 _TYPE_TESTS = frozenset(("isinstance", "hasattr", "callable"))
 _KINDS_OF_TENSOR = frozenset(("dtype", "device", "ndim", "is_cuda", "requires_grad", "layout"))
 _FLAGS = ("output_", "return_", "use_")
-"""Arguments that are the same on all ranks by convention begin so."""
+"""The beginnings of names of arguments that are the same on all ranks by convention."""
 
 _RATE_OF_DROPS = "layerdrop"
-"""In transformers, the attribute of a module or of its config that is the chance to leave out a block."""
+"""The attribute for the chance to leave out a block, of a module of transformers or of its config."""
 
 _DRAWS = frozenset(("choice", "choices", "sample"))
 
 _Items = dict[str, str | None]
-"""Local names, with what they are: "blocks" an item of that attribute, "blocks?" any item, "*blocks" the list
-itself, "#" an index up to a bound that may differ between ranks, None another index."""
+"""Local names with their meanings. "blocks" is an item of that attribute, "blocks?" any item, "*blocks" the
+list itself. "#" is an index whose bound may differ between ranks, None another index."""
 
 
 def chosen_among(module: nn.Module) -> set[str]:
@@ -112,11 +112,11 @@ class _Method:
                 self._lengths |= once
 
     def read(self) -> None:
-        """Add what the method calls a part of."""
+        """Add the attributes of which the method calls a part."""
         self._visit_body(self._function.body, False, {}, is_in_loop=False)
 
     def _visit_body(self, body: Sequence[ast.stmt], in_doubt: bool, items: _Items, is_in_loop: bool) -> None:
-        """Read statements in their order; `in_doubt`: it may depend on the rank whether they run."""
+        """Read statements in their order; `in_doubt`: some ranks may not run them."""
         items = dict(items)
         for statement in body:
             if isinstance(statement, ast.For):
@@ -263,7 +263,7 @@ class _Method:
         return False
 
     def _leaves(self, body: Sequence[ast.stmt], items: _Items, kinds: Any, in_doubt: bool = False) -> bool:
-        """True where one of these statements (break, return) runs on a condition that may differ."""
+        """True if a break or return in the statements hangs on a condition that may differ among ranks."""
         for part in body:
             if isinstance(part, kinds) and in_doubt:
                 return True

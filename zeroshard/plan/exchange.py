@@ -17,7 +17,7 @@ from typing import NamedTuple
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, Placed, Placement
 
 _AXES = (DP_INNER, DP_SHARD, DP_REPLICATE)
-"""In the order in which sums are scattered. Over the last axis the least is sent."""
+"""The axes in the order in which sums are scattered. Over the last axis the least is sent."""
 
 
 class Collective(Enum):
@@ -40,7 +40,7 @@ def exchanges(before: Placed, after: Placed, sizes: Mapping[str, int]) -> tuple[
     First sums are scattered, then parts are gathered, in the opposite order of axes.
 
     Args:
-        before, after: where a tensor lies, and is to lie.
+        before, after: the placements of a tensor before and after the exchanges.
         sizes: the number of ranks of each axis.
     """
     axes = [axis for axis in _AXES if sizes[axis] > 1]

@@ -12,10 +12,10 @@ Ignored = dict[nn.Parameter, str]
 
 
 def find_ignored(root: nn.Module, patterns: Sequence[str] | None) -> Ignored:
-    """The parameters of which a name fits a pattern.
+    """The parameters with a name that fits a pattern.
 
     Args:
-        patterns: of names, with * and ? for any letters.
+        patterns: names, with * and ? for any letters.
 
     Raises:
         ValueError: a pattern that no name fits.

@@ -1,4 +1,4 @@
-"""Who owns which element: integers in, integers out.
+"""The elements that each rank owns: integers in, integers out.
 
 A group of parameters lies in one flat, padded range of elements that is cut into equal shards:
 
@@ -7,8 +7,8 @@ A group of parameters lies in one flat, padded range of elements that is cut int
               '-- each parameter starts on a multiple of BLOCK = 256 --'
     shard 0 = [0, K)   shard 1 = [K, 2K)  ...     K a multiple of BLOCK
 
-So a rank's part of a parameter is one contiguous slice that starts on a block of that parameter,
-and an all-gather of the shards is the flat range itself.
+So a rank's part of a parameter is one contiguous slice, from the start of a block of it. An
+all-gather of the shards gives the flat range itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Span:
         return Span(self.start + by, self.stop + by)
 
     def intersect(self, other: Span) -> Span:
-        """The common range; where there is none, an empty one inside `other`."""
+        """The common range; an empty range inside `other` if there is none."""
         start = min(max(self.start, other.start), other.stop)
         return Span(start, max(start, min(self.stop, other.stop)))
 
@@ -69,7 +69,7 @@ class Layout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter starts: a multiple of BLOCK."""
+        """The first element of each parameter: a multiple of BLOCK."""
         ends = accumulate(round_up(size, BLOCK) for size in self.sizes)
         return tuple(end - round_up(size, BLOCK) for end, size in zip(ends, self.sizes, strict=True))
 
@@ -97,7 +97,7 @@ class Layout:
     def owned(self, index: int, rank: int) -> Span:
         """The part of a parameter that `rank` owns, counted from the parameter's own first element.
 
-        Empty where the rank owns nothing of it. A part that is not empty starts on a block.
+        The part is empty if the rank owns nothing of the parameter; else it starts on a block.
         """
         whole = self.parameter(index)
         return self.shard(rank).intersect(whole).shifted(-whole.start)

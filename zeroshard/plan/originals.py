@@ -15,11 +15,11 @@ class Original:
     parameter: nn.Parameter
     fqn: str
     owners: tuple[tuple[nn.Module, str], ...]
-    """(module, attribute): more than one for a tied parameter."""
+    """Pairs (module, attribute); several for a tied parameter."""
 
     @property
     def keeps_dtype(self) -> bool:
-        """True if it is computed with in its own dtype: torch's BatchNorm wants that of its statistics."""
+        """True for a parameter that keeps its dtype in forward: BatchNorm wants that of its statistics."""
         return any(computes_in_own_dtype(module) for module, _ in self.owners)
 
 

@@ -1,4 +1,4 @@
-"""ZeRO stages as data (Rajbhandari et al. 2020, "ZeRO", section 5): where each kind of model state lies.
+"""ZeRO stages as data (Rajbhandari et al. 2020, "ZeRO", section 5): the place of each kind of model state.
 
 A *placement* tells how a tensor lies over the ranks of one axis of the mesh. A stage is a row of a table: the
 placements of each kind of model state. `exchange.py` derives the collectives from it.
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 DP_REPLICATE, DP_SHARD, DP_INNER = "dp_replicate", "dp_shard", "dp_inner"
-"""The axis over which shard groups are replicated (hybrid sharding), that of the ranks of a shard group, and
-that of the part of a shard group which keeps a copy of the parameters from forward to backward."""
+"""The axes of the mesh. They run over the replicas of a shard group (hybrid sharding), the ranks of a shard
+group, and the ranks that share a copy of the parameters from forward to backward."""
 
 
 class Placement(Enum):
@@ -27,7 +27,7 @@ class Placement(Enum):
 
 
 Placed = Mapping[str, Placement]
-"""The placement by the name of the axis; on axes that are left out a tensor is replicated."""
+"""Placements by the name of the axis. A tensor is replicated on an axis that is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Placements:
     parameter: Placed
     """The unsharded parameters in the compute dtype, at rest."""
     kept: Placed
-    """The same, between a forward and its backward."""
+    """The unsharded parameters between a forward and its backward."""
     gradient: Placed
     """Gradients between the micro-batches of a step."""
     optimizer: Placed

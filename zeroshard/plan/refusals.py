@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 
 def check_tensors(parameters: Mapping[str, nn.Parameter], buffers: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse what a flat buffer cannot stand for.
+    """Refuse parameters and buffers that a flat buffer cannot replace.
 
     Args:
-        parameters: those that are sharded, by name.
-        buffers: of the model, with their names.
+        parameters: the parameters that are sharded, by name.
+        buffers: the buffers of the model, with their names.
 
     Raises:
         ValueError: a parameter of a class with operations of its own; parameters, or a parameter and a
@@ -52,10 +52,10 @@ def _check_dense(buffer: Tensor, name: str) -> None:
 
 
 class _Area(NamedTuple):
-    """The memory of a tensor, or of one without memory the part of its storage."""
+    """The memory of a tensor; for a tensor without memory, its part of the storage."""
 
     home: object
-    """Tensors share memory only where this is the same."""
+    """An object that tensors with common memory have in common: a device or a storage."""
     start: int
     stop: int
     tensor: Tensor
@@ -74,7 +74,7 @@ class _Area(NamedTuple):
         return _Area(home, start, start + length, tensor, kind, name)
 
     def overlaps(self, other: _Area) -> bool:
-        """True if an element of one is in the other: columns of one matrix only lie between each other."""
+        """True if the areas share an element. Two columns of a matrix do not: they lie between each other."""
         if self.home != other.home or other.start >= self.stop or self.start >= other.stop:
             return False
         size, start = self.tensor.element_size(), min(self.start, other.start)
@@ -90,7 +90,7 @@ class _Area(NamedTuple):
 
 
 def _check_apart(areas: Iterable[_Area]) -> None:
-    """Refuse memory that two names share, where one of them is trained."""
+    """Refuse memory that two names share, if one of them is trained."""
     before: list[_Area] = []
     for area in sorted(areas, key=lambda area: (str(area.home), area.start)):
         before = [one for one in before if one.home == area.home and one.stop > area.start]

@@ -1,7 +1,7 @@
 """Units of several modules, which `units=` lists by name: one gather for a norm and a head, for example.
 
-Each module's forward is a call of the unit, as if one module were called several times. Where no other unit
-runs in between, the parameters stay gathered from one to the next.
+Each module's forward is a call of the unit, as if one module were called several times. The parameters stay
+gathered from one call to the next if no other unit runs in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Together(NamedTuple):
     name: str
     """Their names, joined by "+"."""
     modules: tuple[nn.Module, ...]
-    """In the order of registration."""
+    """The modules in the order of registration."""
     reason: str = "listed together in units="
 
 
@@ -28,7 +28,7 @@ def find_together(root: nn.Module, policy: Any, chosen: Container[nn.Module]) ->
 
     Args:
         root: the model.
-        policy: of which entries may be lists of names.
+        policy: the value of `units=`; its entries may be lists of names.
         chosen: modules that are units by their class.
 
     Raises:

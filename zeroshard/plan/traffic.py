@@ -9,13 +9,13 @@ from zeroshard.plan.exchange import bytes_sent
 
 
 def parameter_bytes(buffer: BufferPlan) -> int:
-    """Main parameters, and the unsharded ones where they are always there."""
+    """Bytes of main parameters, and of unsharded parameters that are always there."""
     resident = buffer.layout.total * buffer.compute_dtype.itemsize if buffer.is_resident else 0
     return resident + (0 if buffer.is_alias else buffer.main_size * buffer.main_dtype.itemsize)
 
 
 def gradient_bytes(buffer: BufferPlan, setting: Setting, num_micro_batches: int) -> int:
-    """Gradients before an optimizer step: one micro-batch's as it is delivered, or the sum of several."""
+    """Bytes of gradients before an optimizer step: of one micro-batch, or of the sum of several."""
     if not buffer.trainable:
         return 0
     if num_micro_batches == 1:
@@ -25,13 +25,13 @@ def gradient_bytes(buffer: BufferPlan, setting: Setting, num_micro_batches: int)
 
 
 def unsharded_bytes(unit: UnitPlan) -> int:
-    """Memory that gathering a unit takes beyond what is there at rest."""
+    """Bytes that a gathered unit takes beyond its bytes at rest."""
     freed = (buffer for buffer in unit.buffers if not buffer.is_resident)
     return sum(buffer.layout.total * buffer.compute_dtype.itemsize for buffer in freed)
 
 
 def peak_unsharded_bytes(units: Sequence[UnitPlan], num_together: int) -> int:
-    """Gathered parameters at the peak: the root, and so many units one after the other.
+    """Bytes of gathered parameters at the peak: of the root, and of so many units one after the other.
 
     Args:
         units: the root first, then the others in the order of their forwards.
@@ -47,8 +47,8 @@ def wire_bytes(units: Sequence[UnitPlan], setting: Setting, num_micro_batches: i
 
     Args:
         units: the root first, then the others in the order of their forwards.
-        setting: of the plans.
-        num_micro_batches: in a step.
+        setting: the setting of the plans.
+        num_micro_batches: micro-batches in a step.
     """
     total = 0
     for number, unit in enumerate(units):

@@ -1,4 +1,4 @@
-"""The modules that become units, and the unit that each parameter belongs to."""
+"""The modules that become units, and the unit of each parameter."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class UnitSpec:
 
     name: str
     modules: tuple[nn.Module, ...]
-    """Whose forwards bracket the use of the parameters; one, but where several are listed together."""
+    """The modules whose forwards use the parameters; several only if `units=` lists them together."""
     originals: list[Original] = field(default_factory=list)
     reason: str = ""
-    """Why the module was chosen."""
+    """The reason why the module was chosen."""
 
 
 def find_units(root: nn.Module, policy: UnitPolicy, ignored: Sequence[str] | None = None) -> list[UnitSpec]:
     """The units of a model, the root first, then in the order of registration.
 
-    A parameter belongs to the lowest unit that encloses every module that holds it. Units without
-    parameters are left out, but for the root.
+    A parameter belongs to the lowest unit around all modules that hold it. Units without parameters are left
+    out, except the root.
 
     Args:
         root: the model.
-        policy: which modules become units.
+        policy: the choice of modules that become units.
         ignored: patterns of names of parameters that no unit owns.
 
     Raises:
@@ -87,7 +87,7 @@ def _walk(
     """Every path to every module: (the units that enclose it, its name with a dot, the module).
 
     Args:
-        units: the modules that become units, each with the first module of its unit, by which that is known.
+        units: the modules that become units, each with the first module of its unit.
     """
     if module in units or not chain:
         chain = (*chain, units.get(module, module))
@@ -209,7 +209,7 @@ def _by_class_name(root: nn.Module, policy: Sequence[str | Sequence[str]]) -> Ch
 def _named_blocks(root: nn.Module) -> Chosen:
     """Blocks that a transformers model names itself, in `_no_split_modules`.
 
-    Where the forward of the module around them may leave out some, that module is the unit.
+    If the forward of the module around them may leave out some, that module is the unit.
     """
     names = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     return dict(_outermost(root, names)) if names else {}
@@ -241,7 +241,7 @@ def _whose_forward_chooses(module: nn.Module, among: Iterable[str]) -> str:
 def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[nn.Module, str]]:
     """Children of a ModuleList or Sequential that share their class and have children of their own.
 
-    Modules among which a forward chooses are none, and what holds them is one: ranks call different ones, and
+    If a forward chooses among modules, the module around them is the block: ranks call different ones, and
     would wait for each other.
     """
     counts: Counter[type[nn.Module]] = Counter()

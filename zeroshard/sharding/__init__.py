@@ -1,1 +1,1 @@
-"""The core: who owns which element, and when parameters are gathered and gradients reduced."""
+"""The core: parameters are gathered and freed, gradients are reduced, each rank keeps its shard."""

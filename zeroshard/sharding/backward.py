@@ -7,16 +7,16 @@ made have had their backward.
     forward    0 root(   1 a(   2 )a   3 b(   4 c(   5 )c   6 )b   7 )root
     backward   enter root, enter b, enter c, leave c, leave b, enter a, leave a, leave root
 
-To enter a unit is to gather its parameters, and those of the next units ahead. To leave it is to start the
-reduction of its gradients and to free it. A unit with several calls is entered at its last call and left at
-its first.
+To enter a unit is to gather its parameters, and the parameters of the next units ahead. To leave a unit is to
+start the reduction of its gradients and to free it. A unit with several calls is entered at its last call and
+left at its first.
 
 [Note: One order of collectives] All ranks of a shard group make the same calls, as each call gathers. So they
 have the same list of turns, whatever part of the graph the loss of a rank depends on. They take the turns in
 the order of the list: a turn that nothing led to on this rank is taken when a later turn comes. Therefore
-they issue the same gathers and reductions in the same order, on however many communicators. The list is of
-the forwards whose graphs are alive, and of torch's own activation checkpoints; docs/architecture.md tells
-what is outside.
+they issue the same gathers and reductions in the same order, on any number of communicators. The list covers
+the forwards whose graphs are alive, and torch's own activation checkpoints; docs/architecture.md names the
+programs outside.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from zeroshard.sharding.unit import ForwardCall, Region, Unit
 
 
 class Turn(NamedTuple):
-    """A place of the walk, and the unit that is entered or left there."""
+    """A tick of the walk, and the unit that is entered or left there."""
 
     tick: int
     unit: Unit
     enters: bool
-    """True where the unit is entered; False where it is left."""
+    """True if the unit is entered; False if it is left."""
 
 
 def plan_turns(units: Iterable[Unit]) -> list[Turn]:
     """List the turns of a backward through the calls that the units have noted, in the order of the walk.
 
-    Units inside an activation checkpoint are entered together: its second forward needs all of them. A unit
-    that is always gathered is only left.
+    Units inside an activation checkpoint are entered together: its second forward needs all of them. A
+    resident unit is only left.
     """
     turns = []
     for unit in units:
@@ -81,22 +81,22 @@ class Backward:
         """The first turn that is still to be taken."""
         self._route = [turn.unit for turn in self._turns if turn.enters]
         self._num_entered = self._num_gathered = 0
-        """The lengths of the parts of the route whose units were entered, and whose gathers were started."""
+        """The numbers of units of the route that were entered, and that gathers were started for."""
         self._reducer, self._num_prefetch = reducer, num_prefetch
         self._inside = {turn.unit for turn in self._turns if turn.unit.is_resident}
         self._repeated: set[Region] = set()
         """Checkpoints whose second forward has begun."""
         self._kept: list[Unit] = []
-        """Units that were left, but which the second forward of a checkpoint may still call."""
+        """Units that were left; the second forward of a checkpoint may still call them."""
         self._now = self._turns[0].tick if self._turns else 0
 
     @property
     def left(self) -> list[Unit]:
-        """The units of the walk in the order in which they are left, the order of their reductions."""
+        """The units of the walk in the order of their ends, which is the order of reductions."""
         return [turn.unit for turn in self._turns if not turn.enters]
 
     def enter(self, call: ForwardCall) -> None:
-        """The gradient of an output of `call` has arrived: take the turns up to the end of that call."""
+        """Take the turns up to the end of a call, since the gradient of one of its outputs has arrived."""
         self._take_until(call.ended)
         self._free_kept(call.ended)
         if call.unit not in self._inside:  # a call from before the last backward, or its graph comes again
@@ -105,7 +105,7 @@ class Backward:
             insort(self._turns, turn, lo=self._next, key=lambda turn: -turn.tick)
 
     def note_gradient(self, unit: Unit) -> None:
-        """A gradient of a parameter of `unit` has arrived: start the reductions that are due and complete."""
+        """Start the reductions that are due and complete, since a gradient of a parameter has arrived."""
         if unit.visit is not None and unit not in self._inside:  # its outputs could not be watched
             self._take_until(unit.visit.ended)
         if unit.is_complete:
@@ -114,19 +114,19 @@ class Backward:
                     break
 
     def enter_again(self, unit: Unit) -> None:
-        """A second forward needs `unit`: take the turns up to the end of the last checkpoint around it."""
+        """Take the turns up to the end of the last checkpoint around a unit that a second forward needs."""
         if unit.visit is not None and unit.visit.regions:
             self._take_until(unit.visit.regions[-1].ended)
             if len(unit.visit.regions) == 1:
                 self._repeated.add(unit.visit.regions[0])
-        elif unit in self._route[self._num_gathered :]:  # of a kind that is not known: nothing more is over
+        elif unit in self._route[self._num_gathered :]:  # an unknown kind of checkpoint: nothing more is over
             self._gather(self._route.index(unit) + 1)
 
     def repeat(self, unit: Unit, tick: int) -> ForwardCall:
-        """A call for a second forward of `unit`, which autograd treats as the call that it repeats.
+        """Make the call of a second forward; autograd treats it as the call that it repeats.
 
         Args:
-            unit: called again inside this backward.
+            unit: the unit that is called again inside this backward.
             tick: the time now on the clock of forwards; for a unit without noted calls.
         """
         if unit.visit is None:
@@ -136,7 +136,7 @@ class Backward:
         return call
 
     def finish(self) -> None:
-        """The backward is over, also where it has failed: take the turns that are left."""
+        """Take the turns that are left: the backward is over, or has failed."""
         self._take_until(0)
         self._free_kept(0)
 
@@ -164,7 +164,7 @@ class Backward:
         """Free units whose checkpoints have run their second forward to the end, or will not run it here.
 
         Args:
-            tick: the place of the walk; a gradient has come there.
+            tick: the present tick of the walk; a gradient has arrived there.
         """
         if not self._kept:
             return
@@ -190,7 +190,7 @@ class Backward:
     def _gather(self, num: int) -> None:
         """Start the gathers of the first `num` units of the route."""
         for unit in self._route[self._num_gathered : num]:
-            if unit.joins_backward:  # without a backward here, other ranks may have one
+            if unit.joins_backward:  # also without a backward on this rank: others may have one
                 unit.unshard()
                 self.lease.take(unit)
         self._num_gathered = max(self._num_gathered, num)

@@ -1,11 +1,11 @@
-"""One flat buffer: the parameters of a unit that share a dtype and whether they are trained.
+"""One flat buffer: the parameters of a unit with one dtype and one `requires_grad`.
 
     full    [total]           compute dtype; the unsharded parameters are views of it; freed and refilled
     main    [shard] or [total]  main dtype; the sharded parameters are views of it; always there
     second  [total / S]       compute dtype; from forward to backward, where S ranks keep a copy among them
 
-Where both would hold the same values all the time (replicated parameters whose main dtype is the compute
-dtype; one rank alone), `main` is a view of `full` and costs nothing.
+`main` is a view of `full`, and costs nothing, if both would hold the same values all the time: replicated
+parameters whose main dtype is the compute dtype, or one rank alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What the buffers of one engine share."""
+    """The objects that the buffers of one engine share."""
 
     axes: Axes
     setting: Setting
@@ -64,10 +64,10 @@ class Context:
 
 
 class Source:
-    """Tells if main parameters have changed since something was made of them.
+    """Main parameters as the source of other values; it tells if they have changed since.
 
-    Whoever writes to them says so by `changed()`: steps and loads. Edits by the user count versions of torch,
-    which are compared here and nowhere else.
+    Steps and loads report their writes by `changed()`. Edits by the user count versions of torch, which are
+    compared here and nowhere else.
     """
 
     def __init__(self, main: Tensor) -> None:
@@ -78,11 +78,11 @@ class Source:
         return self._main._version != self._seen
 
     def changed(self) -> None:
-        """They were written, perhaps by what counts no versions, as kernels and files do."""
+        """Note a write, perhaps one that counts no version, as by kernels and files."""
         self._seen = -1
 
     def follow(self) -> None:
-        """Something was made of them as they are now."""
+        """Note that values were made of them as they are now."""
         self._seen = self._main._version
 
 
@@ -97,12 +97,12 @@ class FlatBuffer:
     """Allocate, view, gather, free.
 
     Args:
-        plan: of the buffer.
-        originals: its parameters; their data is taken over: broadcast from rank 0, cut, and released; or read
-            from where it is stored, each rank its part.
-        unit_name: for names in errors.
-        tag: the exchange tag of its gathers.
-        context: shared with the other buffers.
+        plan: the plan of the buffer.
+        originals: the parameters. Their data is taken over: broadcast from rank 0, cut, and released; or each
+            rank reads its part from a file.
+        unit_name: the name of the unit, for errors.
+        tag: the exchange tag of the gathers.
+        context: the objects that all buffers share.
     """
 
     def __init__(
@@ -149,16 +149,16 @@ class FlatBuffer:
         values = torch.zeros(self.layout.total, dtype=self.plan.main_dtype, device=self._context.device)
         for index, original in enumerate(self.originals):
             data = original.parameter.detach()
-            if has_memory(data) or self._context.axes.dp.rank == 0:  # others need not compute deferred values
+            if has_memory(data) or self._context.axes.dp.rank == 0:  # others need no deferred values
                 values[self.layout.parameter(index).slice].copy_(flat_of(data))
             original.parameter.data = data.new_empty(0)
         self._context.axes.dp.broadcast(values, f"first broadcast of {self.describe()}")
         return values
 
     def _read(self) -> tuple[Tensor, Tensor]:
-        """`full` and `main`, of which each rank reads what it keeps, from one parameter at a time."""
+        """`full` and `main`; each rank reads the part that it keeps, from one parameter at a time."""
         device, own = self._context.device, self.main_span
-        # Where it is freed at once, `full` is never written: memory of the CPU is not even taken.
+        # A `full` that is freed at once is never written: on a CPU it takes no memory at all.
         make = torch.zeros if self.is_resident else torch.empty
         full = make(self.layout.total, dtype=self.plan.compute_dtype, device=device)
         main = full[own.slice]
@@ -171,7 +171,7 @@ class FlatBuffer:
             if place.size:
                 data = read_part(original.parameter, place.shifted(-whole.start))
                 if self.plan.main_dtype.itemsize < self.plan.compute_dtype.itemsize:
-                    data = data.to(self.plan.main_dtype)  # as they will be gathered
+                    data = data.to(self.plan.main_dtype)  # gathered values will have this precision
                 if self.is_resident:
                     full[place.slice].copy_(data)
                 if not self.plan.is_alias:
@@ -202,7 +202,7 @@ class FlatBuffer:
                 refuse = _refuse_gradient(sharded.fqn)
                 parameter.register_post_accumulate_grad_hook(refuse)
                 parameter.requires_grad_(False)
-            sharded.unsharded = weakref.ref(parameter)  # weak: who keeps a slice need not keep the whole
+            sharded.unsharded = weakref.ref(parameter)  # weak: a slice need not keep the whole alive
             parameters.append(parameter)
         return tuple(parameters)
 
@@ -211,12 +211,12 @@ class FlatBuffer:
         return self.layout.parameter(index).intersect(self.main_span).shifted(-self.main_span.start)
 
     def start(self, index: int) -> int:
-        """The place of the first element of a sharded parameter in the whole one."""
+        """The first element of a sharded parameter, counted in the whole one."""
         whole = self.layout.parameter(index)
         return whole.intersect(self.main_span).start - whole.start
 
     def counted(self, index: int) -> slice:
-        """The part of a sharded parameter that is this rank's: over its shard group, each element once."""
+        """The part of a sharded parameter that counts for this rank: each element once in a shard group."""
         return slice(None) if self.is_partial else self.layout.owned(index, self._context.axis.rank).slice
 
     def describe(self) -> str:
@@ -230,14 +230,14 @@ class FlatBuffer:
         return not self.is_alias_of_all and self._source.has_changed
 
     def changed(self) -> None:
-        """Main parameters were written: `full` is older from now on."""
+        """Note that main parameters were written: `full` is older from now on."""
         self._source.changed()
 
     def take_back(self, index: int) -> None:
-        """Let an unsharded parameter be a view of `full` again, where `set_()` gave it other memory.
+        """Make an unsharded parameter a view of `full` again, if `set_()` gave it other memory.
 
         Raises:
-            RuntimeError: of another shape or dtype.
+            RuntimeError: the other memory has another shape or dtype.
         """
         parameter = self.unsharded[index]
         view = self._view(index)
@@ -254,14 +254,14 @@ class FlatBuffer:
         view.copy_(values)
 
     def follow_own(self) -> None:
-        """This rank's part of `full` was written to `main`: neither is newer than the other."""
+        """Note that this rank's part of `full` was written to `main`: neither is newer than the other."""
         self._source.follow()
 
     def begin_gather(self) -> Gather | None:
         """Allocate `full` and write this rank's part, on the current stream.
 
         Returns:
-            The exchange that fills the rest; None where there is none.
+            The exchange that fills the rest; None if there is none.
         """
         if self.is_stale:
             self._keep_second(False)
@@ -284,7 +284,7 @@ class FlatBuffer:
         """Give the storage of `full` back; nothing may still be writing to it.
 
         Args:
-            keep_second: True where the next gather of the same values is the plan's `regathers`.
+            keep_second: True if the next gather of the same values is the plan's `regathers`.
         """
         if not self.is_resident:
             self._keep_second(keep_second)
@@ -296,7 +296,7 @@ class FlatBuffer:
         self._num_views = 0 if self.is_resident else count_views(self.full)
 
     def leave_views(self) -> None:
-        """Leave the memory of `full` to those who keep views of it from a forward without a graph.
+        """Leave the memory of `full` to the views that a forward without a graph has left.
 
         The parameters move to memory of their own, which the next gather fills.
         """
@@ -331,7 +331,7 @@ class FlatBuffer:
             self._second = None
 
     def release(self) -> None:
-        """Forget all values; what others hold of them stays."""
+        """Forget all values; tensors that others hold keep theirs."""
         self.drop_second()
         self.full = self.main = self.main.new_empty(0)
         self._source = Source(self.main)
@@ -355,12 +355,12 @@ class FlatBuffer:
         ]
 
     def _view(self, index: int) -> Tensor:
-        """The part of `full` that an unsharded parameter is made of, in the shape of the original."""
+        """The part of `full` under an unsharded parameter, in the shape of the original."""
         return shaped(self.full[self.layout.parameter(index).slice], self.shapes[index])
 
 
 def _refuse_gradient(fqn: str) -> Callable[[Tensor], None]:
-    """The hook of a frozen parameter, for when a forward makes it require a gradient."""
+    """The hook of a frozen parameter; it raises if a forward has made the parameter require a gradient."""
 
     def refuse(parameter: Tensor) -> None:
         parameter.grad = None

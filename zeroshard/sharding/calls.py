@@ -1,7 +1,7 @@
-"""The calls of units in forwards: when each of them begins and ends, and the activation checkpoint it is in.
+"""The calls of units in forwards: their begins and ends, and the activation checkpoints around them.
 
-Ranks whose graphs differ note the same calls. So the turns of a backward, which follow from the calls, are
-the same on all ranks; see `backward.py`.
+Ranks whose graphs differ note the same calls. The turns of a backward follow from the calls, so they are the
+same on all ranks; see `backward.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zeroshard.sharding.unit import NEVER, ForwardCall, Region, Unit, Visit
 
 
 class _Forward:
-    """One forward. Its calls hold it: those that a graph holds, and the last one of each unit."""
+    """One forward. It is held by the calls that a graph holds, and by the last call of each unit."""
 
     __slots__ = ("__weakref__", "visits")
 
@@ -26,7 +26,7 @@ class _Forward:
 
 
 class CallLog:
-    """Notes the calls of forwards, and tells in `Unit.visit` those that a backward may come to.
+    """Notes the calls of forwards, and puts into `Unit.visit` those that a backward may come to.
 
     Args:
         units: the root unit first.
@@ -39,7 +39,7 @@ class CallLog:
         self._has_had_backward = False
         """True if a backward has gone through the forwards so far, and their graphs do not come again."""
         self._now: _Forward | None = None
-        """The forward under way, where it may have a backward; all ranks alike."""
+        """The forward under way, if it may have a backward; the same on all ranks."""
         self._forwards: list[ref[_Forward]] = []
         """The forwards since the last backward; a dead one has no graph any more."""
         self._num_open = 0
@@ -55,10 +55,10 @@ class CallLog:
         return self._tick
 
     def begin(self, unit: Unit, caller: FrameType) -> None:
-        """A forward of a unit begins, outside of any backward.
+        """Note the begin of a unit's forward, outside of any backward.
 
         Args:
-            unit: its `call` is the new call until that ends.
+            unit: the unit; its `call` is the new call until that ends.
             caller: a frame that runs as long as the call does.
         """
         if self._has_had_backward:
@@ -83,7 +83,7 @@ class CallLog:
                 visit.regions = (*visit.regions, call.region)
 
     def end(self, unit: Unit, is_second: bool) -> None:
-        """The call of a unit is over, perhaps by an exception.
+        """Note the end of a unit's call, perhaps by an exception.
 
         Args:
             is_second: True for a forward that a backward runs again.
@@ -98,7 +98,7 @@ class CallLog:
             unit.call = call.outer
 
     def collect(self) -> None:
-        """A backward begins: tell each unit of its calls in all forwards that the backward may come to."""
+        """Begin a backward: give each unit its calls in all forwards that the backward may come to."""
         for unit in self._units:
             unit.visit = None
         for reference in self._forwards:
@@ -107,14 +107,14 @@ class CallLog:
                     unit.visit = visit if unit.visit is None else unit.visit.and_then(visit)
 
     def drop_failed(self) -> None:
-        """The root's forward has ended in an exception: it will have no backward."""
+        """Forget the root's forward, which has ended in an exception and will have no backward."""
         self._forwards = [forward for forward in self._forwards if forward() is not self._now]
         self._now = None
         self._num_open = 0
         self._forget_frames()
 
     def end_backward(self) -> None:
-        """The calls so far have had their backward: the next call forgets them."""
+        """Note that the calls so far have had their backward: the next call forgets them."""
         self._has_had_backward = True
 
     def _end_first(self, call: ForwardCall) -> None:
@@ -136,6 +136,6 @@ class CallLog:
         return self._root.call.region if is_in_root else None
 
     def _forget_frames(self) -> None:
-        """They hold the variables of their functions."""
+        """Drop the frames, which hold the variables of their functions."""
         self._root_caller = None
         self._regions.clear()

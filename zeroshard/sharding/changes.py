@@ -10,19 +10,19 @@ _ABSENT = object()
 
 
 class Changes:
-    """What was changed, in order."""
+    """The changes, in order."""
 
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []
         self._attributes: list[tuple[object, str, Any]] = []
-        """(object, name, the value before): of the object itself, not of its class."""
+        """(object, name, the value before); the value of the object itself, not of its class."""
 
     def hook(self, *handles: RemovableHandle) -> None:
         """Note hooks that were registered."""
         self._hooks += handles
 
     def set(self, target: object, name: str, value: Any) -> None:
-        """Give an object an attribute, which may hide one of its class."""
+        """Give an object an attribute, which may hide an attribute of its class."""
         self._attributes.append((target, name, vars(target).get(name, _ABSENT)))
         object.__setattr__(target, name, value)
 

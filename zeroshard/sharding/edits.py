@@ -1,15 +1,15 @@
-"""Parameters that a forward edits: a moving average kept in the model, a weight that is normalized in place.
+"""Edits of parameters in a forward: a moving average kept in the model, a weight normalized in place.
 
-The unsharded parameters are copies, except where one buffer is both. So when a forward is over, a rank writes
-its own slice of the parameters that were edited into the main parameters. Every edit counts a version of the
-parameter, except through `.data`, which a property of its class notes. The hot path compares versions.
+The unsharded parameters are copies, unless one buffer is both. So when a forward is over, a rank writes its
+own slice of the edited parameters into the main parameters. Every edit counts a version of the parameter,
+except one through `.data`, which a property of the class notes. The hot path compares versions.
 
 torch takes several times as long to read an attribute of a subclass of Parameter. So parameters are plain
-ones where many are read. At all other times uses of `.data` are noted: a backward may run a part of a forward
-again or call hooks of the user's, and other code runs where everything stays gathered.
+ones in the places that read many of them. At all other times uses of `.data` are noted: a backward may run a
+part of a forward again or call the user's hooks, and other code runs while everything stays gathered.
 
-As with DistributedDataParallel, each rank makes its own edits and nothing is sent. Where the parameters are
-replicated, a rank computes with its own edit until the next step; then all ranks have the slices of all.
+As with DistributedDataParallel, each rank makes its own edits and nothing is sent. With replicated parameters
+a rank computes with its own edit until the next step; then all ranks have the slices of all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Edits:
     """Notices and keeps the edits of one unit's unsharded parameters.
 
     Args:
-        buffers: of the unit.
+        buffers: the buffers of the unit.
     """
 
     def __init__(self, buffers: Sequence[FlatBuffer]) -> None:
@@ -40,7 +40,7 @@ class Edits:
         self._versions = self._read_versions()
 
     def keep(self) -> None:
-        """Write this rank's slices of what was edited since the last call into the main parameters.
+        """Write this rank's slices of parameters that were edited since the last call into the main ones.
 
         Raises:
             RuntimeError: the main parameter was edited too.
@@ -77,7 +77,7 @@ class Edits:
 
 
 def _write_own(buffer: FlatBuffer, index: int) -> None:
-    """Write this rank's slice of one parameter, where it was edited, and leave the rest to the last bit."""
+    """Write the edited elements of this rank's slice; the others keep their value to the last bit."""
     span = buffer.sharded_span(index)
     own, seen = buffer.main[span.slice], buffer.full[span.shifted(buffer.main_span.start).slice]
     is_edited = seen != own.to(seen.dtype)

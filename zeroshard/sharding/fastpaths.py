@@ -1,9 +1,9 @@
-"""torch's fast paths for transformer encoders in evaluation, which change what is computed.
+"""torch's fast paths for transformer encoders in evaluation, which change the results.
 
 `nn.TransformerEncoder` leaves padded positions out and returns 0 there, if the parameters of its first layer
 are plain tensors; it reads them before it calls the layer. Then `nn.TransformerEncoderLayer` must take its
-own fast path, which it does only if no hook is on it or on a module inside. So a unit that is such a layer is
-gathered by a function around its forward, and the first layer is there when the encoder begins.
+own fast path. It does so only if no hook is on it or on a module inside. So a function around the forward
+gathers a unit that is such a layer, and the first layer is gathered before the encoder begins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def allows_no_hooks(module: nn.Module) -> bool:
 
 
 def layers_without_hooks(root: nn.Module) -> set[nn.Module]:
-    """The modules inside torch's encoder layers, on which no hook may be."""
+    """The modules inside torch's encoder layers, which may have no hook."""
     layers = [module for module in root.modules() if _is_own(module, nn.TransformerEncoderLayer)]
     return {part for layer in layers for part in layer.modules()}
 
@@ -40,12 +40,12 @@ def surround(
     after: Callable[..., Any],
     at_last: Callable[..., None],
 ) -> None:
-    """Run what hooks of a module would, from inside its `forward`.
+    """Do the work of a module's hooks from inside its `forward`.
 
     Args:
-        module: whose forward is replaced.
-        changes: of the modules.
-        cast: changes the inputs, as a forward pre-hook with keywords.
+        module: the module whose forward is replaced.
+        changes: the changes of the modules.
+        cast: a function that changes the inputs, as a forward pre-hook with keywords.
         before: a forward pre-hook.
         after: a forward hook.
         at_last: a forward hook that is called after an exception, too.
@@ -66,7 +66,7 @@ def surround(
 
 
 def show_first_layers(units: Iterable[Unit], root: nn.Module, changes: Changes) -> None:
-    """Gather the first layer of torch's encoders before these look at its parameters in evaluation."""
+    """Gather the first layer of torch's encoders before an encoder looks at its parameters in evaluation."""
     of_module = {module: unit for unit in units for module in unit.modules}
 
     def show(unit: Unit, module: nn.Module, args: Any) -> None:

@@ -5,8 +5,8 @@
 `flat` holds each gradient times 1/N in the reduce dtype and lives from the first gradient of a backward
 to the end of the reduction. Under deferral (no_sync; accumulation where gradients are replicated) it
 holds plain sums, at least in float32, and lives on to the next backward; then it is scaled and reduced once.
-Where p.grad is narrower than that, and a later backward of the same step is known to come, `reduced` lives on
-too. A p.grad never has the loss scale in it; `flat` has.
+`reduced` lives on, too, if p.grad is narrower than float32 and a later backward of the same step is known to
+come. A p.grad never has the loss scale in it; `flat` has.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroshard.sharding.buffer import Context, FlatBuffer
 
 
 class GradientState(Enum):
-    """Where the gradients of a buffer are within a backward."""
+    """The states of the gradients of a buffer within a backward."""
 
     EMPTY = "empty"
     PACKING = "packing"
@@ -44,9 +44,9 @@ _MOVES = {
 
 
 class Gradients:
-    """Gradients that nothing is exchanged of: autograd's are handed on as they are.
+    """Gradients without any exchange: those of autograd are handed on as they are.
 
-    The face of all gradients; those whose plan has exchanges are `ReducedGradients`.
+    This is the interface of all gradients; those whose plan has exchanges are `ReducedGradients`.
     """
 
     def __init__(self, buffer: FlatBuffer) -> None:
@@ -79,10 +79,10 @@ class Gradients:
         return sum(gradient.nbytes for gradient in self._held.values())
 
     def begin(self, more: bool) -> None:
-        """A backward begins. Gradients that exist already are added to as the new ones arrive.
+        """Begin a backward. New gradients are added to those that exist as they arrive.
 
         Args:
-            more: whether a later backward is to add to this one's.
+            more: True if a later backward is to add to the gradients of this one.
         """
         self.is_kept = more and self._is_narrow
         self._sums = [None if self.is_kept else gradient_of(p) for p in self.buffer.sharded]
@@ -91,9 +91,9 @@ class Gradients:
         """Take over the gradient of one parameter, in the compute dtype and full shape.
 
         Args:
-            index: which parameter.
-            gradient: as autograd made it; not used by anyone else.
-            defer: whether it is to be reduced by a later backward.
+            index: the index of the parameter.
+            gradient: the gradient as autograd made it; nobody else uses it.
+            defer: True if a later backward is to reduce it.
 
         Raises:
             RuntimeError: the gradient is sparse.
@@ -143,7 +143,7 @@ class Gradients:
         self._held, self._sums = {}, []
 
     def forget(self, index: int) -> None:
-        """Forget what was added up of the gradient of one parameter and is not in its p.grad yet."""
+        """Forget the sum of gradients of one parameter that is not in its p.grad yet."""
         self.used[index] = False
         self._held.pop(index, None)
 
@@ -165,7 +165,7 @@ class ReducedGradients(Gradients):
         self._reduce_dtype = buffer.plan.reduce_dtype
         self._scale = 1.0 / context.axes.dp.size
         self._factor: Tensor | None = None
-        """[1], on the device: the same number."""
+        """[1], on the device: the value of `_scale`."""
         num = len(buffer.sharded)
         self._slices = [buffer.layout.parameter(index).slice for index in range(num)]
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
@@ -220,7 +220,7 @@ class ReducedGradients(Gradients):
         self._filled[index] = True
 
     def _write_scaled(self, target: Tensor, gradient: Tensor) -> None:
-        """Write `gradient` times 1/N into `target`: one kernel on an accelerator, whatever their dtypes."""
+        """Write `gradient` times 1/N into `target`: one kernel on an accelerator, with any dtypes."""
         if gradient.dtype == target.dtype:
             torch.mul(gradient, self._scale, out=target)
         elif target.is_cpu:  # a product of two dtypes would make a copy first, in new memory
@@ -240,7 +240,7 @@ class ReducedGradients(Gradients):
         self._advance()
 
     def _reduce(self, flat: Tensor) -> Iterator[bool]:
-        """Walk through the exchanges of the plan, from `flat` to what the optimizer reads.
+        """Walk through the exchanges of the plan, from `flat` to the gradients that the optimizer reads.
 
         Yields:
             True while an exchange is under way, False before another one.
@@ -329,7 +329,7 @@ class ReducedGradients(Gradients):
                     self._move(GradientState.REDUCED)
 
     def _absorb(self, result: Tensor) -> None:
-        """Keep reduced gradients until it is known which of them any rank used."""
+        """Keep reduced gradients until the ranks have agreed on which parameters were used."""
         if self.unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
             result.mul_(self.unscale)
         is_first = self._reduced is None and not self.is_kept
@@ -352,7 +352,7 @@ class ReducedGradients(Gradients):
         self._move(GradientState.EMPTY)
         reduced, self._reduced = self._reduced, None
         self.used = [False] * len(self.used)
-        if reduced is None:  # they were added as they came
+        if reduced is None:  # they were added as they arrived
             return
         for index, parameter in enumerate(self.buffer.sharded):
             if not used[index]:
@@ -391,7 +391,7 @@ class ReducedGradients(Gradients):
 
 
 def gradients_of(buffer: FlatBuffer, context: Context, pool: BufferPool) -> Gradients:
-    """The gradients of a trained buffer, as its plan has exchanges or none."""
+    """Make the gradients of a trained buffer; their class follows from the exchanges of the plan."""
     return (
         ReducedGradients(buffer, context, pool, buffer.tag + 1)
         if buffer.plan.reductions

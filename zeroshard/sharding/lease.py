@@ -1,12 +1,12 @@
-"""Leases: who needs the parameters of which units gathered. A unit is freed when the last lease on it ends.
+"""Leases: reasons to keep units gathered. A unit is freed when the last lease on it ends.
 
 lease          taken                                    ended
 in use         before a forward of the unit             after it
 trailing       after a forward of the unit              when another unit begins
 staying        after a forward, where units are kept    when the root's forward ends
 ahead          by a prefetch in forward                 when the unit begins, or with the forward
-graph          when the root's forward ends: by the     by the backward, or the next forward
-root and what is trailing or staying
+graph          when the root's forward ends: on the     by the backward, or the next forward
+               root, and on units that trail or stay
 opaque         after outputs that cannot be hooked      by the end of a backward, or a step
 backward       when a backward gathers the unit         when the backward leaves the unit
 second graph   by a backward that makes a graph         by the step
@@ -20,10 +20,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 
 class Leased(Protocol):
-    """The side of a lease that a unit has."""
+    """A unit as a lease sees it."""
 
     leases: set[Any]
-    """Those that are not over."""
+    """The leases on the unit that have not ended."""
 
 
 T = TypeVar("T", bound=Leased)
@@ -33,7 +33,7 @@ class Lease(Generic[T]):
     """One reason to keep units gathered.
 
     Args:
-        why: for people who debug.
+        why: the name of the reason, for people who debug.
     """
 
     __slots__ = ("units", "why")
@@ -41,19 +41,19 @@ class Lease(Generic[T]):
     def __init__(self, why: str) -> None:
         self.why = why
         self.units: dict[T, None] = {}
-        """Those that it keeps, in the order in which it took them."""
+        """The units that it keeps, in the order in which it took them."""
 
     def __repr__(self) -> str:
         return f"Lease({self.why}, {len(self.units)} units)"
 
     def take(self, *units: T) -> None:
-        """Keep units gathered from now on. They are gathered by others."""
+        """Keep units gathered from now on. The caller gathers them."""
         for unit in units:
             self.units[unit] = None
             unit.leases.add(self)
 
     def end(self, units: Iterable[T] | None = None) -> None:
-        """Keep units no longer; None: all. They are freed by others, where nobody else keeps them."""
+        """Keep units no longer; None: all of them. The caller frees those without another lease."""
         for unit in tuple(self.units if units is None else units):
             if unit in self.units:
                 del self.units[unit]
@@ -69,6 +69,6 @@ class Leases(Generic[T]):
         self.second_graph, self.held = Lease[T]("second graph"), Lease[T]("held")
 
     def end_forward(self) -> None:
-        """A forward is over, also where it has failed: what it kept for itself goes."""
+        """End the leases of a forward that is over or has failed."""
         for lease in (self.in_use, self.ahead, self.trailing, self.staying):
             lease.end()

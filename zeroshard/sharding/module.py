@@ -1,4 +1,4 @@
-"""A sharded module: its units, and what is asked of them between forward and backward."""
+"""A sharded module: its units, and the questions about them between forward and backward."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class ShardedModule:
 
     Args:
         units: the root unit first.
-        context: what their buffers share.
-        changes: of the modules.
+        context: the objects that their buffers share.
+        changes: the changes of the modules.
     """
 
     def __init__(self, units: Sequence[Unit], context: Context, changes: Changes) -> None:
         self.root, self.units, self.context, self.changes = units[0], tuple(units), context, changes
         self.state, self.here = context.state, context.axes.dp.rank_status
         self.ignored: Mapping[nn.Parameter, str] = {}
-        """Parameters that are not sharded, which optimizers may step beside the others."""
+        """Parameters that are not sharded; optimizers may step them beside the others."""
         placements = context.setting.placements
         makes_same_calls = placements.frees_parameters and context.axes.dp_replicate.size == 1
         self.order = UnitOrder(units, is_common=makes_same_calls)
@@ -40,7 +40,7 @@ class ShardedModule:
     def _answer_parameters(
         self, finish_gathers: Callable[[], None], forget_gradient: Callable[[Any], None]
     ) -> None:
-        """Give parameters the calls that they make; they do not keep the module alive."""
+        """Give parameters the functions that they call, without a strong reference to the module."""
         finish, forget = weakref.WeakMethod(finish_gathers), weakref.WeakMethod(forget_gradient)
         owns = weakref.WeakMethod(self._owns_memory)
         self.state.before_edit = lambda: (call := finish()) is not None and call()
@@ -92,10 +92,10 @@ class ShardedModule:
         ]
 
     def require_slices(self, what: str) -> None:
-        """Refuse what works on sharded parameters while others stand in for them.
+        """Refuse a call that works on sharded parameters while others stand in for them.
 
         Raises:
-            RuntimeError: inside unsharded().
+            RuntimeError: the call is inside unsharded().
         """
         if any(unit.slots.is_shown for unit in self.units):
             raise RuntimeError(
@@ -104,10 +104,10 @@ class ShardedModule:
             )
 
     def check_slots(self) -> None:
-        """Before parameters are read: refuse those that others have put into the modules.
+        """Refuse parameters that others have put into the modules, before parameters are read.
 
         Raises:
-            RuntimeError: naming the first one, on the rank that has it.
+            RuntimeError: the name of the first one, on the rank that has it.
         """
         for unit in self.units:
             unit.slots.check()
@@ -118,13 +118,13 @@ class ShardedModule:
             buffer.changed()
 
     def refresh(self) -> None:
-        """Main parameters have changed: gather replicated ones again, and free the others."""
+        """Gather replicated parameters again and free the others, after main parameters have changed."""
         for unit in reversed(self.order.of_reductions()):  # the same on all ranks; about that of a forward
             unit.refresh()
         self.state.reads_main = any(unit.state is UnitState.GATHERING for unit in self.units)
 
     def finish_gathers(self) -> None:
-        """Before main parameters change: wait for the gathers that read them."""
+        """Wait for the gathers that read main parameters, before these change."""
         if self.state.reads_main:
             self.state.reads_main = False
             for unit in self.units:

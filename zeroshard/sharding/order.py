@@ -1,10 +1,10 @@
 """The order in which units run: the units that are gathered ahead in forward, and the order of reductions.
 
-A rank learns it from its own forwards. Reductions must start in one order on all ranks, or two ranks would
-each wait for a reduction that the other has not begun. Where parameters are gathered in a forward, all ranks
-make the same calls, and the order in which a backward leaves units is known to all of them. Elsewhere ranks
-may take different branches and leave out different units. There the ranks agree on one order before the first
-reduction, and again after a rank has met a new unit or another order.
+A rank learns the order from its own forwards. Reductions must start in one order on all ranks, or two ranks
+would each wait for a reduction that the other has not begun. If parameters are gathered in a forward, all
+ranks make the same calls and know the order in which a backward leaves units. At other stages ranks may take
+different branches and leave out different units. They agree on one order before the first reduction, and
+again after a rank has met a new unit or another order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def merge(orders: Iterable[Sequence[T]]) -> list[T]:
-    """One order of all elements: each that is new goes right behind the one before it in its own order."""
+    """Make one order of all elements: a new element goes right behind its predecessor in its own order."""
     merged: list[T] = []
     for order in orders:
         place = 0
@@ -38,7 +38,7 @@ class UnitOrder:
 
     Args:
         units: the root unit first.
-        is_common: True where all ranks make the same calls, so that nothing has to be agreed on.
+        is_common: True if all ranks make the same calls; then they need no agreement.
     """
 
     def __init__(self, units: Sequence[Unit], *, is_common: bool) -> None:
@@ -59,12 +59,12 @@ class UnitOrder:
             self.has_changed = not self._is_common
 
     def leave(self, units: Sequence[Unit]) -> None:
-        """A backward begins that leaves units in this order."""
+        """Take in the order in which a new backward leaves units."""
         if self._is_common:
             self._reduce([unit for unit in units if unit is not self._by_name[""]])
 
     def agree(self, axis: Axis) -> None:
-        """Make one order of those of all ranks."""
+        """Make one order of the orders of all ranks; collective."""
         if self._is_common:
             return
         own = [unit.name for unit in self.units]
@@ -79,12 +79,12 @@ class UnitOrder:
         return self._reductions
 
     def following(self, unit: Unit, num: int) -> list[Unit]:
-        """The next ones in forward; of the root, the first. None where the unit is new."""
+        """The next units in forward; of the root, the first ones. A new unit has none."""
         is_known = unit.position >= 0 or unit is self._by_name[""]
         return self.units[unit.position + 1 : unit.position + 1 + num] if is_known else []
 
     def _reduce(self, first: list[Unit]) -> None:
-        """From now on reduce these first: agreed on by all ranks, or in the order of the last backward."""
+        """Reduce these units first from now on: the order is agreed on, or follows from the last backward."""
         root, *others = self._by_name.values()
         known = set(first)
         self._reductions = [*first, *(unit for unit in reversed(others) if unit not in known), root]

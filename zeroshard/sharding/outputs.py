@@ -18,8 +18,8 @@ class OutputHooks:
     """Hooks outputs.
 
     Args:
-        before_backward: called with the call of an output before the gradient of that goes on.
-        before_layer: called likewise for a layer inside, also where the call has been entered already.
+        before_backward: takes the call of an output when the gradient of that output arrives.
+        before_layer: the same for a layer inside; the call may have been entered already.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class OutputHooks:
         """Hook the outputs of a forward that will have a backward.
 
         Returns:
-            The output, and True if gradients may come back through something that cannot be hooked.
+            The output, and True if gradients may come back through an object that cannot be hooked.
         """
         if not torch.is_grad_enabled():
             return output, False
         tensors, is_opaque = find_tensors(output)
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
         if any(tensor.is_leaf or tensor._backward_hooks for tensor in tensors):
-            # A unit that returned its input: hooks of one tensor would run in the order of the forward. Those
-            # of a parameter, which lives on, would run in later backwards too.
+            # A unit may return its input: two hooks of one tensor would run in the order of the forward. It
+            # may return a parameter, which lives on: a hook on it would run in later backwards too.
             output = view_tensors(output)
             tensors = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
         if tensors:

@@ -1,10 +1,10 @@
-"""How many forwards, backwards and steps this rank has come through, compared with the other ranks.
+"""The numbers of forwards, backwards and steps of this rank, compared with those of the other ranks.
 
-A rank that leaves out a batch, because it caught an exception of its own or skipped a loss, goes on with its
-next one. At stages 0 to 2 its reductions then meet those of the others, so nothing fails until the ranks that
-are behind wait at the end. The agreement at the end of a backward has room to notice it: without an exchange
-more, each bit of the number of forwards is sent once as it is and once inverted. Steps are noted in the
-ledger, which is compared there too.
+A rank may leave out a batch, because it caught an exception of its own or skipped a loss. It goes on with its
+next batch. At stages 0 to 2 its reductions then meet those of the others, so nothing fails until the ranks
+behind wait at the end. The agreement at the end of a backward notices it without another exchange: each bit
+of the number of forwards is sent once as it is and once inverted. Steps are noted in the ledger, which is
+compared there too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NUM_BITS = 4
 
 
 class Pace:
-    """Counts what this rank does, and compares it where the ranks agree anyway."""
+    """Counts forwards and backwards, and compares them in agreements that are made anyway."""
 
     def __init__(self) -> None:
         self.num_forwards = 0
@@ -29,10 +29,10 @@ class Pace:
         self._num_dropped, self._has_warned_of_drops = 0, False
 
     def expect_backwards(self, number: int) -> None:
-        """The user steps the optimizer: if it is the first time, warn where fewer backwards came before.
+        """Warn of a first step by the user after fewer backwards than a step has.
 
         Args:
-            number: the accumulation steps of the config, which only the engine's step counts.
+            number: the accumulation steps of the config; only the engine's step counts them.
         """
         had, is_first, self._has_stepped = self.num_backwards, not self._has_stepped, True
         if is_first and 0 < had < number:
@@ -45,11 +45,11 @@ class Pace:
             )
 
     def drop(self, number: int, num_micro_batches: int) -> None:
-        """Gradients are dropped; warn once where the same is done again and again, so that no step comes.
+        """Note that gradients are dropped; warn once if that happens again and again, so that no step comes.
 
         Args:
-            number: the micro-batches behind them, of an unfinished step; 0 after a step.
-            num_micro_batches: of a whole step.
+            number: the micro-batches of the unfinished step behind them; 0 after a step.
+            num_micro_batches: the micro-batches of a whole step.
         """
         self._num_dropped = self._num_dropped + number if number else 0
         if self._num_dropped >= num_micro_batches and not self._has_warned_of_drops:
@@ -62,7 +62,7 @@ class Pace:
             )
 
     def flags(self) -> list[bool]:
-        """Flags of which, over all ranks, a bit is set both ways if the numbers of forwards differ."""
+        """Each bit of the number of forwards, and its inverse: ranks differ if both are set on any rank."""
         number = min(self.num_forwards, (1 << _NUM_BITS) - 1)
         bits = [bool(number >> bit & 1) for bit in range(_NUM_BITS)]
         return [*bits, *(not bit for bit in bits)]
@@ -71,7 +71,7 @@ class Pace:
         """Warn once if another rank has called the model another number of times.
 
         Args:
-            any_rank: `flags()`, each set if it is on any rank.
+            any_rank: `flags()` over all ranks; each is set if it is set on any rank.
         """
         own, self.num_forwards = self.num_forwards, 0
         is_set, is_clear = any_rank[:_NUM_BITS], any_rank[_NUM_BITS:]
@@ -89,7 +89,7 @@ class Pace:
 
 
 def warn_no_gradients() -> None:
-    """Warn of an engine's step that has nothing to step with."""
+    """Warn of an engine's step without gradients."""
     warnings.warn(
         "engine.step() without a gradient: no backward has reached a parameter since the last step or "
         "zero_grad(), so no step was taken. Call engine.backward(loss) before it, with a loss that depends "

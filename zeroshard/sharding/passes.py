@@ -3,12 +3,12 @@
     before forward    unshard this, prefetch the next, wait for this
     after forward     put the sharded parameters back; the storage goes when the next unit begins
     before backward   take the turns of the backward up to this unit, wait for it. It begins with the first
-                      gradient of an output, or of a layer inside whose values have left beside the outputs
+                      gradient of an output, or of a layer inside: its values may leave beside the outputs
     a gradient        pack it; when the unit has all of its gradients and it is its turn, start the reduction
     end of backward   take the turns that are left, agree on which parameters were used, deliver, free
 
 `hooks.py` calls these verbs. `calls.py` notes the calls of a forward, `backward.py` makes the turns of a
-backward of them, `lease.py` tells until when a unit stays gathered.
+backward of them, `lease.py` lists the reasons to keep a unit gathered.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Passes(ShardedModule):
 
     Args:
         units: the root unit first.
-        context: what their buffers share.
+        context: the objects that their buffers share.
         pool: scratch buffers of the backward.
-        num_prefetch: how many units are gathered ahead.
-        output_dtype: floating-point outputs of the root are cast to it.
-        changes: of the modules.
+        num_prefetch: the number of units that are gathered ahead.
+        output_dtype: the dtype to which floating-point outputs of the root are cast.
+        changes: the changes of the modules.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Passes(ShardedModule):
         self._walk = self._begin_walk()
         """The backward under way, or the last one."""
         self._backward: Callable[[], object] = object
-        """Gives None when the backward that was begun has ended in an exception."""
+        """Returns None when the backward that was begun has ended in an exception."""
 
     # -- forward --------------------------------------------------------------------------------------
 
@@ -106,8 +106,8 @@ class Passes(ShardedModule):
         """Free what has ended, gather this unit and start to gather the next, and show it in the modules.
 
         Args:
-            unit: whose forward begins.
-            caller: a frame that runs as long as that does.
+            unit: the unit whose forward begins.
+            caller: a frame that runs as long as that forward.
         """
         if self.is_in_method and unit is self.root:
             return
@@ -160,7 +160,7 @@ class Passes(ShardedModule):
             self._walk.enter_again(unit)
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
-        """Hook the outputs for backward; the output, or views of it."""
+        """Hook the outputs for backward; return the output, or views of it."""
         if self.is_in_method and unit is self.root:
             return output
         if unit is self.root and self._output_dtype is not None:
@@ -184,7 +184,7 @@ class Passes(ShardedModule):
         return output
 
     def leave_forward(self, unit: Unit) -> None:
-        """A forward is over, perhaps by an exception; then the root's has not come to its end."""
+        """End a forward, perhaps after an exception; then the root's forward has failed, too."""
         if self.is_in_method and unit is self.root:
             return
         if is_transformed():
@@ -195,7 +195,7 @@ class Passes(ShardedModule):
         self._calls.end(unit, is_second)
         unit.edits.keep()
         if not is_second:
-            if not unit.is_in_forward:  # else it has called itself
+            if not unit.is_in_forward:  # else the unit has called itself
                 if not unit.is_resident:
                     self.leases.in_use.end((unit,))
                 if not self.leases.held.units:
@@ -219,8 +219,8 @@ class Passes(ShardedModule):
         self.refresh()
 
     def _end_forward(self, may_have_backward: bool) -> None:
-        """Keep what backward begins with, or what it would gather again, and free the rest."""
-        if self.state.phase is _FORWARD:  # not of a root that has called itself
+        """Keep the units that backward begins with or would gather again, and free the others."""
+        if self.state.phase is _FORWARD:  # unless the root has called itself
             self.state.move(_REST)
         self.order.follow(self._called, has_backward=may_have_backward)
         self.leases.graph.end()
@@ -231,7 +231,7 @@ class Passes(ShardedModule):
         self._free(self.units, for_backward=may_have_backward)
 
     def abandon_forward(self) -> None:
-        """If a forward was begun, it has ended in an exception. Gradients stay as they are."""
+        """Clean up after a forward that has ended in an exception, if there is one. Gradients stay."""
         if self.state.phase is _FORWARD and not is_in_backward():
             self.state.move(_REST)
             self._calls.drop_failed()
@@ -306,7 +306,7 @@ class Passes(ShardedModule):
                 yield from (p for p in gradients.buffer.unsharded if p.requires_grad)
 
     def _agree_on_frozen(self) -> None:
-        """A frozen unit has a backward if something trained ran before it, perhaps on some ranks only."""
+        """Agree on frozen units with a backward: those after a trained module, perhaps on some ranks only."""
         units = [unit for unit in self.units[1:] if unit.may_join_backward]
         flags = [bool(unit.open_calls) for unit in units]
         answer = self.context.axes.dp.any(flags, "agreement on which frozen units have a backward")
@@ -314,7 +314,7 @@ class Passes(ShardedModule):
             unit.joins_backward = joins
 
     def receive(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
-        """Autograd has the whole gradient of a parameter: pack it, and start the reductions that are due."""
+        """Pack a parameter's gradient, which autograd has whole, and start the reductions that are due."""
         reducer = self.reducer
         if reducer.lacks_scale:
             raise RuntimeError(
@@ -336,13 +336,13 @@ class Passes(ShardedModule):
             self._walk.note_gradient(unit)
 
     def announce(self, more: bool, *, send: bool, loss_scale: float) -> None:
-        """Tell what a backward that has just begun means; see `Reducer.announce`."""
+        """Give a backward that has just begun its part in the step; see `Reducer.announce`."""
         if self.state.phase is _BACKWARD and self._backward() is None:
             self._abandon_backward()
         self.reducer.announce(more, send=send, loss_scale=loss_scale)
 
         def forget() -> None:
-            if self.state.phase is not _BACKWARD:  # it did not come here; else its end forgets
+            if self.state.phase is not _BACKWARD:  # the backward did not come here; else its end forgets
                 self.reducer.forget_announced()
 
         at_end_of_backward(forget)
@@ -356,7 +356,7 @@ class Passes(ShardedModule):
         completes = self.reducer.accumulates and not self.reducer.has_more
         self.reducer.forget_announced()
         self.put_away()
-        torch.clear_autocast_cache()  # of casts whose gradients would arrive at the end of the next backward
+        torch.clear_autocast_cache()  # gradients of old casts would arrive at the end of the next backward
         self.here.leave()
         if completes:
             self.reducer.call_hooks()

@@ -1,4 +1,4 @@
-"""Gradient hooks of the user's on the parameters of a sharded model.
+"""The user's gradient hooks on the parameters of a sharded model.
 
 A tensor hook (`register_hook`) belongs to the unsharded parameter. It gets the whole gradient of this rank's
 micro-batch before that is reduced, as in DistributedDataParallel. A post-accumulate hook belongs to the
@@ -27,12 +27,12 @@ class PostAccumulateHooks:
         """The parameters whose gradients have been delivered and whose hooks have not been called."""
 
     def note(self, gradients: Gradients, used: Sequence[bool]) -> None:
-        """The gradients of the parameters in `used` have been delivered, and some have hooks."""
+        """Note that gradients have been delivered to the parameters in `used`; some have hooks."""
         pairs = zip(gradients.buffer.sharded, used, strict=True)
         self._waiting.update((id(parameter), parameter) for parameter, is_used in pairs if is_used)
 
     def call(self) -> None:
-        """No later micro-batch adds to the gradients: call the hooks of those that were delivered."""
+        """Call the hooks of delivered gradients: no later micro-batch adds to them."""
         waiting, self._waiting = self._waiting, {}
         for parameter in waiting.values():
             with past_guards():
@@ -43,12 +43,12 @@ class PostAccumulateHooks:
                     hook(parameter)
 
     def drop(self) -> None:
-        """The gradients are forgotten."""
+        """Forget the parameters that wait: their gradients were dropped."""
         self._waiting.clear()
 
 
 def redirect_hooks(unsharded: nn.Parameter, sharded: ShardedParameter) -> None:
-    """Let a forward register post-accumulate hooks: those of the unsharded parameter see no gradient."""
+    """Send post-accumulate hooks that a forward registers to the sharded parameter."""
     reference = weakref.ref(sharded)
 
     def register(hook: Callable[[Tensor], None]) -> Any:

@@ -1,10 +1,10 @@
 """The gradients of all units: reduced as they arrive, delivered together at the end of a backward.
 
-[Note: Two packed units] A packed buffer is as large as its unit. At any time of a backward there are those of
-one unit that is being packed, of one unit whose first exchange is under way, and of the root. So before a
-unit is packed, all reductions but the newest wait for their exchange. Further exchanges of a reduction
-(between shard groups, or back to all ranks) start only where a reduction starts, so that their order is the
-same on all ranks.
+[Note: Two packed units] A packed buffer is as large as its unit. At any time of a backward there are packed
+buffers of at most two units and the root: one unit is being packed, and the first exchange of another one is
+under way. So before a unit is packed, all reductions but the newest wait for their exchange. Further
+exchanges of a reduction (between shard groups, or back to all ranks) start only when a reduction starts, so
+that their order is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from zeroshard.sharding.unit import Unit
 
 
 class _Agreed(NamedTuple):
-    """How a backward has ended on all ranks together."""
+    """The end of a backward on all ranks together."""
 
     used: list[list[bool]]
     """For each buffer and parameter, True if any rank has a gradient."""
     again: list[Unit]
-    """The units whose gradients came in two parts on any rank, of which one is still to be reduced."""
+    """The units whose gradients came in two parts on any rank; the second part is still to be reduced."""
     has_changed: bool
     """True if any rank has met another order of units."""
     has_failed: bool
     """True if any rank's backward has ended in an exception."""
     pace: list[bool]
-    """`Pace.flags`, each set if it is on any rank."""
+    """`Pace.flags` over all ranks: each is set if it is set on any rank."""
 
 
 class Meaning(NamedTuple):
     """The part that a backward has in a step."""
 
     defers: bool = False
-    """True where it adds gradients up locally and sends nothing."""
+    """True if it adds gradients up locally and sends nothing."""
     has_more: bool = False
-    """True where a later backward adds to its gradients."""
+    """True if a later backward adds to its gradients."""
 
 
 class Reducer:
@@ -57,10 +57,10 @@ class Reducer:
 
     Args:
         units: the root unit first.
-        axis: whose ranks take part.
+        axis: the axis whose ranks take part.
         pool: the buffers that gradients are packed into; emptied after each delivery.
-        order: of the units; agreed on here.
-        state: of the module.
+        order: the order of the units; agreed on here.
+        state: the state of the module.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class Reducer:
         self.is_deferring = False
         """True if backward adds gradients up locally and sends nothing."""
         self._has_more = False
-        """True if a later backward adds to what this one gives."""
+        """True if a later backward adds to the gradients of this one."""
         self._asked, self._announced = Meaning(), Meaning()
-        """By those around a backward, and by a loss inside one: see `deferring` and `announce`."""
+        """Set around a backward by `deferring`, and inside one by `announce`."""
         self.is_half = any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers)
         """True if gradients pass through float16, where small ones vanish: the loss must be scaled."""
         self.lacks_scale = self.is_half
-        """True if a gradient that arrives now is one of a loss that was not scaled."""
+        """True if gradients that arrive now belong to an unscaled loss."""
         self.accumulates = True
-        """False in a backward that gives no gradients to parameters: what is deferred stays so."""
+        """False in a backward that gives no gradients to parameters: deferred sums stay deferred."""
         self._is_open = False
         """True from the beginning of a backward that reduces to the agreement at its end."""
         self._is_tainted = False
@@ -104,10 +104,10 @@ class Reducer:
 
     @contextmanager
     def deferring(self, more: bool, *, send: bool = False) -> Iterator[None]:
-        """While `more`, a later backward adds to the gradients, and this one adds them up locally.
+        """Defer reductions while `more` is true: this backward adds up locally, and a later one adds to it.
 
         Args:
-            send: reduce them nevertheless; then they go into p.grad, unless that is narrower than float32.
+            send: reduce the gradients nevertheless, into p.grad unless that is narrower than float32.
         """
         before = self._asked
         wanted = self._meaning(more, send)
@@ -120,14 +120,14 @@ class Reducer:
             self._follow()
 
     def announce(self, more: bool, *, send: bool, loss_scale: float) -> None:
-        """Inside a backward, before any gradient: it is as under `deferring` and `scaled`, up to its end."""
+        """Do what `deferring` and `scaled` do, for a backward that has begun and has no gradient yet."""
         self._announced, self.lacks_scale = self._meaning(more, send), False
         self._follow()
         for gradients in self._all:
             gradients.unscale = 1.0 / loss_scale
 
     def forget_announced(self) -> None:
-        """The backward is over."""
+        """Forget what was announced: the backward is over."""
         self.accumulates = True
         self._announced, self.lacks_scale = Meaning(), self.is_half
         self._follow()
@@ -146,7 +146,7 @@ class Reducer:
 
     @contextmanager
     def scaled(self, loss_scale: float) -> Iterator[None]:
-        """While on, backward is that of a loss times `loss_scale`; what it adds to p.grad is without it.
+        """Take the loss scale out of gradients: the loss of a backward inside was multiplied by it.
 
         The scale may change only when there are no gradients.
         """
@@ -159,10 +159,10 @@ class Reducer:
             self.lacks_scale = self.is_half
 
     def begin(self, accumulates: bool) -> None:
-        """A backward begins.
+        """Begin a backward.
 
         Args:
-            accumulates: False where it gives no gradients to parameters; then it sends nothing.
+            accumulates: False if it gives no gradients to parameters; then it sends nothing.
         """
         self.accumulates = accumulates
         self._follow()
@@ -174,7 +174,7 @@ class Reducer:
             self._open()
 
     def _open(self) -> None:
-        """Reductions begin."""
+        """Begin the reductions of a backward."""
         if self._must_agree:
             self._order.agree(self._axis)
             self._must_agree = False
@@ -203,7 +203,7 @@ class Reducer:
         return True
 
     def make_room(self) -> None:
-        """Before a buffer is packed: free those of all reductions but the newest."""
+        """Free the packed buffers of all reductions but the newest, before a buffer is packed."""
         for unit in self.under_way[:-1]:
             unit.settle_reduce()
 
@@ -214,7 +214,7 @@ class Reducer:
             self.under_way.append(unit)
 
     def _progress(self, but: int) -> None:
-        """Let all reductions under way, but the newest ones, come to their next exchange."""
+        """Bring all reductions under way, but the newest ones, to their next exchange."""
         if self.under_way:
             for unit in self.under_way[: len(self.under_way) - but]:
                 unit.progress_reduce()
@@ -226,12 +226,12 @@ class Reducer:
             self._progress(but=0)
 
     def _start_rest(self) -> None:
-        """Start what this backward has not reduced, the root last."""
+        """Start the reductions that this backward has not started, the root's last."""
         while self._to_start:
             self._start(self._to_start.popleft())
 
     def end(self) -> None:
-        """A backward has ended: reduce what is left and deliver, or keep the sums."""
+        """End a backward: start the reductions that are left and deliver, or keep the sums."""
         if not self.accumulates:
             return
         self.pace.num_backwards += 1
@@ -261,11 +261,11 @@ class Reducer:
         self._hooks.call()
 
     def call_hooks(self) -> None:
-        """A backward is over, and no later one adds to its gradients: call their hooks."""
+        """Call the hooks of gradients after a backward to which no later one adds."""
         self._hooks.call()
 
     def forget(self, parameter: ShardedParameter) -> None:
-        """Forget what was added up of one gradient and was not reduced yet, as `p.grad = None` does."""
+        """Forget the sum of one gradient that was not reduced yet, as `p.grad = None` does."""
         if not self._places:
             for gradients in self._all:
                 places = enumerate(gradients.buffer.sharded)
@@ -284,7 +284,7 @@ class Reducer:
                 gradients.drop()
 
     def abandon(self) -> None:
-        """A backward has ended in an exception: forget the gradients that have not been delivered.
+        """Forget the gradients that have not been delivered: the backward has ended in an exception.
 
         Other ranks may have started reductions that this one has not, and may come to their end. So the rest
         is reduced here as well, and the agreement tells the other ranks.
@@ -308,7 +308,7 @@ class Reducer:
         self._pool.release()
 
     def _deliver(self) -> None:
-        """Reduce what this backward has not; then hand gradients to the parameters.
+        """Start the reductions that are left, wait, and hand gradients to the parameters.
 
         Raises:
             RuntimeError: the backward of another rank has ended in an exception; or the ranks have issued
@@ -336,7 +336,7 @@ class Reducer:
         self.pace.compare(agreed.pace)
 
     def _agree(self, has_failed: bool) -> _Agreed:
-        """Tell all ranks how this backward has ended here; meanwhile reductions come to their end."""
+        """Tell all ranks the end of this backward here; meanwhile reductions come to their end."""
         units = self._order.of_reductions()
         flags = [flag for gradients in self._all for flag in gradients.used]
         flags += [*(unit.has_more for unit in units), self._order.has_changed, has_failed]

@@ -1,4 +1,4 @@
-"""The runtime of a sharded module: its forwards and backwards, and what is around a step of an optimizer."""
+"""The runtime of a sharded module: its forwards and backwards, and the calls around an optimizer step."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Runtime(Passes):
         self.reducer.before_step()
 
     def after_step(self, is_last: bool = True) -> None:
-        """Main parameters changed: replicated parameters are gathered again while the host goes on.
+        """Start to gather replicated parameters again, since main parameters have changed.
 
         Args:
-            is_last: False where another optimizer steps together with this one.
+            is_last: False if another optimizer steps together with this one, later.
         """
         self.context.axes.dp.ledger.note(STEP, REDUCE)
         self.reducer.pace.num_backwards = 0
-        torch.clear_autocast_cache()  # torch keeps casts to the end of the context, whatever has changed
+        torch.clear_autocast_cache()  # torch keeps casts up to the end of the context
         self.changed(buffer for buffer in self.buffers if buffer.trainable)
         if self.state.phase is (Phase.STEP if is_last else Phase.REST):
             self.state.move(Phase.REST if is_last else Phase.STEP)
@@ -75,13 +75,13 @@ class Runtime(Passes):
                 unit.wait()
 
     def _forget_gradient(self, parameter: ShardedParameter) -> None:
-        """Forget what was added up of the gradient of one parameter and was not reduced yet."""
+        """Forget the sum of gradients of one parameter that was not reduced yet."""
         if not is_in_backward():
             self._recover()
             self.reducer.forget(parameter)
 
     def _drop_graphs(self) -> None:
-        """A step ends: no backward goes through earlier forwards and backwards any more."""
+        """Let go of earlier forwards and backwards: after a step no backward goes through them."""
         if self.leases.second_graph.units or self.leases.opaque.units:
             self.leases.second_graph.end()
             self._calls.end_backward()

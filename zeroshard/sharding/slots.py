@@ -1,8 +1,8 @@
-"""The places in modules that hold a unit's parameters: what they show, and what others put there.
+"""The slots of a unit: the places in modules that hold its parameters.
 
-A slot shows the sharded parameter, or what stands in for it under `unsharded()`; in forward and backward it
-shows the unsharded one. Anything else was put there by somebody: by an assignment after `initialize`, or for
-one call by `torch.func.functional_call`. The engine computes with its own parameters, so it refuses others.
+A slot shows the sharded parameter, or a stand-in for it under `unsharded()`. In forward and backward it shows
+the unsharded parameter. Any other object was put there by somebody: by an assignment after `initialize`, or
+for one call by `torch.func.functional_call`. The engine computes with its own parameters and refuses others.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class ShownParameter(nn.Parameter):
     """A full parameter under `unsharded()`. Edits of its data count as edits of itself.
 
     Attributes:
-        fqn: the original name; None for one that was made of a shown one.
+        fqn: the original name; None for a parameter that was made of a shown one.
     """
 
     fqn: str | None = None
 
     @staticmethod
     def over(view: Tensor, requires_grad: bool, fqn: str) -> ShownParameter:
-        """One whose memory is that of `view`, with a version counter of its own."""
+        """Make a parameter over the memory of `view`, with a version counter of its own."""
         parameter = nn.Parameter(view.new_empty(0), requires_grad)
         parameter.data = view
         parameter.__class__ = ShownParameter
@@ -53,7 +53,7 @@ class ShownParameter(nn.Parameter):
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter: a copy of the model is an ordinary one."""
+        """Copy it as a plain parameter: a copy of the model is an ordinary model."""
         twin = memo[id(self)] = nn.Parameter(Tensor.detach(self).clone(), self.requires_grad)
         return twin
 
@@ -66,9 +66,9 @@ class ShownParameter(nn.Parameter):
         Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
 
     def detach(self) -> Tensor:
-        """Return the values without a graph; to `nn.Parameter(...)` of a shown one, another shown one.
+        """Return the values without a graph; to `nn.Parameter(...)`, another shown parameter.
 
-        torch expects that of subclasses, so that what it makes of one is a parameter too.
+        torch expects that of subclasses, so that `nn.Parameter(...)` of one is a parameter, too.
         """
         is_for_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
         values = Tensor.detach(self)
@@ -79,7 +79,7 @@ class Slots:
     """The slots of one unit.
 
     Args:
-        buffers: of the unit.
+        buffers: the buffers of the unit.
     """
 
     def __init__(self, buffers: Sequence[FlatBuffer]) -> None:
@@ -94,9 +94,9 @@ class Slots:
         self._is_plain = all(type(m).__setattr__ is nn.Module.__setattr__ for m, _, _, _ in self._places)
         self._stand_ins: Mapping[int, nn.Parameter] = {}
         self._at_rest: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-        """Each slot with the unsharded parameter and what it shows at rest."""
+        """Each slot with the unsharded parameter, and with the parameter that it shows at rest."""
         self._versions: dict[int, tuple[int, int]] = {}
-        """Of what stands in, by its id: version and place in memory when it was first shown."""
+        """The version and the place in memory of each stand-in when it was first shown, by its id."""
         self.stand_in({})
 
     @property
@@ -106,14 +106,14 @@ class Slots:
 
     @property
     def is_shown(self) -> bool:
-        """True while others stand in for the sharded parameters."""
+        """True while stand-ins are shown for the sharded parameters."""
         return bool(self._stand_ins)
 
     def stand_in(self, parameters: Mapping[int, nn.Parameter]) -> Mapping[int, nn.Parameter]:
-        """From now on show others at rest, by the id of the sharded parameter.
+        """Show stand-ins at rest from now on, by the id of the sharded parameter.
 
         Returns:
-            What was shown before.
+            The stand-ins that were shown before.
         """
         before, self._stand_ins = self._stand_ins, parameters
         self._at_rest = [
@@ -126,7 +126,7 @@ class Slots:
             if parameters
         }
         for owner, attribute, _, shown in self._at_rest:
-            if attribute in owner._parameters:  # what was removed stays so, for `check` to find
+            if attribute in owner._parameters:  # a removed parameter stays removed, for `check` to find
                 self._put(owner, attribute, shown)
         return before
 
@@ -134,7 +134,7 @@ class Slots:
         """Show the unsharded parameters.
 
         Raises:
-            RuntimeError: as `check`; what stands in was edited, which the engine does not see.
+            RuntimeError: as `check`; or a stand-in was edited, which the engine does not see.
         """
         if self._stand_ins:
             self._check_shown()
@@ -151,7 +151,7 @@ class Slots:
                 self._put(owner, attribute, unsharded)
 
     def uninstall(self) -> None:
-        """Show what is shown at rest. What others put there stays, for `check` to find."""
+        """Show the parameters of rest again. An object of others stays, for `check` to find."""
         for owner, attribute, unsharded, shown in self._at_rest:
             slots = owner._parameters
             if slots.get(attribute) is unsharded:
@@ -161,10 +161,10 @@ class Slots:
                     self._put(owner, attribute, shown)
 
     def check(self) -> None:
-        """Look at what the slots hold, between forwards.
+        """Look at the slots between forwards.
 
         Raises:
-            RuntimeError: a slot holds something else.
+            RuntimeError: a slot holds an object of others.
         """
         for owner, attribute, unsharded, shown in self._at_rest:
             current = owner._parameters.get(attribute)

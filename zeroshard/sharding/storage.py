@@ -1,9 +1,9 @@
-"""Memory that is given back and taken again while tensors view it.
+"""Memory that is freed and allocated again under its views.
 
 Autograd keeps views of parameters from forward to backward, so the storage stays and only its memory goes.
-A view of it that somebody else has kept would make a kernel read at address 0, which ends the process;
-torch 2.14 can raise an error there instead, 2.11 cannot. Under `no_grad` nobody but the user keeps a view.
-tests/sharding/test_storage.py notices a change in what torch offers.
+A view that somebody else has kept would make a kernel read at address 0, and the process would end. torch
+2.14 can raise an error instead, 2.11 cannot. Under `no_grad` nobody but the user keeps a view.
+tests/sharding/test_storage.py notices a change of torch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _CAN_FORBID = hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg")
 
 
 def release(tensor: Tensor, message: str) -> None:
-    """Give back the memory under a tensor. Who reads it, or a view of it, gets a RuntimeError.
+    """Free the memory under a tensor. A read of the tensor, or of a view, then raises a RuntimeError.
 
     Args:
-        tensor: over a storage that is all its own.
-        message: of that error.
+        tensor: a tensor over a storage that is all its own.
+        message: the message of that error.
     """
     storage = tensor.untyped_storage()
     try:
@@ -31,7 +31,7 @@ def release(tensor: Tensor, message: str) -> None:
 
 
 def allocate(tensor: Tensor, num_bytes: int) -> None:
-    """Take memory again for a tensor and its views."""
+    """Allocate memory again for a tensor and its views."""
     storage = tensor.untyped_storage()
     if _CAN_FORBID:
         torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
@@ -39,10 +39,10 @@ def allocate(tensor: Tensor, num_bytes: int) -> None:
 
 
 def share_storage(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors lie in one storage, whose memory may be given back at the moment."""
+    """True if two tensors lie in one storage, even while its memory is freed."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def count_views(tensor: Tensor) -> int:
-    """The tensors over the storage of a tensor, itself and those that autograd keeps included."""
+    """Count the tensors over the storage of a tensor, including itself and those that autograd keeps."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

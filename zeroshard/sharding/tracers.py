@@ -12,7 +12,7 @@ def refuse_tracers() -> None:
     """Refuse a forward whose operations are recorded, or not computed.
 
     Raises:
-        RuntimeError: naming the tracer that is around.
+        RuntimeError: the name of the tracer.
     """
     refuse_recording("a forward of a sharded model")
     if (tracer := tracer_around()) is not None:

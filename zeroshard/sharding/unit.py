@@ -47,10 +47,10 @@ _is_stale, _has_more = attrgetter("is_stale"), attrgetter("has_more")
 _is_reducing, _num_missing = attrgetter("is_reducing"), attrgetter("num_missing")
 
 _OWN_KINDS = (Tensor, nn.Parameter, UnshardedParameter)
-"""The types of the unsharded parameters and of what views them."""
+"""The types of the unsharded parameters and of their views."""
 
 NEVER = -1
-"""The tick of what has not happened yet."""
+"""The tick of an event that has not happened yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,9 +58,9 @@ class Region:
     """The calls inside one activation checkpoint, whose second forward needs all of their units."""
 
     began: int
-    """The first call began here."""
+    """The tick at which the first call began."""
     ended: int = NEVER
-    """The last call ended here."""
+    """The tick at which the last call ended."""
 
 
 @dataclass(slots=True)
@@ -68,14 +68,14 @@ class Visit:
     """The calls of a unit in one or several forwards, in ticks of the clock of a `CallLog`."""
 
     began: int
-    """The first call began here."""
+    """The tick at which the first call began."""
     ended: int = NEVER
-    """The last call ended here."""
+    """The tick at which the last call ended."""
     regions: tuple[Region, ...] = ()
-    """The checkpoints around its calls, of nested ones the outermost, the last one at the end."""
+    """The checkpoints around the calls, in their order; of nested ones the outermost."""
 
     def and_then(self, later: Visit) -> Visit:
-        """These calls and those of a later forward."""
+        """Return these calls together with those of a later forward."""
         return Visit(self.began, later.ended, (*self.regions, *later.regions))
 
 
@@ -83,8 +83,8 @@ class ForwardCall:
     """One forward of a unit whose backward is still to come; it dies with its graph.
 
     Args:
-        unit: whose forward it is.
-        began: the tick at which it begins.
+        unit: the unit that is called.
+        began: the tick at which the call begins.
     """
 
     __slots__ = (
@@ -95,11 +95,11 @@ class ForwardCall:
     def __init__(self, unit: Unit, began: int) -> None:
         self.unit, self.began, self.ended = unit, began, NEVER
         self.outer: ForwardCall | None = None
-        """The call of the same unit that this one is inside of."""
+        """The call of the same unit around this one, if there is one."""
         self.region: Region | None = None
-        """The activation checkpoint that it is in."""
+        """The activation checkpoint around it."""
         self.forward: object = None
-        """What the call log notes of the forward that it belongs to."""
+        """The notes of the call log on its forward."""
         self.is_transformed = False
         """True inside a transform of torch.func: its outputs have no hooks."""
         self.entered_in: object = None
@@ -108,7 +108,7 @@ class ForwardCall:
 
 @dataclass(frozen=True, slots=True)
 class UnitInfo:
-    """What `engine.units` tells of a unit."""
+    """An entry of `engine.units`."""
 
     name: str
     """The module's name; the root unit's is empty."""
@@ -117,18 +117,18 @@ class UnitInfo:
     kept: bool
     """True if backward needs no second gather: it stays gathered, or backward needs no parameters."""
     reason: str = ""
-    """Why its module is a unit."""
+    """The reason why its module is a unit."""
 
 
 class Unit:
     """Parameters of one module, their buffers and their state.
 
     Args:
-        plan: of the unit.
-        modules: whose forwards bracket the use of the parameters; one, or several that are listed together.
-        buffers: one for each dtype and `requires_grad`.
-        gradients: one for each trained buffer.
-        stream: on which its parameters are gathered.
+        plan: the plan of the unit.
+        modules: the modules whose forwards use the parameters; one, or several that are listed together.
+        buffers: one buffer for each dtype and `requires_grad`.
+        gradients: the gradients of each trained buffer.
+        stream: the stream of the gathers.
     """
 
     def __init__(
@@ -151,15 +151,15 @@ class Unit:
         self.call = ForwardCall(self, NEVER)
         """The forward under way, or the last one."""
         self.visit: Visit | None = None
-        """Its calls in the forwards that a backward may come to, if there are any."""
+        """The calls in forwards that a backward may come to, if there are any."""
         self.recomputed_in: list[Unit] = []
         """The units around it whose forward is run again in backward."""
         self.open_calls: WeakSet[ForwardCall] = WeakSet()
-        """Of a unit that may join a backward: the calls whose outputs have a graph yet to come to."""
+        """The calls with a graph that no backward has come to; noted if the unit may join a backward."""
         self.joins_backward = self.backward_needs_parameters
-        """True if its parameters are gathered in this backward: on all ranks, as soon as one needs them."""
+        """True if this backward gathers its parameters: on all ranks, if any rank needs them."""
         self.leases: set[Lease[Unit]] = set()
-        """Who needs it gathered."""
+        """The leases on the unit: it is freed when the last one ends."""
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
         self._handles: list[Handle] = []
         self._copies = [buffer for buffer in buffers if not buffer.is_alias_of_all]
@@ -167,7 +167,7 @@ class Unit:
         self.slots = Slots(buffers)
         """The places in modules that hold its parameters."""
         self.edits = Edits(buffers)
-        """What forwards have edited."""
+        """The edits of forwards."""
 
     @property
     def is_in_forward(self) -> bool:
@@ -176,9 +176,9 @@ class Unit:
 
     @property
     def entered(self) -> int:
-        """The tick at which a backward needs it: the end of its last call, or of a checkpoint around that.
+        """The tick from which a backward needs the unit: the end of its last call, or of a checkpoint.
 
-        Ranks may call a recomputed unit under no_grad, which makes no checkpoint.
+        Ranks may call a recomputed unit under no_grad, without a checkpoint.
         """
         assert self.visit is not None, "it was called"
         around = [outer.visit.ended for outer in self.recomputed_in if outer.visit is not None]
@@ -197,11 +197,11 @@ class Unit:
             for axis in dict.fromkeys(gather.axis for gather in gathers):
                 parts = [gather.part for gather in gathers if gather.axis is axis]
                 self._handles.append(axis.all_gather_together(parts, label=f"all-gather of {self.described}"))
-            if not gathers:  # a cast at most; else the handles cover that too
+            if not gathers:  # at most a cast; the handles of gathers cover casts too
                 self._handles.append(self._stream.mark())
 
     def wait(self) -> None:
-        """Let compute wait for the full parameters; gathers them if nobody has started to."""
+        """Let compute wait for the full parameters; start their gather if nobody has."""
         if self.state is UnitState.UNSHARDED:
             return
         self.unshard()
@@ -212,7 +212,7 @@ class Unit:
             self._move(UnitState.UNSHARDED)
 
     def reshard(self, for_backward: bool = False) -> None:
-        """Free the full parameters, where they are freed at all.
+        """Free the full parameters, unless the unit is resident.
 
         Args:
             for_backward: True between a forward and its backward; see `FlatBuffer.free`.
@@ -221,7 +221,7 @@ class Unit:
             return
         if self.state is not UnitState.SHARDED:
             if not for_backward:
-                self.edits.keep()  # of a forward that ran again; others have been looked at when they ended
+                self.edits.keep()  # of a second forward; a first one has kept its own
             self.wait()
             for buffer in self.buffers:
                 buffer.free(for_backward and self.backward_needs_parameters)
@@ -231,7 +231,7 @@ class Unit:
                 buffer.drop_second()
 
     def refresh(self) -> None:
-        """Where main parameters have changed: start new gathers of replicated ones, free the others."""
+        """Start new gathers of replicated parameters and free the others, if main parameters have changed."""
         if self.state is UnitState.SHARDED:
             return
         if not any(map(_is_stale, self._copies)):
@@ -244,12 +244,12 @@ class Unit:
             self.reshard()
 
     def note_views(self) -> None:
-        """Before a forward without a graph: count the views of parameters that are there already."""
+        """Count the views of parameters that exist before a forward without a graph."""
         for buffer in self.buffers:
             buffer.note_views()
 
     def leave_views(self) -> None:
-        """After a forward without a graph: whoever keeps a view of a parameter keeps its memory."""
+        """Leave the memory of parameters to the views that a forward without a graph has left."""
         for buffer in self.buffers:
             buffer.leave_views()
 
@@ -301,7 +301,7 @@ class Unit:
             gradients.progress()
 
     def starts(self) -> dict[ShardedParameter, int]:
-        """The places where this rank's slices of trained parameters start in the whole ones."""
+        """The first element of this rank's slice of each trained parameter, counted in the whole one."""
         trained = (buffer for buffer in self.buffers if buffer.trainable)
         return {p: buffer.start(index) for buffer in trained for index, p in enumerate(buffer.sharded)}
 
@@ -315,9 +315,9 @@ class Unit:
         self.open_calls.clear()
 
     def release(self) -> None:
-        """Forget the module and all parameters: the engine was closed."""
+        """Forget the module and all parameters, when the engine is closed."""
         self.leases.clear()
-        self.modules = (nn.Identity(),)  # unit and call hold each other: modules go before garbage does
+        self.modules = (nn.Identity(),)  # at once: unit and call hold each other
         for gradients in self.gradients:
             gradients.drop()
         for buffer in self.buffers:

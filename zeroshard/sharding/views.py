@@ -1,6 +1,6 @@
 """The one seam between a flat buffer and the parameters that a module computes with.
 
-Modules compute with plain views of a buffer. Where they are to compute with something else (local parts of a
+Modules compute with plain views of a buffer. If they are to compute with other objects (local parts of a
 DTensor, packed integers), only these functions change.
 """
 
@@ -35,5 +35,5 @@ def unsharded_over(view: Tensor, fqn: str, note: DataNote) -> nn.Parameter:
 
 
 def move_onto(parameter: nn.Parameter, view: Tensor) -> None:
-    """Let an unsharded parameter go on over other memory, of the same shape."""
+    """Put an unsharded parameter over other memory of the same shape."""
     set_data(parameter, view)

@@ -1,1 +1,1 @@
-"""Everything that happens around the step of an optimizer."""
+"""The step of an optimizer, and everything around it."""

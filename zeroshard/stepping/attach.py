@@ -1,4 +1,4 @@
-"""The one place that hooks an optimizer: what happens around each of its steps, whoever takes it.
+"""The one place that hooks an optimizer, with the order of events around a step, whoever takes it.
 
     ready     gradients that wait are reduced, and gathers that read main parameters end
     judge     the engine clips the gradients and may refuse the step; see `guard.py`
@@ -37,7 +37,7 @@ class Judged:
     """An engine's part in the steps of its optimizer, which does not keep the engine alive."""
 
     judge: WeakMethod[Callable[[tuple[Any, ...], dict[str, Any]], Arguments | None]]
-    """Given the arguments of a step, it may raise, and may return others."""
+    """Takes the arguments of a step; it may raise an error, or return other arguments."""
     count: WeakMethod[Callable[[], None]]
 
 
@@ -47,14 +47,14 @@ def attach(
     """Follow optimizers over the sharded parameters, whoever steps them.
 
     Args:
-        runtime: of the parameters; the optimizers do not keep it alive.
-        rounding: of updates into main parameters of bfloat16; None where they are wider.
-        optimizers: replicated parameters are gathered again after the last of them has stepped, so they
-            must step together, one after the other. One that steps alone is attached by itself.
-        engine: whose optimizer it is, if one has it.
+        runtime: the runtime of the parameters; the optimizers do not keep it alive.
+        rounding: the rounding of updates into main parameters of bfloat16; None for wider ones.
+        optimizers: optimizers that step together, one after the other: replicated parameters are gathered
+            after the last of them. Attach an optimizer that steps alone by itself.
+        engine: the part of the engine that owns the optimizer, if there is one.
 
     Raises:
-        ValueError: one is of bitsandbytes', which `zeroshard.initialize` takes over.
+        ValueError: an optimizer is one of bitsandbytes, which `zeroshard.initialize` takes over.
     """
     together = _Together(optimizers)
     for optimizer in optimizers:
@@ -70,7 +70,7 @@ def attach(
 
 
 class _Together:
-    """Optimizers that step one after the other, after the last of which parameters are gathered."""
+    """Optimizers that step one after the other; parameters are gathered after the last one."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._all, self._stepped = WeakSet(optimizers), WeakSet[Optimizer]()

@@ -19,14 +19,14 @@ from zeroshard.stepping.norms import sum_of_powers
 from zeroshard.stepping.runs import contiguous_runs
 
 _EPSILON = 1e-6
-"""Of torch.nn.utils.clip_grad_norm_, so that factors agree."""
+"""The constant of torch.nn.utils.clip_grad_norm_, so that factors agree."""
 
 
 def check_clipping(max_norm: object, norm_type: object) -> float:
     """Return the order of the norm.
 
     Raises:
-        ValueError: one of the two is no number of its range.
+        ValueError: one of the two is not a number in its range.
     """
     if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: expected a number >= 0, got {max_norm!r}")
@@ -41,7 +41,7 @@ def check_clipping(max_norm: object, norm_type: object) -> float:
 
 @torch.no_grad()
 def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients, whose norm is known, by min(1, max_norm / (norm + 1e-6))."""
+    """Scale all gradients by min(1, max_norm / (norm + 1e-6)); `norm` is their norm."""
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
     grads = [gradient for p in runtime.parameters if (gradient := gradient_of(p)) is not None]
     scale_(grads, factor)
@@ -51,7 +51,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place; a product is rounded once, to the dtype of its tensor.
 
     Args:
-        tensors: of any floating-point dtypes, on one device.
+        tensors: tensors of any floating-point dtypes, on one device.
         factor: 0-dim, float32.
     """
     runs = contiguous_runs(tensors)
@@ -59,7 +59,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(alike, factor)
     for run in runs:
         if run.dtype != factor.dtype:
-            run.mul_(factor.view(1))  # 0-dim, it would become a bfloat16 before it is multiplied by one
+            run.mul_(factor.view(1))  # a 0-dim factor would be rounded to the dtype of the run first
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
     on accelerators as `norms.foreach_sum_of_squares` tells.
 
     Args:
-        order: above 0; inf gives the largest magnitude.
+        order: the order of the norm, above 0; inf gives the largest magnitude.
 
     Returns:
         0-dim, float32.
@@ -92,7 +92,8 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
 def own_gradients(runtime: Runtime) -> list[Tensor]:
     """The parts of the gradients that the layout gives to this rank: over all ranks, each element once.
 
-    On a CPU one tensor per parameter, as the bits of their sums depend on it; on accelerators, runs of them.
+    On a CPU there is one tensor per parameter, because the bits of sums depend on that. On accelerators the
+    tensors are runs of memory.
     """
     own = [
         gradient[buffer.counted(index)]

@@ -16,9 +16,9 @@ from zeroshard.stepping.rounding import Rounding
 
 
 class StepGuard:
-    """Makes gradients ready for a step and tells whether it may be taken, the same on all ranks.
+    """Makes gradients ready for a step and judges them, the same on all ranks.
 
-    Collective where it is made.
+    Its construction is collective.
     """
 
     def __init__(self, runtime: Runtime, config: Config) -> None:
@@ -27,7 +27,7 @@ class StepGuard:
         self.loss_scale = LossScale.of(config.precision.loss_scale) if is_half else LossScale()
         is_narrow = config.precision.main_dtype is torch.bfloat16
         self.rounding = Rounding.agreed(runtime.context.axes.dp) if is_narrow else None
-        """The rounding of updates into main parameters of bfloat16; None where they are wider."""
+        """The rounding of updates into main parameters of bfloat16; None for wider ones."""
         self.grad_norm: Tensor | None = None
         """The global norm before the last clipping, 0-dim; None before."""
         self.may_skip = is_half or config.nonfinite == "skip"
@@ -40,7 +40,7 @@ class StepGuard:
         return self._judges or self._max_norm is not None
 
     def clip(self, max_norm: float, order: float, must_be_finite: bool) -> Tensor:
-        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); the norm before that.
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); return the norm before that.
 
         Raises:
             RuntimeError: `must_be_finite`, and the norm is not; gradients are as they were.
@@ -53,13 +53,13 @@ class StepGuard:
         return norm
 
     def make_ready(self) -> bool:
-        """Clip the gradients and, where that was asked for, judge them: then the host waits for a device.
+        """Clip the gradients and judge them, as the config asks. To judge, the host waits for the device.
 
         Returns:
-            Whether the optimizer may step.
+            True if the optimizer may step.
 
         Raises:
-            RuntimeError: gradients are not finite, and that is to be an error.
+            RuntimeError: gradients are not finite, with `nonfinite="error"`.
         """
         norm = None
         if self._max_norm is not None:
@@ -74,7 +74,7 @@ class StepGuard:
         return True
 
     def _answer_nonfinite(self) -> None:
-        """Raise or warn where a lower loss scale is no remedy."""
+        """Raise or warn, unless a lower loss scale is the remedy."""
         if self.loss_scale.can_fall or self._nonfinite == "skip":
             return
         what = describe_nonfinite(self._runtime)

@@ -10,16 +10,16 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Halfway:
-    """Knows whether a step has begun and has not ended."""
+    """The mark of a step that has begun and has not ended."""
 
     def __init__(self) -> None:
         self._has_begun = False
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | None:
-        """The optimizer's step begins; with a closure, when that has returned.
+        """Note that the optimizer's step begins; with a closure, when that has returned.
 
         Returns:
-            The arguments to go on with, if others.
+            The arguments for the step; None for the same ones.
         """
         optimizer, *others = args
         if not any(map(callable, (*others, *kwargs.values()))):
@@ -41,7 +41,7 @@ class Halfway:
         return closure
 
     def end(self) -> None:
-        """The step is whole, or a checkpoint has replaced what it left."""
+        """Note the end of the step, or a load of a checkpoint that has replaced its values."""
         self._has_begun = False
 
     def check(self, what: str) -> None:

@@ -21,15 +21,15 @@ class LossScale:
 
     value: float = 1.0
     policy: DynamicLossScale | None = None
-    """How it follows overflows; None for a number that stays."""
+    """The policy by which overflows move the scale; None for a fixed number."""
     num_steps: int = 0
-    """Steps without overflow since the value last changed; counted where it is dynamic."""
+    """Steps without overflow since the value last changed; counted for a dynamic scale."""
     num_spared: int = 0
     """Overflows that were let pass since the value last grew."""
 
     @classmethod
     def of(cls, asked: float | str | DynamicLossScale | None) -> LossScale:
-        """The scale that `Precision.loss_scale` asks for: a number stays, anything else is dynamic."""
+        """The scale that `Precision.loss_scale` asks for: a number is fixed, anything else is dynamic."""
         if isinstance(asked, float):
             return cls(value=asked)
         policy = asked if isinstance(asked, DynamicLossScale) else DynamicLossScale()
@@ -37,12 +37,12 @@ class LossScale:
 
     @property
     def is_dynamic(self) -> bool:
-        """True if it follows overflows."""
+        """True if overflows move the scale."""
         return self.policy is not None
 
     @property
     def can_fall(self) -> bool:
-        """True if overflows lower it."""
+        """True if an overflow can lower the scale."""
         return self.policy is not None and self.value > self.policy.minimum
 
     def after(self, *, overflow: bool) -> LossScale:
@@ -63,7 +63,7 @@ class LossScale:
         return state | {"num_spared": self.num_spared} if self.num_spared else state
 
     def resumed(self, saved: LossScale | None) -> LossScale:
-        """This scale at the place of a saved one, unless one of them is a number that stays."""
+        """This scale with the value and counts of a saved one, unless one of them is fixed."""
         if saved is None or not self.is_dynamic:
             return self
         return replace(self, value=saved.value, num_steps=saved.num_steps, num_spared=saved.num_spared)

@@ -1,4 +1,4 @@
-"""Gradients that are inf or nan: whether there are any, and what is said of them."""
+"""Gradients that are inf or nan: a check for them, and the message about them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def summed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def largest(tensors: Sequence[Tensor]) -> Tensor:
-    """[n]: the largest magnitude of each tensor; inf or nan exactly if an element is.
+    """[n]: the largest magnitude of each tensor; inf or nan if and only if an element is.
 
     An accelerator takes as long as for a sum, with a few kernels for all tensors of a dtype.
     """
@@ -41,7 +41,7 @@ def largest(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def describe_nonfinite(runtime: Runtime, order: float = 2.0) -> str:
-    """The norm, and the first parameters that made it so on any rank."""
+    """The message: the norm, and the first parameters with such gradients on any rank."""
     parameters = list(runtime.parameters)
     own = [p.grad is not None and not bool(p.grad.isfinite().all()) for p in parameters]
     answer = runtime.context.axes.dp.any(own, "search for gradients that are not finite")

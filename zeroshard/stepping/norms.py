@@ -1,6 +1,6 @@
-"""2-norms of whole parameters, of which a rank may hold slices.
+"""2-norms of whole parameters; a rank may hold slices of them.
 
-Squares are added up in float64, so that what is made of a norm does not depend on how many ranks there are.
+Squares are added up in float64, so that results of a norm do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
 
 Norms = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
-"""(parameters, tensors) -> [n] float64: of each tensor, which has an element for each of its parameter's."""
+"""(parameters, tensors) -> [n] float64: the norm of each tensor, which has the shape of its parameter."""
 
 _CHUNK = 1 << 16
-"""Elements that a CPU converts to float64 at a time. It takes ten times as long for a whole tensor, whose
-copy is new memory and leaves the cache."""
+"""Elements that a CPU converts to float64 at a time. A whole tensor at once takes ten times as long: the copy
+is new memory and leaves the cache."""
 
 
 @runtime_checkable
@@ -28,11 +28,11 @@ class UsesNorms(Protocol):
     """An optimizer whose update of an element needs norms of whole parameters."""
 
     norms_of: Norms
-    """As they can be had: `whole_norms` until ranks share the parameters."""
+    """The function that gives norms: `whole_norms` until ranks share the parameters."""
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """[n], float64: of each tensor. All tensors are on one device.
+    """[n], float64: the sum of squares of each tensor. All tensors are on one device.
 
     A CPU goes through a tensor in chunks; an accelerator takes the kernels of `foreach_sum_of_squares`.
     """
@@ -51,21 +51,21 @@ def sum_of_powers(tensors: Sequence[Tensor], order: float) -> Tensor:
 def foreach_sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """[n], float64: the sum of squares of each tensor, by one operator for all tensors of a dtype.
 
-    Values are converted to float64 in registers, so nothing is copied. How gradients are cut into tensors
-    moves the sums in their 16th digit. A norm that is rounded to float32 keeps 7 digits, so it is the same at
-    all stages unless it lies that close to the middle between two float32 numbers.
+    Values are converted to float64 in registers, so nothing is copied. Another cut of gradients into tensors
+    moves the sums in their 16th digit. A norm that is rounded to float32 keeps 7 digits. So it is the same at
+    all stages, unless it lies that close to the middle between two float32 numbers.
     """
     return torch.stack(foreach_norm(tensors, 2, torch.float64)).square()
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The norm of each tensor, 0-dim, as `torch._foreach_norm` computes it, which torch's own clipping uses.
+    """The norm of each tensor, 0-dim, as `torch._foreach_norm` computes it, like torch's own clipping.
 
     On CUDA it has kernels for lists of one dtype, so each dtype is a list of its own.
 
     Args:
         order: 1, 2 or inf. For inf no tensor may be empty.
-        dtype: of the result and of what is added up; None: that of the tensor.
+        dtype: the dtype of the result and of the sum; None: the dtype of the tensor.
     """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -79,7 +79,7 @@ def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | N
 
 @torch.no_grad()
 def whole_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """`Norms` where this process holds all of every parameter.
+    """`Norms` for a process that holds every parameter whole.
 
     Raises:
         RuntimeError: it holds a slice.
@@ -119,7 +119,7 @@ class NormsOverRanks:
 
 
 def _sum_in_chunks(tensor: Tensor, order: float = 2.0) -> Tensor:
-    """0-dim, float64."""
+    """0-dim, float64: the sum of magnitudes to the power of `order`."""
     chunks = tensor.reshape(-1).split(_CHUNK)
     norms = [torch.linalg.vector_norm(chunk, order, dtype=torch.float64) for chunk in chunks]
     return torch.stack(norms).pow(order).sum()

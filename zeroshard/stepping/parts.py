@@ -1,9 +1,9 @@
 """Steps of an optimizer over parts of its parameters: fetch, step, write back.
 
-A *tier* is where main parameters and gradients lie, if the optimizer cannot step them there. It fetches a
-part of them, the optimizer steps it, and the tier writes the values back. So memory for what is fetched is
-that of one part, the trained parameters of a unit. After an exception the parts before it have had their
-step.
+A *tier* is a place of main parameters and gradients in which the optimizer cannot step them. The tier fetches
+a part of them, the optimizer steps the part, and the tier writes the values back. So the fetched values take
+the memory of one part, the trained parameters of a unit. After an exception the parts before it have had
+their step.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ Groups = list[list[ShardedParameter]]
 
 
 class Tier(Protocol):
-    """Fetches what an optimizer steps."""
+    """Fetches parameters for the step of an optimizer."""
 
     def fetched(self, parameters: Sequence[ShardedParameter]) -> AbstractContextManager[None]:
-        """Hold values and gradients of parameters where the optimizer steps them.
+        """Hold values and gradients of parameters where the optimizer can step them.
 
-        At its end the values are written back, unless that is an exception.
+        At the end of the context the values are written back, unless an exception ends it.
         """
 
     def end_step(self) -> None:
-        """All parts of a step are written back."""
+        """Note that all parts of a step are written back."""
 
 
 def step_in_parts(optimizer: Optimizer, units: Sequence[Sequence[ShardedParameter]], tier: Tier) -> None:
     """Let an optimizer step part by part, whoever steps it. Its hooks run once a step, and see no tier.
 
     Args:
-        optimizer: over sharded parameters.
-        units: parameters that are fetched together.
-        tier: of all of them.
+        optimizer: an optimizer over sharded parameters.
+        units: lists of parameters that are fetched together.
+        tier: the tier of all of them.
     """
     unit_of = {p: number for number, unit in enumerate(units) for p in unit}
     # Below torch's hooks, which are to run once.
@@ -71,10 +71,10 @@ def step_in_parts(optimizer: Optimizer, units: Sequence[Sequence[ShardedParamete
 
 
 def _divide(optimizer: Optimizer, unit_of: Mapping[ShardedParameter, int]) -> list[Groups]:
-    """The parts of a step: one for each unit, or one for all where these steps would not be one.
+    """The parts of a step: one for each unit, or one for all parameters.
 
-    They are not where norms of all are needed; nor, for all that is known, in a class of somebody else's,
-    which may count steps by group.
+    An optimizer that needs norms of all parameters gets one part. So does a class that is not known: it may
+    count steps by group.
     """
     groups = [group["params"] for group in optimizer.param_groups]
     is_known = type(optimizer).__module__.partition(".")[0] in ("torch", "zeroshard", "bitsandbytes")
@@ -90,7 +90,7 @@ def _divide(optimizer: Optimizer, unit_of: Mapping[ShardedParameter, int]) -> li
 
 @contextmanager
 def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Take its hooks away: a step that calls that of its base class would run them while it is not over."""
+    """Take the hooks away: a step that calls the step of its base class would run them in its middle."""
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     try:

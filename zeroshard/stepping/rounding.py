@@ -1,9 +1,9 @@
 """Stochastic rounding of float32 to bfloat16, with bits that can be computed anywhere.
 
-A bfloat16 is the upper half of a float32. A random number of 16 bits that is added carries into that half
-with a probability in proportion to the distance from the neighbour nearer to zero, so the mean of the results
+A bfloat16 is the upper half of a float32. A random number of 16 bits is added, and may carry into that half.
+The probability is in proportion to the distance from the neighbour nearer to zero, so the mean of the results
 is the value (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", section 3). Updates far
-below the spacing of bfloat16 are kept on average, where rounding to nearest would lose every one.
+below the spacing of bfloat16 are kept on average; rounding to nearest would lose every one.
 
 The random bits are a hash, not a generator's: the same at any number of ranks, stage and device.
 
@@ -26,14 +26,14 @@ _PER_WORD = 4
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _EXPONENT = 0x7F800000
-"""The bits of a float32 that are all set in what is infinite or nan."""
+"""The bits of a float32 that are all set in an infinity or a nan."""
 _CHUNK_CPU, _CHUNK = 1 << 17, 1 << 22
-"""Elements that are rounded at a time: what is needed beside them stays in a CPU's caches."""
+"""Elements that are rounded at a time: temporary values stay in a CPU's caches."""
 
 
 @dataclass(slots=True)
 class Rounding:
-    """The numbers that give the random bits of a step, beside names; the same on all ranks."""
+    """Seed and step, which give the random bits together with names; the same on all ranks."""
 
     seed: int
     step: int = 0
@@ -41,11 +41,11 @@ class Rounding:
 
     @staticmethod
     def agreed(axis: Axis) -> Rounding:
-        """With the seed of rank 0's random numbers; collective."""
+        """Make one with a seed from rank 0's random numbers; collective."""
         return Rounding(axis.all_gather_object(torch.initial_seed(), "seed of stochastic rounding")[0])
 
     def resume(self, other: Rounding) -> None:
-        """Go on as another would."""
+        """Go on with the seed and step of another one."""
         self.seed, self.step = other.seed, other.step
 
     def key(self, name: str) -> int:
@@ -61,7 +61,7 @@ def round_into(out: Tensor, values: Tensor, key: int, start: int) -> None:
     Args:
         out: [n], bfloat16.
         values: [n], float32; those that are bfloat16 already, infinite or nan stay.
-        key: of the parameter and step.
+        key: the key of the parameter in this step.
         start: the place of the first value in the whole parameter.
     """
     chunk = _CHUNK_CPU if values.is_cpu else _CHUNK
@@ -72,7 +72,7 @@ def round_into(out: Tensor, values: Tensor, key: int, start: int) -> None:
 
 
 def random_bits(key: int, start: int, num: int, device: torch.device | str = "cpu") -> Tensor:
-    """[num], int32, in [0, 65536): for the elements of a parameter from `start` on."""
+    """[num], int32, in [0, 65536): random bits for the elements of a parameter from `start` on."""
     first, last = start // _PER_WORD, -(-(start + num) // _PER_WORD)
     words = torch.arange(first, last, device=device).mul_(_signed(_GAMMA)).add_(_signed(key + _GAMMA))
     words = _mix(words, 30).mul_(_signed(0xBF58476D1CE4E5B9))
@@ -85,7 +85,7 @@ def random_bits(key: int, start: int, num: int, device: torch.device | str = "cp
 def _round(values: Tensor, bits: Tensor) -> Tensor:
     """[n], float32: `bits`, [n], carry into the upper halves of the values; the lower ones become 0."""
     words = values.contiguous().view(torch.int32)
-    # All of a nan is kept, whose bits would overflow or leave those of an infinity.
+    # A nan is kept as it is: its bits would overflow, or become those of an infinity.
     lower = words.bitwise_and(_EXPONENT).ne_(_EXPONENT).mul_(0xFFFF)
     carried = bits.bitwise_and_(lower).add_(words)
     return carried.bitwise_and_(lower.bitwise_not_()).view(torch.float32)
@@ -97,6 +97,6 @@ def _mix(words: Tensor, shift: int) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """64 bits as torch takes them; its products and sums wrap."""
+    """64 bits as a signed number, as torch takes them; products and sums of torch wrap."""
     word &= _MASK
     return word - (1 << 64) if word >> 63 else word

@@ -1,4 +1,4 @@
-"""Tensors that lie side by side in memory become one, so that one kernel serves all of them.
+"""Tensors side by side in memory become one, so that one kernel serves all of them.
 
     storage    |--p1.grad--|--p2.grad--|....|--p3.grad--|
     runs       |---------- 1 ----------|    |---- 2 ----|
@@ -18,12 +18,12 @@ from torch import Tensor
 def contiguous_runs(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Cover the elements of tensors with as few contiguous tensors as possible; nothing is copied.
 
-    A tensor joins a run where it begins at the end of the run, in the same storage and dtype. A tensor with
-    strides that leave gaps is a run by itself; an empty one is in none. Elements that are in two of the
-    tensors are in two runs.
+    A tensor joins a run if it begins at the end of the run, in the same storage and dtype. A tensor with
+    gaps between its strides is a run by itself; an empty one is in none. An element of two tensors is in two
+    runs.
 
     Args:
-        tensors: of any shapes and dtypes, on any devices.
+        tensors: tensors of any shapes and dtypes, on any devices.
 
     Returns:
         Views, 1-D where tensors were joined. Storages come in the order of their first tensors, whatever

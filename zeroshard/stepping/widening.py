@@ -1,8 +1,8 @@
 """The tier of main parameters of bfloat16: an optimizer steps them in float32.
 
-For the time of a step a parameter holds its values, and its gradient, in float32: the same object in the same
-group, so neither the optimizer nor its states need to know. Then the values are rounded stochastically into
-the main parameter.
+For the time of a step a parameter holds its values and its gradient in float32. It is the same object in the
+same group, so neither the optimizer nor its states need to know. Then the values are rounded stochastically
+into the main parameter.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Widening:
     """Holds parts in float32.
 
     Args:
-        starts: the places where the slices of parameters start in the whole ones.
-        rounding: of all steps; counts them.
+        starts: the first element of each slice, counted in the whole parameter.
+        rounding: the rounding of all steps, which counts them.
     """
 
     def __init__(self, starts: Mapping[ShardedParameter, int], rounding: Rounding) -> None:
@@ -34,7 +34,7 @@ class Widening:
 
     @contextmanager
     def fetched(self, parameters: Sequence[ShardedParameter]) -> Iterator[None]:
-        """Hold values and gradients in float32; round the values at the end, unless it is an exception."""
+        """Hold values and gradients in float32; round the values at the end, but not after an exception."""
         with past_guards():
             narrow = [(p.detach(), gradient_of(p)) for p in parameters]
         try:

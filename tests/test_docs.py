@@ -1,0 +1,124 @@
+"""The documentation is true where a program can tell: links, the table of the config, the first example."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zeroshard import Config
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+CONFIG_ROWS = re.findall(
+    r"^\| `([\w.]+)` \| `([^`]+)` \| ", (ROOT / "docs/reference.md").read_text(encoding="utf-8"), re.MULTILINE
+)
+PLANNED = ("offload.", "mesh.", "pipeline.")
+"""Sections that `initialize` refuses in this version; the page names them in a sentence."""
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def leaves(section: Any, prefix: str = "") -> dict[str, Any]:
+    """The fields of a config, by dotted name, with their values."""
+    found = {}
+    for option in fields(section):
+        value = getattr(section, option.name)
+        inside = leaves(value, f"{prefix}{option.name}.") if is_dataclass(value) else None
+        found |= inside if inside is not None else {f"{prefix}{option.name}": value}
+    return found
+
+
+def test_the_table_of_the_config_has_every_key_and_its_default() -> None:
+    expected = {key: value for key, value in leaves(Config()).items() if not key.startswith(PLANNED)}
+    assert {key: ast.literal_eval(default) for key, default in CONFIG_ROWS} == expected
+
+
+def train_as_the_readme_shows() -> tuple[int, float]:
+    """Run the example of the README; return the steps that were taken and the last loss."""
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    torch.manual_seed(0)
+    inputs = torch.randn(16, 8)
+    names: dict[str, Any] = {
+        "build_model": lambda: nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3)),
+        "dataset": torch.utils.data.TensorDataset(inputs, inputs[:, :3].argmax(1)),
+    }
+    exec(example, names)
+    return names["engine"].global_step, names["loss"].item()
+
+
+def test_the_example_of_the_readme_trains(ranks: Any) -> None:
+    for global_step, loss in ranks(2, train_as_the_readme_shows):
+        assert global_step == 2  # 16 samples, 2 ranks, 4 in a micro-batch
+        assert 0 < loss < 2
+
+
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+WALK = ARCHITECTURE.partition("\n## A newcomer's walk\n")[2].partition("\n## ")[0]
+STOPS = re.findall(r"`([\w/]+\.py):\s+([\w.]+)`", WALK)
+
+
+def defined(path: str) -> set[str]:
+    """The functions, classes and methods that a module of the package defines, without importing it."""
+    names = set()
+    for node in ast.parse((ROOT / "zeroshard" / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names.update(
+                f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)
+            )
+    return names
+
+
+@pytest.mark.parametrize(("path", "name"), sorted(set(STOPS)))
+def test_a_stop_of_the_walk_exists(path: str, name: str) -> None:
+    assert name in defined(path)
+
+
+def test_the_walk_follows_six_things_and_all_of_its_stops_are_found() -> None:
+    titles = re.findall(r"^### (.*)$", WALK, re.MULTILINE)
+    assert titles == [
+        "A parameter",
+        "A gradient",
+        "A batch",
+        "A step",
+        "A config key",
+        "A checkpoint box",
+    ]
+    assert len(STOPS) == len(re.findall(r"\.py:\s", WALK)) > 90
+
+
+def test_the_layer_picture_has_every_module() -> None:
+    picture = ARCHITECTURE.partition("\n## Layers\n")[2].partition("```")[2].partition("```")[0]
+    drawn, folders = set(), [""]
+    for indent, name in re.findall(r"^( +)([\w/]+(?:\.py|/)) ", picture, re.MULTILINE):
+        depth = max(0, (len(indent) - 4) // 2)
+        folders[depth:] = [folders[depth - 1] + name if depth else name]
+        drawn.add(folders[depth])
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "zeroshard").rglob("*.py")}
+    optional = {path for path in modules if path.endswith(("/__init__.py", "/__main__.py"))}
+    assert {name for name in drawn if name.endswith(".py")} - optional == modules - optional
