@@ -1,4 +1,4 @@
-"""zeroshard as another commit has it, under a name of its own, so that both run in the same process."""
+"""The zeroshard of another commit, under a name of its own, so that both run in one process."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from typing import Any
 
 NAME = "zeroshard_before"
 FOLDER = "ZEROSHARD_BEFORE"
-"""Environment variable of the ranks: where the renamed package lies."""
+"""The environment variable that tells ranks the folder of the renamed package."""
 
 _FIRST_NUMBER = 1 << 10
-"""Its engines exchange with other tags than those of the package itself."""
+"""The first number of its engines, whose exchanges then have other tags than those of the package itself."""
 
 
 @contextmanager
 def package_of(commit: str | None) -> Iterator[None]:
-    """Inside, started ranks can import the package of `commit` as `zeroshard_before`; None: there is none."""
+    """Let ranks that are started inside import the package of `commit` as `zeroshard_before`; None: none."""
     if commit is None:
         yield
         return

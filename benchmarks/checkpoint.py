@@ -4,9 +4,9 @@
     python benchmarks/checkpoint.py --dim 128 --depth 4 --vocabulary 1024 --name quick_look
 
 Both live in one process per rank, train the same model with AdamW, and take turns, in an order that changes
-every round. Both sync all files. What is compared are the slowest rank's seconds of the same round. Each
-loads what it has just saved, into a model and optimizer that have state: from the page cache, so that
-what is timed is the code and not the disk. zeroshard verifies checksums, which the other does not have.
+every round. Both sync all files. The slowest rank's seconds of the same round are compared. Each side loads
+its last checkpoint into a model and optimizer with state, from the page cache. So the code is timed and not
+the disk. zeroshard verifies checksums, which the other does not have.
 
 Then zeroshard saves in the background, and trains: the call is compared with the blocking save of the same
 round, each step with a step of the same round without a save.
@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
 
 
 class Ours:
-    """An engine of zeroshard, and what is timed of it."""
+    """An engine of zeroshard, and the calls that are timed."""
 
     def __init__(self, setting: Setting) -> None:
         self._engine = zeroshard_engine(setting, stage=3)
@@ -74,7 +74,7 @@ class Ours:
 
 
 class Peer:
-    """FSDP2, saved and loaded as the tutorial of torch.distributed.checkpoint does."""
+    """FSDP2, saved and loaded as in the tutorial of torch.distributed.checkpoint."""
 
     def __init__(self, setting: Setting) -> None:
         self._model, self._optimizer = fsdp2_parts(setting, reshard=True)
@@ -99,7 +99,7 @@ class Peer:
 
 
 Times = dict[str, list[float]]
-"""Seconds of the slowest rank in each round, by what was timed."""
+"""Seconds of the slowest rank in each round, by the name of the timed call."""
 
 
 def timed(action: Callable[[], Any]) -> float:
@@ -118,7 +118,8 @@ def run_round(
     """Let each side save and load; then train with a save in the background and without.
 
     Returns:
-        Seconds by what was timed; for each step after the save, whether it was still written then.
+        Seconds by the name of the timed call; for each step after the save, True if the save was still
+        running.
     """
     seconds: dict[str, float] = {}
     names = sorted(engines, reverse=bool(number % 2))
@@ -153,7 +154,7 @@ def remove(folder: Path) -> None:
 
 
 def summarize(times: Times, written: list[list[bool]], num_steps: int) -> dict[str, Median]:
-    """Medians over the rounds of the ratios that are promised, and what the steps pay."""
+    """Medians over the rounds: the promised ratios, and the price that the steps pay."""
     saving = [times[f"step {index} saving"] for index in range(num_steps)]
     alone = [times[f"step {index} alone"] for index in range(num_steps)]
     typical = [sum(values) / num_steps for values in zip(*alone, strict=True)]

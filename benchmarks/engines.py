@@ -1,9 +1,8 @@
 """The engines compared: a table from a name to a builder of that engine's training step.
 
-Each starts from the same weights and uses AdamW with torch's fused kernel; DeepSpeed is there
-with and without it. In bf16, zeroshard, FSDP2 and DeepSpeed compute in bf16 over fp32 main
-parameters; plain PyTorch, DDP and torch's ZeroRedundancyOptimizer, which have no such thing, run
-under autocast.
+Each starts from the same weights and uses AdamW with torch's fused kernel; DeepSpeed is there with and
+without it. In bf16, zeroshard, FSDP2 and DeepSpeed compute in bf16 over fp32 main parameters. Plain PyTorch,
+DDP and torch's ZeroRedundancyOptimizer have no main parameters and run under autocast.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Step = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all engines of a run have in common."""
+    """The setting that all engines of a run share."""
 
     shape: Shape
     """Sizes of the model."""
@@ -37,11 +36,11 @@ class Setting:
     precision: str
     """"fp32" or "bf16"."""
     device: torch.device
-    """Of this rank."""
+    """The device of this rank."""
 
     @property
     def bf16(self) -> bool:
-        """Whether engines compute in bf16."""
+        """True if engines compute in bf16."""
         return self.precision == "bf16"
 
     def model(self) -> nn.Module:
@@ -49,7 +48,7 @@ class Setting:
         return build_model(self.shape, self.device)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """For engines that have no fp32 main parameters of their own."""
+        """The autocast context of engines without fp32 main parameters of their own."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
 
 
@@ -74,7 +73,7 @@ def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Set
 
 
 def plain(setting: Setting) -> Step:
-    """Plain PyTorch, every rank alone: what the arithmetic costs without communication."""
+    """Plain PyTorch, every rank alone: the cost of the arithmetic without communication."""
     model = setting.model()
     return _plain_step(model, adamw(model.parameters()), setting)
 
@@ -196,7 +195,7 @@ def zeroshard_engine(setting: Setting, *, stage: int) -> Any:
 
 
 def before(setting: Setting, *, stage: int) -> Step:
-    """zeroshard as the commit given with --before has it."""
+    """The zeroshard of the commit that --before gives."""
     config: dict[str, Any] = {"stage": stage}
     if setting.bf16:
         config["precision"] = {"param_dtype": "bfloat16"}
@@ -250,7 +249,7 @@ LABELS = {
 
 
 def why_not(name: str, precision: str) -> str | None:
-    """Why an engine can't be part of a run, or None if it can."""
+    """The reason why an engine can't be part of a run, or None if it can."""
     if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
         return "DeepSpeed is not installed"
     if name.startswith("before") and not is_there():

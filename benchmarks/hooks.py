@@ -60,7 +60,7 @@ def build(package: Any, args: argparse.Namespace) -> Any:
 
 
 def turn(engine: Any, x: torch.Tensor) -> float:
-    """Seconds of a forward and a backward on a core, after which the gradients are dropped."""
+    """Seconds of a forward and a backward on a core; the gradients are dropped afterwards."""
     start = time.thread_time()
     with engine.no_sync():
         engine.backward(engine(x).float().square().mean())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 def inside_rank() -> bool:
-    """Whether this process was started by `torchrun` (by us or by the user)."""
+    """True if `torchrun` has started this process (for us or for the user)."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -31,7 +31,7 @@ def process_group(device_type: str, threads: int = 1) -> Iterator[torch.device]:
 
     Args:
         device_type: "cpu" (Gloo) or "cuda" (NCCL, with Gloo for CPU tensors).
-        threads: of a rank's own arithmetic on the CPU.
+        threads: the threads of a rank's own arithmetic on the CPU.
     """
     torch.set_num_threads(threads)
     device = torch.device(device_type)

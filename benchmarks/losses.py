@@ -18,19 +18,19 @@ from rich.table import Table
 
 MAIN_JOB = Path(__file__).parents[1] / "examples" / "finetune.py"
 OPTIMIZERS = ("adamw", "adamw8bit", "bitsandbytes.optim.AdamW8bit", "torchao.optim.AdamW8bit")
-"""What the main job calls them; the first is what the others are compared with."""
+"""The names of the optimizers in the main job; the others are compared with the first one."""
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
 
 
 class Run(NamedTuple):
-    """What the main job printed; losses are nats per byte."""
+    """The output of the main job; losses are nats per byte."""
 
     optimizer: str
     seed: int
     steps: list[int]
-    """At the ends of twentieths of the run."""
+    """The steps at the ends of twentieths of the run."""
     losses: list[float]
-    """Means over these twentieths."""
+    """The mean losses over these twentieths."""
     evaluation_before: float
     evaluation_after: float
 
@@ -56,7 +56,7 @@ def run(optimizer: str, seed: int, num_steps: int) -> Run:
 
 
 def run_all(seeds: Sequence[int], num_steps: int, console: Console) -> list[Run]:
-    """Each optimizer with each seed, printed as they end and in a table."""
+    """Run each optimizer with each seed; print each run as it ends, and all in a table."""
     runs: list[Run] = []
     installed = [name for name in OPTIMIZERS if "." not in name or find_spec(name.partition(".")[0])]
     for seed in seeds:

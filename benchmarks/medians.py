@@ -17,7 +17,7 @@ class Median(NamedTuple):
 
 
 def rank_of_bound(count: int, confidence: float = 0.95) -> int:
-    """How many values to leave out at each end, so that the rest covers the median with `confidence`.
+    """The number of values to leave out at each end, so that the rest covers the median with `confidence`.
 
     The number of values below the median is binomial with probability 1/2 (David and Nagaraja,
     Order Statistics, section 7.1). With fewer than 6 values nothing reaches 95%: 0 then, the extremes.

@@ -1,4 +1,4 @@
-"""Bytes a rank holds by stage, world size and precision, against the formula.
+"""Bytes that a rank holds by stage, world size and precision, against the formula.
 
     python benchmarks/memory.py --ranks 1,2,4 --precisions fp32,bf16
 
@@ -137,7 +137,7 @@ def measure_ranks(args: argparse.Namespace) -> None:
 
 
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print megabytes by kind, and what the formula says."""
+    """Print megabytes by kind, and those of the formula."""
     table = Table(title="bytes of a rank after backward and step, gradients kept (MB)")
     for column in ("precision", "ranks", "stage", *KINDS, "live tensors", "formula", "live / formula"):
         table.add_column(column, justify="right")
@@ -151,7 +151,7 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw a panel for each precision: a bar for each stage and world size, a mark where the formula is."""
+    """Draw a panel for each precision: a bar for each stage and world size, and a mark for the formula."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -4,11 +4,11 @@
     python benchmarks/optimizers.py --elements 1000000 --rounds 3 --seeds "" --name quick_look
 
 Each steps a parameter of its own with the same gradient, and they take turns, in an order that is shuffled
-every round. What is compared are ratios to torch's fused float32 AdamW in the same round. Before that, a
-check that the first steps of all went the same way, as far as 8 bits tell.
+every round. The ratios to torch's fused float32 AdamW in the same round are compared. Before that, a check
+compares the first steps of all, as far as 8 bits tell.
 
-Then the states of the GPT that the other benchmarks train are counted, and `examples/finetune.py` is run on 2
-ranks with each seed and each of these optimizers that is installed.
+Then the states of the GPT of the other benchmarks are counted. `examples/finetune.py` is run on 2 ranks with
+each seed and each of these optimizers, if it is installed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zeroshard.optim.eightbit.step import step_in_chunks
 FUSED = "torch AdamW, fused, 32-bit"
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 FARTHEST = 0.2
-"""Of an 8-bit optimizer's first steps from the 32-bit ones, relative to their length."""
+"""The largest distance of an 8-bit optimizer's first steps from the 32-bit ones, relative to their length."""
 
 Build = Callable[[nn.Parameter], Optimizer]
 
@@ -73,7 +73,7 @@ def bitsandbytes_8bit(parameter: nn.Parameter) -> Optimizer:
 
 
 def torchao_8bit(parameter: nn.Parameter) -> Optimizer:
-    """It compiles its step, for which it needs a compiler at run time."""
+    """The optimizer of torchao. It compiles its step, and needs a compiler at run time."""
     from torchao.optim import AdamW8bit
 
     optimizer: Optimizer = AdamW8bit([parameter], **HYPERPARAMETERS)
@@ -94,7 +94,7 @@ COMPARED: dict[str, Build] = {
 
 
 def kernel_of(name: str) -> AbstractContextManager[Any]:
-    """Within it, steps are taken by what the name says."""
+    """Take steps in this context with the kernel that the name gives."""
     if name.endswith("torch operations"):  # in a process of its own without numba, turns could not alternate
         return mock.patch.object(own, "take_step", step_in_chunks)
     return nullcontext()
@@ -102,7 +102,7 @@ def kernel_of(name: str) -> AbstractContextManager[Any]:
 
 @dataclass
 class Contender:
-    """An optimizer with its parameter, and what is measured of it."""
+    """An optimizer with its parameter, and the measurements of it."""
 
     name: str
     parameter: nn.Parameter
@@ -110,7 +110,7 @@ class Contender:
     seconds: list[float] = field(default_factory=list)
 
     def step(self) -> float:
-        """Take a step; its seconds, those of the device included."""
+        """Take a step; return its seconds, those of the device included."""
         synchronize(self.parameter.device)
         start = time.perf_counter()
         with kernel_of(self.name):
@@ -119,14 +119,14 @@ class Contender:
         return time.perf_counter() - start
 
     def state_bytes(self) -> int:
-        """Of all tensors of state, each storage once."""
+        """The bytes of all tensors of state, each storage once."""
         values = self.optimizer.state[self.parameter].values()
         plain = [part for value in values if isinstance(value, Tensor) for part in plain_tensors(value)]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain}.values())
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, or those that a subclass is made of."""
+    """The tensor, or the tensors inside a subclass."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -147,7 +147,7 @@ def start(args: argparse.Namespace, console: Console) -> tuple[list[Contender], 
     """Build all and let them take their first steps.
 
     Returns:
-        Those that could, and why others could not.
+        The optimizers that could, and the reasons of the others.
     """
     generator = torch.Generator().manual_seed(0)
     initial = torch.randn(args.elements, generator=generator).mul_(0.02).to(args.device)
@@ -161,7 +161,7 @@ def start(args: argparse.Namespace, console: Console) -> tuple[list[Contender], 
             contender = Contender(name, parameter, build(parameter))
             for _ in range(args.warmup):
                 contender.step()
-        except Exception as error:  # whatever a library raises where it cannot run
+        except Exception as error:  # any error of a library that cannot run here
             skipped[name] = f"{type(error).__name__}: {error}"
             console.print(f"without {name}: {skipped[name]}", markup=False)
             continue
@@ -171,7 +171,7 @@ def start(args: argparse.Namespace, console: Console) -> tuple[list[Contender], 
 
 
 def check_first_steps(contender: Contender, fused: Contender, initial: Tensor) -> None:
-    """Nobody is timed on wrong work.
+    """Compare the first steps, so that nobody is timed on wrong work.
 
     Raises:
         RuntimeError: the first steps lead elsewhere than those of the 32-bit optimizer.

@@ -1,4 +1,4 @@
-"""Write a benchmark's rows as JSON, with what is needed to judge and to repeat them."""
+"""Write a benchmark's rows as JSON, with the facts that one needs to judge and to repeat them."""
 
 from __future__ import annotations
 

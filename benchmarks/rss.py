@@ -2,8 +2,8 @@
 
     python benchmarks/rss.py --ranks 2 --batch 1
 
-It counts all that a rank's process holds: parameters, gradients, states, activations,
-communication buffers, and hundreds of MB of libraries, so only differences mean something.
+It counts all memory of a rank's process: parameters, gradients, states, activations, communication buffers,
+and hundreds of MB of libraries. So only differences mean something.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run_engine(name: str, args: argparse.Namespace, output: Path) -> float:
     """Peak RSS, in MB, of one run in fresh processes.
 
     Raises:
-        RuntimeError: if the run failed.
+        RuntimeError: the run failed.
     """
     arguments = [*sys.argv[1:], "--engines", name, "--output", str(output)]  # the last of a flag counts
     status = run_ranks(__file__, arguments, args.ranks)

@@ -2,13 +2,13 @@
 
     python benchmarks/step_time.py --ranks 2 --batch 1 --precision fp32
 
-All engines live in one process per rank and take turns step by step, in an order that is
-shuffled every round, so that drift of the machine and what a neighbour leaves behind hit all
-of them alike. A barrier precedes each turn; a step takes as long as its slowest rank. What
-is compared are ratios of steps of the same round. `--lead-in 1` puts an untimed step of the
-same engine before each timed one: work that an engine starts after its optimizer step (stage
-1 and 2 gather the parameters then) is paid by its own next step, as in training; with 0 it
-may run during the barrier or another engine's turn.
+All engines live in one process per rank and take turns step by step, in an order that is shuffled every
+round. So drift of the machine and the remains of a neighbour hit all of them alike. A barrier precedes each
+turn; a step takes as long as its slowest rank. Ratios of steps of the same round are compared. `--lead-in 1`
+puts an untimed step of the same engine before each timed one. Stages 1 and 2 start to gather parameters after
+the
+optimizer step: then the engine's own next step pays for that, as in training. With 0 this work may run during
+the barrier or another engine's turn.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def run_rounds(
 
 
 def slowest_rank(seconds: Times) -> dict[str, list[float]]:
-    """Each round's time is that of its slowest rank."""
+    """Return the time of each round, which is that of its slowest rank."""
     table = torch.tensor(list(seconds.values()), dtype=torch.float64)
     dist.all_reduce(table, dist.ReduceOp.MAX)
     return dict(zip(seconds, table.tolist(), strict=True))
@@ -120,12 +120,12 @@ def mean_losses(losses: Mapping[str, float]) -> dict[str, float]:
 
 
 def check_losses(losses: Mapping[str, float], tolerance: float, num_ranks: int) -> None:
-    """Nobody is timed on wrong work: after warm-up, all engines have about the same loss.
+    """Compare losses after warm-up, which are about the same: nobody is timed on wrong work.
 
-    The engines without communication are left out where each rank trains on other tokens.
+    The engines without communication are left out if each rank trains on other tokens.
 
     Raises:
-        RuntimeError: naming all losses, if two differ by more than `tolerance`, relative.
+        RuntimeError: two losses differ by more than `tolerance`, relative; the message has all of them.
     """
     compared = {n: v for n, v in losses.items() if num_ranks == 1 or not n.startswith("plain")}
     if not compared:

@@ -4,8 +4,8 @@
 
 60 tiny blocks, each a unit, compute next to nothing. A turn is a whole step: forward, backward, optimizer,
 zero_grad. All engines are in one process per rank and take turns. The cost of an engine is the median of the
-differences to plain PyTorch in the same round, over the number of blocks. With one rank, time is that of the
-thread on a core; with several, it is wall time from a barrier on, with the exchanges.
+differences to plain PyTorch in the same round, over the number of blocks. One rank counts the time of the
+thread on a core; several count wall time from a barrier on, with the exchanges.
 """
 
 from __future__ import annotations

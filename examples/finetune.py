@@ -1,4 +1,4 @@
-r"""Train a causal language model with zeroshard and see what a rank holds.
+r"""Train a causal language model with zeroshard, and see the memory of a rank.
 
     python examples/finetune.py                                            # one rank
     torchrun --nproc-per-node 2 examples/finetune.py                       # two ranks, on CPUs or GPUs
@@ -6,8 +6,9 @@ r"""Train a causal language model with zeroshard and see what a rank holds.
     torchrun --nproc-per-node 2 --max-restarts 3 examples/finetune.py \
         --checkpoint-dir DIR --save-every 100 --resume auto
 
-The last one goes on from where it saved when a rank is lost. Without --model it is a small Llama with random
-weights that reads bytes; without --data the text is the documentation that comes with Python.
+When a rank is lost, the last command goes on from the newest checkpoint. Without --model the model is a small
+Llama with random weights that reads bytes. Without --data the text is the documentation that comes with
+Python.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ COLUMNS = (BarColumn(10), MofNCompleteColumn(), TextColumn("{task.fields[state]}
 
 
 class History(NamedTuple):
-    """A training run up to some step. Each checkpoint has it, so a resumed run tells of all of its steps."""
+    """A training run up to some step. Each checkpoint has it, so a resumed run reports all of its steps."""
 
     evaluation: float  # loss before the first step
     losses: list[float]  # one per step, mean over all ranks
@@ -58,7 +59,7 @@ class History(NamedTuple):
 
 
 def optimizer_class(name: str) -> Any:
-    """An option that names an optimizer, called as AdamW is."""
+    """Return the class of an optimizer that an option names; it is called as AdamW is."""
     try:
         return OPTIMIZERS.get(name) or pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -68,7 +69,7 @@ def optimizer_class(name: str) -> Any:
 
 
 def at_least(minimum: int) -> Any:
-    """An argparse type: an integer that isn't below `minimum`."""
+    """Return an argparse type: an integer of at least `minimum`."""
 
     def parse(text: str) -> int:
         if int(text) < minimum:
@@ -130,7 +131,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def build_config(args: argparse.Namespace) -> zeroshard.Config:
-    """The zeroshard config: the file's, or this example's defaults, with the flags on top."""
+    """Return the zeroshard config: of the file, or this example's defaults, with the flags on top."""
     config = zeroshard.Config(micro_batch_size=4, clip_grad_norm=1.0)
     if args.config is not None:
         config = zeroshard.Config.from_file(args.config)
@@ -148,7 +149,7 @@ def build_config(args: argparse.Namespace) -> zeroshard.Config:
 
 
 def build_model(args: argparse.Namespace) -> tuple[nn.Module, Tokenizer]:
-    """The model that --model names, or a small Llama with random weights, and its tokenizer."""
+    """Return the model that --model names, or a small Llama with random weights, and its tokenizer."""
     if args.model is not None:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, use_cache=False)
         tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
@@ -180,7 +181,7 @@ def warmup_cosine(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
 
 
 def over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The 1-D `values` of every rank, one row each. All ranks must call it."""
+    """Return the 1-D `values` of every rank, one row each. All ranks must call it."""
     if not dist.is_initialized():
         return values[None]
     rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
@@ -189,12 +190,12 @@ def over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def device_of(engine: zeroshard.Engine) -> torch.device:
-    """The device that the engine put the model on."""
+    """Return the device that the engine has put the model on."""
     return next(engine.parameters()).device
 
 
 def forever(dataloader: Iterable[list[torch.Tensor]]) -> Iterator[torch.Tensor]:
-    """Batches of token ids, epoch after epoch."""
+    """Yield batches of token ids, epoch after epoch."""
     while True:
         for (ids,) in dataloader:
             yield ids
@@ -202,7 +203,7 @@ def forever(dataloader: Iterable[list[torch.Tensor]]) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def evaluate(engine: zeroshard.Engine, blocks: torch.Tensor) -> float:
-    """Mean loss over `blocks`, shared out so that all ranks do equally many forwards."""
+    """Return the mean loss over `blocks`; all ranks take equally many forwards."""
     engine.eval()
     blocks = blocks[RANK::WORLD_SIZE][: len(blocks) // WORLD_SIZE].to(device_of(engine))
     batches = blocks.split(engine.config.micro_batch_size)
@@ -212,7 +213,7 @@ def evaluate(engine: zeroshard.Engine, blocks: torch.Tensor) -> float:
 
 
 def resume(engine: zeroshard.Engine, folder: str, tag: str) -> History | None:
-    """Go on from a checkpoint; `tag` as --resume has it. None where there is nothing to go on from."""
+    """Go on from the checkpoint that `tag`, the value of --resume, asks for; None if there is none."""
     if tag == "no" or (tag == "auto" and not Path(folder, "latest").is_file()):
         return None
     return History(**engine.load_checkpoint(folder, None if tag == "auto" else tag))
@@ -225,9 +226,9 @@ def train(
     args: argparse.Namespace,
     console: Console,
 ) -> tuple[History, zeroshard.MemoryReport]:
-    """Take the optimizer steps that are left, saving and telling now and then how it goes.
+    """Take the optimizer steps that are left; save checkpoints and report progress on the way.
 
-    Returns the whole history, and the memory while the gradients are there: before the last optimizer step.
+    Return the whole history, and the memory while the gradients exist: before the last optimizer step.
     """
     accumulate, steps, first = engine.config.gradient_accumulation_steps, args.steps, len(history.losses)
     losses = torch.zeros(steps, device=device_of(engine))  # of this rank, from `first` on
@@ -268,7 +269,7 @@ def train(
 
 
 def describe(losses: torch.Tensor, tokens: int, seconds: float, memory: zeroshard.MemoryReport) -> str:
-    """Mean loss, speed, and the memory of the rank that holds most. All ranks must call it."""
+    """Return mean loss, speed, and the memory of the rank that holds most. All ranks must call it."""
     own = [losses.mean().item(), held_bytes(memory) / MIB, resident_bytes() / MIB]
     ranks = over_ranks(torch.tensor(own, device=losses.device))
     loss, model, rss = ranks[:, 0].mean(), ranks[:, 1].max(), ranks[:, 2].max()
@@ -293,7 +294,7 @@ def generate(engine: zeroshard.Engine, prompt: list[int], length: int, context: 
 
 
 def main() -> None:
-    """Evaluate, train, evaluate again, and show what came of it."""
+    """Evaluate, train, evaluate again, and show the results."""
     args = parse_args()
     torch.manual_seed(args.seed)
     try:

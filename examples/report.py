@@ -1,4 +1,4 @@
-"""What a training run shows: memory per rank, next to DistributedDataParallel's, and the loss curve."""
+"""The report of a training run: memory per rank, beside DistributedDataParallel's, and the loss curve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIB = 2**20
 
 
 def held_bytes(memory: zeroshard.MemoryReport) -> int:
-    """What a rank holds on its device at the most."""
+    """The most bytes that a rank has held on its device."""
     return memory.parameters + memory.gradients + memory.optimizer + memory.peak_unsharded
 
 

@@ -1,4 +1,4 @@
-"""Text for a causal language model: where it comes from, its tokens, and fixed-length blocks of them."""
+"""Text for a causal language model: its sources, its tokens, and fixed-length blocks of tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HELD_OUT_EVERY = 20  # one block in 20 is kept for evaluation
 
 
 class Tokenizer(Protocol):
-    """The two methods that are needed of a tokenizer; those of `transformers` have them."""
+    """The two methods that a tokenizer needs; the tokenizers of `transformers` have them."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -38,14 +38,14 @@ class Split(NamedTuple):
 
 
 def read_text(path: str | None) -> str:
-    """A text file, the "text" fields of a .jsonl file, or (None) the documentation that comes with Python.
+    """Return a text file, the "text" fields of a .jsonl file, or (None) the documentation of Python.
 
     Raises OSError or ValueError for a file that can't be read.
     """
     if path is None:
         from pydoc_data.topics import topics
 
-        # Some sections are in several topics: each is taken once, or the held-out text wouldn't be new.
+        # Some sections belong to several topics: each is taken once, or the held-out text would not be new.
         return "\n\n".join(dict.fromkeys(part for topic in topics.values() for part in topic.split("\n\n")))
     text = Path(path).read_text(encoding="utf-8", errors="replace")
     return _text_fields(path, text) if path.endswith(".jsonl") else text
@@ -67,9 +67,9 @@ def _text_fields(path: str, lines: str) -> str:
 
 
 def split_blocks(ids: list[int], length: int, world_size: int) -> Split:
-    """Cut `ids` into blocks of `length`, and hold out every 20th.
+    """Cut `ids` into blocks of `length`, and hold out every 20th block.
 
-    Raises ValueError when there isn't a held-out block for each rank.
+    Raises ValueError if there is no held-out block for each rank.
     """
     needed = HELD_OUT_EVERY * world_size * length
     if len(ids) < needed:
