@@ -6,9 +6,8 @@ All engines live in one process per rank and take turns step by step, in an orde
 round. So drift of the machine and the remains of a neighbour hit all of them alike. A barrier precedes each
 turn; a step takes as long as its slowest rank. Ratios of steps of the same round are compared. `--lead-in 1`
 puts an untimed step of the same engine before each timed one. Stages 1 and 2 start to gather parameters after
-the
-optimizer step: then the engine's own next step pays for that, as in training. With 0 this work may run during
-the barrier or another engine's turn.
+the optimizer step: then the engine's own next step pays for that, as in training. With 0 this work may run
+during the barrier or another engine's turn.
 """
 
 from __future__ import annotations
