@@ -33,7 +33,10 @@ def refusal(*args, **kwargs):
     """The message of the ValueError that initialize ends in, before it opens a process group."""
     with pytest.raises(ValueError, match=r"\w") as caught:
         zeroshard.initialize(*args, **kwargs)
-    assert not dist.is_initialized()
+    opened = dist.is_initialized()
+    if opened:
+        dist.destroy_process_group()  # the other tests of this process need none
+    assert not opened
     return str(caught.value)
 
 
@@ -371,7 +374,7 @@ def test_a_misspelt_key_in_a_file_is_refused_with_the_file(tmp_path):
             {"clip_grad_norm": 0},
             "config key 'clip_grad_norm': expected None or a finite number > 0, came 0 (int)",
         ),
-        ({"stage": 2, "shard_group_size": 2}, "shard_group_size=2 needs stage to be 3, came 2"),
+        ({"stage": 0, "shard_group_size": 2}, "shard_group_size=2 needs stage to be >= 1, came 0"),
         (
             {"precision": {"loss_scale": 8}},
             "precision.loss_scale=8.0 needs precision.param_dtype to be float16",

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -15,7 +16,7 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import STAGES, square_loss
-from zeroshard.checkpoint import save
+from zeroshard.checkpoint import writer
 from zeroshard.comm import mesh
 
 RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
@@ -80,7 +81,7 @@ def many(count, folder, closes):
 
 def _let_threads_end():
     """The threads of saves in the background, which the system sees a moment longer than Python."""
-    while any("checkpoint" in thread.name for thread in save.threading.enumerate()):
+    while any("checkpoint" in thread.name for thread in threading.enumerate()):
         time.sleep(0.01)
     time.sleep(0.2)
 
@@ -200,13 +201,13 @@ def saved_by_two(folder):
     """Two engines save in the background at once, ranks at different speeds; one is dropped meanwhile."""
     first, second = (start(small(seed), stage=3).engine for seed in (0, 1))
     train(first)
-    write_part = save.write_part
+    write_part = writer.write_part
 
     def slow(place, slices, rank):
         time.sleep(0.3 if rank == 0 and "first" in str(place) else 0.01)
         return write_part(place, slices, rank)
 
-    save.write_part = slow
+    writer.write_part = slow
     try:
         first.save_checkpoint(folder, "first", blocking=False)
         second.save_checkpoint(folder, "second", blocking=False)
@@ -217,7 +218,7 @@ def saved_by_two(folder):
         second.save_checkpoint(folder, "third")
         _let_threads_end()
     finally:
-        save.write_part = write_part
+        writer.write_part = write_part
     engine = start(small(2), stage=3).engine
     engine.load_checkpoint(folder, "first")
     return [torch.equal(*pair) for pair in zip(parameters_of(engine), want, strict=True)], sorted(
@@ -234,14 +235,14 @@ def test_a_background_save_of_a_dropped_engine_is_written_beside_those_of_others
 
 def failure_of_a_dropped_engine(folder):
     engine = start().engine
-    is_released = save.threading.Event()
-    write_part = save.write_part
+    is_released = threading.Event()
+    write_part = writer.write_part
 
     def fail(*_):
         is_released.wait()
         raise OSError("the disk is full")
 
-    save.write_part = fail
+    writer.write_part = fail
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -250,7 +251,7 @@ def failure_of_a_dropped_engine(folder):
             is_released.set()
             _let_threads_end()
     finally:
-        save.write_part = write_part
+        writer.write_part = write_part
     return [str(warning.message) for warning in caught]
 
 
