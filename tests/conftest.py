@@ -8,10 +8,14 @@ import torch
 from hypothesis import settings
 
 from tests.ranks import Ranks
+from tests.worker import ask_no_name_server
 
 # The ranks of a test share few cores, so an example's time says nothing; in CI, examples don't change.
 settings.register_profile("zeroshard", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("zeroshard")
+
+ask_no_name_server()
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")  # the scripts that tests start may ask one
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,8 @@ FORK = """
 import gc, json, os, sys, time
 sys.modules["triton"] = None  # not used on CPUs, and slow to import and to leave
 import torch, torch._dynamo, torch.distributed.device_mesh, torch.distributed.tensor, zeroshard
+from tests.worker import ask_no_name_server
+ask_no_name_server()
 gc.freeze()
 sys.setswitchinterval(100)
 running, endings = {}, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import os
@@ -26,6 +27,16 @@ import torch.distributed as dist
 GROUP_TIMEOUT = timedelta(seconds=45)
 PRINTED_CHARACTERS = 20_000  # of a process's output, the last ones are shown
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def ask_no_name_server() -> None:
+    """Have this process look up names of hosts in /etc/hosts alone, where the C library can do that.
+
+    torch looks up the name of each address that a store is reached from, which is ::ffff:127.0.0.1. Only a
+    name server could know it, and a question that is lost costs 5 s.
+    """
+    with suppress(AttributeError):
+        ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files myhostname")
 
 
 class Failure(NamedTuple):
@@ -126,6 +137,7 @@ def serve(descriptor: int) -> NoReturn:
     """Take the steps that pytest asks for, until it closes the connection or ends."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
+    ask_no_name_server()
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     rank, connection = _Rank(), Connection(descriptor)
     while True:

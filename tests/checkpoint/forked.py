@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.tensor
 
 from tests.ranks import _torchrun_environment
+from tests.worker import ask_no_name_server
 
 STACKS_S = 1.0
 """Seconds for a process to print its stacks."""
@@ -42,6 +43,7 @@ class Fork:
             os.dup2(file, 1)
             os.dup2(file, 2)
             faulthandler.register(signal.SIGUSR1)
+            ask_no_name_server()
             torch.set_num_threads(1)
             function(*args)
             sys.exit(0)  # through the frames of the process that forked, none of which may hold it up
