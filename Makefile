@@ -2,10 +2,10 @@
 # used, and only packages that it lacks are installed; otherwise .venv is made.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune test fuzz kill-trials lint bench test-gpu bench-gpu clean missing
+.PHONY: help setup finetune test test-all fuzz kill-trials lint bench test-gpu bench-gpu clean missing
 
 NPROC ?= 2# ranks of `make finetune`
-ARGS ?=# further arguments of finetune, test, fuzz, kill-trials, bench
+ARGS ?=# further arguments of finetune, test, test-all, fuzz, kill-trials, bench
 
 PIP_INSTALL = -m pip install --no-input --disable-pip-version-check --quiet
 READY := .venv/.ready
@@ -63,8 +63,11 @@ finetune: setup  ## Fine-tune a small language model on two ranks (ARGS="--stage
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$(PYTHON)" -m torch.distributed.run --standalone \
 	    --nproc-per-node $(NPROC) examples/finetune.py $(ARGS)
 
-test: setup  ## Run the tests (ARGS="-k layout")
+test: setup  ## Run the tests of every behaviour, in minutes (ARGS="-k layout")
 	"$(PYTHON)" -m pytest $(ARGS)
+
+test-all: setup  ## Run all tests: those, and the long ones
+	"$(PYTHON)" -m pytest --all $(ARGS)
 
 fuzz: setup  ## Train random models in random ways, against plain PyTorch (ARGS="--cases 300")
 	"$(PYTHON)" -m tests.fuzz $(ARGS)

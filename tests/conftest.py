@@ -26,9 +26,46 @@ def ranks() -> Iterator[Ranks]:
     ranks.stop()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]  # keywords have tests/gpu, too
-    if on_gpu and not torch.cuda.is_available():
-        for item in on_gpu:
+# ------------------------------------------------------------------------------------------- the selection
+
+NUM_FAST = pytest.StashKey[dict[str, int]]()
+"""The number of fast tests of each test file that is collected."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run long tests, too")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest applies -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests that need a GPU where there is none; leave out long ones that nobody asked for."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():  # keywords have tests/gpu, too
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if any(_holds_for(item, mark) for mark in item.iter_markers("long_where")):
+            item.add_marker(pytest.mark.long)
+    config.stash[NUM_FAST] = num_fast = dict.fromkeys((str(item.path) for item in items), 0)
+    for item in items:
+        num_fast[str(item.path)] += not item.get_closest_marker("long")
+    if config.option.all or config.option.markexpr:
+        return
+    left_out = {item for item in items if item.get_closest_marker("long") and not _is_named(item, config)}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
+
+
+def _holds_for(item: pytest.Item, mark: pytest.Mark) -> bool:
+    """True for a case whose parameters all have one of the values that `long_where` lists for them."""
+    case = item.callspec.params  # type: ignore[attr-defined]
+    return all(case[name] in values for name, values in mark.kwargs.items())
+
+
+def _is_named(item: pytest.Item, config: pytest.Config) -> bool:
+    """True for a test that the command names, as in `pytest tests/test_cli.py::test_estimate`."""
+    name = item.nodeid.partition("::")[2]
+    for argument in config.args:
+        file, _, asked = argument.partition("::")
+        is_same_file = (config.invocation_params.dir / file).resolve() == item.path
+        if asked and is_same_file and (name == asked or name.startswith((f"{asked}[", f"{asked}::"))):
+            return True
+    return False

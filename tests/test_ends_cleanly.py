@@ -309,13 +309,19 @@ def script(*parts: str, stage: int = 3, watchdog_s: float = 60.0) -> str:
     return text.replace("STAGE", str(stage)).replace("WATCHDOG", str(watchdog_s))
 
 
-def test_script_that_simply_ends_exits_with_0_and_says_nothing(run: Forks) -> None:
-    endings = run(*[script(TRAIN, stage=stage) for stage in (0, 1, 2, 3)] * 5)
-    assert [(ending.code, ending.output) for pair in endings for ending in pair] == [(0, "")] * 40
+REPEATS = pytest.mark.parametrize("repeats", [1, pytest.param(4, marks=pytest.mark.long)])
+STAGES = pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.long)], ids=str)
 
 
-def test_uncaught_exception_on_all_ranks_is_the_last_thing_said(run: Forks) -> None:
-    for pair in run(*[script(TRAIN, FAIL, stage=stage) for stage in (1, 3)] * 3):
+@REPEATS
+def test_script_that_simply_ends_exits_with_0_and_says_nothing(run: Forks, repeats: int) -> None:
+    endings = run(*[script(TRAIN, stage=stage) for stage in (0, 1, 2, 3)] * repeats)
+    assert [(ending.code, ending.output) for pair in endings for ending in pair] == [(0, "")] * 8 * repeats
+
+
+@REPEATS
+def test_uncaught_exception_on_all_ranks_is_the_last_thing_said(run: Forks, repeats: int) -> None:
+    for pair in run(*[script(TRAIN, FAIL, stage=stage) for stage in (1, 3)] * repeats):
         for ending in pair:
             assert (ending.code, ending.last_line) == (1, "LookupError: a row is missing")
 
@@ -330,9 +336,11 @@ def test_no_thread_of_the_groups_is_left_at_exit(run: Forks) -> None:
                 assert thread not in after
 
 
-def test_process_group_of_the_user_stays_open(run: Forks) -> None:
-    endings = run(*[script(OWN_GROUP, TRAIN, STILL_OPEN, stage=stage) for stage in (1, 3)] * 2)
-    assert [(ending.code, ending.output) for pair in endings for ending in pair] == [(0, "still open\n")] * 8
+@REPEATS
+def test_process_group_of_the_user_stays_open(run: Forks, repeats: int) -> None:
+    endings = run(*[script(OWN_GROUP, TRAIN, STILL_OPEN, stage=stage) for stage in (1, 3)] * repeats)
+    said = [(ending.code, ending.output) for pair in endings for ending in pair]
+    assert said == [(0, "still open\n")] * 4 * repeats
 
 
 @pytest.mark.parametrize(("kill", "dead"), [(KILL_RANK_1, 1), (KILL_RANK_0, 0)])
@@ -365,11 +373,14 @@ HAD_FEWER_BATCHES = (
 )
 
 
-@pytest.mark.parametrize("part", [LEAVE_OUT_A_BATCH_ON_RANK_1, FEWER_BATCHES_ON_RANK_1])
+@STAGES
+@pytest.mark.parametrize(
+    "part", [LEAVE_OUT_A_BATCH_ON_RANK_1, FEWER_BATCHES_ON_RANK_1], ids=["left", "fewer"]
+)
 def test_rank_that_had_fewer_batches_ends_and_the_others_are_told_why_they_wait(
-    run: Forks, part: str
+    run: Forks, part: str, stages: tuple[int, ...]
 ) -> None:
-    for waiting, done in run(*[script(TRAIN, part, stage=stage) for stage in (0, 1, 2, 3)]):
+    for waiting, done in run(*[script(TRAIN, part, stage=stage) for stage in stages]):
         assert [waiting.code, done.code, done.output] == [1, 0, ""]
         assert waiting.seconds < 20
         assert_gave_up(waiting, rank=0)
@@ -377,9 +388,14 @@ def test_rank_that_had_fewer_batches_ends_and_the_others_are_told_why_they_wait(
         assert advice in waiting.last_line
 
 
-@pytest.mark.parametrize("part", [LEAVE_OUT_A_BATCH_ON_RANK_1, FEWER_BATCHES_ON_RANK_1])
-def test_rank_that_had_fewer_batches_and_saves_is_told_so_too(run: Forks, part: str) -> None:
-    for pair in run(*[script(TRAIN, part, SAVE, stage=stage, watchdog_s=3.0) for stage in (0, 1, 2, 3)]):
+@STAGES
+@pytest.mark.parametrize(
+    "part", [LEAVE_OUT_A_BATCH_ON_RANK_1, FEWER_BATCHES_ON_RANK_1], ids=["left", "fewer"]
+)
+def test_rank_that_had_fewer_batches_and_saves_is_told_so_too(
+    run: Forks, part: str, stages: tuple[int, ...]
+) -> None:
+    for pair in run(*[script(TRAIN, part, SAVE, stage=stage, watchdog_s=3.0) for stage in stages]):
         for rank, ending in enumerate(pair):
             assert ending.code == 1
             assert ending.seconds < 30
@@ -388,10 +404,11 @@ def test_rank_that_had_fewer_batches_and_saves_is_told_so_too(run: Forks, part: 
             assert advice in ending.last_line
 
 
-def test_exception_in_the_loader_of_one_rank_is_told_to_the_others(run: Forks) -> None:
-    for waiting, failed in run(
-        *[script(TRAIN, FAIL_IN_LOADER_ON_RANK_1, stage=stage) for stage in (0, 1, 2, 3)]
-    ):
+@STAGES
+def test_exception_in_the_loader_of_one_rank_is_told_to_the_others(
+    run: Forks, stages: tuple[int, ...]
+) -> None:
+    for waiting, failed in run(*[script(TRAIN, FAIL_IN_LOADER_ON_RANK_1, stage=stage) for stage in stages]):
         assert [waiting.code, failed.code] == [1, 1]
         assert waiting.seconds < 20
         assert failed.last_line == "LookupError: a row is missing"

@@ -31,8 +31,7 @@ def test_two_ranks_learn_and_show_the_memory_they_held(tmp_path: Path) -> None:
     plot = tmp_path / "loss.png"
     done = run(*TORCHRUN, SCRIPT, *TINY, "--steps", "25", "--accumulate", "2", "--plot", str(plot))
     assert done.returncode == 0, done.stderr
-    losses = re.findall(r"evaluation loss (?:before|after): ([\d.]+) nats per byte", done.stdout)
-    before, after = map(float, losses)
+    before, after = evaluation_losses(done.stdout)
     assert before == pytest.approx(math.log(256), abs=0.1)
     assert after < before - 1
     held = {kind: list(map(float, numbers)) for kind, *numbers in table_rows(done.stdout)}
@@ -43,6 +42,12 @@ def test_two_ranks_learn_and_show_the_memory_they_held(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def evaluation_losses(output: str) -> list[float]:
+    """The losses before and after training, in nats per byte."""
+    found = re.findall(r"evaluation loss (?:before|after): ([\d.]+) nats per byte", output)
+    return [float(loss) for loss in found]
+
+
 def table_rows(output: str) -> list[tuple[str, ...]]:
     return re.findall(r"│ (\w[\w, ]*\w) +│ +([\d.]+) │ +([\d.]+) │", output)
 
@@ -50,15 +55,25 @@ def table_rows(output: str) -> list[tuple[str, ...]]:
 def loss_after(optimizer: str, *arguments: str, timeout: float) -> float:
     done = run(*TORCHRUN, SCRIPT, "--optimizer", optimizer, *arguments, timeout=timeout)
     assert done.returncode == 0, done.stderr
-    (loss,) = re.findall(r"evaluation loss after: ([\d.]+) nats per byte", done.stdout)
-    return float(loss)
+    _, after = evaluation_losses(done.stdout)
+    return after
 
 
+def test_one_rank_learns_with_states_of_8_bits(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    options = ["--optimizer", "adamw8bit", "--steps", "12", "--plot", str(tmp_path / "loss.png")]
+    done = run(SCRIPT, *TINY, *options)
+    assert done.returncode == 0, done.stderr
+    before, after = evaluation_losses(done.stdout)
+    assert after < before - 0.5
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "timeout"),
     [
         (["--hidden", "64", "--layers", "2", "--seq-len", "64", "--steps", "60"], 120),
-        pytest.param([], 600, marks=pytest.mark.slow),
+        ([], 600),
     ],
     ids=["short", "whole"],
 )

@@ -129,14 +129,17 @@ TRIALS = (save_in_little_space, save_while_it_fills_up, save_read_only, save_whe
 
 
 def main(folder: Path) -> int:
-    failed = []
+    groups, disks = [], []
     for trial in TRIALS:
         place, disk = folder / trial.__name__, folder / f"{trial.__name__}-disk"
         place.mkdir()
         mount(disk, 9 << 20)
-        group = Group(2, place, trial, disk)
-        failed += [rank for rank in group.ranks if not rank.wait(100) or rank.code]
+        disks.append(disk)
+        groups.append(Group(2, place, trial, disk))
+    failed = [rank for group in groups for rank in group.ranks if not rank.wait(100) or rank.code]
+    for group in groups:
         group.stop()
+    for disk in disks:
         subprocess.run(["umount", disk], check=True)
     for rank in failed:
         print(f"{rank.output}: {rank.code}\n{rank.printed}")

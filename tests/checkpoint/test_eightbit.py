@@ -80,6 +80,7 @@ def run(ranks, tmp_path_factory):
     return folder, ranks(2, undisturbed, folder)[0]
 
 
+@pytest.mark.long_where(num_ranks=[3, 4])
 @pytest.mark.parametrize(("num_ranks", "configs"), [(1, [3]), (3, [1]), (4, [0, HYBRID])])
 def test_codes_and_scales_are_the_same_bits_at_any_layout_and_come_back(
     ranks, run, tmp_path, num_ranks, configs
@@ -236,9 +237,12 @@ def unequal(got, want):
     ]
 
 
-def test_states_are_converted_to_the_nearest_codes_and_back_at_another_layout(ranks, converted):
+@pytest.mark.parametrize(("num_ranks", "config"), [(1, 0), pytest.param(4, HYBRID, marks=pytest.mark.long)])
+def test_states_are_converted_to_the_nearest_codes_and_back_at_another_layout(
+    ranks, converted, num_ranks, config
+):
     folder, saved = converted
-    for name, got in ranks(4, convert_all, folder, HYBRID)[0].items():
+    for name, got in ranks(num_ranks, convert_all, folder, config)[0].items():
         was = {key: value for key, value in saved[name].tensors.items() if isinstance(key, tuple)}
         now = {key: value for key, value in got.tensors.items() if isinstance(key, tuple)}
         assert not unequal(now, expected(was, threshold_of(*FROM_TO[name][1]))), name

@@ -11,15 +11,16 @@ from tests.checkpoint.kill import Trial
 NUM_TRIALS, FIRST = 4, 2
 
 
-def test_what_is_left_of_a_save_whose_ranks_were_killed_is_a_whole_checkpoint():
+@pytest.mark.parametrize("first", [FIRST, pytest.param(FIRST + 2, marks=pytest.mark.long)])
+def test_what_is_left_of_a_save_whose_ranks_were_killed_is_a_whole_checkpoint(first):
     command = [
         sys.executable,
         "-m",
         "tests.checkpoint.kill",
         "--trials",
-        str(NUM_TRIALS),
+        str(NUM_TRIALS // 2),
         "--first",
-        str(FIRST),
+        str(first),
     ]
     ended = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=400

@@ -79,6 +79,7 @@ def measure(folder):
     return found, report.parameters + report.optimizer
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_rank_holds_one_box_more_and_in_the_background_its_shard_once_more(ranks, tmp_path, num_ranks):
     for found, shard in ranks(num_ranks, measure, str(tmp_path), timeout=120):

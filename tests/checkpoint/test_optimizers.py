@@ -48,13 +48,15 @@ def stopped_and_resumed(folder, make, configs=(3,), remake=None, scheduler=None)
 
 # --------------------------------------------------------------------------------------------- optimizers
 
-OPTIMIZERS = [
+COMMON = [
     ("AdamW", {}),
     ("AdamW", {"fused": True}),
     ("AdamW", {"foreach": True}),
     ("AdamW", {"amsgrad": True}),
     ("SGD", {"momentum": 0.9}),
     ("SGD", {}),
+]
+RARE = [
     ("NAdam", {}),
     ("RAdam", {}),
     ("ASGD", {"t0": 2}),
@@ -70,17 +72,20 @@ def make_optimizer(model, name, options):
     return getattr(torch.optim, name)(model.parameters(), **({"lr": 1e-2} | options))
 
 
-def every_optimizer(folder):
+def every_optimizer(folder, optimizers):
     found = {}
-    for number, (name, options) in enumerate(OPTIMIZERS):
+    for number, (name, options) in enumerate(optimizers):
         make = functools.partial(make_optimizer, name=name, options=options)
         if lines := stopped_and_resumed(f"{folder}/{number}", make, configs=(3, 0)):
             found[name, str(options)] = lines
     return found
 
 
-def test_every_optimizer_goes_on_to_the_bit_at_its_own_and_another_stage(ranks, tmp_path):
-    assert ranks(2, every_optimizer, tmp_path) == [{}, {}]
+@pytest.mark.parametrize(
+    "optimizers", [COMMON, pytest.param(RARE, marks=pytest.mark.long)], ids=["common", "rare"]
+)
+def test_every_optimizer_goes_on_to_the_bit_at_its_own_and_another_stage(ranks, tmp_path, optimizers):
+    assert ranks(2, every_optimizer, tmp_path, optimizers) == [{}, {}]
 
 
 def change_kernel(folder):
@@ -329,6 +334,7 @@ def with_schedule(folder, name, order):
     return found + [calls[1:]] * any(one != calls[0] for one in calls)
 
 
+@pytest.mark.long_where(order=[(0, 1, 2)])
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)], ids=["same groups", "reordered groups"])
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_a_schedule_goes_on_where_it_was(ranks, tmp_path, name, order):

@@ -103,30 +103,33 @@ import json, os, sys
 import torch
 from tests.checkpoint.runs import start, train
 processes = []
-for environment in json.loads(sys.argv[2]):
+for folder, end, environment in json.loads(sys.argv[1]):
     processes.append(os.fork())  # importing torch takes seconds: once for all ranks
     if not processes[-1]:
         os.environ.update(environment)
         engine = start(3)
         train(engine, range(2))
-        engine.save_checkpoint(sys.argv[1], "now")
-        engine.save_checkpoint(sys.argv[1], "later", blocking=False)
-        if sys.argv[3] == "destroys":
+        engine.save_checkpoint(folder, "now")
+        engine.save_checkpoint(folder, "later", blocking=False)
+        if end == "destroys":
             torch.distributed.destroy_process_group()
         break  # a rank ends here, as a script does
 else:
-    sys.exit(any(os.waitpid(process, 0)[1] for process in processes))
+    sys.exit(any([os.waitpid(process, 0)[1] for process in processes]))
 """
 
 
-@pytest.mark.parametrize("end", ["ends", "destroys"])
-def test_a_process_that_ends_after_a_save_in_the_background_leaves_a_checkpoint(tmp_path, end):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environments = json.dumps([_torchrun_environment(rank, 2, store.port) for rank in range(2)])
-    subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), environments, end], cwd=ROOT, check=True, timeout=120
-    )
-    assert contents(tmp_path) == contents(tmp_path, "later") == contents(tmp_path, "now")
+def test_a_process_that_ends_after_a_save_in_the_background_leaves_a_checkpoint(tmp_path):
+    folders = {end: str(tmp_path / end) for end in ("ends", "destroys")}
+    stores = {end: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for end in folders}
+    ranks = [
+        (folder, end, _torchrun_environment(rank, 2, stores[end].port))
+        for end, folder in folders.items()
+        for rank in range(2)
+    ]
+    subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(ranks)], cwd=ROOT, check=True, timeout=120)
+    for folder in map(Path, folders.values()):
+        assert contents(folder) == contents(folder, "later") == contents(folder, "now")
 
 
 # -------------------------------------------------------------------------------------------------- tags

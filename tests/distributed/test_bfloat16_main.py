@@ -164,6 +164,7 @@ def all_stages(kinds, configs):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[3, 4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_optimizer_at_every_stage_has_the_bits_of_float32_steps_rounded_by_hand(ranks, num_ranks):
     configs = [{"stage": stage} for stage in range(4)]
@@ -480,6 +481,8 @@ def resume(kind, folder, stage):
     return engine.full_state_dict()
 
 
+@pytest.mark.long_where(kind=["fused AdamW"])
+@pytest.mark.long_where(kind=["LAMB", "bitsandbytes"])
 @pytest.mark.parametrize("kind", ["fused AdamW", "AdamW8bit", "LAMB", "bitsandbytes"])
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped_at_any_number_of_ranks(ranks, tmp_path, kind):
     want = ranks(2, run_through, kind)[0]

@@ -180,9 +180,16 @@ def check(found, want):
             assert torch.equal(found[name][1][key], value), (name, key)
 
 
-AT = [(4, 3, KINDS), (1, 0, KINDS[::2]), (2, 1, KINDS[1::2]), (3, 2, ["AdamW", "SGD", "AdEMAMix"])]
+AT = [
+    (4, 3, KINDS),
+    (1, 0, KINDS[::2]),
+    (2, 1, KINDS[1::2]),
+    (2, 3, ["AdamW", "PagedLion"]),
+    (3, 2, ["AdamW", "SGD", "AdEMAMix"]),
+]
 
 
+@pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize(("num_ranks", "stage", "kinds"), AT)
 def test_8_bit_states_are_the_same_bits_at_every_number_of_ranks_and_stage(ranks, num_ranks, stage, kinds):
     found = ranks(num_ranks, every_kind, [f"{kind}8bit" for kind in kinds], stage)[0]
@@ -197,6 +204,7 @@ def test_compiled_steps_are_the_same_bits_too(ranks, stage):
     check(found["AdamW8bit"], by_reference("AdamW"))
 
 
+@pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize(("num_ranks", "stage", "kinds"), AT)
 def test_32_bit_steps_are_those_of_the_class_in_one_process(ranks, num_ranks, stage, kinds):
     names = [*kinds, *(f"{kind}32bit" for kind in kinds if num_ranks == 2)]
@@ -290,6 +298,7 @@ def with_overrides(own, stage):
     return gather(engine, optimizer), bits
 
 
+@pytest.mark.long_where(num_ranks=[4], own=[False])
 @pytest.mark.parametrize(("num_ranks", "stage"), [(4, 3), (2, 0)])
 @pytest.mark.parametrize("own", [True, False])
 def test_overrides_by_parameter_and_module_are_honoured(ranks, own, num_ranks, stage):

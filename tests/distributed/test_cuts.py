@@ -139,9 +139,17 @@ def cut_cases(seeds, stages):
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_random_cuts_per_rank_and_step_train_as_plain_pytorch_to_the_bit(ranks, num_ranks):
-    seeds = range(num_ranks * 100, num_ranks * 100 + 10 - 2 * num_ranks)
+@pytest.mark.parametrize(
+    ("num_ranks", "seeds"),
+    [
+        (2, range(200, 202)),
+        (3, range(300, 301)),
+        pytest.param(2, range(202, 206), marks=pytest.mark.long),
+        pytest.param(3, range(301, 304), marks=pytest.mark.long),
+        pytest.param(4, range(400, 402), marks=pytest.mark.long),
+    ],
+)
+def test_random_cuts_per_rank_and_step_train_as_plain_pytorch_to_the_bit(ranks, num_ranks, seeds):
     assert ranks(num_ranks, cut_cases, seeds, (1, 2, 3)) == [{}] * num_ranks
 
 
@@ -160,6 +168,7 @@ def one_cut(stage, recompute):
     return follow(Chain(6), Once(0), stage=stage, recompute=recompute)
 
 
+@pytest.mark.long_where(stage=[2])
 @pytest.mark.parametrize("recompute", ["none", "unit"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_one_rank_may_detach_a_block_that_all_ranks_call(ranks, stage, recompute):
@@ -177,6 +186,7 @@ def cut_units_in_recomputed_units(num_prefetch):
     return found
 
 
+@pytest.mark.long_where(num_prefetch=[0, 1])
 @pytest.mark.parametrize("num_prefetch", [0, 1, 3])
 def test_cuts_around_recomputed_units_with_units_inside(ranks, num_prefetch):
     assert ranks(2, cut_units_in_recomputed_units, num_prefetch) == [[], []]
@@ -236,6 +246,7 @@ def cut_segments(num_prefetch, reentrant):
     return found
 
 
+@pytest.mark.long_where(num_prefetch=[0])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("num_prefetch", [0, 2])
 def test_cuts_inside_checkpoints_around_several_units(ranks, num_prefetch, reentrant):
@@ -389,6 +400,7 @@ def test_other_forwards_leave_no_more_gradients_packed(ranks, stage, how):
         assert most <= alone
 
 
+@pytest.mark.long_where(stage=[2], cut=[()])
 @pytest.mark.parametrize("sizes", [(40,) * 8, tuple(range(20, 420, 50)), tuple(range(420, 20, -50))])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("cut", [(), (3, 4)])

@@ -108,6 +108,7 @@ def edited(block, units, **config):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("block", [Normalized, ByData, ActNorm, Teaching])
 def test_a_parameter_that_a_forward_edits_keeps_the_edit(ranks, num_ranks, block):

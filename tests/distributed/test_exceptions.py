@@ -90,6 +90,8 @@ def fail_anywhere(error_type):
     return found
 
 
+@pytest.mark.long_where(error_type=[ValueError], num_ranks=[1])
+@pytest.mark.long_where(error_type=[KeyboardInterrupt], num_ranks=[2])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("error_type", [ValueError, KeyboardInterrupt])
 def test_an_exception_passes_and_the_next_step_is_that_of_a_run_without_it(ranks, num_ranks, error_type):

@@ -209,6 +209,7 @@ def skip_one(config):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[3, 4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(ranks, num_ranks):
     assert ranks(num_ranks, skip_one, half(1024)) == [[]] * num_ranks

@@ -125,6 +125,7 @@ def lora_on_many_ranks():
     return differences("stage 1", *runs), losses, distances
 
 
+@pytest.mark.long
 def test_on_four_ranks_stages_agree_to_the_bit_and_stay_close_to_ddp(ranks):
     for found, losses, parameters in ranks(4, lora_on_many_ranks, timeout=120):
         assert found == []
@@ -177,6 +178,7 @@ def costs(dtype, param_dtype):
     return found
 
 
+@pytest.mark.long_where(dtype=[torch.float32], param_dtype=["bf16"])
 @pytest.mark.parametrize(
     ("dtype", "param_dtype"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "bf16")]
 )

@@ -44,7 +44,7 @@ def groups_against_ddp(group_sizes):
         f"groups of {size}: {line}"
         for size in group_sizes
         for optimizer in ("AdamW", "SGD")
-        for line in same_as_replicated(model, optimizer, 8, stages=[1, 2, 3], shard_group_size=size)
+        for line in same_as_replicated(model, optimizer, 4, stages=[1, 2, 3], shard_group_size=size)
     ]
 
 
@@ -73,8 +73,9 @@ def groups_of_four_ranks(kind, num_steps):
     return found
 
 
-def test_groups_of_four_ranks_stay_close_to_ddp(ranks):
-    results = ranks(4, groups_of_four_ranks, "Llama", 20, timeout=200)
+@pytest.mark.parametrize("num_steps", [4, pytest.param(20, marks=pytest.mark.long)])
+def test_groups_of_four_ranks_stay_close_to_ddp(ranks, num_steps):
+    results = ranks(4, groups_of_four_ranks, "Llama", num_steps, timeout=200)
     for found in results:
         assert all(far["losses"] <= 1e-6 for far in found.values())
         assert all(far.get(f"stage {n}", []) == [] for far in found.values() for n in (1, 2, 3))
@@ -141,6 +142,8 @@ def wire(stage, size, k):
     return found, inside + across, estimate.wire_bytes_per_step // 4
 
 
+@pytest.mark.long_where(size=[2], k=[1])
+@pytest.mark.long_where(stage=[2])
 @pytest.mark.parametrize(("size", "k"), [(1, 1), (2, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_sends_what_the_table_says(ranks, stage, size, k):
@@ -163,6 +166,7 @@ def held(stage, size):
     return live_bytes() / P, (report.parameters + report.gradients + report.optimizer) / P
 
 
+@pytest.mark.long_where(size=[1])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_at_rest_a_rank_holds_its_share_of_the_group(ranks, stage, size):
@@ -258,6 +262,7 @@ def with_second_copy(options, width, among):
     return found, (sent, gathers), (all_sent, estimate), engine.memory_report().unsharded
 
 
+@pytest.mark.long_where(width=[2])
 @pytest.mark.parametrize(
     ("options", "width"), [({}, 4), ({"precision": {"param_dtype": "bf16"}}, 2)], ids=["fp32", "bf16"]
 )

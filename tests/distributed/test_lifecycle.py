@@ -99,7 +99,7 @@ def test_engines_that_are_dropped_or_closed_leave_nothing(ranks, num_ranks, tmp_
     leaves_nothing(ranks, num_ranks, 12, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @RANKS
 def test_200_engines_that_are_dropped_or_closed_leave_nothing(ranks, num_ranks, tmp_path):
     leaves_nothing(ranks, num_ranks, 200, tmp_path)

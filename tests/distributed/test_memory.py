@@ -54,6 +54,7 @@ def held(kind, optimizer):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize(("num_ranks", "kind"), [(1, "GPT"), (2, "tied GPT"), (2, "Llama"), (4, "GPT")])
 def test_after_a_step_with_its_gradients_a_rank_holds_what_the_formula_says(ranks, num_ranks, kind):
     """1.02: besides model states there are a step number per parameter, the batch, the model's buffers.

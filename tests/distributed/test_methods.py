@@ -323,6 +323,7 @@ def methods_of_parts(config):
     return found, engine.memory_report().unsharded
 
 
+@pytest.mark.long_where(num_ranks=[1], config=[{"recompute": "unit"}])
 @pytest.mark.parametrize("config", [{}, {"recompute": "unit"}, {"units": ["Encoder", "Sequential"]}])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_methods_of_parts_train_as_in_plain_pytorch_to_the_bit(ranks, num_ranks, config):

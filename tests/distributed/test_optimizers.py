@@ -55,14 +55,15 @@ def every_optimizer(stage):
             return getattr(torch.optim, name)(parameters, **({"lr": 1e-2} | options))
 
         replica = replicate(model)
-        want = train(replica, make(replica.parameters()), 6, square_loss)
+        want = train(replica, make(replica.parameters()), 4, square_loss)
         sharded = copy.deepcopy(model)
-        got = train(*start(sharded, make(sharded.parameters()), stage=stage), 6, square_loss)
+        got = train(*start(sharded, make(sharded.parameters()), stage=stage), 4, square_loss)
         if lines := differences(name, got, want):
             found[name, str(options)] = lines
     return found
 
 
+@pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_every_element_wise_optimizer_of_torch_trains_as_in_ddp_to_the_bit(ranks, stage):
     assert ranks(2, every_optimizer, stage) == [{}, {}]
@@ -103,7 +104,7 @@ def schedule(how):
         replica = replicate(model)
         optimizer = torch.optim.AdamW(in_groups(replica.module), lr=1e-3)
         scheduler, losses, rates = make(optimizer), [], []
-        for number in range(6):
+        for number in range(4):
             losses.append(step(replica, optimizer, token_loss, number))
             scheduler.step()
             rates.append([group["lr"] for group in optimizer.param_groups])
@@ -119,7 +120,7 @@ def schedule(how):
             if how == "by hand":
                 scheduler = make(optimizer)
             losses, got_rates = [], []
-            for number in range(6):
+            for number in range(4):
                 loss = token_loss(engine, number)
                 losses.append(loss.item())
                 engine.backward(loss)
@@ -133,6 +134,7 @@ def schedule(how):
     return found
 
 
+@pytest.mark.long_where(how=["given"])
 @pytest.mark.parametrize("how", ["by hand", "given", "built"])
 def test_groups_keep_their_hyperparameters_and_schedulers_go_on_working(ranks, how):
     assert ranks(2, schedule, how) == [[], []]

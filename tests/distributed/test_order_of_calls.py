@@ -49,6 +49,7 @@ def train(order_of_rank, steps, slow_s=0.0):
 IN_ORDER, SWAPPED = [0, 1, 2, 3, 4], [0, 3, 2, 1, 4]
 
 
+@pytest.mark.long_where(num_ranks=[3])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_call_blocks_in_different_orders_raise_an_error_that_names_the_first(ranks, num_ranks):
     orders = [IN_ORDER] * (num_ranks - 1) + [SWAPPED]

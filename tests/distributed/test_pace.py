@@ -226,6 +226,7 @@ def test_a_rank_that_leaves_out_a_batch_is_told_to_all_ranks(ranks, where):
             assert len([text for text in texts if "the model" in text and "another rank" in text]) == 1
 
 
+@pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_that_leaves_out_a_step_is_an_error_on_all_ranks(ranks, stage):
     for _, error in ranks(2, go_on, stage, "step"):

@@ -49,6 +49,7 @@ def recomputed_on_four():
     return [line for run in runs for line in differences("recomputed", run, want)]
 
 
+@pytest.mark.long
 def test_stages_agree_to_the_bit_with_recomputation(ranks):
     assert ranks(4, recomputed_on_four) == [[]] * 4
 

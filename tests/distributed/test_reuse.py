@@ -373,6 +373,7 @@ def same_as_averaged(model, loss):
     return [f"stage {stage}: {distance:g}" for (_, stage), distance in found.items() if distance > 1e-6]
 
 
+@pytest.mark.long_where(num_ranks=[2], use_reentrant=[True])
 @RANKS
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_around_blocks_and_parts_of_them_change_no_number(ranks, num_ranks, use_reentrant):
@@ -437,6 +438,7 @@ def one_dropped(stage):
     return total.item()
 
 
+@pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_engine_may_be_dropped_right_after_a_step(ranks, stage):
     assert ranks(2, one_dropped, stage, timeout=15) == [2.0, 2.0]
@@ -484,6 +486,7 @@ def edited():
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @RANKS
 def test_edits_of_sharded_parameters_between_steps_are_seen_by_the_next_forward(ranks, num_ranks):
     assert ranks(num_ranks, edited) == [[]] * num_ranks

@@ -153,6 +153,7 @@ def train_both(make, loss, config):
     return differences(make.__name__, got, want)
 
 
+@pytest.mark.long_where(config=[{"stage": 2}])
 @pytest.mark.parametrize("config", [{"stage": 3}, {"stage": 3, "reshard_after_forward": False}, {"stage": 2}])
 @pytest.mark.parametrize(
     ("make", "loss"),

@@ -110,6 +110,7 @@ def of_transformers_on_many_ranks(name):
     return losses, distance_of_all(got.parameters, want.parameters) if got.parameters else 0
 
 
+@pytest.mark.long
 def test_a_t5_on_four_ranks_stays_close_to_ddp(ranks):
     pytest.importorskip("transformers")
     for losses, parameters in ranks(4, of_transformers_on_many_ranks, "T5", timeout=120):

@@ -71,6 +71,7 @@ def asked_for(way):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1], way=["one by one", "inside"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("way", ["sharded", "one by one", "inside"])
 def test_backward_for_some_parameters_gives_them_the_gradients_of_ddp(ranks, num_ranks, way):

@@ -57,6 +57,7 @@ def loss(model, number):
     )
 
 
+@pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_unit_of_several_modules_trains_as_ddp_to_the_bit(ranks, num_ranks):
     for units in UNITS:

@@ -118,6 +118,7 @@ def transform_all(stage):
     return found + apart(f"stage {stage}", finish(engine, losses), finish(plain, want))
 
 
+@pytest.mark.long_where(num_ranks=[2], stage=[0, 2])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_transforms_give_what_plain_pytorch_gives_and_the_steps_between_them_too(ranks, num_ranks, stage):
@@ -221,6 +222,7 @@ def train_both(build, losses, stage, **options):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[2], stage=[0, 2])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_losses_made_of_transforms_train_as_in_plain_pytorch(ranks, num_ranks, stage):
@@ -230,6 +232,7 @@ def test_losses_made_of_transforms_train_as_in_plain_pytorch(ranks, num_ranks, s
         assert found == []
 
 
+@pytest.mark.long_where(num_ranks=[2], recompute=["none"])
 @pytest.mark.parametrize("recompute", ["none", "unit"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_one_backward_goes_through_forwards_inside_and_outside_of_transforms(ranks, num_ranks, recompute):

@@ -75,6 +75,7 @@ def forgotten(precision):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[2], precision=[{"main_dtype": "bf16"}])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("precision", [{}, {"main_dtype": "bf16"}])
 def test_gradients_that_were_forgotten_do_not_come_back(ranks, num_ranks, precision):

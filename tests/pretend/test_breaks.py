@@ -7,9 +7,16 @@ from tests.pretend.run import run_scenario
 from tests.pretend.scenarios import SCENARIOS
 from tests.ranks import Ranks
 
+CASES = [(name, scenario) for name, b in BREAKS.items() for scenario in b.scenarios]
+FIRST = {name: b.scenarios[0] for name, b in BREAKS.items()}
+
 
 @pytest.mark.parametrize(
-    ("name", "scenario"), [(name, scenario) for name, b in BREAKS.items() for scenario in b.scenarios]
+    ("name", "scenario"),
+    [
+        pytest.param(name, scenario, marks=[] if FIRST[name] == scenario else pytest.mark.long)
+        for name, scenario in CASES
+    ],
 )
 def test_a_broken_engine_is_found(ranks: Ranks, name: str, scenario: str) -> None:
     outcome = run_scenario(ranks, SCENARIOS[scenario], name)

@@ -482,6 +482,7 @@ HARD = {
 }
 
 
+@pytest.mark.long_where(use_reentrant=[True], what=list(HARD)[1:])
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("what", HARD)
 def test_recomputing_gives_the_losses_of_plain_training(ranks, what, use_reentrant):

@@ -207,6 +207,7 @@ def train_wrapped():
     return found
 
 
+@pytest.mark.long_where(num_ranks=[2])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_engine_inside_torch_compile_or_data_parallel_trains_as_before(ranks, num_ranks):
     assert ranks(num_ranks, train_wrapped, timeout=120.0) == [[]] * num_ranks

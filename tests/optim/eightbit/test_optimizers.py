@@ -53,6 +53,7 @@ def check_states(state, reference):
         assert torch.equal(state[f"{name}_absmax"], blocks.absmax), name
 
 
+@pytest.mark.long_where(size=[70_001], name=[name for name in KINDS if name != "AdamW8bit"])
 @pytest.mark.parametrize("size", [4096, 5003, 70_001])
 @pytest.mark.parametrize("name", KINDS)
 def test_codes_and_scales_are_those_of_the_reference(name, size, kernel):
