@@ -248,3 +248,8 @@ def test_a_bad_config_and_an_unknown_unit_are_refused_as_they_are_by_initialize(
 def test_what_is_not_there_yet_is_refused_rather_than_left_out_of_the_sums(config, listed):
     assert refusal(Tiny(), 4, config) == f"not available in zeroshard yet: {listed}"
     assert refusal(1000, 4, config) == f"not available in zeroshard yet: {listed}"
+
+
+def test_a_part_of_the_ranks_that_cannot_be_is_refused_as_it_is_by_initialize():
+    config = {"stage": 3, "reshard_after_forward": 3}
+    assert "reshard_after_forward=3: expected a divisor of the 4 ranks" in refusal(1000, 4, config)

@@ -436,3 +436,17 @@ def test_torch_takes_the_fast_path_of_its_optimizers_for_slices(weight, monkeypa
     assert choose([plain], False, False) == choose([weight], False, False) == (False, True)
     assert choose([plain], False, True) == choose([weight], False, True) == (True, False)
     assert choose([unlisted], False, False) == (False, False)
+
+
+def test_a_gradient_of_another_shape_is_refused_with_the_way_to_give_a_whole_one(weight):
+    with pytest.raises(RuntimeError, match=f"'{NAME}'.*set_full_gradient") as caught:
+        weight.grad = torch.zeros(SHAPE)
+    assert "assign a gradient of size" in str(caught.value)
+    assert weight.grad is None
+    weight.grad = gradient = torch.ones(12)
+    assert weight.grad is gradient
+    weight.grad += 1
+    assert weight.grad is gradient
+    assert gradient.tolist() == [2.0] * 12
+    del weight.grad
+    assert weight.grad is None

@@ -252,12 +252,16 @@ class _Decoder:
         return made.requires_grad_(requires_grad)
 
 
+_FEW_KEYS = 1000
+"""Keys that are compared with each other in no time, whatever their hashes are."""
+
+
 def _hashing(kind: type) -> Callable[[list[Any]], Any]:
     """Return a maker of sets or dicts that refuses keys chosen to have one hash, which take hours."""
 
     def make(items: list[Any]) -> Any:
         keys = [key for key, _ in items] if issubclass(kind, dict) else items
-        if len(keys) > 2 * len({hash(key) for key in keys}):
+        if len(keys) > max(_FEW_KEYS, 2 * len({hash(key) for key in keys})):
             raise ValueError("it holds keys whose hashes are the same")
         return kind(items)
 

@@ -88,6 +88,11 @@ def _setting(config: Config, world_size: int) -> Setting:
             f"world_size: expected a multiple of shard_group_size={group_size}, got {world_size}"
         )
     num_inner = 1 if isinstance(inner, bool) else inner
+    if group_size % num_inner:
+        raise ValueError(
+            f"reshard_after_forward={inner}: expected a divisor of the {group_size} ranks over which "
+            "parameters are sharded"
+        )
     sizes = {DP_SHARD: group_size, DP_REPLICATE: world_size // group_size, DP_INNER: num_inner}
     return read_setting(config, sizes)
 

@@ -106,7 +106,13 @@ class ShardedParameter(nn.Parameter):
     def grad(self, gradient: Tensor | None) -> None:
         if gradient is None and self.state.has_sums:
             self.state.forget_gradient(self)
-        set_gradient(self, gradient)
+        try:
+            set_gradient(self, gradient)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the gradient of {self.describe()}: {error}. A rank holds its slice of the mean. To give "
+                "the whole gradient, call engine.set_full_gradient(name, gradient) on all ranks"
+            ) from error
 
     @grad.deleter
     def grad(self) -> None:

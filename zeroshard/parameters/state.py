@@ -22,8 +22,8 @@ class Phase(Enum):
 _MOVES = {
     Phase.REST: {Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.CLOSED},
     Phase.FORWARD: {Phase.REST, Phase.CLOSED},
-    Phase.BACKWARD: {Phase.REST, Phase.CLOSED},
-    Phase.STEP: {Phase.REST, Phase.CLOSED},
+    Phase.BACKWARD: {Phase.REST, Phase.STEP, Phase.CLOSED},
+    Phase.STEP: {Phase.REST, Phase.BACKWARD, Phase.CLOSED},
     Phase.CLOSED: {Phase.CLOSED},
 }
 """The next call notices a backward that ended in an exception, and moves to REST first."""

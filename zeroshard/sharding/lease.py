@@ -5,8 +5,8 @@ in use         before a forward of the unit             after it
 trailing       after a forward of the unit              when another unit begins
 staying        after a forward, where units are kept    when the root's forward ends
 ahead          by a prefetch in forward                 when the unit begins, or with the forward
-graph          when the root's forward ends: on the     by the backward, or the next forward
-               root, and on units that trail or stay
+graph          when the root's forward ends: on the     by the backward, the unit's next forward, or
+               root, and on units that trail or stay    the end of the root's
 opaque         after outputs that cannot be hooked      by the end of a backward, or a step
 backward       when a backward gathers the unit         when the backward leaves the unit
 second graph   by a backward that makes a graph         by the step

@@ -97,6 +97,8 @@ class Passes(ShardedModule):
         """True if the forward under way is another method of the root, which may call the root itself."""
         self._walk = self._begin_walk()
         """The backward under way, or the last one."""
+        self._around_backward = _REST
+        """The phase to which the end of a backward returns: between the steps of two optimizers, that."""
         self._backward: Callable[[], object] = object
         """Returns None when the backward that was begun has ended in an exception."""
 
@@ -126,7 +128,8 @@ class Passes(ShardedModule):
         if self._num_prefetch and not is_second:
             for upcoming in self.order.following(unit, self._num_prefetch):
                 upcoming.unshard()
-                self.leases.ahead.take(upcoming)
+                if not upcoming.leases:
+                    self.leases.ahead.take(upcoming)
         unit.wait()
         unit.slots.install()
         if not torch.is_grad_enabled():
@@ -146,7 +149,8 @@ class Passes(ShardedModule):
             self._called.append(unit)
         if not unit.is_resident:
             self.leases.in_use.take(unit)
-            self.leases.ahead.end((unit,))
+            for lease in (self.leases.ahead, self.leases.graph):
+                lease.end((unit,))
         if self.leases.trailing.units:
             ended = tuple(self.leases.trailing.units)
             self.leases.trailing.end()
@@ -283,6 +287,7 @@ class Passes(ShardedModule):
                 f"autograd ran through {unit.described} inside the model's own forward, which "
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
+        self._around_backward = self.state.phase
         self.state.move(_BACKWARD)
         self.leases.graph.take(*self.leases.trailing.units)
         self.leases.trailing.end()
@@ -349,7 +354,7 @@ class Passes(ShardedModule):
 
     def _end_backward(self) -> None:
         self._walk.finish()
-        self.state.move(_REST)
+        self.state.move(self._around_backward)
         if not self._walk.makes_graph:
             self._calls.end_backward()
         self.reducer.end()
@@ -368,7 +373,7 @@ class Passes(ShardedModule):
 
     def _abandon_backward(self) -> None:
         self._walk.finish()  # as the other ranks do
-        self.state.move(_REST)
+        self.state.move(self._around_backward)
         self._calls.end_backward()
         self.leases.second_graph.end()
         self.reducer.abandon()
