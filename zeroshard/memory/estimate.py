@@ -1,4 +1,4 @@
-"""What a rank would hold and send, computed without a process group."""
+"""Bytes that a rank would hold and send, computed without a process group."""
 
 from __future__ import annotations
 
