@@ -44,7 +44,7 @@ def groups_against_ddp(group_sizes):
         f"groups of {size}: {line}"
         for size in group_sizes
         for optimizer in ("AdamW", "SGD")
-        for line in same_as_replicated(model, optimizer, 4, stages=[1, 2, 3], shard_group_size=size)
+        for line in same_as_replicated(model, optimizer, 8, stages=[1, 2, 3], shard_group_size=size)
     ]
 
 

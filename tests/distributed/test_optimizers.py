@@ -55,9 +55,9 @@ def every_optimizer(stage):
             return getattr(torch.optim, name)(parameters, **({"lr": 1e-2} | options))
 
         replica = replicate(model)
-        want = train(replica, make(replica.parameters()), 4, square_loss)
+        want = train(replica, make(replica.parameters()), 6, square_loss)
         sharded = copy.deepcopy(model)
-        got = train(*start(sharded, make(sharded.parameters()), stage=stage), 4, square_loss)
+        got = train(*start(sharded, make(sharded.parameters()), stage=stage), 6, square_loss)
         if lines := differences(name, got, want):
             found[name, str(options)] = lines
     return found
@@ -104,7 +104,7 @@ def schedule(how):
         replica = replicate(model)
         optimizer = torch.optim.AdamW(in_groups(replica.module), lr=1e-3)
         scheduler, losses, rates = make(optimizer), [], []
-        for number in range(4):
+        for number in range(6):
             losses.append(step(replica, optimizer, token_loss, number))
             scheduler.step()
             rates.append([group["lr"] for group in optimizer.param_groups])
@@ -120,7 +120,7 @@ def schedule(how):
             if how == "by hand":
                 scheduler = make(optimizer)
             losses, got_rates = [], []
-            for number in range(4):
+            for number in range(6):
                 loss = token_loss(engine, number)
                 losses.append(loss.item())
                 engine.backward(loss)

@@ -28,13 +28,13 @@ BF16 = {"param_dtype": "bf16"}
 def against_hand_written(kind, optimizer, **precision):
     model = build(kind)
     reduce_dtype = torch.bfloat16 if precision else torch.float32
-    want = by_hand(model, optimizer, range(4), token_loss, torch.bfloat16, reduce_dtype=reduce_dtype)
+    want = by_hand(model, optimizer, range(8), token_loss, torch.bfloat16, reduce_dtype=reduce_dtype)
     if dist.get_rank():
         want.parameters = {}
     found = []
     for stage in STAGES:
         config = {"stage": stage, "precision": BF16 | precision}
-        run = train_sharded(model, optimizer, 4, token_loss, **config)
+        run = train_sharded(model, optimizer, 8, token_loss, **config)
         names = want.parameters or ()
         found += differences(f"stage {stage}", only(run, names), want)
     return found
