@@ -3,8 +3,8 @@
 To the bit where the order of all additions is the same: fp32 on one or two ranks, and between stages
 always. A step whose numbers differ shows in the loss of the next one, so four steps tell most; the long cases
 take twenty. With three or more ranks DDP adds in another order, so a sum can differ by a rounding or two;
-twenty steps of SGD keep that below 5e-6 of a parameter's norm. AdamW divides by the root of the second moment and so
-amplifies a rounding where a gradient is all but zero: 5e-5 over all parameters together.
+twenty steps of SGD keep that below 5e-6 of a parameter's norm. AdamW divides by the root of the second moment
+and so amplifies a rounding where a gradient is all but zero: 5e-5 over all parameters together.
 """
 
 import copy

@@ -79,6 +79,7 @@ class ShardedModule:
 
     @property
     def unit_infos(self) -> list[UnitInfo]:
+        """The units that own parameters, for people."""
         placements = self.context.setting.placements
         return [
             UnitInfo(
