@@ -389,6 +389,7 @@ def test_rank_that_had_fewer_batches_ends_and_the_others_are_told_why_they_wait(
 
 
 @STAGES
+@pytest.mark.long_where(part=[FEWER_BATCHES_ON_RANK_1])
 @pytest.mark.parametrize(
     "part", [LEAVE_OUT_A_BATCH_ON_RANK_1, FEWER_BATCHES_ON_RANK_1], ids=["left", "fewer"]
 )
@@ -442,6 +443,7 @@ def test_stuck_rank_is_ended_and_all_tell_where_each_one_was(run: Forks) -> None
     )
 
 
+@pytest.mark.long
 def test_stuck_rank_ends_all_of_three(run: Forks) -> None:
     ((first, second, stuck),) = run(script(TRAIN, SLEEP_ON_LAST_OF_THREE, watchdog_s=2.0), num_ranks=3)
     assert [first.code, second.code, stuck.code] == [1, 1, 1]

@@ -252,6 +252,7 @@ def load_as_one_of_many(folder: str) -> None:
     print(json.dumps([status("VmHWM") - before, sum(sizes) // NUM_RANKS, max(sizes)]))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux tells it")
 def test_a_rank_holds_no_more_than_its_shard_and_a_tensor_while_it_reads(tmp_path):
     shape = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 6, "vocab_size": 4096}

@@ -42,12 +42,14 @@ class Selected:
     [
         pytest.param([], "", FAST, id="no option"),
         pytest.param(["--all"], "", FAST + LONG, id="all"),
-        pytest.param(["-m", "long"], "", LONG, id="only long ones"),
-        pytest.param(["-m", "not gpu"], "", FAST + LONG, id="another mark"),
-        pytest.param(["-k", "kind"], "", ["test_kind[fast]"], id="a part of a name"),
-        pytest.param([], "::test_kind", ["test_kind[fast]", "test_kind[slow]"], id="a matrix"),
+        pytest.param(["-m", "long"], "", LONG, id="only long ones", marks=pytest.mark.long),
+        pytest.param(["-m", "not gpu"], "", FAST + LONG, id="another mark", marks=pytest.mark.long),
+        pytest.param(["-k", "kind"], "", ["test_kind[fast]"], id="a part of a name", marks=pytest.mark.long),
+        pytest.param(
+            [], "::test_kind", ["test_kind[fast]", "test_kind[slow]"], id="a matrix", marks=pytest.mark.long
+        ),
         pytest.param([], "::test_matrix[4-0]", ["test_matrix[4-0]"], id="a case"),
-        pytest.param([], "::test_whole", ["test_whole"], id="a test"),
+        pytest.param([], "::test_whole", ["test_whole"], id="a test", marks=pytest.mark.long),
     ],
 )
 def test_long_tests_run_where_they_are_asked_for(

@@ -296,6 +296,7 @@ def test_a_damaged_checkpoint_is_one_error_that_names_the_file(ranks, tmp_path, 
 # ------------------------------------------------------------------------------------------------ mounts
 
 
+@pytest.mark.long
 def test_file_systems_that_are_full_or_read_only_or_not_shared(tmp_path):
     """In a mount namespace of its own, which needs no privileges on most systems."""
     apart = ["unshare", "--user", "--map-root-user", "--mount"]

@@ -243,7 +243,8 @@ def train(kind, configs):
     return answers
 
 
-@pytest.mark.long_where(num_ranks=[1, 3, 4], kind=["Adam8bit", "Lion8bit", "SGD8bit", "AdEMAMix8bit"])
+@pytest.mark.long_where(num_ranks=[3], kind=["Adam8bit", "Lion8bit", "SGD8bit", "AdEMAMix8bit"])
+@pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_codes_scales_and_parameters_are_those_of_one_process_at_any_number_of_ranks_and_stage(

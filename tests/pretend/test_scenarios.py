@@ -6,12 +6,15 @@ from tests.pretend.run import run_scenario
 from tests.pretend.scenarios import SCENARIOS
 from tests.ranks import Ranks
 
-PLAIN = {"stage1", "stage1_bf16_clip", "stage1_accumulate", "stage2"}
+PLAIN = {"stage1", "stage2"}
+COMBINED = {"stage0_accumulate", "stage3_bf16_main_accumulate", "hybrid_accumulate", "stage3_prefetch0"}
 
 
 def is_repeated(name: str) -> bool:
-    """True for a scenario of a feature that is also there without bf16, or at stage 3."""
+    """True for a scenario of a feature that is also there by itself, without bf16, or at stage 3."""
     others = {name.removesuffix("_bf16"), name.replace("stage2", "stage3"), name.replace("stage1", "stage3")}
+    if name in COMBINED or name.startswith("branches_stage3_"):
+        return True
     return name not in PLAIN and not SCENARIOS.keys().isdisjoint(others - {name})
 
 

@@ -287,6 +287,7 @@ def test_a_nan_reaches_the_parameter(name, kernel):
     assert parameter[512:].isfinite().all()
 
 
+@pytest.mark.long_where(is_broken=[False])
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_without_numba_or_with_a_broken_one_there_is_one_warning(is_broken, tmp_path):
     (tmp_path / "numba.py").write_text("raise RuntimeError('made for another NumPy')")
