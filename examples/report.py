@@ -1,35 +1,197 @@
-"""The report of a training run: memory per rank, beside DistributedDataParallel's, and the loss curve."""
+"""All that finetune.py shows: the run, its progress, memory per rank, the loss curve, samples."""
 
 from __future__ import annotations
 
-import psutil
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 import zeroshard
+from zeroshard.data import Blocks
+
+if TYPE_CHECKING:
+    from training import History
 
 MIB = 2**20
+SHARDED = {
+    0: "each rank holds the whole model, its gradients and its optimizer states",
+    1: "optimizer states are shared out over the ranks",
+    2: "gradients and optimizer states are shared out over the ranks",
+    3: "parameters, gradients and optimizer states are shared out over the ranks",
+}
+
+
+# -------------------------------------------------------------------------------------- before training
+
+
+@contextmanager
+def reading(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """Show how much of the text has been read; yields the function that text_datasets calls."""
+    columns = (TextColumn("reading the text"), BarColumn(20), TaskProgressColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("")
+
+        def update(num_read: int, num_all: int) -> None:
+            progress.update(task, completed=num_read, total=num_all)
+
+        yield update
+
+
+def show_run(
+    console: Console, args: Namespace, engine: zeroshard.Engine, train: Blocks, held_out: Blocks, steps: int
+) -> None:
+    """Tell what will be trained, on what, and how."""
+    config, world_size = engine.config, engine.world_size
+    batch = config.micro_batch_size * config.gradient_accumulation_steps * world_size
+    name = args.model or "a small Llama with random weights, which reads bytes"
+    adapters = f", adapters of rank {args.lora}" if args.lora else ""
+    device = next(engine.parameters()).device.type.upper()
+    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    source = f"the documentation of {args.data}" if args.data in ("python", "zeroshard") else args.data
+    tokens, rate = (len(train) + len(held_out)) * train.seq_len, f"learning rate up to {args.lr:g}"
+    rows = {
+        "model": f"{name}; {engine.num_parameters() / 1e6:,.1f} million parameters{adapters}",
+        "text": f"{source}: {len(train):,} blocks of {train.seq_len} {args.unit}s; "
+        f"{held_out.num_documents} documents are held out ({held_out.num_labels / tokens:.0%})",
+        "ranks": f"{processes} on {device}, stage {config.stage}: {SHARDED[config.stage]}",
+        "training": f"{steps} steps of {batch} blocks ({steps * batch / len(train):.1f} epochs), {rate}",
+        "result": result(args),
+    }
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold cyan")
+    table.add_column()
+    for kind, text in rows.items():
+        table.add_row(kind, text)
+    console.print(Panel(table, title="fine-tuning with zeroshard", border_style="cyan", box=box.ROUNDED))
+
+
+def result(args: Namespace) -> Text | str:
+    """Return the line that tells what a run leaves, a warning if it leaves no model."""
+    kept = []
+    if args.output:
+        kept.append(f"the model in {args.output}")
+    if args.checkpoint_dir:
+        kept.append(f"checkpoints in {args.checkpoint_dir}")
+    if kept:
+        return " and ".join(kept)
+    return Text("the trained model will NOT be kept: give --output DIR to keep it", style="yellow")
+
+
+def show_answer(console: Console, when: str, question: str, text: str) -> None:
+    """Show a question and what the model answers."""
+    body = Text.assemble((f"{question}\n\n", "bold"), text or "(nothing)")
+    console.print(Panel(body, title=f"asked {when}", box=box.ROUNDED))
+
+
+def show_sample(console: Console, prompt: str, text: str) -> None:
+    """Show the beginning of a held-out document and how the model goes on."""
+    console.print(
+        Panel(Text.assemble((prompt, "bold"), text), title="a held-out text, continued by the model")
+    )
+
+
+# -------------------------------------------------------------------------------------------- progress
+
+
+class TrainingProgress:
+    """A bar with the newest figures on a terminal; elsewhere a line for every twentieth of the run."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console, self._steps = console, steps
+        self._is_shown = console.is_terminal and not console.quiet
+        columns = (
+            BarColumn(16),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[state]}"),
+        )
+        self._bar = Progress(*columns, console=console, disable=not self._is_shown)
+        self._task = self._bar.add_task("", total=steps, state="")
+        self._every = max(1, steps // (100 if console.is_terminal else 20))
+        self._tokens, self._first, self._begin, self._told = 0, 0, 0.0, 0
+
+    def __enter__(self) -> TrainingProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.stop()
+
+    def begin(self, first: int) -> None:
+        """Start the clock, after `first` steps of an earlier part of the run."""
+        self._first = self._told = first
+        self._begin = time.perf_counter()
+        self._bar.update(self._task, completed=first)
+
+    def is_due(self, step: int) -> bool:
+        """True if the figures are told after the step with this number, which counts from 0."""
+        return (step + 1) % self._every == 0 or step + 1 == self._steps
+
+    def count(self, num_tokens: int) -> None:
+        """Count the tokens of a step, of all ranks."""
+        self._tokens += num_tokens
+        self._bar.advance(self._task)
+
+    def tell(self, done: int, history: History, engine: zeroshard.Engine) -> None:
+        """Tell the figures after `done` steps."""
+        seconds = time.perf_counter() - self._begin
+        recent = history.losses[self._told :]
+        left = seconds / (done - self._first) * (self._steps - done)
+        (lr,) = set(engine.get_lr()[:1])
+        norm = engine.grad_norm
+        figures = [
+            f"loss {sum(recent) / len(recent):.3f}",
+            f"held-out {history.evaluations[-1][1]:.3f}",
+            f"lr {lr:.1e}",
+            f"grad norm {norm.item():.2f}" if norm is not None else "",
+            f"{self._tokens / seconds:,.0f} tokens/s",
+            f"{clock(left)} left" if done < self._steps else f"{clock(seconds)} in all",
+        ]
+        state = ", ".join(filter(None, figures))
+        self._told = done
+        self._bar.update(self._task, state=state)
+        if not self._is_shown:
+            self._console.print(f"step {done}/{self._steps}: {state}", soft_wrap=True)
+
+
+def clock(seconds: float) -> str:
+    """Return a time as 0:05, 12:34 or 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# --------------------------------------------------------------------------------------- after training
 
 
 def held_bytes(memory: zeroshard.MemoryReport) -> int:
-    """The most bytes that a rank has held on its device."""
+    """Return the most bytes that a rank has held on its device, activations aside."""
     return memory.parameters + memory.gradients + memory.optimizer + memory.peak_unsharded
 
 
-def resident_bytes() -> int:
-    """The host memory of this process."""
-    return int(psutil.Process().memory_info().rss)
-
-
-def memory_table(memory: zeroshard.MemoryReport, num_params: int, title: str) -> Table:
-    """Measured bytes by kind, next to those of DistributedDataParallel with AdamW in fp32."""
-    table = Table(title=title)
-    for column in ("MiB per rank", "zeroshard, measured", "DDP, fp32"):
+def memory_table(memory: zeroshard.MemoryReport, num_params: int, stage: int, world_size: int) -> Table:
+    """Return measured bytes by kind, next to those of DistributedDataParallel with AdamW in fp32."""
+    table = Table(
+        title=f"Memory of a rank (MiB), stage {stage}, ranks: {world_size}",
+        box=box.ROUNDED,
+        title_style="bold",
+    )
+    for column in ("", "zeroshard, measured", "DDP, fp32"):
         table.add_column(column, justify="right" if table.columns else "left")
     rows = [
         ("parameters", memory.parameters, 4 * num_params),
         ("gradients", memory.gradients, 4 * num_params),
-        ("optimizer", memory.optimizer, 8 * num_params),
-        ("unsharded, peak", memory.peak_unsharded, 0),
+        ("optimizer states", memory.optimizer, 8 * num_params),
+        ("gathered for use, at most", memory.peak_unsharded, 0),
     ]
     for kind, ours, ddp in rows:
         table.add_row(kind, f"{ours / MIB:,.2f}", f"{ddp / MIB:,.2f}")
@@ -38,21 +200,31 @@ def memory_table(memory: zeroshard.MemoryReport, num_params: int, title: str) ->
     return table
 
 
-def save_plot(path: str, losses: list[float], evaluations: tuple[float, float], unit: str) -> bool:
-    """Draw the loss of each step and the evaluation losses before and after; False without matplotlib."""
+def save_plot(path: str, history: History, unit: str) -> bool:
+    """Draw the loss of each step and the held-out losses; False without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
+    losses = torch.tensor(history.losses)
+    window = max(1, len(losses) // 50)
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(range(1, len(losses) + 1), losses, color="tab:blue", linewidth=0.8, label="training")
-    axes.plot((0, len(losses)), evaluations, "o", color="tab:red", label="evaluation")
-    axes.annotate(f"{evaluations[1]:.2f}", (len(losses), evaluations[1]), (-4, 8), textcoords="offset points")
-    axes.set(xlabel="step", ylabel=f"loss, nats per {unit}", ylim=(0, None))
+    steps = range(1, len(losses) + 1)
+    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
+    smooth: Any = losses.unfold(0, window, 1).mean(1)
+    axes.plot(
+        range(window, len(losses) + 1), smooth, color="tab:blue", label=f"training, mean of {window} steps"
+    )
+    taken, held_out = zip(*history.evaluations, strict=True)
+    axes.plot(taken, held_out, "o-", color="tab:red", label="held-out text")
+    axes.annotate(f"{held_out[-1]:.2f}", (taken[-1], held_out[-1]), (-4, 8), textcoords="offset points")
+    axes.set(title="Loss of fine-tuning", xlabel="optimizer step", ylabel=f"loss (nats per {unit})")
+    axes.set_ylim(0, None)
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper right")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper right", frameon=False)
     figure.savefig(path, dpi=150)
     return True

@@ -1,82 +1,63 @@
-"""Text for a causal language model: its sources, its tokens, and fixed-length blocks of tokens."""
+"""The text that the examples train on when no other is given, and the bytes that the small Llama reads."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
-import torch
-
-HELD_OUT_EVERY = 20  # one block in 20 is kept for evaluation
-
-
-class Tokenizer(Protocol):
-    """The two methods that a tokenizer needs; the tokenizers of `transformers` have them."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
+ROOT = Path(__file__).parents[1]
 
 
 class ByteTokenizer:
-    """Every byte of the UTF-8 text is a token, so the vocabulary has 256."""
+    """Every byte of the UTF-8 text is a token, so the vocabulary has 256. Text has no byte 0: it is the EOS."""
+
+    eos_token_id = 0
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
-        text = bytes(ids).decode(errors="replace")
+        text = bytes(id for id in ids if id != self.eos_token_id).decode(errors="replace")
         return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-class Split(NamedTuple):
-    """Blocks of token ids, (number of blocks, block length), int64."""
+def python_documentation(folder: Path) -> Path:
+    """Return a file with the documentation that comes with Python, one topic a line."""
+    from pydoc_data.topics import topics
 
-    train: torch.Tensor
-    held_out: torch.Tensor
-
-
-def read_text(path: str | None) -> str:
-    """Return a text file, the "text" fields of a .jsonl file, or (None) the documentation of Python.
-
-    Raises OSError or ValueError for a file that can't be read.
-    """
-    if path is None:
-        from pydoc_data.topics import topics
-
-        # Some sections belong to several topics: each is taken once, or the held-out text would not be new.
-        return "\n\n".join(dict.fromkeys(part for topic in topics.values() for part in topic.split("\n\n")))
-    text = Path(path).read_text(encoding="utf-8", errors="replace")
-    return _text_fields(path, text) if path.endswith(".jsonl") else text
-
-
-def _text_fields(path: str, lines: str) -> str:
+    # Some sections belong to several topics: each is taken once, or the held-out text would not be new.
+    seen: set[str] = set()
     documents = []
-    for number, line in enumerate(lines.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            document = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: expected JSON, {error}") from None
-        if not isinstance(document, dict) or not isinstance(document.get("text"), str):
-            raise ValueError(f'{path}, line {number}: expected an object with a string "text"')
-        documents.append(document["text"])
-    return "\n\n".join(documents)
+    for topic in topics.values():
+        parts = [part for part in topic.split("\n\n") if not (part in seen or seen.add(part))]  # type: ignore[func-returns-value]
+        documents.append("\n\n".join(parts))
+    return _written(folder / f"python-{platform.python_version()}.jsonl", documents)
 
 
-def split_blocks(ids: list[int], length: int, world_size: int) -> Split:
-    """Cut `ids` into blocks of `length`, and hold out every 20th block.
+def zeroshard_documentation(folder: Path) -> Path:
+    """Return a file with the documentation of zeroshard, one section a line."""
+    documents = []
+    for file in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        title, *sections = re.split(r"^(?=##+ )", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        heading = title.splitlines()[0]
+        documents += [title, *(f"{heading}\n\n{section}" for section in sections)]
+    return _written(folder / "zeroshard.jsonl", documents)
 
-    Raises ValueError if there is no held-out block for each rank.
-    """
-    needed = HELD_OUT_EVERY * world_size * length
-    if len(ids) < needed:
-        raise ValueError(
-            f"the text is too small: expected at least {needed} tokens ({HELD_OUT_EVERY} blocks of {length} "
-            f"for each of {world_size} ranks), came {len(ids)}; give more text or a smaller --seq-len"
-        )
-    blocks = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
-    held_out = torch.arange(len(blocks)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-    return Split(blocks[~held_out], blocks[held_out])
+
+def _written(file: Path, documents: Iterable[str]) -> Path:
+    """Return a JSONL file that has these documents; it is written anew only if it has others."""
+    lines = "".join(json.dumps({"text": text.strip()}) + "\n" for text in documents if text.strip())
+    if not file.is_file() or file.read_text(encoding="utf-8") != lines:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")  # each rank may write; the last one is as good as any
+        partial.write_text(lines, encoding="utf-8")
+        partial.replace(file)
+    return file
+
+
+TEXTS = {"python": python_documentation, "zeroshard": zeroshard_documentation}
+"""Texts that --data can name: functions of the folder for the file, which return the file."""

@@ -1,0 +1,147 @@
+"""The training loop of finetune.py: steps, evaluation on held-out text, checkpoints."""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+import report
+import zeroshard
+from zeroshard.data import Blocks, collator, evaluation_batches
+
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+
+
+class History(NamedTuple):
+    """A training run up to some step. Each checkpoint has it, so a resumed run reports all of its steps."""
+
+    evaluations: list[tuple[int, float]]  # steps taken, and the loss on the held-out text
+    losses: list[float]  # one per step, mean over all ranks
+    seconds: float  # of training
+
+
+def over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Return the 1-D `values` of every rank, one row each. All ranks must call it."""
+    if not dist.is_initialized():
+        return values[None]
+    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, values)
+    return torch.stack(rows)
+
+
+def device_of(engine: zeroshard.Engine) -> torch.device:
+    """Return the device that the engine has put the model on."""
+    return next(engine.parameters()).device
+
+
+@torch.no_grad()
+def evaluate(engine: zeroshard.Engine, blocks: Blocks) -> float:
+    """Return the mean loss over all labels of `blocks`; all ranks take equally many forwards."""
+    engine.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=device_of(engine))
+    batches = evaluation_batches(
+        blocks,
+        engine.config.micro_batch_size,
+        rank=RANK,
+        num_ranks=WORLD_SIZE,
+        collate_fn=collator(engine),
+        device=total.device,
+    )
+    for batch, num_labels in batches:
+        loss = engine(**batch).loss.double()
+        if num_labels:  # a rank that has no block left takes a forward for the others' sake
+            total += torch.stack([loss * num_labels, torch.full_like(loss, num_labels)])
+    engine.train()
+    loss_sum, num_labels = over_ranks(total).sum(0).tolist()
+    return float(loss_sum / num_labels)
+
+
+class Trainer:
+    """Takes the optimizer steps of a run, and tells how it goes.
+
+    Args:
+        engine: the engine.
+        dataloader: this rank's batches; each iteration is an epoch.
+        held_out: the blocks for evaluation.
+        args: the options of finetune.py.
+        steps: the number of optimizer steps of the whole run.
+        console: where rank 0 tells.
+    """
+
+    def __init__(
+        self,
+        engine: zeroshard.Engine,
+        dataloader: Iterable[dict[str, Any]],
+        held_out: Blocks,
+        args: Namespace,
+        steps: int,
+        console: Console,
+    ) -> None:
+        self._engine, self._dataloader, self._held_out = engine, dataloader, held_out
+        self._args, self._steps = args, steps
+        self._eval_every = args.eval_every or max(1, steps // 5)
+        self._progress = report.TrainingProgress(console, steps)
+        self._memory = engine.memory_report()
+
+    def train(self, history: History) -> tuple[History, zeroshard.MemoryReport]:
+        """Take the steps that are left.
+
+        Returns:
+            The whole history, and the memory while the gradients exist: before the last optimizer step.
+        """
+        first = len(history.losses)
+        losses = torch.zeros(self._steps, device=device_of(self._engine))  # of this rank, from `first` on
+        batches, start, begin = self._forever(), time.perf_counter(), first
+        with self._progress as progress:
+            progress.begin(first)
+            for step in range(first, self._steps):
+                num_tokens = self._step(batches, losses, step, is_told=progress.is_due(step))
+                progress.count(num_tokens * WORLD_SIZE)
+                done = step + 1
+                if self._is_due(done, self._eval_every):
+                    evaluation = (done, evaluate(self._engine, self._held_out))
+                    history = history._replace(evaluations=[*history.evaluations, evaluation])
+                saves = self._args.checkpoint_dir and self._is_due(done, self._args.save_every)
+                if progress.is_due(step) or saves:
+                    means = over_ranks(losses[begin:done]).mean(0).tolist()
+                    seconds = history.seconds + time.perf_counter() - start
+                    history = history._replace(losses=history.losses + means, seconds=seconds)
+                    start, begin = time.perf_counter(), done
+                if progress.is_due(step):
+                    progress.tell(done, history, self._engine)
+                if saves:
+                    is_last = done == self._steps
+                    state = history._asdict()
+                    self._engine.save_checkpoint(
+                        self._args.checkpoint_dir, client_state=state, blocking=is_last
+                    )
+        return history, self._memory
+
+    def _is_due(self, done: int, every: int | None) -> bool:
+        """True after each `every`-th step, and after the last one."""
+        return done == self._steps or (every is not None and done % every == 0)
+
+    def _forever(self) -> Iterator[dict[str, Any]]:
+        while True:
+            yield from self._dataloader
+
+    def _step(self, batches: Iterator[dict[str, Any]], losses: torch.Tensor, step: int, is_told: bool) -> int:
+        """Take an optimizer step, and add its loss; return the number of this rank's tokens."""
+        accumulate, num_tokens = self._engine.config.gradient_accumulation_steps, 0
+        for _ in range(accumulate):
+            batch = next(batches)
+            loss = self._engine(**batch).loss
+            self._engine.backward(loss)
+            losses[step] += loss.detach() / accumulate
+            num_tokens += batch["input_ids"].numel()
+            if is_told:
+                self._memory = self._engine.memory_report()  # before step() frees the gradients
+            self._engine.step()
+        return num_tokens
