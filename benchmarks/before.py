@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
 import os
@@ -10,10 +11,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from launch import inside_rank, leave, process_group, run_ranks
 
 NAME = "zeroshard_before"
 FOLDER = "ZEROSHARD_BEFORE"
@@ -44,6 +47,25 @@ def package_of(commit: str | None) -> Iterator[None]:
             yield
         finally:
             del os.environ[FOLDER]
+
+
+def run_on_cpu(script: str, args: argparse.Namespace, measure: Callable[[argparse.Namespace], None]) -> int:
+    """Start CPU ranks that run `script` beside the package of `args.before`; inside a rank, measure.
+
+    Args:
+        script: the file of the benchmark.
+        args: its command line, with `ranks` and `before` (a commit or None).
+        measure: the function to call in each rank, with an open process group.
+
+    Returns:
+        The exit status of the ranks.
+    """
+    if inside_rank():
+        with process_group("cpu"):
+            measure(args)
+        leave()
+    with package_of(args.before):
+        return run_ranks(script, sys.argv[1:], args.ranks)
 
 
 def is_there() -> bool:

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import record
-from before import load, package_of
-from launch import inside_rank, leave, process_group, run_ranks
+from before import load, run_on_cpu
 from medians import median_of, median_ratio
 
 WIDTH = 8
@@ -93,16 +92,5 @@ def measure(args: argparse.Namespace) -> None:
         record.write(args.name or f"hooks_{args.ranks}ranks_stage{args.stage}", rows, settings=vars(args))
 
 
-def main() -> int:
-    """Start the ranks, or be one."""
-    args = parse()
-    if inside_rank():
-        with process_group("cpu"):
-            measure(args)
-        leave()
-    with package_of(args.before):
-        return run_ranks(__file__, sys.argv[1:], args.ranks)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_on_cpu(__file__, parse(), measure))

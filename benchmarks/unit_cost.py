@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import record
-from before import load, package_of
-from launch import inside_rank, leave, process_group, run_ranks
+from before import load, run_on_cpu
 from medians import median_of, median_ratio
 
 WIDTH = 8
@@ -132,18 +131,5 @@ def measure(args: argparse.Namespace) -> None:
     record.write(args.name or f"unit_cost_{args.ranks}ranks_stage{args.stage}", rows, settings=vars(args))
 
 
-def main() -> int:
-    """Start the ranks, or be one."""
-    args = parse()
-    if inside_rank():
-        with process_group("cpu"):
-            measure(args)
-        leave()
-    if not args.before:
-        return run_ranks(__file__, sys.argv[1:], args.ranks)
-    with package_of(args.before):
-        return run_ranks(__file__, sys.argv[1:], args.ranks)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_on_cpu(__file__, parse(), measure))

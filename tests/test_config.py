@@ -179,31 +179,31 @@ def test_a_wrong_value_is_refused_with_its_key_what_was_expected_and_what_came(k
     by_dict = refusal(Config.from_dict, nested(key, value))
     assert by_constructor == by_dict
     assert by_dict.startswith(f"config key '{key}': expected ")
-    came = "None" if value is None else f"({type(value).__name__})"
-    assert by_dict.endswith(came)
+    got = "None" if value is None else f"({type(value).__name__})"
+    assert by_dict.endswith(got)
     assert repr(value).removeprefix("torch.")[:200] in by_dict
 
 
 def test_refusals_read_as_sentences():
     assert (
-        refusal(Config, stage=True) == "config key 'stage': expected an integer from 0 to 3, came True (bool)"
+        refusal(Config, stage=True) == "config key 'stage': expected an integer from 0 to 3, got True (bool)"
     )
     assert refusal(Config, clip_grad_norm="1.0") == (
-        "config key 'clip_grad_norm': expected None or a finite number > 0, came '1.0' (str)"
+        "config key 'clip_grad_norm': expected None or a finite number > 0, got '1.0' (str)"
     )
     assert refusal(Config.from_dict, {"precision": {"param_dtype": "bf15"}}) == (
         "config key 'precision.param_dtype': expected None or a dtype among bfloat16, float16, float32, "
-        "float64, came 'bf15' (str)"
+        "float64, got 'bf15' (str)"
     )
     assert refusal(Config, recompute="full") == (
-        "config key 'recompute': expected 'none' or 'unit', came 'full' (str)"
+        "config key 'recompute': expected 'none' or 'unit', got 'full' (str)"
     )
     assert refusal(Config, units=3) == (
         "config key 'units': expected None or class names (or module classes, or lists of module names) or a "
-        "predicate that takes a module, came 3 (int)"
+        "predicate that takes a module, got 3 (int)"
     )
     assert refusal(Config, reshard_after_forward=1) == (
-        "config key 'reshard_after_forward': expected True or False or an integer >= 2, came 1 (int)"
+        "config key 'reshard_after_forward': expected True or False or an integer >= 2, got 1 (int)"
     )
 
 
@@ -215,7 +215,7 @@ def test_the_constructor_takes_sections_as_objects_and_says_where_dicts_go():
     assert refusal(Config, precision={"param_dtype": "bf16"}) == (
         "config key 'precision': expected Precision(...), or its keys as a dict in from_dict, or a dtype "
         "such as 'bf16', which stands for param_dtype, "
-        "came {'param_dtype': 'bf16'} (dict)"
+        "got {'param_dtype': 'bf16'} (dict)"
     )
 
 
@@ -266,9 +266,9 @@ def test_a_loss_scale_is_a_number_or_dynamic_and_needs_float16():
     assert Precision(param_dtype="fp16", loss_scale="Dynamic").loss_scale == "dynamic"
     assert Precision(param_dtype="fp16", loss_scale=1024).loss_scale == 1024.0
     assert refusal(Precision, loss_scale="dynamic", param_dtype="bf16") == (
-        "precision.loss_scale='dynamic' needs precision.param_dtype to be float16, came bfloat16"
+        "precision.loss_scale='dynamic' needs precision.param_dtype to be float16, got bfloat16"
     )
-    assert "precision.param_dtype to be float16, came None" in refusal(Precision, loss_scale=8)
+    assert "precision.param_dtype to be float16, got None" in refusal(Precision, loss_scale=8)
 
 
 # ---------------------------------------------------------------------------------------------- units
@@ -299,7 +299,7 @@ def test_a_predicate_is_kept_but_cannot_be_written_down():
     config = Config(units=is_block)
     assert config.units is is_block
     message = refusal(config.to_dict)
-    assert message.startswith("config key 'units': expected class names to write down, came <function")
+    assert message.startswith("config key 'units': expected class names to write down, got <function")
 
 
 # ---------------------------------------------------------------------------- impossible combinations
@@ -315,13 +315,13 @@ def test_a_predicate_is_kept_but_cannot_be_written_down():
 )
 def test_what_concerns_sharded_parameters_needs_stage_3(stage, options, text):
     message = refusal(Config.from_dict, options | {"stage": stage})
-    assert message == f"{text} needs stage to be 3, came {stage}"
+    assert message == f"{text} needs stage to be 3, got {stage}"
     Config.from_dict(options | {"stage": 3})
 
 
 def test_stage_0_shards_nothing_over_groups():
     message = refusal(Config.from_dict, {"stage": 0, "shard_group_size": 4})
-    assert message == "shard_group_size=4 needs stage to be >= 1, came 0"
+    assert message == "shard_group_size=4 needs stage to be >= 1, got 0"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -332,7 +332,7 @@ def test_not_resharding_after_forward_is_allowed_at_every_stage(stage):
 @pytest.mark.parametrize("tier", ["optimizer", "parameters", "activations"])
 def test_an_nvme_tier_needs_a_path(tier):
     message = refusal(Config.from_dict, {"offload": {tier: "nvme"}})
-    assert message == f"offload.{tier}='nvme' needs offload.nvme_path to be a path, came None"
+    assert message == f"offload.{tier}='nvme' needs offload.nvme_path to be a path, got None"
     assert (
         Config.from_dict({"offload": {tier: "nvme", "nvme_path": "scratch"}}).offload.nvme_path == "scratch"
     )
@@ -346,7 +346,7 @@ def test_an_nvme_tier_needs_a_path(tier):
     ],
 )
 def test_cutting_the_model_into_chunks_needs_pipeline_ranks(option, text):
-    assert refusal(Config, pipeline=Pipeline(**option)) == f"{text} needs mesh.pp to be >= 2, came 1"
+    assert refusal(Config, pipeline=Pipeline(**option)) == f"{text} needs mesh.pp to be >= 2, got 1"
     Config(pipeline=Pipeline(**option), mesh=Mesh(pp=2))
 
 
@@ -416,7 +416,7 @@ def test_a_key_like_no_other_is_refused_with_the_known_keys(key):
 @pytest.mark.parametrize("options", [None, 3, "stage", [("stage", 1)], Config()])
 def test_only_a_mapping_is_read_as_one(options):
     message = refusal(Config.from_dict, options)
-    assert message.startswith("expected a mapping of config keys, came ")
+    assert message.startswith("expected a mapping of config keys, got ")
 
 
 def test_sections_may_be_objects_inside_a_dict():
@@ -522,11 +522,11 @@ def test_json_and_toml_files_say_the_same(tmp_path, name, text):
         ("c.json", '{"stage": 2,\n "units" "Block"}', "line 2"),
         ("c.json", "", "line 1"),
         ("c.toml", "stage = 2\n\nunits = Block\n", "line 3"),
-        ("c.json", "[1, 2]", "expected a mapping of config keys, came [1, 2] (list)"),
-        ("c.json", "null", "expected a mapping of config keys, came None"),
+        ("c.json", "[1, 2]", "expected a mapping of config keys, got [1, 2] (list)"),
+        ("c.json", "null", "expected a mapping of config keys, got None"),
         ("c.json", '{"precison": {}}', "unknown config key 'precison'; did you mean 'precision'?"),
         ("c.toml", "[mesh]\npipe = 2\n", "unknown config key 'mesh.pipe'"),
-        ("c.toml", "stage = 9\n", "config key 'stage': expected an integer from 0 to 3, came 9 (int)"),
+        ("c.toml", "stage = 9\n", "config key 'stage': expected an integer from 0 to 3, got 9 (int)"),
         ("c.json", '{"clip_grad_norm": Infinity}', "'clip_grad_norm': expected None or a finite number"),
         ("c.toml", "stage = 0\nshard_group_size = 2\n", "needs stage to be >= 1"),
     ],
@@ -549,7 +549,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe\x00")
     assert f"config file '{binary}': " in refusal(Config.from_file, binary)
-    assert refusal(Config.from_file, 3) == "config file: expected a path, came 3 (int)"
+    assert refusal(Config.from_file, 3) == "config file: expected a path, got 3 (int)"
 
 
 # -------------------------------------------------------------------------------------------- parse
@@ -566,7 +566,7 @@ def test_parse_takes_nothing_a_config_a_dict_or_a_path(tmp_path):
 @pytest.mark.parametrize("config", [3, True, ["stage"], b"c.json", Precision()])
 def test_parse_refuses_anything_else(config):
     message = refusal(Config.parse, config)
-    assert message.startswith("config: expected a Config, a dict, a path or None, came ")
+    assert message.startswith("config: expected a Config, a dict, a path or None, got ")
     assert message.endswith(f"({type(config).__name__})")
 
 

@@ -980,7 +980,10 @@ def failing_inside():
 
 def test_an_exception_inside_unsharded_passes_and_everything_is_as_before(ranks):
     inside = ("RuntimeError", "unsharded(write_back=True) inside unsharded() of the same parameters")
-    forward = ("RuntimeError", "full parameters can be had between steps, not inside a forward or backward")
+    forward = (
+        "RuntimeError",
+        "full parameters are available between steps, not inside a forward or backward",
+    )
     one_stage = [(("LookupError", "not today"), True, [])] * 2 + [(inside, 1, []), (forward, True, [])]
     assert ranks(2, failing_inside) == [one_stage * 4] * 2
 

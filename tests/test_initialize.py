@@ -368,18 +368,18 @@ def test_a_misspelt_key_in_a_file_is_refused_with_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"stage": 4}, "config key 'stage': expected an integer from 0 to 3, came 4 (int)"),
-        ({"stage": "3"}, "config key 'stage': expected an integer from 0 to 3, came '3' (str)"),
+        ({"stage": 4}, "config key 'stage': expected an integer from 0 to 3, got 4 (int)"),
+        ({"stage": "3"}, "config key 'stage': expected an integer from 0 to 3, got '3' (str)"),
         (
             {"clip_grad_norm": 0},
-            "config key 'clip_grad_norm': expected None or a finite number > 0, came 0 (int)",
+            "config key 'clip_grad_norm': expected None or a finite number > 0, got 0 (int)",
         ),
-        ({"stage": 0, "shard_group_size": 2}, "shard_group_size=2 needs stage to be >= 1, came 0"),
+        ({"stage": 0, "shard_group_size": 2}, "shard_group_size=2 needs stage to be >= 1, got 0"),
         (
             {"precision": {"loss_scale": 8}},
             "precision.loss_scale=8.0 needs precision.param_dtype to be float16",
         ),
-        (3, "config: expected a Config, a dict, a path or None, came 3 (int)"),
+        (3, "config: expected a Config, a dict, a path or None, got 3 (int)"),
     ],
 )
 def test_wrong_types_and_impossible_combinations_are_refused(config, message):
@@ -637,7 +637,7 @@ class Endless(IterableDataset):
 def test_a_dataloader_as_training_data_is_refused_with_the_remedies():
     message = refusal(Tiny(), training_data=DataLoader(TensorDataset(torch.ones(4, 2))))
     assert "expected a Dataset" in message
-    assert "give its `dataset` here" in message
+    assert "Give the loader's `dataset`" in message
     assert "DistributedSampler" in message
 
 
@@ -714,7 +714,7 @@ def inside_a_sharded_one():
 
 
 MODELS = {
-    on_meta: (None, "parameter 'gain' is on the meta device; expected it to have values"),
+    on_meta: (None, "parameter 'gain' is on the meta device; expected values"),
     with_an_integer_parameter: (None, "parameter 'count' has dtype torch.int64; only floating-point"),
     "units": (
         {"units": ["Sequentiel"]},

@@ -92,8 +92,8 @@ class ByName:
         )
         if len(set(facts)) > 1:
             raise RuntimeError(
-                f"{call}: ranks {[rank for rank, has in enumerate(facts) if has]} alone have a "
-                f"gradient of '{name}': expected p.grad to be dropped on all ranks or on none"
+                f"{call}: only ranks {[rank for rank, has in enumerate(facts) if has]} have a gradient of "
+                f"'{name}'; expected one on all ranks or on none. Drop p.grad on all ranks alike"
             )
         gradient = place.gradient
         return None if gradient is None else place.gather(gradient)
@@ -166,7 +166,7 @@ class ByName:
             states.update(_read_states(optimizer, place))
             if unknown := [key for key in given if key not in states]:
                 there = ", ".join(states) or "none before the first step"
-                raise ValueError(f"{call}: expected states of '{name}' ({there}), came {unknown[0]!r}")
+                raise ValueError(f"{call}: expected states of '{name}' ({there}), got {unknown[0]!r}")
             digests = [place.digest(given[k]) if states[k].is_wise else repr(given[k]) for k in sorted(given)]
             return {key: state.is_wise for key, state in states.items()}, digests
 
@@ -174,7 +174,8 @@ class ByName:
         kinds = [kind for kind, _ in facts]
         if any(kind.keys() != kinds[0].keys() for kind in kinds):
             raise RuntimeError(
-                f"{call}: the ranks have different states of '{name}': {list(map(list, kinds))}"
+                f"{call}: the ranks have different optimizer states of '{name}': {list(map(list, kinds))}; "
+                "expected the same on all ranks"
             )
         for key, state in states.items():  # a slice of one element looks like one value, and the other way
             states[key] = replace(state, is_wise=all(kind[key] for kind in kinds))
@@ -246,8 +247,8 @@ class _Place:
         """
         shape = tuple(self.buffer.shapes[self.index])
         if not isinstance(values, Tensor) or tuple(values.shape) != shape or values.is_meta:
-            came = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(f"'{self.sharded.fqn}': expected a full tensor of shape {shape}, came {came}")
+            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(f"'{self.sharded.fqn}': expected a full tensor of shape {shape}, got {got}")
         raw = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
         return blake2b(f"{values.dtype}".encode() + raw.numpy().tobytes(), digest_size=16).digest()
 
@@ -284,7 +285,7 @@ def _agree(
 
     facts = on_all(runtime.context.axes.dp, f"agreement on {call}", look)
     if len({fqn for fqn, _ in facts}) > 1:
-        raise ValueError(f"{call}: expected one name on all ranks, came {[fqn for fqn, _ in facts]}")
+        raise ValueError(f"{call}: expected one name on all ranks, got {[fqn for fqn, _ in facts]}")
     return places[0], [fact for _, fact in facts]
 
 
@@ -299,7 +300,7 @@ def _find(runtime: Runtime, call: str, name: str) -> _Place:
     if name not in places:
         close = difflib.get_close_matches(str(name), places, n=3)
         hint = f"; close: {', '.join(map(repr, close))}" if close else ""
-        raise ValueError(f"{call}: expected the name of a parameter of the model, came {name!r}{hint}")
+        raise ValueError(f"{call}: expected the name of a parameter of the model, got {name!r}{hint}")
     return places[name]
 
 

@@ -71,8 +71,9 @@ class Checkpointing:
         self._halfway.check("save_checkpoint()")
         if self._micro_step:
             raise RuntimeError(
-                f"save_checkpoint() after {self._micro_step} micro-batches of an unfinished step, whose "
-                "gradients are not saved: end it with backward() and step(), or drop it with zero_grad()"
+                f"save_checkpoint() after {self._micro_step} micro-batches of an unfinished step: a "
+                "checkpoint does not save gradients. End the step with backward() and step(), or drop it "
+                "with zero_grad()"
             )
         self._saver.finish()
         tag = f"step-{self.global_step}" if tag is None else tag

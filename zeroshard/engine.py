@@ -247,8 +247,8 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
             raise ValueError(f"gradient_accumulation_steps: expected an integer >= 1, got {number!r}")
         if self._micro_step or self._runtime.has_gradients:
             raise RuntimeError(
-                f"set_gradient_accumulation_steps({number}) in the middle of a step, whose gradients are "
-                f"divided by {self._num_micro_batches}: call it after step() or zero_grad()"
+                f"set_gradient_accumulation_steps({number}) in the middle of a step: its gradients are "
+                f"divided by {self._num_micro_batches} already. Call it after step() or zero_grad()"
             )
         self._num_micro_batches = number
 
@@ -302,12 +302,13 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
         self._saver.check(self._axes.dp)
         if self._guard.may_skip:
             raise RuntimeError(
-                "with float16 or nonfinite='skip' a step may have to be left out, with that of the LR "
-                "scheduler: call engine.step(), not optimizer.step()"
+                "with float16 or nonfinite='skip' only engine.step() can leave out a step, of the "
+                "optimizer and of the LR scheduler: call engine.step(), not optimizer.step()"
             )
         if has_closure and self._guard.needs_gradients:
             raise RuntimeError(
-                "clip_grad_norm and nonfinite='error' cannot see gradients that a closure makes in step()"
+                "clip_grad_norm and nonfinite='error' need the gradients before step(), and a closure "
+                "makes them inside: call engine.backward(loss), then step() without a closure"
             )
         if not has_closure:
             self._runtime.reducer.pace.expect_backwards(self._num_micro_batches)
@@ -333,7 +334,9 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
             register_method_of_part(self._runtime, name)
             return
         if hasattr(Engine, name):
-            raise ValueError(f"the engine has a method {name!r} itself; call the model's another name")
+            raise ValueError(
+                f"the engine has a method {name!r} of its own: give the model's method another name"
+            )
         method = getattr(self.module, name, None)
         if not callable(method):
             raise ValueError(f"expected a method of {type(self.module).__name__}, got {name!r}")
@@ -348,6 +351,9 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
         All parameters stay gathered meanwhile, in the compute dtype, so ranks may stop at different lengths.
         If they do not fit, `synced_gpus=True` gathers unit by unit for every token, and transformers keeps
         the ranks in step.
+
+        Raises:
+            AttributeError: the model has no method `generate`.
         """
         generate: Any = getattr(self.module, "generate", None)
         if generate is None:
@@ -392,7 +398,7 @@ def _check_loss(loss: object) -> None:
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return
     if isinstance(loss, Tensor):
-        came = f"a tensor of shape {list(loss.shape)} with requires_grad={loss.requires_grad}"
+        got = f"a tensor of shape {list(loss.shape)} with requires_grad={loss.requires_grad}"
     else:
-        came = f"{loss!r:.80}"
-    raise ValueError(f"backward: expected a loss of one element that requires a gradient, got {came}")
+        got = f"{loss!r:.80}"
+    raise ValueError(f"backward: expected a loss of one element that requires a gradient, got {got}")

@@ -113,9 +113,9 @@ def _check_arguments(model: Any, training_data: Any, loss_fn: Any, tp_plan: Any)
         raise ValueError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
     if isinstance(training_data, DataLoader):
         raise ValueError(
-            "training_data: expected a Dataset, of which each rank gets its own part, got a DataLoader: give "
-            "its `dataset` here, with collate_fn= and Config(micro_batch_size=..., loader=...); or leave "
-            "training_data out and go on with your loader, over a DistributedSampler"
+            "training_data: expected a Dataset, got a DataLoader. Give the loader's `dataset`, with "
+            "collate_fn= and Config(micro_batch_size=..., loader=...); or leave training_data out and use "
+            "your loader with a DistributedSampler"
         )
     if training_data is not None and not (hasattr(training_data, "__len__") and len(training_data)):
         raise ValueError(f"training_data: expected a Dataset with a length above 0, got {training_data!r}")

@@ -22,8 +22,8 @@ class Closed:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError(
-            "the engine is closed: its model is an ordinary module again; to go on sharded, give it to "
-            "zeroshard.initialize or zeroshard.shard once more, with a new optimizer"
+            "the engine is closed and its model is an ordinary module again: to go on sharded, give the "
+            "model to zeroshard.initialize or zeroshard.shard once more, with a new optimizer"
         )
 
 

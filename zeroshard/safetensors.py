@@ -53,6 +53,7 @@ class FileTensor:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     def cast(self, dtype: torch.dtype) -> FileTensor:
@@ -138,6 +139,7 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
+        """The bytes of its elements in a file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

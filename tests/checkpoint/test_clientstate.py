@@ -97,17 +97,17 @@ class Holds:
     [
         (
             {"a": Holds([lambda: 0])},
-            r"client_state\['a'\]\['what'\]\[0\]: expected tensors, .*came builtins.function",
+            r"client_state\['a'\]\['what'\]\[0\]: expected tensors, .*got builtins.function",
         ),
         ({"a": {"f": print}}, r"client_state\['a'\]\['f'\]: expected"),
         ({"a": numpy.array([{}])}, r"client_state\['a'\]: expected an array of numbers"),
-        ({Mode.FAST: 1, "fast": 2}, r"client_state: expected keys that differ; .*as 'fast'"),
+        ({Mode.FAST: 1, "fast": 2}, r"client_state: expected different keys, .*as 'fast'"),
         (
             {"a": [torch.empty(3, device="meta")]},
-            r"client_state\['a'\]\[0\]: expected a tensor with values, came",
+            r"client_state\['a'\]\[0\]: expected a tensor with values, got",
         ),
         ({"a": Holds(torch.empty((), device="meta"))}, r"client_state\['a'\]\.what: expected a tensor with"),
-        (loop(), r"nested up to 95 deep, and none that holds itself"),
+        (loop(), r"nested at most 95 deep, and no value that holds itself"),
     ],
 )
 def test_what_cannot_be_made_plain_is_refused_by_its_key(value, message):

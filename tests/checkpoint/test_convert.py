@@ -139,7 +139,7 @@ def test_nothing_is_converted_twice_or_over_another_checkpoint(old, tmp_path, ca
     assert f"'{old}': has a checkpoint of tag 'old': expected another folder" in capsys.readouterr().err
     assert main(["convert", str(old), str(tmp_path / "new")]) == 0
     assert main(["convert", str(tmp_path / "new"), str(tmp_path / "newer")]) == 2
-    assert "expected checkpoint format 1, came 2" in capsys.readouterr().err
+    assert "expected checkpoint format 1, got 2" in capsys.readouterr().err
     assert not (tmp_path / "newer").exists()
 
 

@@ -293,13 +293,13 @@ REFUSED = {
         ("Lion8bit", SOME),
         ("Lion8bit", ALL),
         {},
-        "the states of 'gain' have other than the 8 bits that Lion8bit keeps here",
+        "expected states of 'gain' in the 8 bits that Lion8bit keeps",
     ),
     "higher threshold": (
         ("AdamW8bit", SOME),
         ("AdamW8bit", {}),
         {},
-        "the states of 'mix' have other than the 32 bits that AdamW8bit keeps here",
+        "expected states of 'mix' in the 32 bits that AdamW8bit keeps",
     ),
     "another class": (
         ("AdamW", {}),
@@ -341,7 +341,7 @@ REFUSED = {
         ("AdamW", {"amsgrad": True}),
         ("AdamW8bit", ALL),
         {**CONVERTED, "restore_hyperparameters": False},
-        "holds state 'max_exp_avg_sq' of 'mix', for which AdamW8bit has no use",
+        "holds state 'max_exp_avg_sq' of 'mix', but AdamW8bit has no such state",
     ),
 }
 

@@ -227,7 +227,7 @@ def test_keep_last_removes_the_oldest_tags(tmp_path):
     Save(tmp_path, "step-3", "again", keep_last=2)()
     assert sorted(visible(tmp_path)) == ["4", "again"]
     assert read(find(tmp_path)) == "again"
-    with pytest.raises(ValueError, match=re.escape("there are: step-4, step-3")):
+    with pytest.raises(ValueError, match=re.escape("the tags there are: step-4, step-3")):
         find(tmp_path, "step-2")
     Save(tmp_path, "step-5", "5")()
     assert sorted(visible(tmp_path)) == ["4", "5", "again"]
@@ -344,7 +344,7 @@ def test_a_link_in_the_place_of_the_directory_is_refused_and_a_given_path_may_be
     (folder / "a.0").rename(tmp_path / "elsewhere")
     (folder / "a.0").symlink_to(tmp_path / "elsewhere")
     for path, tag in ((folder, None), (folder, "a"), (folder / "a", None), (folder / "latest", None)):
-        with pytest.raises(ValueError, match=r"'.*a\.0': a symbolic link, to '.*elsewhere': expected"):
+        with pytest.raises(ValueError, match=r"'.*a\.0' is a symbolic link to '.*elsewhere': expected"):
             find(path, tag)
     assert read(find(tmp_path / "elsewhere")) == "content"
     (tmp_path / "best").symlink_to(tmp_path / "elsewhere")

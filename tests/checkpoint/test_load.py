@@ -75,14 +75,14 @@ class MoreExtra(Net):
 
 
 OTHERS = {
-    "missing": (Missing, {}, "has parameter 'unused', which the model does not have"),
+    "missing": (Missing, {}, "the checkpoint has parameter 'unused', the model does not"),
     "more": (More, {}, "expected parameter 'blocks.1.more' of the model, found none"),
     "misshapen": (
         Net,
         {"hidden": 14},
         r"parameter 'mix' has shape (5, 20, 13); the model expects (5, 20, 14)",
     ),
-    "untied here": (Net, {"tied": False}, "'tokens.weight' and 'head.weight' are two here and tied there"),
+    "untied here": (Net, {"tied": False}, "the checkpoint ties 'tokens.weight' and 'head.weight'; the model"),
     "another buffer": (MoreBuffers, {}, "only the model has a buffer 'late'"),
     "misshapen buffer": (OtherBuffer, {}, "buffer 'count' has shape (); the model expects (2,)"),
     "more extra state": (MoreExtra, {}, "only the model has extra state '_extra_state'"),
@@ -133,7 +133,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_and_changes_nothing(ra
 def test_a_checkpoint_of_untied_parameters_is_not_loaded_into_tied_ones(ranks, tmp_path):
     ranks(2, saved, tmp_path, Net, {"tied": False})
     for said in ranks(2, refused, tmp_path, Net, {}):
-        assert "'head.weight' and 'tokens.weight' are tied here and two there" in said
+        assert "the model ties 'head.weight' and 'tokens.weight'; the checkpoint" in said
 
 
 def test_a_checkpoint_with_extra_state_is_not_loaded_into_a_model_without(ranks, tmp_path):

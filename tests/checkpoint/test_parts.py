@@ -52,7 +52,7 @@ def save_weights(folder):
     other = start(2, seed=1, lr_scheduler=schedule)
     train(other, [5])
     before = state(other).tensors
-    with pytest.warns(UserWarning, match="holds no optimizer state: the present one stays"):
+    with pytest.warns(UserWarning, match="holds no optimizer state: the optimizer keeps"):
         other.load_checkpoint(folder)
     after = state(other).tensors
     names = [name for name in after if not torch.equal(after[name], weights.get(name, before[name]))]
@@ -119,7 +119,7 @@ def load_without_frozen(folder):
         results.append(train(engine, [2, 3], loss))
         other = without_frozen(stage, base_seed=8)
         before = state(other)
-        with pytest.raises(ValueError, match="was saved without") as caught:
+        with pytest.raises(ValueError, match="leaves out the frozen parameter") as caught:
             other.load_checkpoint(folder)
         messages.append(str(caught.value))
         assert not differences(state(other), before)
@@ -141,8 +141,8 @@ def test_a_checkpoint_without_what_is_frozen_loads_over_the_same_base_alone(rank
             for losses in results:
                 assert losses == pytest.approx(expected, rel=1e-5)
             for message in messages:
-                assert "was saved without 'base.0." in message
-                assert "the present values are others: expected a model that begins with the same" in message
+                assert "leaves out the frozen parameter 'base.0." in message
+                assert "its present values are others: expected a model with the same" in message
     stored = open_checkpoint(tmp_path / "run" / "step-2.0")
     assert not [name for name in stored.tensors if "base" in name or "again" in name]
     model, recorded = Adapted(), stored.manifest.frozen
@@ -163,7 +163,7 @@ def test_a_base_of_another_dtype_is_another_base(ranks, tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "run")]) == 0
     assert "left out:     5 frozen parameters" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
-    assert "was saved without its 5 frozen parameters" in capsys.readouterr().err
+    assert "the checkpoint leaves out 5 frozen parameters" in capsys.readouterr().err
     assert read_manifest(tmp_path / "run" / "step-2.0").frozen
 
 

@@ -89,8 +89,8 @@ def save_unknown_state(folder, kind):
     ("kind", "expected"),
     [
         (KeepsList, "state 'history' of 'mix' is a list of tensors"),
-        (HasPath, "names without '/', came 'a/b'"),
-        (HasNumber, "names without '/', came 0"),
+        (HasPath, "names without '/', got 'a/b'"),
+        (HasNumber, "names without '/', got 0"),
     ],
 )
 def test_states_that_could_not_be_told_apart_again_are_refused_by_name(ranks, tmp_path, kind, expected):
@@ -123,7 +123,7 @@ def load_another_schedule(folder):
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
 def test_a_schedule_of_another_number_of_parts_is_refused_before_anything_changes(ranks, tmp_path):
     for message, found in ranks(2, load_another_schedule, tmp_path):
-        assert "an LR schedule of 3 parts, the engine one of 2" in message
+        assert "an LR schedule of 3 parts, the engine has one of 2" in message
         assert found == []
 
 
@@ -339,4 +339,4 @@ def load_stubborn(folder):
 def test_a_module_that_refuses_its_state_is_told_to_leave_the_engine_half_loaded(ranks, tmp_path):
     for message in ranks(2, load_stubborn, tmp_path):
         assert "I will not" in message
-        assert "loaded in part" in message
+        assert "loaded only in part" in message

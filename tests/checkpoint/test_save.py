@@ -157,12 +157,16 @@ def tags(folder):
     found["refused"] = []
     before = names()
     for tag in ("", "a/b", "../a", ".hidden", "latest", "a ", 7, "x" * 300, "a\n"):
-        with pytest.raises(ValueError, match=r"tag: expected a name of .*; came ") as caught:
+        with pytest.raises(ValueError, match=r"tag: expected a name of .*; got ") as caught:
             engine.save_checkpoint(folder, tag)
         assert repr(tag)[:250] in str(caught.value)
     assert names() == before
     for path, tag, message in [
-        (folder, "none", "expected a checkpoint with tag 'none'; there are: step-0, best-0.5=x, last"),
+        (
+            folder,
+            "none",
+            "expected a checkpoint with tag 'none'; the tags there are: step-0, best-0.5=x, last",
+        ),
         (folder / "nowhere", None, "nowhere': expected a folder with checkpoints, found none"),
         (folder, "../x", "expected a checkpoint with tag '../x'"),
         (folder, "latest", "expected a checkpoint with tag 'latest'"),
@@ -194,7 +198,7 @@ def save_without_a_path(folder):
                 with pytest.raises(ValueError, match="dir: expected a path") as caught:
                     call(path)
                 found += [] if repr(path) in str(caught.value) else [str(caught.value)]
-        with pytest.raises(ValueError, match=r"dir: expected a path .* came None"):
+        with pytest.raises(ValueError, match=r"dir: expected a path .* got None"):
             engine.save_checkpoint(None if dist.get_rank() else folder)
         engine.save_checkpoint("here")
         engine.load_checkpoint("here")

@@ -90,7 +90,7 @@ def refuse(folder, kind):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Differs, "states 'count', 'step', 'three' have few values for a parameter, and other ones on other"),
+        (Differs, "states 'count', 'step', 'three' differ between ranks. Expected a state with one value"),
         (Large, "has shape (65,); expected one value, or up to 64, or one for each of the"),
     ],
 )

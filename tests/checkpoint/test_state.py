@@ -415,8 +415,8 @@ def other_kinds(folder):
 
 def test_client_state_is_a_dict(ranks, tmp_path):
     for of_list, of_number, of_lambda, written in ranks(2, other_kinds, tmp_path / "new"):
-        assert "client_state: expected a dict, came list" in of_list
-        assert "client_state: expected a dict, came int" in of_number
+        assert "client_state: expected a dict, got list" in of_list
+        assert "client_state: expected a dict, got int" in of_number
         assert "client_state['f'][0]: " in of_lambda
         assert not written
 
@@ -435,7 +435,7 @@ def test_ranks_that_save_to_different_places_are_told_of_both_and_nothing_is_wri
     for said, written in ranks(2, different_places, tmp_path):
         assert f"rank 0 saves to '{tmp_path}/0' with tag 'step-0', rank 1 to '{tmp_path}/1'" in said[0]
         assert "tag 'tag-0', rank 1 to" in said[1]
-        assert "came 'b/d' (rank 1)" in said[2]
+        assert "got 'b/d' (rank 1)" in said[2]
         assert written == []
 
 
@@ -452,4 +452,4 @@ def different_checkpoints(folder):
 def test_ranks_that_load_different_checkpoints_are_told_so(ranks, tmp_path):
     for different, missing in ranks(2, different_checkpoints, tmp_path):
         assert "the ranks see different checkpoints: one.0, two.0" in different
-        assert "expected a checkpoint with tag 'none'; there are: one, two (rank 1)" in missing
+        assert "expected a checkpoint with tag 'none'; the tags there are: one, two (rank 1)" in missing

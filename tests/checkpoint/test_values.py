@@ -149,18 +149,18 @@ def local():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"f": lambda: 0}, r"it\['f'\]: .* came builtins\.function"),
+        ({"f": lambda: 0}, r"it\['f'\]: .* got builtins\.function"),
         ({"a": 1, "b": [0, {"c": (1, lambda: 0)}]}, r"it\['b'\]\[1\]\['c'\]\[1\]: .*function"),
-        ({"a": {1: local()}}, r"it\['a'\]\[1\]: .*came .*local\.<locals>\.Local"),
+        ({"a": {1: local()}}, r"it\['a'\]\[1\]: .*got .*local\.<locals>\.Local"),
         ([[local()]], r"it\[0\]\[0\]: .*Local"),
         ({"m": Module()}, r"it\['m'\]: .*Module"),
         ({"path": pathlib.PurePosixPath("x")}, r"it\['path'\]: .*PurePosixPath"),
         ({"t": {"u": print}}, r"it\['t'\]\['u'\]: "),
-        ({frozenset((local(),)): 1}, r"it: the key frozenset.*came .*Local"),
+        ({frozenset((local(),)): 1}, r"it: the key frozenset.*got .*Local"),
         (local(), r"it: .*Local"),
-        ({"a": [bytearray(b"x")]}, r"it\['a'\]\[0\]: .*came builtins\.bytearray"),
-        ({"a": [torch.empty(3, device="meta")]}, r"it\['a'\]\[0\]: .*came a meta one"),
-        ({"a": collections.defaultdict(int)}, r"it\['a'\]: .*came collections\.defaultdict"),
+        ({"a": [bytearray(b"x")]}, r"it\['a'\]\[0\]: .*got builtins\.bytearray"),
+        ({"a": [torch.empty(3, device="meta")]}, r"it\['a'\]\[0\]: .*got a meta one"),
+        ({"a": collections.defaultdict(int)}, r"it\['a'\]: .*got collections\.defaultdict"),
     ],
 )
 def test_what_would_need_code_is_refused_by_its_key(values, message):
@@ -171,7 +171,7 @@ def test_what_would_need_code_is_refused_by_its_key(values, message):
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_a_quantized_tensor_is_refused_by_its_key():
     value = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
-    with pytest.raises(ValueError, match=r"it\['a'\]: .*came a quantized one"):
+    with pytest.raises(ValueError, match=r"it\['a'\]: .*got a quantized one"):
         check_plain({"a": value}, "it")
 
 

@@ -61,7 +61,7 @@ def test_an_open_process_group_decides_where_nothing_is_asked_for(asked, backend
 
 @pytest.mark.parametrize(("asked", "backends"), [("cuda", GLOO), ("cuda:1", "cpu:gloo"), ("cpu", NCCL)])
 def test_a_device_that_the_open_process_group_does_not_serve_is_refused(asked, backends):
-    with pytest.raises(ValueError, match=rf"device '{asked[:3]}.*the backends {backends}, none of them"):
+    with pytest.raises(ValueError, match=rf"device '{asked[:3]}.*the backends {backends}, and none of them"):
         choice(asked, backends=backends)
 
 
@@ -106,9 +106,9 @@ def test_without_torchrun_the_launcher_tells_the_local_rank_else_the_current_dev
 @pytest.mark.parametrize(
     ("asked", "changes", "words"),
     [
-        ("cuda:8", {}, "an index below 8, the number of cuda devices that this process sees, came 'cuda:8'"),
-        ("cuda", CPU_ONLY, "an accelerator that torch sees (there is none), came 'cuda'"),
-        ("xpu", {}, "an accelerator that torch sees (cuda), came 'xpu'"),
+        ("cuda:8", {}, "an index below 8, the number of cuda devices that this process sees, got 'cuda:8'"),
+        ("cuda", CPU_ONLY, "an accelerator that torch sees (there is none), got 'cuda'"),
+        ("xpu", {}, "an accelerator that torch sees (cuda), got 'xpu'"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(asked, changes, words):

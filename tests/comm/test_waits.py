@@ -66,7 +66,7 @@ def test_an_alarm_ends_a_wait_that_goes_on_and_every_later_one_at_once(ranks, ki
     errors, seconds = ranks(2, wait_while_there_is_an_alarm, kind)[0]
     assert seconds < 5
     assert errors == [
-        f"rank 0 of 2 gave up in the {label}, as there is an alarm"
+        f"rank 0 of 2 gave up in the {label}, because a rank has raised an alarm"
         for label in ("first thing", "second thing")
     ]
 

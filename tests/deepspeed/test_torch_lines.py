@@ -186,12 +186,12 @@ def test_a_scheduler_of_torch_stays_as_it_is():
     [
         ({"type": "OneCycle", "params": {"cycle_max_lr": 0.1}}, "use torch.optim.lr_scheduler.OneCycleLR"),
         ({"type": "WarmupDecayLR"}, "'scheduler.params.total_num_steps': expected an integer >= 1"),
-        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "expected an integer >= 1, came 0"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "expected an integer >= 1, got 0"),
         (
             {"type": "WarmupLR", "params": {"warmup_type": "cubic"}},
-            "expected 'log' or 'linear', came 'cubic'",
+            "expected 'log' or 'linear', got 'cubic'",
         ),
-        ({"type": "WarmupLR", "params": {"warmup_max_lr": "1"}}, "expected a number >= 0, came '1'"),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": "1"}}, "expected a number >= 0, got '1'"),
         (
             {"type": "WarmupLR", "params": {"warmup_steps": 3}},
             "unknown key 'scheduler.params.warmup_steps'; did",

@@ -302,9 +302,9 @@ def test_everything_that_is_wrong_is_listed_in_one_error():
     }
     assert refusal(config) == [
         "'train_batch_size': 'auto' is filled in by the Trainer of transformers: leave it out",
-        "'gradient_clipping': expected a number >= 0, came '1.0' (str)",
-        "'fp16': expected a section, came True (bool)",
-        "'zero_optimization.stage': expected an integer from 0 to 3, came 4 (int)",
+        "'gradient_clipping': expected a number >= 0, got '1.0' (str)",
+        "'fp16': expected a section, got True (bool)",
+        "'zero_optimization.stage': expected an integer from 0 to 3, got 4 (int)",
         "'zero_optimization.zero_quantized_weights' has no equivalent: nothing is quantized on the wire; "
         "communication_data_type narrows gradients",
         "unknown key 'zero_optimization.overlap_com'; did you mean 'zero_optimization.overlap_comm'?",
@@ -337,23 +337,23 @@ def test_a_key_like_no_other_is_refused_too():
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"zero_optimization": {"stage": True}}, "expected an integer from 0 to 3, came True (bool)"),
-        ({"zero_optimization": {"stage": "2"}}, "expected an integer from 0 to 3, came '2' (str)"),
-        ({"zero_optimization": [2]}, "'zero_optimization': expected a section, came [2] (list)"),
+        ({"zero_optimization": {"stage": True}}, "expected an integer from 0 to 3, got True (bool)"),
+        ({"zero_optimization": {"stage": "2"}}, "expected an integer from 0 to 3, got '2' (str)"),
+        ({"zero_optimization": [2]}, "'zero_optimization': expected a section, got [2] (list)"),
         (
             {"zero_optimization": {"offload_optimizer": "cpu"}},
-            "'zero_optimization.offload_optimizer': expected a section, came 'cpu' (str)",
+            "'zero_optimization.offload_optimizer': expected a section, got 'cpu' (str)",
         ),
         (
             {"zero_optimization": {"offload_param": {"device": "gpu"}}},
-            "expected 'none' or 'cpu' or 'nvme', came 'gpu' (str)",
+            "expected 'none' or 'cpu' or 'nvme', got 'gpu' (str)",
         ),
-        ({"bf16": {"enabled": "yes"}}, "'bf16.enabled': expected true or false, came 'yes' (str)"),
-        ({"fp16": {"enabled": True, "loss_scale": -1}}, "'fp16.loss_scale': expected a number >= 0, came -1"),
-        ({"gradient_accumulation_steps": 0}, "expected an integer >= 1, came 0 (int)"),
-        ({"gradient_clipping": float("nan")}, "expected a number >= 0, came nan (float)"),
-        ({"communication_data_type": "int8"}, "came 'int8' (str)"),
-        ({"optimizer": "AdamW"}, "'optimizer': expected a section with a 'type' and 'params', came 'AdamW'"),
+        ({"bf16": {"enabled": "yes"}}, "'bf16.enabled': expected true or false, got 'yes' (str)"),
+        ({"fp16": {"enabled": True, "loss_scale": -1}}, "'fp16.loss_scale': expected a number >= 0, got -1"),
+        ({"gradient_accumulation_steps": 0}, "expected an integer >= 1, got 0 (int)"),
+        ({"gradient_clipping": float("nan")}, "expected a number >= 0, got nan (float)"),
+        ({"communication_data_type": "int8"}, "got 'int8' (str)"),
+        ({"optimizer": "AdamW"}, "'optimizer': expected a section with a 'type' and 'params', got 'AdamW'"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_by_the_name_it_has_in_deepspeed(config, problem):
@@ -363,7 +363,7 @@ def test_a_value_of_the_wrong_kind_is_refused_by_the_name_it_has_in_deepspeed(co
 
 @pytest.mark.parametrize("config", [None, 3, [("stage", 2)]])
 def test_only_a_mapping_or_a_path_is_read(config):
-    with pytest.raises(ValueError, match="expected a mapping of DeepSpeed config keys, came "):
+    with pytest.raises(ValueError, match="expected a mapping of DeepSpeed config keys, got "):
         Config.from_deepspeed(config)
 
 
@@ -376,7 +376,7 @@ def test_keys_that_contradict_each_other_are_named():
 
 
 def test_what_stage_3_alone_can_do_needs_stage_3():
-    with pytest.raises(ValueError, match="needs stage to be 3, came 2"):
+    with pytest.raises(ValueError, match="needs stage to be 3, got 2"):
         read({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}})
 
 

@@ -32,10 +32,10 @@ def add_parameter(model):
 
 
 REFUSED = {
-    replace_layer: "'1' is added to a sharded model, where '1.weight' would be",
-    add_layer: "'0.new' is added to a sharded model, where '0.new.weight' would be",
-    append_block: "'2' is added to a sharded model, where '2.0.weight' would be",
-    add_parameter: "'0.scale' is added to a sharded model, where '0.scale' would be",
+    replace_layer: "'1' is added to a sharded model: '1.weight' would not be sharded",
+    add_layer: "'0.new' is added to a sharded model: '0.new.weight' would not be sharded",
+    append_block: "'2' is added to a sharded model: '2.0.weight' would not be sharded",
+    add_parameter: "'0.scale' is added to a sharded model: '0.scale' would not be sharded",
 }
 
 

@@ -389,7 +389,10 @@ def by_hand():
 def test_the_composable_layer_refuses_what_would_depend_on_slices(ranks):
     for answers in ranks(2, by_hand):
         for name, answer in zip(("AdamW8bit", "Derived"), answers, strict=True):
-            assert f"{name} would choose the precision of its states by this rank's slices" in answer
+            assert (
+                f"{name} would choose the precision of its states by the sizes of this rank's slices"
+                in answer
+            )
 
 
 def unattached(stage):

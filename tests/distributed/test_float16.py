@@ -311,7 +311,7 @@ def test_an_unscaled_backward_and_a_step_that_cannot_be_left_out_are_refused(ran
             assert found == []
             *backward, step = told
             assert all(
-                "is not scaled" in said and "call engine.backward(loss), not loss.backward()" in said
+                "without loss scale" in said and "call engine.backward(loss), not loss.backward()" in said
                 for said in backward
             )
             assert "call engine.step(), not optimizer.step()" in step
@@ -340,7 +340,7 @@ def other_ways():
 
 def test_an_unscaled_backward_is_refused_wherever_float16_is(ranks):
     for said in ranks(2, other_ways):
-        assert all("got a gradient of a loss that is not scaled" in each for each in said)
+        assert all("got the gradient of a loss without loss scale" in each for each in said)
 
 
 def at_the_floor(loss_scale, nonfinite):

@@ -122,7 +122,7 @@ def test_a_scaled_loss_holds_for_its_own_backward_alone(ranks, num_ranks):
     for runs in ranks(num_ranks, after_all_failures):
         for (failed, unscaled, wrong), different in runs:
             assert failed == "LookupError: on purpose"
-            assert "a loss that is not scaled" in unscaled
+            assert "a loss without loss scale" in unscaled
             assert "expected a loss of one element" in wrong
             assert different == []
 
@@ -245,5 +245,5 @@ def test_the_number_of_micro_batches_is_checked_and_kept_within_a_step(ranks, nu
     for stages in ranks(num_ranks, all_assignments):
         for wrong, inside, after, number, configured in stages:
             assert all("expected an integer >= 1" in text for text in wrong)
-            assert all("in the middle of a step, whose gradients are divided by 2" in text for text in inside)
+            assert all("in the middle of a step: its gradients are divided by 2" in text for text in inside)
             assert (after, number, configured) == ("nothing was raised", 3, 2)

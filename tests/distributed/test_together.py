@@ -102,9 +102,12 @@ def test_a_config_keeps_lists_of_module_names():
     ("units", "message"),
     [
         ([["norm", "heads"]], "the model has no module named 'heads'; did you mean 'head'?"),
-        ([["blocks.0", "blocks.0.up"]], "'blocks.0' holds another module of ['blocks.0', 'blocks.0.up']"),
-        (["Block", ["blocks.0", "head"]], "['blocks.0', 'head'] has a module that is in another unit too"),
-        ([["norm", "head"], ["head", "stem"]], "['head', 'stem'] has a module that is in another unit too"),
+        (
+            [["blocks.0", "blocks.0.up"]],
+            "got 'blocks.0' and a module inside it in ['blocks.0', 'blocks.0.up']",
+        ),
+        (["Block", ["blocks.0", "head"]], "a module of ['blocks.0', 'head'] that is in another unit too"),
+        ([["norm", "head"], ["head", "stem"]], "a module of ['head', 'stem'] that is in another unit too"),
         ([["blocks", "head"]], "'blocks' is a ModuleList, whose forward is never called"),
         ([["", "head"]], "expected"),
         ([[]], "expected"),

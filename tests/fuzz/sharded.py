@@ -143,7 +143,7 @@ class Sharded:
         try:
             self.engine.load_checkpoint(self._folder, optimizer=optimizer)
         except ValueError as error:
-            if "was saved without" not in str(error):
+            if "leaves out the frozen parameter" not in str(error):
                 raise
             return False
         return True

@@ -265,19 +265,17 @@ def test_overrides_of_layer_wise_optimizers_tell_bits_alone(manager):
     manager.override_config(model.one.weight, "optim_bits", 32)
     assert list(read(LAMB8bit(model.parameters()), model)) == ["one.weight"]
     manager.override_config(model.one.weight, "lr", 0.1)
-    with pytest.raises(
-        ValueError, match="LAMB8bit: of a single parameter, one can override min_8bit_size; came"
-    ):
+    with pytest.raises(ValueError, match=r"LAMB8bit: .* one parameter can override \(min_8bit_size\), got"):
         read(LAMB8bit(model.parameters()), model)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"optim_bit": 32}, "override of 'one.weight': AdamW8bit has .*optim_bits.*; came 'optim_bit'"),
-        ({"optim_bits": 16}, "override of 'one.weight': optim_bits: expected 8 or 32, came 16"),
-        ({"max_unorm": 0.5}, "override of 'one.weight': expected max_unorm=0, came 0.5: it needs norms"),
-        ({"skip_zeros": True}, "override of 'one.weight': expected skip_zeros=False, came True"),
+        ({"optim_bit": 32}, "override of 'one.weight': .* AdamW8bit .*optim_bits.*, got 'optim_bit'"),
+        ({"optim_bits": 16}, "override of 'one.weight': optim_bits: expected 8 or 32, got 16"),
+        ({"max_unorm": 0.5}, "override of 'one.weight': expected max_unorm=0, got 0.5: it needs norms"),
+        ({"skip_zeros": True}, "override of 'one.weight': expected skip_zeros=False, got True"),
     ],
 )
 def test_an_override_that_is_unknown_or_needs_whole_tensors_is_an_error(manager, config, message):
@@ -291,9 +289,7 @@ def test_an_override_that_is_unknown_or_needs_whole_tensors_is_an_error(manager,
 def test_an_override_that_our_own_optimizer_does_not_have_is_an_error(manager, key):
     model = Net()
     manager.override_config(model.one.weight, key, 1)
-    with pytest.raises(
-        ValueError, match=f"AdamW8bit: of a single parameter, one can override .*; came '{key}'"
-    ):
+    with pytest.raises(ValueError, match=f"AdamW8bit: .* one parameter can override .*, got '{key}'"):
         read(AdamW8bit(model.parameters()), model)
 
 
@@ -351,9 +347,9 @@ ARGS = {"optim_bits": 8, "min_8bit_size": 4096, "max_unorm": 0.0, "skip_zeros": 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_unorm": 0.1}, "AdamW: expected max_unorm=0, came 0.1: it needs norms of whole tensors"),
-        ({"skip_zeros": True}, "AdamW: expected skip_zeros=False, came True: not all devices have it"),
-        ({"optim_bits": 4}, "AdamW: optim_bits: expected 8 or 32, came 4"),
+        ({"max_unorm": 0.1}, "AdamW: expected max_unorm=0, got 0.1: it needs norms of whole tensors"),
+        ({"skip_zeros": True}, "AdamW: expected skip_zeros=False, got True: not all devices have it"),
+        ({"optim_bits": 4}, "AdamW: optim_bits: expected 8 or 32, got 4"),
     ],
 )
 def test_options_that_need_whole_tensors_are_refused(options, message):
@@ -382,14 +378,16 @@ def test_a_class_derived_from_theirs_gets_one_warning():
 
 
 def test_a_derived_class_with_an_update_of_its_own_is_refused():
-    with pytest.raises(ValueError, match=r"Other has its own update_step\(\): expected that of bitsandbytes"):
+    with pytest.raises(
+        ValueError, match=r"Other has its own update_step\(\): expected the update_step\(\) of bitsandbytes"
+    ):
         check(Other([nn.Parameter(torch.randn(5000))]))
 
 
 def test_an_update_that_is_not_known_is_refused():
     optimizer = bnb.AdamW8bit([nn.Parameter(torch.randn(5000))])
     optimizer.optimizer_name = "adan"
-    with pytest.raises(ValueError, match=r"AdamW8bit: expected an optimizer of bitsandbytes .* came 'adan'"):
+    with pytest.raises(ValueError, match=r"AdamW8bit: expected an optimizer of bitsandbytes .* got 'adan'"):
         check(optimizer)
 
 

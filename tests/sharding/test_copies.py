@@ -76,8 +76,8 @@ def test_what_cannot_hold_a_sharded_model_is_refused_with_the_remedy(ranks, num_
         "copy": "under engine.unsharded()",
         "pickle": "engine.save_checkpoint",
         "saved": "engine.save_checkpoint",
-        "DDP": "leave it out",
-        "fully_shard": "leave it out",
+        "DDP": "leave DistributedDataParallel out",
+        "fully_shard": "leave fully_shard out",
     }
     for found in ranks(num_ranks, refusals):
         assert len(found) == 11 * len(STAGES)

@@ -187,7 +187,7 @@ def all_said_of(lines):
 
 
 ASKED_OF_SLICES = {
-    norms_of_gradients: "'0.weight', or of its gradient, is that of this rank's slice",
+    norms_of_gradients: "'0.weight', or of its gradient, is the norm of this rank's slice",
     norm_of_one_gradient: "engine.clip_grad_norm_() returns the norm of all gradients",
     norm_of_values: "under engine.unsharded(module)",
     norm_of_data: "under engine.unsharded(module)",

@@ -14,15 +14,15 @@ def on_all(axis: Axis, label: str, step: Callable[[], T]) -> list[T]:
     """Do something on every rank; collective.
 
     Args:
-        label: of the exchange, in errors.
-        step: without exchanges of its own.
+        label: the name of the exchange in errors.
+        step: the function to call on each rank; it exchanges nothing itself.
 
     Returns:
-        What it gave on each rank, in rank order.
+        The result of each rank, in rank order.
 
     Raises:
-        ValueError, RuntimeError: what the first rank on which it failed raised; RuntimeError for
-            anything else.
+        ValueError, RuntimeError: the error of the first rank that failed, on all ranks; an error of another
+            class becomes a RuntimeError.
     """
     error: Exception | None = None
     answer: T | None = None

@@ -30,6 +30,7 @@ class Box:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
@@ -119,7 +120,9 @@ def _has_no_hole(boxes: Sequence[Box], shape: Shape, dim: int, steps: Iterator[i
         while waiting and waiting[-1].offsets[dim] == start:
             inside.append(waiting.pop())
         if len(list(islice(steps, len(inside)))) < len(inside):
-            raise ValueError(f"the parts of a tensor of shape {shape} cross each other too often")
+            raise ValueError(
+                f"the boxes of a tensor of shape {shape} overlap in too many places to be checked"
+            )
         if not inside or not _has_no_hole(inside, shape, dim + 1, steps):
             return False
     return True

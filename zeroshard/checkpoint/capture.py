@@ -61,7 +61,7 @@ class _Answer(NamedTuple):
     place: str
     rng: dict[str, Any]
     few: list[str]
-    """As in `OptimizerState`."""
+    """The keys of states with few values; see `OptimizerState`."""
     frozen: list[Piece]
     """Slices of the parameters that are left out."""
 
@@ -92,6 +92,7 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
     snapshots: list[Snapshot] = []
 
     def read() -> _Answer:
+        """Read and check this rank's part, before any rank writes."""
         reading = _read(parts, dir, tag, client_state)
         readings.append(reading)
         return _Answer(
@@ -109,6 +110,7 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
     frozen = join_pieces(piece for answer in answers for piece in answer.frozen)
 
     def build() -> str:
+        """Make the snapshot and return a digest of the states that all ranks must share."""
         digest = "" if parts.optimizer is None else keep_few(parts.optimizer, reading.optimizer, few)
         manifest = replace(
             _describe(parts, progress, reading.model.aliases, tuple(reading.model.buffers)),
@@ -120,9 +122,9 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
     digests = on_all(axis, "agreement on a checkpoint", build)
     if len(set(digests)) > 1:
         raise ValueError(
-            f"{type(parts.optimizer).__name__}: states {', '.join(map(repr, sorted(few)))} have few values "
-            "for a parameter, and other ones on other ranks; expected the same on all ranks, or a value for "
-            "each element"
+            f"{type(parts.optimizer).__name__}: states {', '.join(map(repr, sorted(few)))} differ between "
+            "ranks. Expected a state with one value for each element of the parameter, or the same values "
+            "on all ranks"
         )
     return snapshots[0]
 
@@ -138,8 +140,8 @@ def _check_moment(runtime: Runtime) -> None:
     runtime.require_slices("save_checkpoint()")
     if any(gradients.has_deferred for unit in runtime.units for gradients in unit.gradients):
         raise RuntimeError(
-            "save_checkpoint() after a backward under no_sync(), whose gradients are not saved: take the "
-            "step first, or drop them with zero_grad()"
+            "save_checkpoint() after a backward under no_sync(): a checkpoint does not save gradients. "
+            "Take the step first, or drop the gradients with zero_grad()"
         )
 
 
@@ -187,7 +189,7 @@ def _read_checked_optimizer(optimizer: Optimizer | None) -> OptimizerState:
 def _read_client_state(client_state: Any) -> Any:
     """The user's values as plain ones, of which none is a slice."""
     if client_state is not None and not isinstance(client_state, Mapping):
-        raise ValueError(f"client_state: expected a dict, came {type(client_state).__name__}")
+        raise ValueError(f"client_state: expected a dict, got {type(client_state).__name__}")
     kept = to_plain(dict(client_state or {}), "client_state")
     _check_whole(kept)
     check_plain(kept, "client_state")
@@ -234,8 +236,8 @@ def _check_whole(client_state: Any) -> None:
     for value in tree_leaves(client_state):
         if isinstance(value, ShardedParameter):
             raise ValueError(
-                f"client_state holds {value.describe()}, of which a rank has a slice; parameters are saved "
-                "anyway"
+                f"client_state holds {value.describe()}: a rank has only a slice of it. Leave it out of "
+                "client_state; the checkpoint saves all parameters anyway"
             )
 
 

@@ -1,7 +1,7 @@
 """Saved values that take the place of present ones: of the same kind, told before anything is loaded.
 
-Checksums find accidents. What was written with checksums that fit, by hand or by a program of one's own, may
-still say lr="x", and an optimizer would find out in the middle of its next step, with the old run gone.
+Checksums find accidents. But a file that a person or another program wrote, with checksums that fit, may say
+lr="x". An optimizer would find out in the middle of its next step, with the old run gone.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def check_group(number: int, saved: Mapping[str, Any], present: Mapping[str, Any
         is_absent = value is None and key in _NONE_IS_A_VALUE
         if key in present and not is_absent and (problem := misfit(value, present[key], same_length=True)):
             raise ValueError(
-                f"hyperparameter '{key}' of parameter group {number}: {problem}; or load with "
-                "restore_hyperparameters=False, which keeps the present ones"
+                f"hyperparameter '{key}' of parameter group {number}: {problem}. To keep the present "
+                "hyperparameters, load with restore_hyperparameters=False"
             )
 
 
@@ -69,16 +69,16 @@ def check_schedule(saved: Mapping[Any, Any], scheduler: Any) -> None:
     is_known = type(scheduler).__module__.startswith(("torch.", "zeroshard."))
     for key, value in saved.items():
         if not isinstance(key, str) or (key not in present and _is_in_use(scheduler, key)):
-            raise ValueError(f"the LR schedule has {key!r}, which is no part of its state")
+            raise ValueError(f"the LR schedule has {key!r}; expected only keys of the scheduler's state")
         if key not in present or not (is_known or key in _COMMON):
             continue
         problem = misfit(value, present[key])
         if key in _COUNTS and problem is None and (value != int(value) or not -1 <= value < MAX_STEPS):
-            problem = f"expected a count of steps, came {value!r}"
+            problem = f"expected a count of steps, got {value!r}"
         if problem:
             raise ValueError(
-                f"'{key}' of the LR schedule: {problem}; or load with restore_hyperparameters=False, which "
-                "keeps the present schedule"
+                f"'{key}' of the LR schedule: {problem}. To keep the present schedule, load with "
+                "restore_hyperparameters=False"
             )
     parts, own = saved.get("_schedulers"), getattr(scheduler, "_schedulers", None)
     if isinstance(parts, list | tuple) and isinstance(own, list | tuple):
@@ -112,11 +112,11 @@ def check_scalars(optimizer: Optimizer, name: str, saved: Mapping[Any, Any]) -> 
             is_value = _is_small(value)
             value = value.tolist() if is_value and value.numel() > 1 else value
         if not isinstance(key, str) or not (is_value or not (is_known or isinstance(value, Tensor))):
-            raise ValueError(f"state {key!r} of '{name}': expected a number, came {_described(value)}")
+            raise ValueError(f"state {key!r} of '{name}': expected a number, got {_described(value)}")
         if is_known and value is not None and _has_nan(value):
-            raise ValueError(f"state '{key}' of '{name}': expected a number, came nan")
+            raise ValueError(f"state '{key}' of '{name}': expected a number, got nan")
         if is_known and key == "step" and not (0 <= value < MAX_STEPS and value == int(value)):
-            raise ValueError(f"the steps of '{name}' are {_described(value)}: expected a count")
+            raise ValueError(f"step count of '{name}': expected an integer >= 0, got {_described(value)}")
 
 
 def _is_small(value: Tensor) -> bool:
@@ -134,12 +134,12 @@ def misfit(saved: Any, present: Any, *, same_length: bool = False) -> str | None
     """
     if isinstance(present, Mapping):
         if not isinstance(saved, Mapping):
-            return f"expected a dict, came {_described(saved)}"
+            return f"expected a dict, got {_described(saved)}"
         pairs = [(saved[key], present[key]) for key in saved if key in present]
     elif isinstance(present, list | tuple):
         if not isinstance(saved, list | tuple) or (same_length and len(saved) != len(present)):
             count = f" of {len(present)}" if same_length else ""
-            return f"expected a sequence{count}, came {_described(saved)}"
+            return f"expected a sequence{count}, got {_described(saved)}"
         fill = present[-1:] * max(0, len(saved) - len(present))
         pairs = list(zip(saved, [*present, *fill], strict=False))
     else:
@@ -150,13 +150,13 @@ def misfit(saved: Any, present: Any, *, same_length: bool = False) -> str | None
 
 def _misfit_of_one(saved: Any, present: Any) -> str | None:
     if isinstance(present, bool):
-        return None if isinstance(saved, bool) else f"expected True or False, came {_described(saved)}"
+        return None if isinstance(saved, bool) else f"expected True or False, got {_described(saved)}"
     if isinstance(present, str):
-        return None if isinstance(saved, str) else f"expected a string, came {_described(saved)}"
+        return None if isinstance(saved, str) else f"expected a string, got {_described(saved)}"
     if not _is_number(present):
         return None
     if not _is_number(saved) or _has_nan(saved):
-        return f"expected a number as the present {_described(present)}, came {_described(saved)}"
+        return f"expected a number like the present {_described(present)}, got {_described(saved)}"
     return None
 
 

@@ -44,11 +44,11 @@ def to_plain(value: Any, path: str, depth: int = 0) -> Any:
     """
     if depth > MAX_DEPTH - 5:  # what is around it in a file takes some
         raise ValueError(
-            f"{path}: expected values nested up to {MAX_DEPTH - 5} deep, and none that holds itself"
+            f"{path}: expected values nested at most {MAX_DEPTH - 5} deep, and no value that holds itself"
         )
     if isinstance(value, Tensor):
         if value.is_meta:
-            raise ValueError(f"{path}: expected a tensor with values, came one on the meta device")
+            raise ValueError(f"{path}: expected a tensor with values, got one on the meta device")
         return value
     if type(value) in _KEPT:
         return value
@@ -73,7 +73,7 @@ def _plain_dict(value: Mapping[Any, Any], path: str, depth: int) -> Any:
     for key, item in value.items():
         name = to_plain(key, f"{path}: the key {key!r:.100}", depth + 1)
         if name in plain:
-            raise ValueError(f"{path}: expected keys that differ; two of them are saved as {name!r:.100}")
+            raise ValueError(f"{path}: expected different keys, got two that are both saved as {name!r:.100}")
         plain[name] = to_plain(item, f"{path}[{key!r:.100}]", depth + 1)
     return plain
 

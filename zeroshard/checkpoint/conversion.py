@@ -43,19 +43,25 @@ def convert_group(
             values.setdefault(key, absent)
         elif value := values.pop(key, absent):
             raise ValueError(
-                f"the checkpoint has {key}={value!r}, which {type(optimizer).__name__} does not have: "
-                "expected an optimizer that has it, or restore_hyperparameters=False to keep the present ones"
+                f"the checkpoint has {key}={value!r}, and {type(optimizer).__name__} has no such "
+                "hyperparameter: expected an optimizer with it. To keep the present hyperparameters, load "
+                "with restore_hyperparameters=False"
             )
     return values
 
 
 def convert_scalars(optimizer: Optimizer, saved: Mapping[str, Any], global_step: int) -> dict[str, Any]:
-    """The saved scalars of a parameter that has a state, `step` as the optimizer counts it.
+    """Return the scalars of a parameter that has a state, with `step` in the form of the present optimizer.
 
     Torch's optimizers count in a tensor, others in an integer, and SGD and LARS not at all.
 
     Args:
+        optimizer: the present optimizer.
+        saved: the scalars in the checkpoint, by name.
         global_step: the count for an optimizer that counts, if the saved one did not.
+
+    Raises:
+        ValueError: `step` is no count of steps.
     """
     kind = type(optimizer)
     family = family_of(kind.__name__)
@@ -64,7 +70,7 @@ def convert_scalars(optimizer: Optimizer, saved: Mapping[str, Any], global_step:
     scalars = {key: value for key, value in saved.items() if key != "step"}
     step = saved.get("step", global_step)
     if not 0 <= step < MAX_STEPS or step != int(step):
-        raise ValueError(f"step: expected a count of steps, came {step!r}")
+        raise ValueError(f"step: expected a count of steps, got {step!r}")
     if kind in family.without_step:
         return scalars
     if kind.__module__.startswith("torch."):

@@ -8,7 +8,12 @@ from typing import Any
 
 
 def describe_model(module: Any) -> dict[str, Any]:
-    """Its class, and of a model of transformers or peft what goes into, and beside, its file of weights."""
+    """Describe a model for the manifest: its class, and what an export by transformers or peft needs.
+
+    Args:
+        module: the model; one of transformers or peft adds the contents of its config files, and the names
+            that its file of weights leaves out or ties.
+    """
     described: dict[str, Any] = {"class": type(module).__name__}
     for key in ("config", "generation_config"):
         if callable(to_json := getattr(getattr(module, key, None), "to_json_string", None)):

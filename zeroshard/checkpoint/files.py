@@ -37,9 +37,7 @@ def as_folder(path: object) -> Path:
     """
     name = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(name, str) or not name.strip() or "\0" in name:
-        raise ValueError(
-            f"dir: expected a path as a string or os.PathLike, on every rank; came {path!r:.200}"
-        )
+        raise ValueError(f"dir: expected a path as a string or os.PathLike, on every rank; got {path!r:.200}")
     return Path(name).absolute()  # what a thread writes to, wherever the process goes meanwhile
 
 
@@ -52,7 +50,7 @@ def check_tag(tag: object) -> str:
     if not isinstance(tag, str) or not _is_tag(tag) or tag in _TAKEN:
         raise ValueError(
             f"tag: expected a name of up to {_MAX_TAG_BYTES} bytes without {' '.join(sorted(_NOT_IN_TAGS))}, "
-            f"without a dot at its start or a space at an end, and not {', '.join(map(repr, _TAKEN))}; came "
+            f"without a dot at its start or a space at an end, and not {', '.join(map(repr, _TAKEN))}; got "
             f"{tag!r:.300}"
         )
     return tag
@@ -81,7 +79,7 @@ def check_free(folder: Path, tag: str) -> None:
     if (folder / tag).is_dir():
         match = _GENERATION.fullmatch(tag)
         owner = f", a checkpoint of tag '{match['tag']}'" if match is not None else ""
-        raise ValueError(f"tag: '{folder / tag}' is a directory{owner}: expected another tag; came {tag!r}")
+        raise ValueError(f"tag: '{folder / tag}' is a directory{owner}: expected another tag; got {tag!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +92,12 @@ class Place:
 
     @property
     def final(self) -> Path:
+        """The path of the directory once the checkpoint is complete."""
         return self.folder / f"{self.tag}.{self.generation}"
 
     @property
     def temporary(self) -> Path:
+        """The path of the directory while the checkpoint is written."""
         return self.folder / f".{self.tag}.{self.generation}.tmp"
 
 
@@ -122,7 +122,7 @@ def open_place(folder: Path, tag: str, num_bytes: int) -> Place:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise RuntimeError(
-            f"{folder}: a checkpoint of {num_bytes:,} bytes needs space; {free:,} bytes are free"
+            f"{folder}: a checkpoint needs {num_bytes:,} bytes of free space; {free:,} bytes are free"
         )
     number = max(known.values(), default=-1) + 1
     while os.path.lexists(folder / f"{tag}.{number}"):  # such as the file of the tag v1.0, where this is v1
@@ -170,7 +170,7 @@ def find(path: Path, tag: str | None = None) -> Path:
         ValueError: there is none.
     """
     if tag is not None and not isinstance(tag, str):
-        raise ValueError(f"tag: expected a string or None, came {tag!r}")
+        raise ValueError(f"tag: expected a string or None, got {tag!r}")
     if is_pointer := tag is None and path.is_file():
         path, tag = path.parent, None if path.name == LATEST else path.name
     if tag is None and not is_pointer and (path / MANIFEST).is_file():
@@ -188,11 +188,11 @@ def find(path: Path, tag: str | None = None) -> Path:
         raise ValueError(f"'{path / tag}': damaged; expected the name of a directory, '{tag}.<number>'")
     if name is None:
         tags = ", ".join(_tags_by_age(path)) or "none"
-        raise ValueError(f"'{pointer}': expected a checkpoint with tag '{tag}'; there are: {tags}")
+        raise ValueError(f"'{pointer}': expected a checkpoint with tag '{tag}'; the tags there are: {tags}")
     if (path / name).is_symlink():
         raise ValueError(
-            f"'{path / name}': a symbolic link, to '{os.readlink(path / name)}': expected the directory "
-            "itself; if what it leads to is the checkpoint you want, give the path of that directory"
+            f"'{path / name}' is a symbolic link to '{os.readlink(path / name)}': expected the directory of "
+            "a checkpoint itself. To load the checkpoint behind the link, give the path of its directory"
         )
     if not (path / name / MANIFEST).is_file():
         raise ValueError(f"'{path / name}': expected a checkpoint, found no {MANIFEST} in it")
@@ -219,7 +219,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors of what is done with an open file tell its name."""
+    """Raise each OSError inside with the name of the file, if it names none."""
     try:
         yield
     except OSError as error:

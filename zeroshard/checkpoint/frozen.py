@@ -112,7 +112,7 @@ def check_frozen(runtime: Runtime, stored: Stored, names: Mapping[str, str]) -> 
         else:
             continue
         raise ValueError(
-            f"'{stored.directory}': was saved without '{parameter.fqn}', which was frozen, and the present "
-            f"values {found}: expected a model that begins with the same frozen parameters. Build it from "
+            f"'{stored.directory}' leaves out the frozen parameter '{parameter.fqn}', and its present "
+            f"values {found}: expected a model with the same frozen parameters as at saving. Build it from "
             "the same base, or save with Checkpoint(frozen=True)"
         )

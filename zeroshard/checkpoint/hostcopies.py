@@ -86,7 +86,7 @@ class Piece(NamedTuple):
     part: TensorSlice
     block: int
     start: int
-    """In bytes, from the beginning of the block; a multiple of the alignment."""
+    """Bytes from the beginning of the block; a multiple of the alignment."""
 
 
 def place(slices: Sequence[TensorSlice], sizes: Sequence[int]) -> Iterator[Piece]:

@@ -106,7 +106,7 @@ def load(
         on_all(axis, "loading a checkpoint", lambda: _restore(parts, found_plan, weights_only))
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
-            f"{error}. Parameters and states are loaded in part: load another checkpoint"
+            f"{error}. Parameters and states are loaded only in part: load another checkpoint"
         ) from error
     finally:
         runtime.changed()
@@ -148,7 +148,9 @@ def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_state
     schedule = None
     if parts.optimizer is not None:
         if stored.manifest.optimizer is None:
-            warnings.warn(f"'{directory}' holds no optimizer state: the present one stays", stacklevel=6)
+            warnings.warn(
+                f"'{directory}' holds no optimizer state: the optimizer keeps its present state", stacklevel=6
+            )
         else:
             _check_optimizer(stored, parts, convert_states, hyperparameters)
             if hyperparameters:
@@ -201,7 +203,7 @@ def _read_loss_scale(stored: Stored) -> LossScale | None:
             if limits.tiny <= value <= limits.max and is_counted and not rest:
                 scale = LossScale(value=value, num_steps=num_steps, num_spared=num_spared)
                 return scale if is_dynamic else None
-    raise RuntimeError(f"{stored.directory / MANIFEST}: damaged (a loss scale of {saved!r})")
+    raise RuntimeError(f"{stored.directory / MANIFEST}: damaged (expected a loss scale, got {saved!r})")
 
 
 def _read_rounding(stored: Stored) -> Rounding | None:
@@ -211,7 +213,10 @@ def _read_rounding(stored: Stored) -> Rounding | None:
     match saved:
         case {"seed": int(seed), "step": int(step), **rest} if not rest and 0 <= step < MAX_STEPS:
             return Rounding(seed, step)
-    raise RuntimeError(f"{stored.directory / MANIFEST}: damaged (stochastic rounding of {saved!r})")
+    raise RuntimeError(
+        f"{stored.directory / MANIFEST}: damaged (expected seed and step of stochastic "
+        f"rounding, got {saved!r})"
+    )
 
 
 def _match_schedule(
@@ -221,7 +226,10 @@ def _match_schedule(
     if scheduler is None:
         return None
     if saved is None:
-        warnings.warn(f"'{stored.directory}' holds no LR schedule: it starts anew", stacklevel=7)
+        warnings.warn(
+            f"'{stored.directory}' holds no LR schedule: the LR scheduler keeps its present state",
+            stacklevel=7,
+        )
         return None
     schedule = reorder_schedule(saved, scheduler.state_dict(), matches)
     check_schedule(schedule, scheduler)
@@ -233,7 +241,7 @@ def _read_values(stored: Stored, device: torch.device) -> Mapping[str, Any]:
     file = stored.directory / VALUES
     for name in (VALUES, TENSORS):
         if name not in stored.manifest.files:
-            raise RuntimeError(f"{stored.directory / name}: missing in the list of files")
+            raise RuntimeError(f"{stored.directory / MANIFEST}: damaged (its list of files has no '{name}')")
     check_sums(stored.directory, stored.manifest, (VALUES, TENSORS))
     values = read_values(stored.directory)
     try:
@@ -248,7 +256,9 @@ def _read_values(stored: Stored, device: torch.device) -> Mapping[str, Any]:
     except Exception as error:  # whatever other things end in
         raise RuntimeError(f"{file}: damaged ({type(error).__name__}: {error})") from None
     if not is_sound:
-        raise RuntimeError(f"{file}: damaged (it holds other things than a checkpoint has)")
+        raise RuntimeError(
+            f"{file}: damaged (expected the values of a checkpoint, got values of other types or names)"
+        )
     return cast(Mapping[str, Any], values)
 
 
@@ -273,9 +283,15 @@ def _match_parameters(
         if not homes:
             raise ValueError(f"'{directory}': expected parameter '{parameter.fqn}' of the model, found none")
         if len(homes) > 1:
-            raise ValueError(f"'{directory}': {' and '.join(map(repr, homes))} are tied here and two there")
+            raise ValueError(
+                f"'{directory}': the model ties {' and '.join(map(repr, homes))}; the "
+                "checkpoint has them as separate parameters"
+            )
         if (other := owners.setdefault(homes[0], parameter.fqn)) != parameter.fqn:
-            raise ValueError(f"'{directory}': '{other}' and '{parameter.fqn}' are two here and tied there")
+            raise ValueError(
+                f"'{directory}': the checkpoint ties '{other}' and '{parameter.fqn}'; the "
+                "model has them as separate parameters"
+            )
         shape, expected = records[homes[0]].shape, tuple(parameter.full_shape)
         if shape != expected:
             raise ValueError(
@@ -284,7 +300,7 @@ def _match_parameters(
         names[parameter.fqn] = homes[0]
     if unexpected := sorted(set(records) - set(names.values())):
         raise ValueError(
-            f"'{directory}': has parameter '{unexpected[0]}', which the model does not have"
+            f"'{directory}': the checkpoint has parameter '{unexpected[0]}', the model does not"
             + (f", and {len(unexpected) - 1} more" if len(unexpected) > 1 else "")
         )
     return names

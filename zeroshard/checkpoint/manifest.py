@@ -35,7 +35,7 @@ class ParameterRecord:
     shape: tuple[int, ...]
     dtype: str
     aliases: tuple[str, ...]
-    """Its other names, where it is tied."""
+    """The other names of a tied parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Manifest:
     written_by: dict[str, Any]
     """Versions of zeroshard and torch, and the number of ranks."""
     model: dict[str, Any]
-    """Its class, and the model config of transformers where there is one."""
+    """The class of the model, and its config if it is a model of transformers."""
     config: dict[str, Any]
     """The config of zeroshard."""
     global_step: int
@@ -56,7 +56,7 @@ class Manifest:
     rounding: dict[str, Any] | None = None
     """The rounding of updates into bfloat16."""
     seed: int
-    """From which ranks without saved generators derive theirs."""
+    """The seed from which ranks without saved generators derive theirs."""
     data: dict[str, Any] | None
     """The position of the DataLoader that `initialize` made."""
     optimizer: str | None
@@ -90,7 +90,7 @@ def read_manifest(directory: Path) -> Manifest:
             is_old = content["format"] == 1
             remedy = f": rewrite it with `zeroshard convert {directory} FOLDER`" if is_old else ""
             raise RuntimeError(
-                f"{directory / MANIFEST}: expected checkpoint format {FORMAT}, came "
+                f"{directory / MANIFEST}: expected checkpoint format {FORMAT}, got "
                 f"{content['format']!r:.20}, written by zeroshard {writer!s:.20}{remedy}"
             )
         manifest = parse(content)
@@ -148,11 +148,11 @@ def _check_tensors(manifest: Manifest) -> None:
         found = manifest.tensors.get(name)
         if found is None and name in manifest.frozen:
             continue
-        expected, came = f"{record.dtype} of shape {record.shape}", "none"
+        expected, got = f"{record.dtype} of shape {record.shape}", "none"
         if found is not None:
-            came = f"{str(found.dtype).removeprefix('torch.')} of shape {found.shape}"
-        if came != expected:
-            raise ValueError(f"expected parameter '{name}' in {expected}, found {came}")
+            got = f"{str(found.dtype).removeprefix('torch.')} of shape {found.shape}"
+        if got != expected:
+            raise ValueError(f"expected parameter '{name}' in {expected}, got {got}")
     for name in manifest.buffers:
         _expect(name in manifest.tensors, f"buffer '{name}'")
 
@@ -183,7 +183,7 @@ def _check_kinds(content: Mapping[str, Any]) -> None:
     _expect(_are_names(content["buffers"]), "buffers")
     for name, record in content["files"].items():
         if os.path.basename(name) != name or name in ("", ".", ".."):
-            raise ValueError(f"it lists {name!r}, which is not in its directory")
+            raise ValueError(f"expected names of files in the directory of the checkpoint, got {name!r}")
         _expect(all(type(record[key]) is int and record[key] >= 0 for key in ("num_bytes", "crc32")), name)
     for name, crc in content["frozen"].items():
         _expect(name in content["parameters"] and type(crc) is int, name)
@@ -199,7 +199,7 @@ def _are_names(values: Any) -> bool:
 
 def _expect(is_so: bool, name: str) -> None:
     if not is_so:
-        raise ValueError(f"{name} is not as expected")
+        raise ValueError(f"the entry '{name}' is missing or has a wrong type or value")
 
 
 def _crc_of(content: Any) -> int:
@@ -210,8 +210,8 @@ def check_own(file: Path) -> None:
     """Raise unless a file lies in the checkpoint itself: a link may lead to any file of the machine."""
     if file.is_symlink():
         raise RuntimeError(
-            f"{file}: a symbolic link, to '{os.readlink(file)}': expected the file itself. "
-            "The directory of a checkpoint may be a link, what is in it may not"
+            f"{file}: is a symbolic link to '{os.readlink(file)}'; expected the file itself. Only the "
+            "directory of a checkpoint may be a link"
         )
 
 
@@ -235,4 +235,4 @@ def check_sums(directory: Path, manifest: Manifest, names: Iterable[str]) -> Non
             while num_read := stream.readinto(buffer):
                 crc = zlib.crc32(buffer[:num_read], crc)
         if crc != manifest.files[name].crc32:
-            raise RuntimeError(f"{file}: damaged (the checksum differs from the one that was written)")
+            raise RuntimeError(f"{file}: damaged (its checksum is not the one in the manifest)")

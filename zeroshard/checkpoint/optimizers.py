@@ -38,9 +38,9 @@ class OptimizerState:
     groups: list[dict[str, Any]]
     """Hyperparameters of each parameter group, and under "names" its parameters."""
     scalars: dict[str, dict[str, Any]]
-    """By parameter: what is one value for all of its elements, such as "step"."""
+    """States with one value for all elements of a parameter, such as "step", by the name of the parameter."""
     tensors: dict[ShardedParameter, dict[str, Tensor]]
-    """By parameter and common name: what has a value for each element of the slice, or each block of it."""
+    """States with a value for each element, or each block, of the slice, by parameter and common name."""
     other: dict[str, Any]
     """States that belong to no parameter."""
     few: list[str]
@@ -125,7 +125,7 @@ def _read_few(optimizer: Optimizer, parameter: ShardedParameter, key: str, value
 
 def _check_key(optimizer: Optimizer, key: object) -> None:
     if not isinstance(key, str) or "/" in key:
-        raise ValueError(f"{type(optimizer).__name__}: expected states with names without '/', came {key!r}")
+        raise ValueError(f"{type(optimizer).__name__}: expected states with names without '/', got {key!r}")
 
 
 def match_groups(
@@ -149,9 +149,9 @@ def match_groups(
                 one, two = saved[sources[0]].get(key), saved[other].get(key)
                 if key != "names" and not _same(one, two):
                     raise ValueError(
-                        f"parameter group {number} holds parameters that had {key}={one!r} and "
-                        f"{key}={two!r} in the checkpoint: expected the same groups, or "
-                        "restore_hyperparameters=False to keep the present ones"
+                        f"parameter group {number}: in the checkpoint some of its parameters have "
+                        f"{key}={one!r} and others {key}={two!r}. Expected the same groups; to keep the "
+                        "present hyperparameters, load with restore_hyperparameters=False"
                     )
         matches.append(sources[0] if sources else None)
     return matches
@@ -171,7 +171,16 @@ def restore_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any] | No
 def reorder_schedule(
     saved: dict[str, Any], current: Mapping[str, Any], matches: Sequence[int | None]
 ) -> dict[str, Any]:
-    """The state of an LR scheduler, its lists in the order of the present groups."""
+    """Return the saved state of an LR scheduler, with its lists in the order of the present groups.
+
+    Args:
+        saved: the state in the checkpoint.
+        current: the present state.
+        matches: for each present group the index of the saved one; None if there is none.
+
+    Raises:
+        ValueError: a SequentialLR or ChainedScheduler has another number of schedulers.
+    """
     state = dict(saved)
     for key, value in saved.items():
         present = current.get(key)
@@ -181,8 +190,9 @@ def reorder_schedule(
         elif key == "_schedulers" and isinstance(present, list | tuple):
             if len(value) != len(present):
                 raise ValueError(
-                    f"the checkpoint has an LR schedule of {len(value)} parts, the engine one of "
-                    f"{len(present)}: expected the same, or restore_hyperparameters=False to keep the present"
+                    f"the checkpoint has an LR schedule of {len(value)} parts, the engine has one of "
+                    f"{len(present)}: expected the same number. To keep the present schedule, load with "
+                    "restore_hyperparameters=False"
                 )
             state[key] = [reorder_schedule(*pair, matches) for pair in zip(value, present, strict=True)]
     return state

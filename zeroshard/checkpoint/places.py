@@ -22,7 +22,7 @@ import torch
 from zeroshard.checkpoint.boxes import Box, tiles
 
 _MAX_DIMS = 64
-"""As many dimensions as torch computes with."""
+"""The most dimensions that torch computes with."""
 _MAX_BYTES = 1 << 62
 """The most bytes of a tensor, so that no sum or product here exceeds 63 bits."""
 
@@ -40,6 +40,7 @@ class StoredBox(NamedTuple):
 
     @property
     def file(self) -> str:
+        """The name of the file that holds the box."""
         return file_of(self.rank)
 
 
@@ -49,7 +50,8 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     rows: Sequence[Row]
-    """As the manifest has them: a thousand ranks have millions, of which a reader looks at few."""
+    """The boxes as rows of integers, as the manifest has them: a thousand ranks have millions of boxes, and a
+    reader looks at few."""
 
     @property
     def boxes(self) -> list[StoredBox]:
@@ -113,7 +115,7 @@ def _parse(name: str, entry: Mapping[str, Any]) -> StoredTensor:
         raise ValueError(f"'{name}': expected a dtype whose elements are plain numbers")
     are_sizes = len(shape) <= _MAX_DIMS and all(type(size) is int and size >= 0 for size in shape)
     if not are_sizes or math.prod(max(1, size) for size in shape) * dtype.itemsize >= _MAX_BYTES:
-        raise ValueError(f"'{name}': expected a shape, came {entry['shape']!r:.100}")
+        raise ValueError(f"'{name}': expected a shape, got {entry['shape']!r:.100}")
     rows, num = entry["boxes"], 2 * len(shape) + 2
     if not isinstance(rows, list) or any(len(row) != num or set(map(type, row)) != {int} for row in rows):
         raise ValueError(f"'{name}': expected a list of {num} integers for each box")

@@ -43,7 +43,7 @@ def check(states: dict[str, Any], device: torch.device) -> None:
         kind, keys, position, has_gauss, gauss = states["numpy"]
         # NumPy reads its words at any position that it is given.
         if type(position) is not int or not 0 <= position <= len(keys) or has_gauss not in (0, 1):
-            raise ValueError(f"expected a position among the words of NumPy's generator, came {position!r}")
+            raise ValueError(f"expected a position among the words of NumPy's generator, got {position!r}")
         numpy.random.RandomState().set_state((kind, keys, position, has_gauss, float(gauss)))
 
 

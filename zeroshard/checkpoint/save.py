@@ -44,6 +44,7 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
+        """The bytes that this rank writes, estimated: its slices, and the archive around each box."""
         boxes = sum(1 for part in self.slices for _ in part.boxes(1 << 24))
         return sum(part.data.nbytes for part in self.slices) + boxes * _PER_BOX
 
@@ -123,7 +124,7 @@ class Saver:
         self._axis = axis
         self._copies = HostCopies()
         self._background: BackgroundGroup | None = None
-        """Where a thread exchanges; None before the first save in the background."""
+        """The process group of a thread that saves; None before the first save in the background."""
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._is_alone = False

@@ -37,7 +37,7 @@ class SavedState:
 
     tensors: Mapping[str, StoredTensor]
     scalars: Mapping[str, Any]
-    """As the present optimizer keeps them."""
+    """States of one value, in the form in which the present optimizer keeps them."""
     dtypes: Dtypes
     """The dtypes of the states that are made of `tensors`."""
     converted: Family | None
@@ -79,9 +79,9 @@ def match_states(
         converted = _check_states(optimizer, parameter.fqn, bits, stored, tensors)
         if converted is not None and not convert_states:
             raise ValueError(
-                f"'{stored.directory}': the states of '{parameter.fqn}' have other than the {bits} bits that "
-                f"{type(optimizer).__name__} keeps here: expected the same threshold and overrides, or "
-                "convert_states=True"
+                f"'{stored.directory}': expected states of '{parameter.fqn}' in the {bits} bits that "
+                f"{type(optimizer).__name__} keeps, got another number of bits. Use the same threshold and "
+                "overrides as at saving, or convert_states=True"
             )
         if converted is None:
             main = stored.tensors.get(name)  # none where it was frozen and left out
@@ -136,7 +136,7 @@ def _check_states(
     unknown = sorted(found.keys() - family.states.keys())
     if unknown and (is_converted or stored.manifest.optimizer != kind):
         raise ValueError(
-            f"'{stored.directory}': holds state '{unknown[0]}' of '{name}', for which {kind} has no use"
+            f"'{stored.directory}': holds state '{unknown[0]}' of '{name}', but {kind} has no such state"
         )
     return family if is_converted else None
 
@@ -154,8 +154,8 @@ def _match_scalars(
     family = family_of(type(optimizer).__name__)
     if family is not None and "step" in scalars and not has_tensors:
         raise RuntimeError(
-            f"{stored.directory / MANIFEST}: expected state '{next(iter(family.states))}' of '{name}', whose "
-            "steps were counted; found none"
+            f"{stored.directory / MANIFEST}: expected state '{next(iter(family.states))}' of '{name}', "
+            "which has a step count; found none"
         )
     return scalars
 

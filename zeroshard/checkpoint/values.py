@@ -127,7 +127,7 @@ class _Encoder:
         if kind in (Tensor, nn.Parameter):
             return self._encode_tensor(value, path)
         if depth > MAX_DEPTH:
-            raise ValueError(f"{path:.300}: expected values nested up to {MAX_DEPTH} deep, came one deeper")
+            raise ValueError(f"{path:.300}: expected values nested up to {MAX_DEPTH} deep, got one deeper")
         if kind is list or kind in _SEQUENCES:
             items = [self.encode(item, f"{path}[{at}]", depth + 1) for at, item in enumerate(value)]
             return items if kind is list else {_SEQUENCES[kind]: items}
@@ -145,14 +145,16 @@ class _Encoder:
     def _encode_tensor(self, value: Tensor, path: str) -> dict[str, Any]:
         if value.is_meta or value.is_quantized or vars(value):
             kind = "a meta" if value.is_meta else "a quantized" if value.is_quantized else "another"
-            raise ValueError(f"{path}: expected a tensor of values without attributes, came {kind} one")
+            raise ValueError(
+                f"{path}: expected a tensor with values and without attributes of its own, got {kind} one"
+            )
         options: dict[str, Any] = {"requires_grad": True} if value.requires_grad else {}
         tag = "$parameter" if type(value) is nn.Parameter else "$tensor"
         value = value.detach()
         if value.layout in _SPARSE and tag == "$tensor":
             return {"$sparse": self._encode_sparse(value, path) | options}
         if value.layout is not torch.strided:
-            raise ValueError(f"{path}: expected a dense or sparse tensor, came one of {value.layout}")
+            raise ValueError(f"{path}: expected a dense or sparse tensor, got one of {value.layout}")
         value = value.cpu().resolve_conj().resolve_neg().contiguous()
         name, stored = str(len(self.tensors)), value
         if value.dtype not in DTYPE_NAMES:  # stored as bytes
@@ -174,7 +176,7 @@ def _foreign(value: Any, path: str) -> ValueError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return ValueError(
         f"{path}: expected tensors, numbers, strings, None, and lists, tuples and dicts of them, "
-        f"which load without running code; came {kind}"
+        f"which load without running code; got {kind}"
     )
 
 
@@ -214,7 +216,7 @@ class _Decoder:
         if not isinstance(value, list | dict):
             return value
         if depth > 3 * MAX_DEPTH + 10:  # a value takes up to three containers of JSON, as a dict of pairs
-            raise ValueError("it is nested too deeply")
+            raise ValueError("the values are nested too deeply")
         if isinstance(value, list):
             return [self.decode(item, depth + 1) for item in value]
         decoded = {key: self.decode(item, depth + 1) for key, item in value.items()}
@@ -262,7 +264,7 @@ def _hashing(kind: type) -> Callable[[list[Any]], Any]:
     def make(items: list[Any]) -> Any:
         keys = [key for key, _ in items] if issubclass(kind, dict) else items
         if len(keys) > max(_FEW_KEYS, 2 * len({hash(key) for key in keys})):
-            raise ValueError("it holds keys whose hashes are the same")
+            raise ValueError("too many keys of a set or dict have the same hash")
         return kind(items)
 
     return make
@@ -275,5 +277,5 @@ def _as_parameter(value: Tensor) -> nn.Parameter:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"expected the name of a dtype, came {name!r}")
+        raise ValueError(f"expected the name of a dtype, got {name!r}")
     return found

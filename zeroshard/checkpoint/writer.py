@@ -166,11 +166,13 @@ class _CheckedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        """Open a file for writing; record its size and checksum at the end. Raises OSError with its name."""
         with naming(path), _CheckedFile(path, mode) as file, _Buffered(file) as buffered:
             yield buffered
         self.records[os.path.basename(path)] = FileRecord(file.num_bytes, file.crc32)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file that was written, and its record."""
         super().rename(path, new_path)
         self.records[os.path.basename(new_path)] = self.records.pop(os.path.basename(path))
 
@@ -197,6 +199,7 @@ class _CheckedFile(io.FileIO):
         self._failure: OSError | None = None
 
     def write(self, data: Any) -> int:
+        """Write all of `data` and return its size in bytes. A failure is raised by `tell` and `fileno`."""
         view = memoryview(data).cast("B")
         try:
             done = 0
@@ -209,10 +212,12 @@ class _CheckedFile(io.FileIO):
         return len(view)
 
     def tell(self) -> int:
+        """Return the bytes written so far. Raises the OSError of a failed write."""
         self._check()
         return self.num_bytes
 
     def fileno(self) -> int:
+        """Return the file descriptor. Raises the OSError of a failed write."""
         self._check()
         return super().fileno()
 

@@ -69,7 +69,7 @@ def convert(directory: Path, folder: Path) -> Path:
     """
     content = read_content(directory)
     if content.get("format") != 1:
-        raise ValueError(f"'{directory}': expected checkpoint format 1, came {content.get('format')!r:.20}")
+        raise ValueError(f"'{directory}': expected checkpoint format 1, got {content.get('format')!r:.20}")
     tag = check_tag(tag_of(directory))
     if (folder / tag).exists():
         raise ValueError(f"'{folder}': has a checkpoint of tag '{tag}': expected another folder")
@@ -287,7 +287,7 @@ class _Walk:
     def _call(self, record: _Record, depth: int) -> Any:
         function, arguments, *pairs = record.items
         if function.kind != "name":
-            raise ValueError("it calls what has no name")
+            raise ValueError("it calls an object that it does not name")
         name = ".".join(function.items)
         given = self._value(arguments, depth + 1)
         state = self._value(record.state, depth + 1)

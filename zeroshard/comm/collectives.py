@@ -215,7 +215,7 @@ class Axis:
         return Pending(self.waits, self.under_way, label, works, add)
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
-        """Give every rank the values of rank 0; returns when they have arrived.
+        """Give every rank the values of rank 0 in `tensor`, contiguous; return when they have arrived.
 
         The host waits on accelerators too. Otherwise other ranks would issue the next broadcasts while rank 0
         still computes the values, and their devices would wait longer than a collective may take.
@@ -271,7 +271,12 @@ class Axis:
         return RuntimeError(f"{self.waits.who}: {difference or older}")
 
     def sum(self, value: Tensor, label: str) -> Tensor:
-        """Return the sum of a small tensor over the ranks, added in rank order, on its device."""
+        """Return the sum of a tensor over the ranks, added in rank order: the same bits on all ranks.
+
+        Args:
+            value: a small tensor of the same shape and dtype on all ranks; the result is on its device.
+            label: the name of the exchange in errors.
+        """
         if self.size == 1:
             return value
         self._note("control", value.numel() * value.element_size(), label)

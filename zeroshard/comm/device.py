@@ -77,12 +77,13 @@ def choose_device(asked: str | None, around: Surroundings) -> torch.device:
     if wanted.type not in ("cpu", around.accelerator):
         raise ValueError(
             f"config key 'device': expected the CPU or an accelerator that torch sees "
-            f"({around.accelerator or 'there is none'}), came {asked!r}"
+            f"({around.accelerator or 'there is none'}), got {asked!r}"
         )
     if not around.serves(wanted.type):
         raise ValueError(
-            f"device {wanted.type!r}: the process group that is open has the backends {around.backends}, "
-            "none of them for it; open it with another one, or let initialize do so, or set config.device"
+            f"device {wanted.type!r}: the open process group has the backends {around.backends}, and none of "
+            "them serves this type of device. Open the group with another backend, let initialize open it, "
+            "or set config.device"
         )
     if wanted.type == "cpu":
         return wanted
@@ -91,7 +92,7 @@ def choose_device(asked: str | None, around: Surroundings) -> torch.device:
     if index >= around.num_devices:
         raise ValueError(
             f"config key 'device': expected an index below {around.num_devices}, the number of "
-            f"{wanted.type} devices that this process sees, came {asked!r}"
+            f"{wanted.type} devices that this process sees, got {asked!r}"
         )
     return torch.device(wanted.type, index)
 
@@ -116,10 +117,10 @@ def _index(around: Surroundings) -> int:
     if num == 1 and any(environment.get(variable) for variable in _VISIBLE):
         return 0  # each rank has been shown a device of its own
     raise ValueError(
-        f"rank {around.rank} is number {local_rank} on its node ({name}) and sees {num} {around.accelerator} "
-        "devices: expected one for each rank of a node; check CUDA_VISIBLE_DEVICES "
-        f"({environment.get('CUDA_VISIBLE_DEVICES', 'not set')}) and the number of processes that are "
-        "started on a node (torchrun --nproc-per-node), or set config.device"
+        f"rank {around.rank} is number {local_rank} on its node ({name}) and sees {num} "
+        f"{around.accelerator} devices: expected a device for each rank of the node. Check "
+        f"CUDA_VISIBLE_DEVICES ({environment.get('CUDA_VISIBLE_DEVICES', 'not set')}) and the number of "
+        "processes per node (torchrun --nproc-per-node), or set config.device"
     )
 
 

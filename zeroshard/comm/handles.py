@@ -23,7 +23,7 @@ class Done:
     """The handle of a collective without anything to exchange."""
 
     def wait(self) -> None:
-        pass
+        """Return at once."""
 
 
 DONE: Handle = Done()
@@ -37,6 +37,7 @@ class Issued:
         self._mark: streams.Mark | None = mark
 
     def wait(self) -> None:
+        """Let the current stream wait for the collective; the host goes on. A second call does nothing."""
         mark, self._mark = self._mark, None
         if mark is not None:
             mark.wait()
@@ -49,6 +50,7 @@ class Several:
         self._handles = handles
 
     def wait(self) -> None:
+        """Wait for each collective in turn. Raises the error of the first that fails."""
         for handle in self._handles:
             handle.wait()
 
@@ -77,6 +79,11 @@ class Pending:
         under_way.add(self)
 
     def wait(self) -> None:
+        """Have the host wait until all values have arrived. A second call does nothing.
+
+        Raises:
+            RuntimeError: another rank is lost or too late; the text names this rank and the exchange.
+        """
         self._under_way.discard(self)
         works, self._works = self._works, ()
         then, self._then = self._then, None

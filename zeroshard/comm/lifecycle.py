@@ -26,6 +26,7 @@ class _Lifecycle:
         self.watchdog: Watchdog | None = None
 
     def close(self) -> None:
+        """End everything in the order that the module describes; a second call does nothing."""
         if self.watchdog is not None:
             self.watchdog.leave()
         for holder in list(self.holders):

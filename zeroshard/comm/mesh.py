@@ -55,8 +55,8 @@ def start_process_group(device: torch.device, timeout_s: float) -> bool:
             )
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {rank} of {size}: not all ranks came to initialize "
-                f"within {timeout_s:g} s ({str(error).strip().splitlines()[0]})"
+                f"rank {rank} of {size}: not all ranks reached initialize within {timeout_s:g} s "
+                f"({str(error).strip().splitlines()[0]})"
             ) from error
     else:
         dist.init_process_group(
@@ -141,6 +141,7 @@ class Axes:
 
     @property
     def members(self) -> tuple[Axis, ...]:
+        """All axes over data-parallel ranks."""
         return self.dp, self.dp_shard, self.dp_replicate, self.dp_inner
 
     def drain(self, seconds: float) -> None:

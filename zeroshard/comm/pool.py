@@ -55,13 +55,18 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: Tensor, zeros: Ranges = ()) -> None:
-        """Take a buffer back; `zeros` are those of `take`."""
+        """Take a buffer back.
+
+        Args:
+            buffer: [size], as `take` returned it; its former user does not touch it again.
+            zeros: the ranges that were given to `take`, still zero.
+        """
         self.forget(buffer)
         if self._keeps:
             self._free.append((_kind(buffer.dtype, buffer.numel(), zeros), buffer))
 
     def forget(self, buffer: Tensor) -> None:
-        """Forget a buffer that has another owner now and will not be given back."""
+        """Forget a buffer of `take`: it has another owner now and will not be given back."""
         self._bytes_in_use -= buffer.nbytes
 
     def release(self) -> None:

@@ -90,6 +90,7 @@ class Streams:
 
     @staticmethod
     def on(device: torch.device) -> Streams:
+        """Make the side streams of a device; on CPU their work runs at once."""
         return Streams(SideStream(device), SideStream(device))
 
 

@@ -43,6 +43,6 @@ class _NoState(dict[Any, Any]):
 
 def _refusal(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name} of a model that zeroshard has sharded: leave it out; the engine, or the model after "
+        f"{name} of a model that zeroshard has sharded: leave {name} out; the engine, or the model after "
         "zeroshard.shard, reduces gradients over all ranks itself"
     )

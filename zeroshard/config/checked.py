@@ -33,17 +33,17 @@ class Checked:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            rule, came = _rule_of(option.type), getattr(self, option.name)
-            stored = rule.accept(came)
+            rule, got = _rule_of(option.type), getattr(self, option.name)
+            stored = rule.accept(got)
             if stored is rules.REFUSED:
                 key = self._prefix + option.name
-                raise ValueError(f"config key '{key}': expected {rule.expected}, came {came_as(came)}")
+                raise ValueError(f"config key '{key}': expected {rule.expected}, got {with_type(got)}")
             object.__setattr__(self, option.name, stored)
         for asked, key, met, other, needed in self._requirements():
             if asked and not met:
-                value, came = attrgetter(key, other)(self)
+                value, got = attrgetter(key, other)(self)
                 key, other = self._prefix + key, self._prefix + other
-                raise ValueError(f"{key}={show(value)} needs {other} to be {needed}, came {show(came)}")
+                raise ValueError(f"{key}={show(value)} needs {other} to be {needed}, got {show(got)}")
 
     def _requirements(self) -> list[Requirement]:
         return []
@@ -57,7 +57,7 @@ class Checked:
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
         """Build from keys and values; a section is a mapping itself. Raises ValueError."""
         if not isinstance(options, Mapping):
-            raise ValueError(f"expected a mapping of config keys, came {came_as(options)}")
+            raise ValueError(f"expected a mapping of config keys, got {with_type(options)}")
         kinds: dict[str, Any] = {option.name: option.type for option in fields(cls)}
         values = dict(options)
         for key, value in options.items():
@@ -106,7 +106,7 @@ def _rule_of(annotation: Any) -> rules.Rule:
 
 def _plain(key: str, value: Any) -> Any:
     if callable(value):
-        raise ValueError(f"config key '{key}': expected class names to write down, came {came_as(value)}")
+        raise ValueError(f"config key '{key}': expected class names to write down, got {with_type(value)}")
     if isinstance(value, torch.dtype):
         return show(value)
     if isinstance(value, Checked):
@@ -129,6 +129,6 @@ def show(value: object) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-def came_as(value: object) -> str:
+def with_type(value: object) -> str:
     """Return the text of a value and of its type, for messages."""
     return "None" if value is None else f"{show(value)} ({type(value).__name__})"

@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Put the name of the file into a ValueError."""
+    """Raise each ValueError inside with the name of the file."""
     try:
         yield
     except ValueError as error:

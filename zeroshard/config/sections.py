@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from zeroshard.config import rules
-from zeroshard.config.checked import Checked, Requirement, came_as, flat, show
+from zeroshard.config.checked import Checked, Requirement, flat, show, with_type
 from zeroshard.config.files import naming, read_options
 from zeroshard.config.foreign import deepspeed_reader
 
@@ -221,7 +221,7 @@ class Config(Checked):
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
         """Read a .json or .toml file. Raises ValueError naming the file, and the line of a syntax error."""
         if not isinstance(path, str | os.PathLike):
-            raise ValueError(f"config file: expected a path, came {came_as(path)}")
+            raise ValueError(f"config file: expected a path, got {with_type(path)}")
         with naming(path):
             return cls.from_dict(read_options(Path(path)))
 
@@ -240,14 +240,18 @@ class Config(Checked):
 
     @classmethod
     def parse(cls, config: "Config | Mapping[str, Any] | str | os.PathLike[str] | None") -> "Config":
-        """Return the Config for a Config, a mapping, a path, or None, which means the defaults."""
+        """Return the Config for a Config, a mapping, a path, or None, which means the defaults.
+
+        Raises:
+            ValueError: another type; a file that cannot be read; an unknown key or a bad value, by its key.
+        """
         if isinstance(config, Config):
             return config
         if isinstance(config, str | os.PathLike):
             return cls.from_file(config)
         if config is None or isinstance(config, Mapping):
             return cls.from_dict(config or {})
-        raise ValueError(f"config: expected a Config, a dict, a path or None, came {came_as(config)}")
+        raise ValueError(f"config: expected a Config, a dict, a path or None, got {with_type(config)}")
 
 
 Checked._whole = Config

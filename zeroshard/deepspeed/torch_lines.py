@@ -68,7 +68,7 @@ def _parsed(name: str, section: Any) -> tuple[str, dict[str, Any]]:
     kind = section.get("type") if isinstance(section, Mapping) else None
     params = (section.get("params") or {}) if isinstance(section, Mapping) else None
     if not isinstance(kind, str) or not isinstance(params, Mapping):
-        raise ValueError(f"'{name}': expected a section with a 'type' and 'params', came {section!r:.200}")
+        raise ValueError(f"'{name}': expected a section with a 'type' and 'params', got {section!r:.200}")
     refused = _REFUSED.get(kind.lower().replace("_", ""))
     if refused:
         raise ValueError(f"'{name}.type': {kind!r} has no equivalent: {refused}")
@@ -161,11 +161,11 @@ def _check_schedule(kind: str, params: dict[str, Any]) -> None:
             close = difflib.get_close_matches(str(key), known, n=1)
             problems.append(f"unknown key '{name}'" + (f"; did you mean '{close[0]}'?" if close else ""))
         elif key.endswith("_num_steps") and not is_number(value, 1, Integral):
-            problems.append(f"'{name}': expected an integer >= 1, came {value!r}")
+            problems.append(f"'{name}': expected an integer >= 1, got {value!r}")
         elif key == "warmup_type" and value not in ("log", "linear"):
-            problems.append(f"'{name}': expected 'log' or 'linear', came {value!r}")
+            problems.append(f"'{name}': expected 'log' or 'linear', got {value!r}")
         elif key != "warmup_type" and not is_number(value):
-            problems.append(f"'{name}': expected a number >= 0, came {value!r}")
+            problems.append(f"'{name}': expected a number >= 0, got {value!r}")
     if "total_num_steps" in known and "total_num_steps" not in params:
         problems.append(f"'scheduler.params.total_num_steps': expected an integer >= 1, {kind} needs it")
     asked = known | params

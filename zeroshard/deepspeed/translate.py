@@ -38,7 +38,7 @@ def translate(config: Mapping[str, Any], num_ranks: int | None) -> Translation:
         ValueError: listing all that is wrong or has no equivalent.
     """
     if not isinstance(config, Mapping):
-        raise ValueError(f"expected a mapping of DeepSpeed config keys, came {_came(config)}")
+        raise ValueError(f"expected a mapping of DeepSpeed config keys, got {_with_type(config)}")
     leaves = dict(_leaves(config))
     problems = [problem for key, value in leaves.items() if (problem := _problem(key, value))]
     options, conflicts = _options({key: value for key, value in leaves.items() if _is_mapped(key, value)})
@@ -73,14 +73,14 @@ def _problem(key: str, value: Any) -> str | None:
         return f"'{key}': {auto(key)}"
     if key in MAPPED:
         rule = MAPPED[key]
-        return None if rule.takes(value) else f"'{key}': expected {rule.expected}, came {_came(value)}"
+        return None if rule.takes(value) else f"'{key}': expected {rule.expected}, got {_with_type(value)}"
     if key in NO_EQUIVALENT:
         nearest, harmless = NO_EQUIVALENT[key]
         is_disabled = not value or (isinstance(value, Mapping) and value.get("enabled") is False)
         is_off = value in harmless if harmless else is_disabled
         return None if is_off else f"'{key}' has no equivalent: {nearest}"
     if key in SECTIONS:
-        return f"'{key}': expected a section, came {_came(value)}"
+        return f"'{key}': expected a section, got {_with_type(value)}"
     return None if key in KNOWN else _unknown(key)
 
 
@@ -178,6 +178,6 @@ def _nested(options: Options) -> dict[str, Any]:
     return nested
 
 
-def _came(value: object) -> str:
+def _with_type(value: object) -> str:
     text = repr(value)
     return f"{text if len(text) <= 200 else text[:200] + '...'} ({type(value).__name__})"

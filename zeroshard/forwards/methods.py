@@ -137,8 +137,8 @@ class NotSharded(_InPlace):
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            f"{self._name}() would replace parameters of a sharded model: call it before initialize; or call "
-            "engine.close() on all ranks, which gives the whole model back, then this, and initialize again"
+            f"{self._name}() would replace parameters of a sharded model: call it before initialize. For a "
+            f"sharded model call engine.close() on all ranks, then {self._name}(), then initialize again"
         )
 
 

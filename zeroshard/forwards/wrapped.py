@@ -87,9 +87,9 @@ def _checkpointed(module: nn.Module) -> Callable[..., Any]:
         for cache in _CACHES:
             if kwargs.get(cache) is not None:
                 raise ValueError(
-                    f"recompute='unit' runs the forward of {name} twice, which would fill its {cache!r} "
-                    "twice: set use_cache=False in the model's config for training; prefix tuning, which "
-                    "needs the cache, needs recompute='none'"
+                    f"recompute='unit' runs the forward of {name} twice and would fill its {cache!r} twice: "
+                    "set use_cache=False in the model's config for training. Prefix tuning needs the "
+                    "cache; use recompute='none' with it"
                 )
         before = _copy_buffers(module)
 

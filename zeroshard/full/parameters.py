@@ -76,8 +76,8 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
     except RuntimeError as error:
         if ShownParameter.__name__ in str(error):  # torch's own message for nn.Parameter(module.weight)
             raise RuntimeError(
-                "a Parameter was made of one that unsharded() shows, which torch refuses: make it of "
-                f"module.weight.data. A parametrization does it too: {_REMEDY}"
+                "torch cannot make a Parameter of one that unsharded() shows: make it of "
+                f"module.weight.data. If a parametrization has made it: {_REMEDY}"
             ) from error
         raise
     finally:
@@ -171,10 +171,10 @@ def _take_replaced(buffer: FlatBuffer, whole: Tensor) -> list[str]:
 
 
 def full_state_dict(runtime: Runtime) -> dict[str, Tensor]:
-    """The whole model under the original names, on rank 0's CPU; empty on other ranks.
+    """Return the whole model under the original names, on rank 0's CPU; {} on other ranks. Collective.
 
-    One unit is gathered at a time. Floating-point parameters come in float32 or wider, buffers in their
-    own dtype.
+    One unit is gathered at a time. Tensors have their original shapes. Floating-point parameters come in
+    float32 or wider, buffers in their own dtype.
     """
     runtime.settle()
     runtime.check_slots()

@@ -69,7 +69,7 @@ def _refuse(owner: nn.Module, name: str, inside: str) -> None:
     prefix = _guarded[owner][0]
     prefix = f"{prefix}." if prefix else ""
     raise RuntimeError(
-        f"'{prefix}{name}' is added to a sharded model, where '{prefix}{inside}' would be neither sharded "
-        "nor trained alike on all ranks, nor saved: add it before initialize; or call engine.close(), which "
-        "gives the whole model back, add it, and initialize again"
+        f"'{prefix}{name}' is added to a sharded model: '{prefix}{inside}' would not be sharded, not be "
+        "saved, and train differently on each rank. Add it before initialize; or call engine.close() on "
+        "all ranks, add it, and initialize again"
     )

@@ -144,8 +144,9 @@ def _refuse_wholes(module: nn.Module, state_dict: Mapping[str, Any], prefix: str
             continue
         if value.shape == parameter.full_shape != parameter.shape:
             raise RuntimeError(
-                f"load_state_dict() got the whole '{parameter.fqn}', of which a rank holds a slice: call it "
-                "on all ranks under engine.unsharded(write_back=True), or load before initialize"
+                f"load_state_dict() got the whole '{parameter.fqn}', but a rank holds a slice of it: call "
+                "load_state_dict() on all ranks under engine.unsharded(write_back=True), or before "
+                "initialize"
             )
 
 

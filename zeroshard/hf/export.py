@@ -85,13 +85,13 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
     manifest = stored.manifest
     if manifest.frozen:
         raise ValueError(
-            f"'{directory}': was saved without its {len(manifest.frozen)} frozen parameters, such as "
-            f"'{next(iter(manifest.frozen))}': load it into an engine over the same ones and call "
-            "engine.save_pretrained()"
+            f"'{directory}': the checkpoint leaves out {len(manifest.frozen)} frozen parameters, such as "
+            f"'{next(iter(manifest.frozen))}': load it into an engine of a model with the same frozen "
+            "parameters and call engine.save_pretrained()"
         )
     if manifest.model.get("adapters"):
         raise ValueError(
-            f"'{directory}': has adapters of peft, which need their model to be exported: load it "
+            f"'{directory}': has adapters of peft, and an export needs their model: load the checkpoint "
             "into an engine and call engine.save_pretrained()"
         )
     if verify:

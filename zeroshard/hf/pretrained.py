@@ -122,9 +122,9 @@ def _load(model: Any, tensors: dict[str, FileTensor], path: Any, dtype: torch.dt
     found = {name: _Lazy(tensor) for name, tensor in tensors.items()}
     info, _ = convert_and_load_state_dict_in_model(model, found, how)
     if info.mismatched_keys:
-        name, came, expected = min(info.mismatched_keys)
+        name, found, expected = min(info.mismatched_keys)
         raise ValueError(
-            f"'{path}': parameter '{name}' has shape {tuple(came)}; the model expects {tuple(expected)}"
+            f"'{path}': parameter '{name}' has shape {tuple(found)}; the model expects {tuple(expected)}"
         )
     model.mark_tied_weights_as_initialized(info)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)

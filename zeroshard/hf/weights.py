@@ -39,7 +39,7 @@ def check_folder(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     needed = sum(tensor.num_bytes for tensor in tensors.values())
     if (free := shutil.disk_usage(folder).free) < needed:
-        raise RuntimeError(f"{folder}: weights of {needed:,} bytes need space; {free:,} bytes are free")
+        raise RuntimeError(f"{folder}: weights need {needed:,} bytes of free space; {free:,} bytes are free")
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder}: is not writable")
 

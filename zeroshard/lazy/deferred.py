@@ -57,6 +57,7 @@ class View:
 
     @staticmethod
     def of(tensor: Tensor, deferred: Deferred) -> View:
+        """Return the view that `tensor` is of a deferred storage."""
         offset = int(tensor.storage_offset())
         return View(deferred, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
@@ -75,7 +76,7 @@ class Op:
     """A recorded operation, with all that it needs to run again with the same outcome."""
 
     number: int
-    """Its number in the order of all operations."""
+    """The number of the operation in the order of all operations."""
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

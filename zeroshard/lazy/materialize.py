@@ -54,10 +54,10 @@ def check_values(root: nn.Module) -> None:
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 if not is_known(tensor):
                     raise ValueError(
-                        f"{kind} '{name}' is on the meta device; expected it to have values: build the "
-                        "model, and what changes it (adapters, resized embeddings), under "
-                        "zeroshard.deferred_init() without device='meta', or give "
-                        f"{type(module).__name__} a reset_parameters() that sets all it holds"
+                        f"{kind} '{name}' is on the meta device; expected values. Build the model, and what "
+                        "changes it (adapters, resized embeddings), under zeroshard.deferred_init() "
+                        f"without device='meta', or give {type(module).__name__} a reset_parameters() that "
+                        "sets all its parameters and buffers"
                     )
                 if is_changed(tensor):
                     raise ValueError(

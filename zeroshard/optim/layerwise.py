@@ -94,9 +94,12 @@ class LayerWise(Optimizer):
             ratio = self._trust_ratio(part.group, weight, other)
             part.trust = torch.where((weight > 0) & (other > 0), ratio, 1.0).unbind()
 
-    @abstractmethod
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a hyperparameter that is out of its range."""
+        _check_number("lr", group["lr"])
+        _check_number("weight_decay", group["weight_decay"])
+        if not isinstance(group["trust_ratio"], bool):
+            raise ValueError(f"trust_ratio: expected True or False, got {group['trust_ratio']!r}")
 
     @abstractmethod
     def _measure(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> Tensors:
@@ -156,7 +159,7 @@ class LARS(LayerWise):
         super().__init__(params, defaults)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        _check_common(group)
+        super().check_group(group)
         _check_number("momentum", group["momentum"], below=1.0)
         _check_number("trust_coefficient", group["trust_coefficient"])
 
@@ -228,7 +231,8 @@ class LAMB(LayerWise):
         super().__init__(params, defaults)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        _check_common(group)
+        """Raise ValueError for a hyperparameter that is out of its range."""
+        super().check_group(group)
         _check_number("eps", group["eps"])
         betas = group["betas"]
         if not isinstance(betas, Sequence) or len(betas) != 2:
@@ -275,13 +279,6 @@ def _dense(grad: Tensor) -> Tensor:
     if grad.layout is not torch.strided:
         raise RuntimeError(f"expected a dense gradient, got one of layout {grad.layout}")
     return grad
-
-
-def _check_common(group: dict[str, Any]) -> None:
-    _check_number("lr", group["lr"])
-    _check_number("weight_decay", group["weight_decay"])
-    if not isinstance(group["trust_ratio"], bool):
-        raise ValueError(f"trust_ratio: expected True or False, got {group['trust_ratio']!r}")
 
 
 def _check_number(name: str, value: object, below: float = math.inf) -> None:

@@ -18,7 +18,7 @@ from zeroshard.parameters.sharded import ShardedParameter
 def to_common(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of one parameter under the names that torch's optimizers use.
 
-    Of quantized ones: uint8 codes under the name, scales under `<name>_absmax`.
+    A quantized state has its uint8 codes under the name, and its scales under `<name>_absmax`.
     """
     is_theirs = bitsandbytes.is_bitsandbytes(optimizer)
     return bitsandbytes.unpack(optimizer, state) if is_theirs else dict(state)

@@ -124,9 +124,9 @@ def warn_of_zeros(parameter: Slice, frame: FrameType) -> None:
     if not parameter.state.has_warned_of_zeros and _ZEROES.search(_line_of(frame)):
         parameter.state.has_warned_of_zeros = True
         warnings.warn(
-            f"the gradient of '{parameter.fqn}' was zeroed in place; sums of micro-batches that were not "
-            "reduced yet are not in it and stay: call zero_grad() of the engine, the optimizer or the model, "
-            "which drops them too",
+            f"the gradient of '{parameter.fqn}' was zeroed in place, but sums of micro-batches that are not "
+            "reduced yet lie elsewhere and stay. To drop these sums too, call zero_grad() of the engine, "
+            "the optimizer or the model",
             stacklevel=_level_of(frame),
         )
 
@@ -174,8 +174,8 @@ def _warn_of_norm(parameter: Slice, frame: FrameType) -> None:
         level, caller = level + 1, caller.f_back
     parameter.state.has_warned_of_norms = True
     warnings.warn(
-        f"norm() of the sharded parameter '{parameter.fqn}', or of its gradient, is that of this rank's "
-        "slice; take it under engine.unsharded(module), which shows whole parameters and gradients; "
+        f"norm() of the sharded parameter '{parameter.fqn}', or of its gradient, is the norm of this rank's "
+        "slice. Take it under engine.unsharded(module) for the whole parameter or gradient; "
         "engine.clip_grad_norm_() returns the norm of all gradients",
         stacklevel=level,
     )

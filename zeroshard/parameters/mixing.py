@@ -12,7 +12,7 @@ from typing import Any
 
 from zeroshard.internals.dispatch import past_guards
 
-REMEDY = "use both inside `with engine.unsharded(write_back=True):`, where they are whole"
+REMEDY = "use both parameters inside `with engine.unsharded(write_back=True):`, where they are whole"
 
 
 def check_parts(func: Callable[..., Any], args: Sequence[Any], kind: type) -> None:
@@ -41,7 +41,10 @@ def _check_row(func: Callable[..., Any], values: Sequence[Any], kind: type) -> N
                 first = value
             elif _differ(first, value):
                 name = getattr(func, "__name__", str(func))
-                raise RuntimeError(f"{name} got {_tell(first)} and {_tell(value)}: {REMEDY}")
+                raise RuntimeError(
+                    f"{name} got different parts of two parameters, {_tell(first)} and {_tell(value)}: "
+                    f"{REMEDY}"
+                )
 
 
 def _differ(a: Any, b: Any) -> bool:
@@ -54,8 +57,8 @@ def _differ(a: Any, b: Any) -> bool:
 def _tell(parameter: Any) -> str:
     with past_guards():
         held, whole = parameter.numel(), parameter.full_shape.numel()
-    part = f"a slice of {held} elements" if parameter.is_partial else "all elements"
-    return f"'{parameter.fqn}', of whose {whole} elements this rank holds {part}"
+    part = f"{held} of" if parameter.is_partial else "all"
+    return f"'{parameter.fqn}' (this rank holds {part} {whole} elements)"
 
 
 def explain(error: Exception, parameter: Any) -> RuntimeError | None:
@@ -64,6 +67,6 @@ def explain(error: Exception, parameter: Any) -> RuntimeError | None:
     if not isinstance(error, RuntimeError) or not ("size of tensor" in text or "shape" in text):
         return None
     return RuntimeError(
-        f"{text}. {parameter.describe()} has another shape than the whole parameter: a 1-D slice, or all of "
-        f"it where it is frozen. To compute with other parameters, {REMEDY}"
+        f"{text}. {parameter.describe()} has another shape than the whole parameter: a 1-D slice, or the "
+        f"whole if it is frozen. To compute with other parameters, {REMEDY}"
     )

@@ -86,8 +86,7 @@ def _describe(parameter: OriginalParameter | None, func: Callable[..., Any]) -> 
         used = getattr(getattr(func, "__self__", None), "__name__", used)
     which = f"'{parameter.fqn}'" if parameter is not None else "one"
     return (
-        f"{used} got an original parameter, {which}, which was kept elsewhere when the model was sharded. "
-        "It is empty now, and the module holds another in its place: read the module's attribute instead, "
-        "inside the forward of its unit or under engine.unsharded(). Build an optimizer that initialize is "
-        "not given over engine.parameters()"
+        f"{used} got an original parameter, {which}, from a reference that was kept when the model was "
+        "sharded. It is empty now: read the module's attribute instead, inside the forward of its unit or "
+        "under engine.unsharded(). Build an optimizer that initialize is not given over engine.parameters()"
     )

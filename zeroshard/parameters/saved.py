@@ -8,14 +8,14 @@ from collections import OrderedDict
 from typing import Any, ClassVar, Self
 
 _OF_MODEL = (
-    "a state_dict() of a sharded model is being saved, which holds this rank's 1-D slices: save "
+    "a state_dict() of a sharded model is being saved; it holds this rank's 1-D slices. Save "
     "engine.full_state_dict() (called on all ranks; rank 0 gets whole tensors) or call "
-    "engine.save_pretrained(folder); to go on training, engine.save_checkpoint(folder)"
+    "engine.save_pretrained(folder); to go on training later, call engine.save_checkpoint(folder)"
 )
 _OF_OPTIMIZER = (
-    "a state_dict() of an optimizer of a sharded model is being saved, which holds the states of this rank's "
-    "slices alone: call engine.save_checkpoint(folder) on all ranks, which saves the whole states, and loads "
-    "at any number of ranks"
+    "a state_dict() of an optimizer of a sharded model is being saved; it holds only the states of this "
+    "rank's slices. Call engine.save_checkpoint(folder) on all ranks: it saves the whole states, for any "
+    "number of ranks"
 )
 
 

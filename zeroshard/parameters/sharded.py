@@ -136,8 +136,8 @@ class ShardedParameter(nn.Parameter):
         """The unsharded parameter, on which hooks of gradients are registered."""
         if (unsharded := self.unsharded()) is None:
             raise RuntimeError(
-                f"{self.describe()} is a copy, or its engine is gone, so a hook would never be called: "
-                "expected a parameter of engine.named_parameters()"
+                f"{self.describe()} is a copy, or its engine no longer exists, so a hook would never be "
+                "called: expected a parameter of engine.named_parameters()"
             )
         return unsharded
 
@@ -164,6 +164,7 @@ class ShardedParameter(nn.Parameter):
             return plain.__reduce_ex__(protocol)
 
     def describe(self) -> str:
+        """Return the name of the parameter and of its unit, for error messages."""
         return f"the sharded parameter '{self.fqn}' of {describe_unit(self.unit_name)}"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -212,7 +213,7 @@ class ShardedParameter(nn.Parameter):
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient of a sharded parameter, without the check of the reader."""
+    """Return the gradient of a sharded parameter, [n], without the check of the reader."""
     parameter.__class__ = nn.Parameter
     try:
         return parameter.grad
@@ -380,8 +381,8 @@ def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
     wanted = bool(args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True))
     if wanted and not parameter.is_trained:
         raise RuntimeError(
-            f"{parameter.describe()} was frozen at initialize, so it has no room for a gradient: give it "
-            "requires_grad before, then it can be frozen and trained by turns"
+            f"{parameter.describe()} was frozen at initialize, so it has no memory for a gradient: set "
+            "requires_grad=True before initialize; afterwards it can be frozen and trained in turns"
         )
     if (unsharded := parameter.unsharded()) is not None:
         unsharded.requires_grad_(wanted)

@@ -38,6 +38,7 @@ class UnshardedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        """The values, in the shape of the original. A read is noted: an edit through it counts no version."""
         self.note.is_taken = True
         data: Tensor = _GET_DATA(self)
         return data
@@ -57,9 +58,10 @@ class UnshardedParameter(nn.Parameter):
         if self.note.state.owns_memory(new):
             if not 0 <= new.data_ptr() - self.data_ptr() < self.nbytes:
                 raise RuntimeError(
-                    f"'{self.fqn}' was given the data of another parameter, whose memory it would share "
-                    "from then on. A sharded one keeps its own: assign a copy, other.data.clone(); to "
-                    "swap two, clone both first; to tie two, assign one Parameter to both before initialize"
+                    f"'{self.fqn}' was given the data of another parameter and would share its memory; a "
+                    "sharded parameter has memory of its own. Assign a copy, other.data.clone(); to swap "
+                    "two parameters, clone both first; to tie two, assign one Parameter to both before "
+                    "initialize"
                 )
             new = new.clone()  # a view of itself, such as its transpose
         self.note.is_taken = True

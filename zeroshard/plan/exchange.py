@@ -1,4 +1,4 @@
-"""From one placement to another: the collectives that lead there, as data.
+"""The collectives that lead from one placement to another, as data.
 
     a gather      {dp_shard: SHARD}    ->  {}                 all-gather over dp_shard
     a reduction   {dp_shard: PARTIAL}  ->  {dp_shard: SHARD}  reduce-scatter over dp_shard

@@ -35,13 +35,16 @@ class Span:
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return self.stop - self.start
 
     @property
     def slice(self) -> slice:
+        """The range as a Python slice."""
         return slice(self.start, self.stop)
 
     def shifted(self, by: int) -> Span:
+        """Return the range moved by `by` elements."""
         return Span(self.start + by, self.stop + by)
 
     def intersect(self, other: Span) -> Span:
@@ -85,7 +88,7 @@ class Layout:
         return self.total // self.num_ranks
 
     def shard(self, rank: int) -> Span:
-        """The flat range that `rank` owns."""
+        """Return the flat range that `rank` owns. Raises ValueError for a rank that does not exist."""
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"expected a rank in [0, {self.num_ranks}), got {rank}")
         return Span(rank * self.shard_size, (rank + 1) * self.shard_size)
@@ -101,11 +104,6 @@ class Layout:
         """
         whole = self.parameter(index)
         return self.shard(rank).intersect(whole).shifted(-whole.start)
-
-    def in_shard(self, index: int, rank: int) -> Span:
-        """The same part, counted from the first element of the rank's shard."""
-        shard = self.shard(rank)
-        return self.parameter(index).intersect(shard).shifted(-shard.start)
 
     @cached_property
     def gaps(self) -> tuple[Span, ...]:

@@ -35,9 +35,9 @@ def _check_class(parameter: nn.Parameter, name: str) -> None:
     plain = (Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__)  # type: ignore[attr-defined]
     if function not in plain or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise ValueError(
-            f"parameter '{name}' is a {kind.__name__}, whose operations are its own, and which a shard of "
-            "plain numbers cannot replace: expected a torch.nn.Parameter. Shard the model as it is before "
-            "it is quantized or converted, or leave the parameter out with Config(ignored=...)"
+            f"parameter '{name}' is a {kind.__name__} with operations of its own, so a shard of plain "
+            "numbers cannot replace it: expected a torch.nn.Parameter. Shard the model before it is "
+            "quantized or converted, or leave the parameter out with Config(ignored=...)"
         )
 
 
@@ -45,9 +45,9 @@ def _check_dense(buffer: Tensor, name: str) -> None:
     if buffer.layout is not torch.strided or buffer.is_quantized or buffer.is_nested:
         kind = "nested" if buffer.is_nested else buffer.dtype if buffer.is_quantized else buffer.layout
         raise ValueError(
-            f"buffer '{name}' is {kind}; expected a dense one, whose values all ranks can be given: register "
+            f"buffer '{name}' is {kind}; expected a dense buffer, which can be sent to all ranks. Register "
             "its parts (indices and values, integers and scale, ...) as buffers and put them together in "
-            "forward, or keep it as a plain attribute, which stays each rank's own"
+            "forward; or keep it as a plain attribute, with values of its own on each rank"
         )
 
 
@@ -104,8 +104,8 @@ def _check_apart(areas: Iterable[_Area]) -> None:
                     else "compute the buffer in forward"
                 )
                 raise ValueError(
-                    f"{first.kind} '{first.name}' and {second.kind} '{second.name}' share memory without "
-                    f"being one object, which sharding would separate: {remedy}, or give each its own "
-                    "values with clone()"
+                    f"{first.kind} '{first.name}' and {second.kind} '{second.name}' share memory but are "
+                    f"two objects, so sharding would separate them: {remedy}, or give each its own values "
+                    "with clone()"
                 )
         before.append(area)

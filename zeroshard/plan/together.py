@@ -41,7 +41,8 @@ def find_together(root: nn.Module, policy: Any, chosen: Container[nn.Module]) ->
         for module in group.modules:
             if module in chosen or module in found:
                 raise ValueError(
-                    f"config key 'units': {list(names)} has a module that is in another unit too"
+                    f"config key 'units': expected each module in one unit, got a module of {list(names)} "
+                    "that is in another unit too"
                 )
             found[module] = group
     return found
@@ -62,5 +63,8 @@ def _read(root: nn.Module, names: Sequence[str]) -> Together:
     modules = {known[name]: name for name in sorted(names, key=list(known).index)}
     for module, name in modules.items():
         if not modules.keys().isdisjoint(set(module.modules()) - {module}):
-            raise ValueError(f"config key 'units': '{name}' holds another module of {list(names)}")
+            raise ValueError(
+                f"config key 'units': expected modules beside each other, got '{name}' and a "
+                f"module inside it in {list(names)}"
+            )
     return Together("+".join(modules.values()), tuple(modules))

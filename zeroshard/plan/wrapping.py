@@ -122,8 +122,8 @@ def _check_module(module: nn.Module, name: str) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         what = f"module '{name}'" if name else "the model"
         raise ValueError(
-            f"{what} is a scripted or traced module (torch.jit), whose compiled forward keeps parameters of "
-            "its own; expected the module that torch.jit was given; Config(compile=True) compiles it"
+            f"{what} is a scripted or traced module (torch.jit), and its compiled forward keeps parameters "
+            "of its own: expected the module before torch.jit. Config(compile=True) compiles it"
         )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         if module.sparse:
@@ -144,8 +144,8 @@ def _check(parameter: nn.Parameter, name: str) -> None:
     if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
         raise ValueError(
             f"parameter '{name}' is a DTensor, which is distributed over ranks already; expected a plain "
-            "parameter: leave out what distributed it (fully_shard, parallelize_module, distribute_tensor), "
-            "or replace it by nn.Parameter(parameter.full_tensor())"
+            "parameter. Leave out the call that distributed it (fully_shard, parallelize_module, "
+            "distribute_tensor), or replace it by nn.Parameter(parameter.full_tensor())"
         )
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise ValueError(
@@ -156,8 +156,9 @@ def _check(parameter: nn.Parameter, name: str) -> None:
         raise ValueError(f"parameter '{name}' is lazy: run the model once before it is sharded")
     if not parameter.is_floating_point():
         raise ValueError(
-            f"parameter '{name}' has dtype {parameter.dtype}; only floating-point parameters can be sharded. "
-            "Keep what is not trained in a buffer (register_buffer), and a complex parameter as its real view"
+            f"parameter '{name}' has dtype {parameter.dtype}; only floating-point parameters can be "
+            "sharded. Keep an untrained tensor in a buffer (register_buffer), and a complex parameter as "
+            "its real view"
         )
 
 
@@ -188,8 +189,8 @@ def _check_forward(module: nn.Module, name: str) -> None:
         inside = sorted({type(child).__name__ for child in module.children()})
         raise ValueError(
             f"config key 'units': '{name}' is a {type(module).__name__}, whose forward is never called, so "
-            f"its parameters would not be gathered; name the class of what is in it ({', '.join(inside)}) "
-            "or of the module around it"
+            "its parameters would not be gathered: name the class of the modules inside "
+            f"({', '.join(inside)}) or of the module around it"
         )
 
 

@@ -42,6 +42,7 @@ class Meter:
     peak: int = 0
 
     def add(self, num_bytes: int) -> None:
+        """Add bytes to the present number; a negative number takes them away."""
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
 
@@ -75,6 +76,7 @@ class Source:
 
     @property
     def has_changed(self) -> bool:
+        """True if the main parameters were written to since `follow`."""
         return self._main._version != self._seen
 
     def changed(self) -> None:
@@ -142,6 +144,7 @@ class FlatBuffer:
 
     @property
     def full_bytes(self) -> int:
+        """The bytes of the unsharded parameters, padding included."""
         return self.layout.total * self.full.element_size()
 
     def _take_over(self) -> Tensor:
@@ -220,6 +223,7 @@ class FlatBuffer:
         return slice(None) if self.is_partial else self.layout.owned(index, self._context.axis.rank).slice
 
     def describe(self) -> str:
+        """Return the name of its unit, for error messages."""
         return describe_unit(self.unit_name)
 
     # -- full parameters ------------------------------------------------------------------------------
@@ -365,8 +369,8 @@ def _refuse_gradient(fqn: str) -> Callable[[Tensor], None]:
     def refuse(parameter: Tensor) -> None:
         parameter.grad = None
         raise RuntimeError(
-            f"'{fqn}' was frozen at initialize and got a gradient, for which there is no room: give it "
-            "requires_grad before"
+            f"'{fqn}' was frozen at initialize and got a gradient, but has no memory for one: set "
+            "requires_grad=True before initialize"
         )
 
     return refuse

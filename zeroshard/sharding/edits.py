@@ -86,6 +86,6 @@ def _write_own(buffer: FlatBuffer, index: int) -> None:
         buffer.follow_own()
     elif bool(is_edited.any()):
         raise RuntimeError(
-            f"'{buffer.originals[index].fqn}' was edited in a forward that still computed with its values "
-            "before another edit: call the whole model's forward between the two"
+            f"'{buffer.originals[index].fqn}' was edited in a forward that still computed with the values "
+            "before an earlier edit: call the whole model's forward between the two edits"
         )

@@ -88,11 +88,12 @@ class Gradients:
         self._sums = [None if self.is_kept else gradient_of(p) for p in self.buffer.sharded]
 
     def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
-        """Take over the gradient of one parameter, in the compute dtype and full shape.
+        """Take over this rank's gradient of one parameter.
 
         Args:
-            index: the index of the parameter.
-            gradient: the gradient as autograd made it; nobody else uses it.
+            index: the index of the parameter in the buffer.
+            gradient: in the compute dtype and the shape of the original, as autograd made it; nobody else
+                uses it.
             defer: True if a later backward is to reduce it.
 
         Raises:
@@ -122,7 +123,11 @@ class Gradients:
         """End a backward whose sums stay here until a later one reduces them."""
 
     def deliver(self, used: Sequence[bool]) -> None:
-        """Set or add to the gradients of the sharded parameters that any rank used, unless they are kept."""
+        """Set `p.grad` of the sharded parameters, or add to it, unless sums are kept for a later backward.
+
+        Args:
+            used: for each parameter, True if any rank has used it; the others keep their `p.grad`.
+        """
         if self.is_kept:
             return
         self.used = [False] * len(self.used)
@@ -138,7 +143,7 @@ class Gradients:
         self._held, self._sums = {}, []
 
     def drop(self) -> None:
-        """Forget everything that is not in a p.grad; reductions under way are waited for."""
+        """Forget all gradients that are in no `p.grad` yet, after the reductions under way have ended."""
         self.used = [False] * len(self.used)
         self._held, self._sums = {}, []
 

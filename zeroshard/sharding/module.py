@@ -54,10 +54,12 @@ class ShardedModule:
 
     @property
     def buffers(self) -> Iterator[FlatBuffer]:
+        """The flat buffers of all units, in the order of the units."""
         return (buffer for unit in self.units for buffer in unit.buffers)
 
     @property
     def parameters(self) -> Iterator[ShardedParameter]:
+        """The sharded parameters of all units, in the order of the buffers."""
         return (parameter for buffer in self.buffers for parameter in buffer.sharded)
 
     @property

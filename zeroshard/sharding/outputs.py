@@ -58,8 +58,8 @@ class OutputHooks:
         if is_opaque and not (is_root or unit.is_resident or self._has_warned):
             self._has_warned = True
             warnings.warn(
-                f"{describe_unit(unit.name)} returns an object that zeroshard cannot look into for tensors: "
-                "it and its like stay gathered until the end of backward",
+                f"{describe_unit(unit.name)} returns an object in which zeroshard cannot find the tensors: "
+                "this unit, and others like it, stay gathered until the end of backward",
                 stacklevel=2,
             )
         return output, is_opaque

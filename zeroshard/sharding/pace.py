@@ -37,10 +37,10 @@ class Pace:
         had, is_first, self._has_stepped = self.num_backwards, not self._has_stepped, True
         if is_first and 0 < had < number:
             warnings.warn(
-                f"gradient_accumulation_steps={number}, but optimizer.step() was called after {had} backward"
-                f"{'s' if had > 1 else ''}: only engine.step() counts micro-batches. Call "
-                "engine.backward(loss) and engine.step() for each of them; or set "
-                "gradient_accumulation_steps=1, divide the loss, and step after the last one",
+                f"gradient_accumulation_steps={number}, but optimizer.step() was called after {had} "
+                f"backward{'s' if had > 1 else ''}: only engine.step() counts micro-batches. Call "
+                "engine.backward(loss) and engine.step() for each micro-batch; or set "
+                "gradient_accumulation_steps=1, divide the loss, and step after the last micro-batch",
                 stacklevel=6,
             )
 
@@ -79,11 +79,10 @@ class Pace:
             self._has_warned = True
             warnings.warn(
                 f"since the last backward this rank has called the model {own} times with gradients on, and "
-                "another rank another number of times. If a rank has left out a batch (an exception that it "
-                "caught, a loss that it skipped), it is ahead of the others, which will wait for it at the "
-                "end: leave out a batch on all ranks or on none, for instance with a loss that is multiplied "
-                "by 0. If some ranks only call it more often, under torch.no_grad() for what they evaluate, "
-                "all is well",
+                "another rank a different number of times: a rank that has left out a batch (after a "
+                "caught exception, or to skip a loss) makes the others wait at the end. Leave out a batch "
+                "on all ranks or on none, for instance with a loss that is multiplied by 0; for extra "
+                "calls on some ranks, as in evaluation, use torch.no_grad()",
                 stacklevel=2,
             )
 

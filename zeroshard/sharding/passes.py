@@ -140,8 +140,9 @@ class Passes(ShardedModule):
     def _begin_call(self, unit: Unit, caller: FrameType) -> None:
         if self.state.phase is _STEP:
             raise RuntimeError(
-                "a forward between the steps of optimizers that were attached together, after whose last "
-                "step parameters are gathered: step all of them, or attach each one by itself"
+                "a forward between the steps of optimizers that were attached together: parameters are "
+                "gathered only after the last of these steps. Step all of them before the forward, or "
+                "attach each optimizer by itself"
             )
         if unit is self.root:
             self._begin_forward()
@@ -281,7 +282,9 @@ class Passes(ShardedModule):
 
     def _begin_backward(self, unit: Unit) -> None:
         if self.is_closed:
-            raise RuntimeError("backward through a forward of an engine that was closed since")
+            raise RuntimeError(
+                "backward through a forward of an engine that has been closed: call backward before close()"
+            )
         if self.state.phase is _FORWARD:
             raise RuntimeError(
                 f"autograd ran through {unit.described} inside the model's own forward, which "
@@ -319,20 +322,30 @@ class Passes(ShardedModule):
             unit.joins_backward = joins
 
     def receive(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
-        """Pack a parameter's gradient, which autograd has whole, and start the reductions that are due."""
+        """Pack a parameter's gradient and start the reductions that are due.
+
+        Args:
+            unit: the unit of the parameter.
+            gradients: the gradients of its buffer.
+            index: the index of the parameter in the buffer.
+            gradient: autograd's gradient, in the compute dtype and the shape of the original.
+
+        Raises:
+            RuntimeError: the loss is not scaled, in float16; or the gradient came after the unit was freed.
+        """
         reducer = self.reducer
         if reducer.lacks_scale:
             raise RuntimeError(
-                f"'{gradients.buffer.originals[index].fqn}' got a gradient of a loss that is not scaled, and "
-                "in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"
+                f"'{gradients.buffer.originals[index].fqn}' got the gradient of a loss without loss scale, "
+                "and in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"
             )
         if self.state.phase is not _BACKWARD:  # no output of a unit could be hooked
             self._begin_backward(unit)
         if unit.state is UnitState.SHARDED and unit.backward_needs_parameters:
             raise RuntimeError(
                 f"the gradient of '{gradients.buffer.originals[index].fqn}' came from outside of the "
-                f"backward of {unit.described}, whose parameters were freed: return what the loss depends on "
-                "from its forward"
+                f"backward of {unit.described}, after its parameters were freed: return every tensor that "
+                "the loss depends on from the unit's forward"
             )
         if reducer.under_way and not gradients.has_more:
             reducer.make_room()

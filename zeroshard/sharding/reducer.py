@@ -32,7 +32,7 @@ class _Agreed(NamedTuple):
     """The end of a backward on all ranks together."""
 
     used: list[list[bool]]
-    """For each buffer and parameter, True if any rank has a gradient."""
+    """True where any rank has a gradient, for each buffer and parameter."""
     again: list[Unit]
     """The units whose gradients came in two parts on any rank; the second part is still to be reduced."""
     has_changed: bool

@@ -67,7 +67,9 @@ class Runtime(Passes):
             RuntimeError: a forward or backward is running.
         """
         if is_in_backward() or self.is_in_forward:
-            raise RuntimeError("full parameters can be had between steps, not inside a forward or backward")
+            raise RuntimeError(
+                "full parameters are available between steps, not inside a forward or backward"
+            )
         self._recover()
         self._drop_graphs()
         for unit in self.units:

@@ -37,19 +37,21 @@ class ShownParameter(nn.Parameter):
         return shown
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Raise RuntimeError: the hook would never be called. A copy takes hooks."""
         self._refuse_hook("register_hook")
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """Raise RuntimeError: the hook would never be called. A copy takes hooks."""
         self._refuse_hook("register_post_accumulate_grad_hook")
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _refuse_hook(self, method: str) -> None:
         if self.fqn is not None:
             raise RuntimeError(
-                f"{method}() on '{self.fqn}' inside engine.unsharded(), which shows another object than is "
-                "trained, so the hook would never be called: register it outside of the block, on the "
-                "parameter of engine.named_parameters()"
+                f"{method}() on '{self.fqn}' inside engine.unsharded(): the block shows another object than "
+                "the trained parameter, so the hook would never be called. Register it outside of the "
+                "block, on the parameter of engine.named_parameters()"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -59,6 +61,7 @@ class ShownParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        """The values without a graph, over the same memory; edits of them count versions."""
         return Tensor.detach(self)
 
     @data.setter
@@ -179,9 +182,9 @@ class Slots:
         for (_, _, _, sharded), (_, _, _, shown) in zip(self._places, self._at_rest, strict=True):
             if self._versions.get(id(shown)) != (shown._version, shown.data_ptr()):
                 raise RuntimeError(
-                    f"a forward inside engine.unsharded() after an edit of '{sharded.fqn}', where the "
-                    "engine still computes with the values before: leave the block, with write_back=True, "
-                    "and then call forward"
+                    f"a forward inside engine.unsharded() after an edit of '{sharded.fqn}': the engine "
+                    "still computes with the values before the edit. Leave the block, with "
+                    "write_back=True, and then call forward"
                 )
 
     def _put(self, owner: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
@@ -196,14 +199,14 @@ class Slots:
             return f"'{fqn}' was removed after initialize; expected modules that keep their parameters"
         if isinstance(current, ShardedParameter):
             return (
-                f"'{fqn}' was tied to '{current.fqn}' after initialize, which shards them apart: tie "
-                "parameters before initialize"
+                f"'{fqn}' was tied to '{current.fqn}' after initialize, but the two are sharded separately: "
+                "tie parameters before initialize"
             )
         return (
             f"'{fqn}' was replaced after initialize by {_tell(current)}, which would be neither sharded nor "
             "trained: assign parameters before initialize, or edit them in place under "
-            "engine.unsharded(write_back=True). torch.func.functional_call with other parameters, and what "
-            "is made of it, needs a model that is not sharded"
+            "engine.unsharded(write_back=True). For torch.func.functional_call with other parameters use a "
+            "model that is not sharded"
         )
 
 

@@ -287,6 +287,7 @@ class Unit:
         return any(map(_has_more, self.gradients))
 
     def start_reduce(self) -> None:
+        """Start the reduction of each buffer; parameters without a gradient count zeros."""
         for gradients in self.gradients:
             gradients.start_reduce()
 

@@ -88,8 +88,9 @@ def _refuse_theirs(optimizer: Optimizer) -> None:
     is_theirs = any(base.__module__.startswith("bitsandbytes.") for base in type(optimizer).__mro__)
     if is_theirs and "update_step" not in vars(optimizer):  # of its class: nobody took it over
         raise ValueError(
-            f"{type(optimizer).__name__} would choose the precision of its states by this rank's slices: "
-            "expected it at zeroshard.initialize, which takes it over, or an optimizer of zeroshard.optim"
+            f"{type(optimizer).__name__} would choose the precision of its states by the sizes of this "
+            "rank's slices: give it to zeroshard.initialize, which takes it over, or use an optimizer of "
+            "zeroshard.optim"
         )
 
 
@@ -139,8 +140,8 @@ def _check_sharded(optimizer: Optimizer, model: nn.Module, ignored: Mapping[nn.P
                     f"the parameter '{name}'" if name is not None else "a parameter that is not the model's"
                 )
                 raise RuntimeError(
-                    f"group {number} of the optimizer holds {which}, of shape {list(parameter.shape)}, that "
-                    "was added after the model was sharded, so its gradient is this rank's alone: add "
-                    "layers to the model, and their parameters to the optimizer, before initialize; to train "
-                    "some of them later, freeze them until then: requires_grad_(False) after initialize"
+                    f"group {number} of the optimizer holds {which}, of shape {list(parameter.shape)}, "
+                    "added after the model was sharded: its gradient is this rank's alone. Add layers to "
+                    "the model, and their parameters to the optimizer, before initialize; to train some of "
+                    "them later, freeze them with requires_grad_(False) after initialize until then"
                 )

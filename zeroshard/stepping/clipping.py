@@ -41,7 +41,13 @@ def check_clipping(max_norm: object, norm_type: object) -> float:
 
 @torch.no_grad()
 def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by min(1, max_norm / (norm + 1e-6)); `norm` is their norm."""
+    """Scale all gradients by min(1, max_norm / (norm + 1e-6)).
+
+    Args:
+        runtime: the runtime whose `p.grad` are scaled in place.
+        norm: 0-dim, float32: the global norm of these gradients.
+        max_norm: the limit.
+    """
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
     grads = [gradient for p in runtime.parameters if (gradient := gradient_of(p)) is not None]
     scale_(grads, factor)

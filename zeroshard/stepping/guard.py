@@ -40,7 +40,15 @@ class StepGuard:
         return self._judges or self._max_norm is not None
 
     def clip(self, max_norm: float, order: float, must_be_finite: bool) -> Tensor:
-        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); return the norm before that.
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)).
+
+        Args:
+            max_norm: the limit of the norm.
+            order: the order of the norm, above 0 or inf.
+            must_be_finite: True for an error if the norm is not finite.
+
+        Returns:
+            The norm before, 0-dim.
 
         Raises:
             RuntimeError: `must_be_finite`, and the norm is not; gradients are as they were.
@@ -81,7 +89,7 @@ class StepGuard:
         if self._nonfinite == "error":
             raise RuntimeError(f"{what}. The step was not taken: Config(nonfinite='error')")
         warnings.warn(
-            f"{what}. The step was left out, and will be again where this happens: the loss scale "
-            f"{self.loss_scale.value:g} is not lowered; see engine.skipped_steps",
+            f"{what}. The step was left out, and every such step will be: the loss scale "
+            f"{self.loss_scale.value:g} is not lowered. See engine.skipped_steps",
             stacklevel=5,
         )

@@ -112,8 +112,8 @@ class NormsOverRanks:
         own = self._own.get(parameter) if isinstance(parameter, ShardedParameter) else None
         if own is None:
             raise RuntimeError(
-                "norms of whole parameters: expected parameters of one sharded module, got one of shape "
-                f"{list(parameter.shape)} that is not of the module that the optimizer was attached to last"
+                "norms of whole parameters: expected parameters of the one sharded module that the "
+                f"optimizer was attached to last, got one of shape {list(parameter.shape)} of another module"
             )
         return own
 

@@ -53,6 +53,7 @@ def step_in_parts(optimizer: Optimizer, units: Sequence[Sequence[ShardedParamete
 
     @functools.wraps(optimizer.step)  # with the mark of an LR scheduler that has wrapped it
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Call the closure once, then step each part; return the loss of the closure, or None."""
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what such a scheduler looks at
         loss = None
         if closure is not None:

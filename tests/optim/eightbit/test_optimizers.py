@@ -239,20 +239,20 @@ def test_a_learning_rate_can_be_a_tensor_and_be_scheduled(kernel):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (AdamW8bit, {"lr": -1}, "lr: expected a finite number >= 0, came -1"),
-        (AdamW8bit, {"lr": float("nan")}, "lr: expected a finite number >= 0, came nan"),
+        (AdamW8bit, {"lr": -1}, "lr: expected a finite number >= 0, got -1"),
+        (AdamW8bit, {"lr": float("nan")}, "lr: expected a finite number >= 0, got nan"),
         (AdamW8bit, {"betas": (0.9, 1.0)}, "betas: expected 2 numbers from 0 to below 1"),
         (AdamW8bit, {"betas": (0.9,)}, "betas: expected 2 numbers from 0 to below 1"),
         (AdamW8bit, {"betas": 0.9}, "betas: expected 2 numbers from 0 to below 1"),
-        (AdamW8bit, {"eps": "small"}, "eps: expected a finite number >= 0, came 'small'"),
+        (AdamW8bit, {"eps": "small"}, "eps: expected a finite number >= 0, got 'small'"),
         (AdEMAMix8bit, {"betas": (0.9, 0.999)}, "betas: expected 3 numbers from 0 to below 1"),
-        (AdEMAMix8bit, {"t_alpha": 0}, "t_alpha: expected a number above 0 or None, came 0"),
+        (AdEMAMix8bit, {"t_alpha": 0}, "t_alpha: expected a number above 0 or None, got 0"),
         (Lion8bit, {"weight_decay": -0.1}, "weight_decay: expected a finite number >= 0"),
-        (SGD8bit, {"lr": 0.1, "momentum": 0}, "momentum: expected a number above 0 and below 1, came 0"),
-        (AdamW8bit, {"lr": float("inf")}, "lr: expected a finite number >= 0, came inf"),
+        (SGD8bit, {"lr": 0.1, "momentum": 0}, "momentum: expected a number above 0 and below 1, got 0"),
+        (AdamW8bit, {"lr": float("inf")}, "lr: expected a finite number >= 0, got inf"),
         (AdEMAMix8bit, {"betas": (0.0, 0.9, 0.9), "t_beta3": 9}, "the first and third above 0 with t_beta3"),
-        (AdamW8bit, {"min_8bit_size": True}, "min_8bit_size: expected an integer >= 0, came True"),
-        (AdamW8bit, {"min_8bit_size": -1}, "min_8bit_size: expected an integer >= 0, came -1"),
+        (AdamW8bit, {"min_8bit_size": True}, "min_8bit_size: expected an integer >= 0, got True"),
+        (AdamW8bit, {"min_8bit_size": -1}, "min_8bit_size: expected an integer >= 0, got -1"),
     ],
 )
 def test_a_number_out_of_range_is_an_error(kind, options, message):
@@ -337,11 +337,11 @@ def test_what_differs_for_a_parameter_goes_with_a_copy_and_a_pickle():
 def test_an_override_that_would_have_no_effect_is_refused():
     parameter = nn.Parameter(torch.ones(5000))
     optimizer = AdamW8bit([parameter])
-    with pytest.raises(ValueError, match="expected one of its parameters"):
+    with pytest.raises(ValueError, match="expected one of the optimizer's parameters"):
         optimizer.override(nn.Parameter(torch.ones(5000)), {"lr": 0.1})
     parameter.grad = torch.ones(5000)
     optimizer.step()
-    with pytest.raises(ValueError, match="expected before the first step"):
+    with pytest.raises(ValueError, match="expected an override before the parameter's first step"):
         optimizer.override(parameter, {"min_8bit_size": 10_000})
 
 

@@ -136,12 +136,12 @@ def test_it_is_known_to_initialize_but_a_class_with_a_step_of_its_own_is_not():
 
 def test_an_optimizer_has_one_rule_and_a_rule_some_states():
     fields = {"scalars": TOY.scalars, "update": TOY.update}
-    with pytest.raises(ValueError, match="expected those that have no rule yet, came 'Toy'"):
+    with pytest.raises(ValueError, match="expected those that have no rule yet, got 'Toy'"):
         Rule(optimizers=("Toy",), states={"m": SIGNED}, **fields)
-    with pytest.raises(ValueError, match="operator: expected one that has no rule yet, came 'adam'"):
+    with pytest.raises(ValueError, match="operator: expected one that has no rule yet, got 'adam'"):
         Rule(optimizers=("Many",), states={"m": SIGNED}, operator="adam", **fields)
     for number in (0, 4):
-        with pytest.raises(ValueError, match=f"states: expected 1 to 3, came {number}"):
+        with pytest.raises(ValueError, match=f"states: expected 1 to 3, got {number}"):
             Rule(optimizers=("Many",), states=dict.fromkeys("abcd"[:number], SIGNED), **fields)
     assert rules.rule_named("PagedToy8bit") is TOY
     assert rules.rule_named("Many") is None

@@ -79,11 +79,15 @@ class Waits:
                         raise
 
     def wait_for_device(self, mark: streams.Mark, label: str) -> None:
-        """Have the host wait until the device has come past a collective."""
+        """Have the host wait until the device has come past a collective.
+
+        Raises:
+            RuntimeError: naming this rank and the collective, when a rank is lost or too late.
+        """
         with self._waiting(label) as until:
             while not mark.is_over():
                 if self.rank_status.is_interrupted or time.monotonic() > until:
-                    raise RuntimeError("the device did not come past it")
+                    raise RuntimeError("the device did not reach the end of the collective")
                 time.sleep(_POLL_S)
 
     @contextmanager
@@ -114,18 +118,17 @@ class Waits:
 
     def _check(self) -> None:
         if self.rank_status.is_interrupted:
-            raise RuntimeError("there is an alarm")
+            raise RuntimeError("a rank has raised an alarm")
 
     def error(self, label: str, error: RuntimeError) -> RuntimeError:
         """Return the error to raise for one in a collective, with this rank and the status of the others."""
         self.have_failed = True
         text = (
-            f"{self.who} gave up in the {label} after at most "
-            f"{self._timeout_s:g} s: another rank has failed, has ended, or did not "
-            f"come to the same point ({_in_our_words(error)})"
+            f"{self.who} gave up in the {label} after at most {self._timeout_s:g} s: another rank has "
+            f"failed, has ended, or did not reach the same point ({_in_our_words(error)})"
         )
         if self.rank_status.is_interrupted:
-            text = f"{self.who} gave up in the {label}, as there is an alarm"
+            text = f"{self.who} gave up in the {label}, because a rank has raised an alarm"
         if self.watchdog is not None:
             text += f"; {self.watchdog.raise_alarm(f'{self.who} gave up in the {label}')}"
         return RuntimeError(text)

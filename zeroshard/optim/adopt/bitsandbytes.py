@@ -61,13 +61,13 @@ def check(optimizer: Any) -> None:
     if optimizer.optimizer_name not in (rules := rules_by_operator()):
         raise ValueError(
             f"{kind.__name__}: expected an optimizer of bitsandbytes that is one of {', '.join(rules)}; "
-            f"came {optimizer.optimizer_name!r}"
+            f"got {optimizer.optimizer_name!r}"
         )
     for name in _METHODS:
         if not getattr(kind, name).__module__.startswith("bitsandbytes."):
             raise ValueError(
-                f"{kind.__name__} has its own {name}(): expected that of bitsandbytes, which is what "
-                "zeroshard knows how to do on slices"
+                f"{kind.__name__} has its own {name}(): expected the {name}() of bitsandbytes, the only one "
+                "that zeroshard can run on slices"
             )
     check_options(kind.__name__, options_of(optimizer))
 
@@ -86,18 +86,18 @@ def check_options(where: str, options: Mapping[str, Any]) -> None:
         options: by name; others are left alone.
     """
     if (num_bits := options.get("optim_bits", 32)) not in (8, 32):
-        raise ValueError(f"{where}: optim_bits: expected 8 or 32, came {num_bits!r}")
+        raise ValueError(f"{where}: optim_bits: expected 8 or 32, got {num_bits!r}")
     for key, (expected, why) in _UNSUPPORTED.items():
         if key in options and options[key] != expected:
-            raise ValueError(f"{where}: expected {key}={expected}, came {options[key]!r}: {why}")
+            raise ValueError(f"{where}: expected {key}={expected}, got {options[key]!r}: {why}")
 
 
 def adopt(optimizer: Any, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Let it step over slices.
+    """Let an optimizer of bitsandbytes step over slices.
 
     Args:
-        optimizer: holds them.
-        settings: of single ones, what differs from their groups.
+        optimizer: the optimizer, whose groups hold the slices, [n], already.
+        settings: the hyperparameters in which single parameters differ from their groups.
     """
     # Its own manager: that of all optimizers knows parameters by ids, which are given to others.
     manager = object.__new__(type(optimizer.mng))
@@ -109,7 +109,7 @@ def adopt(optimizer: Any, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
 
 
 def num_bits(optimizer: Any, parameter: Tensor) -> int:
-    """The number of bits of a parameter's states, the same on all ranks."""
+    """Return the number of bits of a parameter's states, 8 or 32, the same on all ranks."""
     options = {**options_of(optimizer), **optimizer.mng.pid2config.get(id(parameter), {})}
     is_large = states.whole_size(parameter) >= options["min_8bit_size"]
     return 8 if options["optim_bits"] == 8 and is_large else 32

@@ -89,7 +89,8 @@ def _theirs(optimizer: Any, names: Mapping[Any, str]) -> Overrides:
         where = f"override of '{names[parameter]}'"
         if unknown := sorted(config.keys() - set(known)):
             raise ValueError(
-                f"{where}: {type(optimizer).__name__} has {', '.join(known)}; came {unknown[0]!r}"
+                f"{where}: expected a hyperparameter of {type(optimizer).__name__} ({', '.join(known)}), "
+                f"got {unknown[0]!r}"
             )
         bitsandbytes.check_options(where, config)
         try:

@@ -145,7 +145,7 @@ def take_over(
         sharded.dtype is torch.float64 for group in optimizer.param_groups for sharded in group["params"]
     ):
         warnings.warn(
-            f"{_name(optimizer)} steps in float32, to which it rounds main parameters of float64",
+            f"{_name(optimizer)} steps in float32: it rounds main parameters of float64 to float32",
             stacklevel=3,
         )
     if isinstance(optimizer, BlockwiseOptimizer):

@@ -33,15 +33,23 @@ class BlockwiseOptimizer(Optimizer):
     def override(self, parameter: Tensor, hyperparameters: Mapping[str, Any]) -> None:
         """Let a parameter differ from its group, also by `min_8bit_size`.
 
+        Args:
+            parameter: one of the optimizer's parameters, of any shape.
+            hyperparameters: the values that differ, by name.
+
         Raises:
             ValueError: a hyperparameter is unknown, out of its range, or the same for all of a group; the
                 parameter is not the optimizer's, or has its states already.
         """
         self.check_override(hyperparameters)
         if not any(parameter is held for group in self.param_groups for held in group["params"]):
-            raise ValueError(f"{type(self).__name__}: expected one of its parameters, came another one")
+            raise ValueError(
+                f"{type(self).__name__}: expected one of the optimizer's parameters, got another one"
+            )
         if "min_8bit_size" in hyperparameters and self.state.get(parameter):
-            raise ValueError("min_8bit_size: expected before the first step of a parameter, came after it")
+            raise ValueError(
+                "min_8bit_size: expected an override before the parameter's first step, got one after it"
+            )
         self.overrides[parameter] = {**self.overrides.get(parameter, {}), **hyperparameters}
 
     def check_override(self, hyperparameters: Mapping[str, Any]) -> None:
@@ -49,8 +57,8 @@ class BlockwiseOptimizer(Optimizer):
         for key in hyperparameters:
             if key not in self._overridable:
                 raise ValueError(
-                    f"{type(self).__name__}: of a single parameter, one can override "
-                    f"{', '.join(self._overridable)}; came {key!r}"
+                    f"{type(self).__name__}: expected a hyperparameter that one parameter can override "
+                    f"({', '.join(self._overridable)}), got {key!r}"
                 )
         self.check_group({**self.defaults, **hyperparameters})
 

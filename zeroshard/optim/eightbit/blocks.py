@@ -35,11 +35,11 @@ class Exact(NamedTuple):
         return Exact(self.values[first * BLOCK : last * BLOCK])
 
     def load(self) -> Tensor:
-        """The memory itself."""
+        """Return the memory of the values itself, [n], float32."""
         return self.values
 
     def store(self, values: Tensor) -> None:
-        """Copy them."""
+        """Copy the values, [n], float32."""
         self.values.copy_(values)
 
 
@@ -72,7 +72,7 @@ class Quantized(NamedTuple):
         return values
 
     def store(self, values: Tensor) -> None:
-        """Take the nearest codes of values, each block scaled by 1 / absmax; ties go to the lower code.
+        """Store the nearest codes of values, [n], float32, each block scaled by 1 / absmax; ties go down.
 
         A block whose largest magnitude is so small that its inverse is infinite becomes zeros.
         """

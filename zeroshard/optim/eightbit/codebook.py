@@ -9,7 +9,7 @@ the lower bits of the float are added: where they pass the midpoint, a carry mak
     table[bin]       [  code  ] [ 2^17 - 1 - lower bits of the midpoint ]
     code             (table[bin] + lower) >> 17
 
-Of negative values the lower bits are taken inverted, since their codes fall as the magnitude grows.
+The lower bits of negative values are taken inverted, since their codes fall as the magnitude grows.
 """
 
 from __future__ import annotations

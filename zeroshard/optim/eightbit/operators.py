@@ -19,7 +19,7 @@ from zeroshard.plan.layout import BLOCK
 
 
 def step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers: Numbers) -> None:
-    """`take_step` on a GPU."""
+    """Take a step by the operators of bitsandbytes, on a GPU; arguments as `take_step`."""
     if not p.numel():
         return
     if len(states) < 3:

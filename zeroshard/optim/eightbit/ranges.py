@@ -34,7 +34,7 @@ def check_ranges(group: Mapping[str, Any], ranges: Ranges) -> None:
     """Raise ValueError for the first hyperparameter out of its range; a group may lack some."""
     for key, (is_in_range, expected) in ranges.items():
         if key in group and not _holds(is_in_range, group[key]):
-            raise ValueError(f"{key}: expected {expected}, came {group[key]!r}")
+            raise ValueError(f"{key}: expected {expected}, got {group[key]!r}")
 
 
 def _holds(condition: Callable[[Any], bool], value: Any) -> bool:

@@ -104,11 +104,11 @@ class Rule:
 
     def __post_init__(self) -> None:
         if len(self.states) not in (1, 2, 3):  # the loops of kernels.py
-            raise ValueError(f"states: expected 1 to 3, came {len(self.states)}")
+            raise ValueError(f"states: expected 1 to 3, got {len(self.states)}")
         if taken := [name for name in self.optimizers if name in _RULES]:
-            raise ValueError(f"optimizers: expected those that have no rule yet, came {taken[0]!r}")
+            raise ValueError(f"optimizers: expected those that have no rule yet, got {taken[0]!r}")
         if self.operator in rules_by_operator():
-            raise ValueError(f"operator: expected one that has no rule yet, came {self.operator!r}")
+            raise ValueError(f"operator: expected one that has no rule yet, got {self.operator!r}")
         _RULES.update(dict.fromkeys(self.optimizers, self))
 
     @property
@@ -153,7 +153,7 @@ def rules_by_operator() -> dict[str, Rule]:
 
 
 def root(x: Tensor) -> Tensor:
-    """The square root, rounded exactly: on the CPU, torch's may be off by the last bit."""
+    """Return the square root, of any shape, rounded exactly: torch's on CPUs may be off by the last bit."""
     if not x.is_cpu:
         return x.sqrt()
     with np.errstate(invalid="ignore"):  # nan goes on as nan
@@ -161,5 +161,5 @@ def root(x: Tensor) -> Tensor:
 
 
 def sign(x: Tensor) -> Tensor:
-    """-1, 0 or 1; nan of nan, for which torch has 0."""
+    """Return -1, 0 or 1 for each element, of any shape; nan for nan, for which torch has 0."""
     return x.sign().where(x.isnan().logical_not_(), x)

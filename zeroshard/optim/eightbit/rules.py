@@ -267,9 +267,10 @@ class AdEMAMix8bit(ElementWise8bit):
         super().__init__(params, {**defaults, "eps": eps, "weight_decay": weight_decay}, min_8bit_size)
 
     def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for a hyperparameter that is out of its range, or betas of 0 with `t_beta3`."""
         super().check_group(group)
         beta1, _, beta3 = group["betas"]
         if group["t_beta3"] is not None and not (beta1 and beta3):
             raise ValueError(
-                f"betas: expected the first and third above 0 with t_beta3, came {group['betas']!r}"
+                f"betas: expected the first and third above 0 with t_beta3, got {group['betas']!r}"
             )

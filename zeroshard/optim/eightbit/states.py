@@ -19,7 +19,14 @@ ABSMAX = "_absmax"
 
 
 def begin(rule: Rule, parameter: Tensor, min_8bit_size: int) -> dict[str, Any]:
-    """Zeros, quantized if the whole parameter is large enough; and a count of steps."""
+    """Return the first state of a parameter, by name: zeros, and a count of steps.
+
+    Args:
+        rule: the rule, with the names of its states.
+        parameter: a parameter, or a slice, of any shape. States have this shape in float32; quantized ones
+            are uint8 codes of this shape and scales, [ceil(n / 256)], float32, under `<name>_absmax`.
+        min_8bit_size: elements of a whole parameter from which states are quantized.
+    """
     state: dict[str, Any] = {"step": 0}
     is_quantized = whole_size(parameter) >= min_8bit_size
     for name, is_signed in rule.states.items():
@@ -45,7 +52,7 @@ def read(rule: Rule, state: dict[str, Any]) -> list[State]:
 
 
 def whole_size(parameter: Tensor) -> int:
-    """Elements of a parameter over all ranks."""
+    """Return the number of elements of a parameter over all ranks."""
     return parameter.full_shape.numel() if isinstance(parameter, ShardedParameter) else parameter.numel()
 
 

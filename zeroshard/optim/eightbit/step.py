@@ -26,11 +26,11 @@ def take_step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers
     """Change a parameter and its states.
 
     Args:
-        rule: how they change.
+        rule: the rule of the update.
         p: [n], float32, contiguous, on any device; from the start of a block.
         g: [n], float32, contiguous; replaced by the update where the rule gives that.
-        states: of [n].
-        numbers: of this step.
+        states: the states of the rule, each of [n], in its order.
+        numbers: the hyperparameters of this step.
     """
     quantized = [state for state in states if isinstance(state, Quantized)]
     if p.is_cuda and rule.operator is not None and _has("bitsandbytes"):
@@ -46,7 +46,7 @@ def take_step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers
 
 
 def step_in_chunks(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers: Numbers) -> None:
-    """`take_step` in torch operations, on any device."""
+    """Take a step in torch operations, on any device; arguments as `take_step`."""
     scalars = rule.scalars(numbers)
     total, size = num_blocks(p.numel()), _CHUNK if p.is_cpu else _CHUNK_GPU
     for first in range(0, total, size):

@@ -15,7 +15,10 @@ _FEWEST = 64
 
 
 def over_blocks(work: Callable[[int, int], None], num_blocks: int) -> None:
-    """Call `work(first, last)` for parts of the range [0, num_blocks); this thread takes one of them."""
+    """Call `work(first, last)` for parts of the range [0, num_blocks); this thread takes one of them.
+
+    Returns when all parts are done. Raises the first error of any part.
+    """
     num_threads = min(torch.get_num_threads(), num_blocks // _FEWEST)
     if num_threads <= 1:
         work(0, num_blocks)

@@ -22,6 +22,11 @@ class TrustRatio8bit(BlockwiseOptimizer, LayerWise):
     def _overridable(self) -> tuple[str, ...]:
         return ("min_8bit_size",)
 
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for a hyperparameter that is out of its range."""
+        super(BlockwiseOptimizer, self).check_group(group)  # of LAMB or LARS
+        super().check_group(group)
+
     def _set_threshold(self, min_8bit_size: int) -> None:
         self.defaults["min_8bit_size"] = min_8bit_size
         for group in self.param_groups:
@@ -70,10 +75,6 @@ class LAMB8bit(TrustRatio8bit, LAMB):
         LAMB.__init__(self, params, lr, betas, eps, weight_decay, trust_ratio=trust_ratio)
         self._set_threshold(min_8bit_size)
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        LAMB.check_group(self, group)
-        super().check_group(group)
-
     def _measure(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         updates = [
             grad.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -120,10 +121,6 @@ class LARS8bit(TrustRatio8bit, LARS):
     ) -> None:
         LARS.__init__(self, params, lr, momentum, weight_decay, trust_coefficient, trust_ratio=trust_ratio)
         self._set_threshold(min_8bit_size)
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        LARS.check_group(self, group)
-        super().check_group(group)
 
     def _apply(self, part: Part) -> None:
         group, parameters = part.group, part.parameters
