@@ -59,7 +59,7 @@ def evaluation_batches(
     rank: int,
     num_ranks: int,
     collate_fn: Callable[[Sequence[Block]], dict[str, Any]],
-    device: torch.device = _CPU,
+    device: torch.device | str = _CPU,
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield this rank's batches and their numbers of labels, equally many batches on each rank.
 
@@ -73,7 +73,7 @@ def evaluation_batches(
         indices = own[start : start + batch_size]
         batch = collate_fn([blocks[index] for index in indices or (0,)])
         num_labels = int((batch["labels"] != IGNORED).sum()) if indices else 0
-        yield to_device(batch, device), num_labels
+        yield to_device(batch, torch.device(device)), num_labels
 
 
 @torch.no_grad()
