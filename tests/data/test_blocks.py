@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
@@ -19,7 +20,15 @@ from torch.utils.data import default_collate
 import zeroshard
 from tests.data.tokenizers import CHATML, Bytes, letters
 from tests.ranks import RankError, Ranks
-from zeroshard.data import Blocks, Collator, check_separation, collator, evaluation_batches, text_datasets
+from zeroshard.data import (
+    Blocks,
+    Collator,
+    TextDatasets,
+    check_separation,
+    collator,
+    evaluation_batches,
+    text_datasets,
+)
 from zeroshard.data.loader import EpochLoader
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +85,7 @@ def losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------- documents are apart
 
 
+@pytest.mark.long_where(family=["qwen2", "mistral"], is_flat=[True])
 @pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize(
     ("family", "attention"),
@@ -208,6 +218,31 @@ def test_a_run_resumed_at_another_number_of_ranks_sees_each_block_once(tmp_path:
     assert sorted(seen) == texts
 
 
+def test_each_document_is_either_held_out_or_trained_on_whatever_files_and_blocks_are(tmp_path: Path) -> None:
+    texts = [f"{number:03d}" * (number % 5 + 1) for number in range(100)]
+    file = write(tmp_path, texts)
+    train, held_out = (set(documents_of(part)) for part in datasets(file, tmp_path, seq_len=64))
+    assert train | held_out == set(texts)
+    assert not train & held_out
+    assert 0.05 < sum(map(len, held_out)) / sum(map(len, texts)) <= 0.1
+    renamed = file.rename(tmp_path / "renamed.jsonl")
+    assert set(documents_of(datasets(renamed, tmp_path, seq_len=20)[1])) == held_out
+
+
+def datasets(file: Path, folder: Path, seq_len: int) -> TextDatasets:
+    return text_datasets(file, Bytes(), seq_len=seq_len, held_out=0.1, cache_dir=folder / "cache")
+
+
+def documents_of(blocks: Blocks) -> list[str]:
+    """The texts of documents that are at most a block long and have no zero byte."""
+    found = []
+    for block in all_of(blocks):
+        starts = (block["position_ids"] == 0).nonzero().flatten().tolist()
+        for start, end in itertools.pairwise([*starts, blocks.seq_len]):
+            found.append(bytes(block["input_ids"][start:end].tolist()).decode())
+    return [text for text in found if text.strip("\0")]
+
+
 def test_a_worker_gets_the_names_of_the_files_and_not_the_tokens(tmp_path: Path) -> None:
     file = write(tmp_path, ["abc" * 1000] * 9)
     train, held_out = text_datasets(file, Bytes(), seq_len=64, cache_dir=tmp_path / "cache")
@@ -267,4 +302,6 @@ def test_initialize_takes_the_collator_of_the_model_for_blocks(tmp_path: Path) -
     engine, _, loader, _ = zeroshard.initialize(build("llama"), training_data=blocks)
     assert loader is not None
     assert loader.collate_fn == Collator()
+    engine.module.config._attn_implementation = "flash_attention_2"
+    assert collator(engine) == Collator(is_flat=True)
     engine.close()

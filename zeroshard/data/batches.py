@@ -47,7 +47,9 @@ def collator(model: Any, blocks: Blocks | None = None) -> Collator:
             sum divided by the mean number of labels of as many blocks. None for the mean over the labels of
             each batch, in which a label weighs more in a batch that has fewer.
     """
-    attention = str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+    owners = (model, getattr(model, "module", None))  # the config of an engine is zeroshard's
+    configs = (getattr(owner, "config", None) for owner in owners)
+    attention = " ".join(str(getattr(config, "_attn_implementation", "")) for config in configs)
     per_block = None if blocks is None else blocks.num_labels / len(blocks)
     return Collator(is_flat="flash" in attention, labels_per_block=per_block)
 

@@ -175,12 +175,13 @@ def _write_files(folder: Path, recipe: Recipe, progress: Progress | None) -> Non
                 f"hold out, got none for {name} of {len(documents.lengths)} documents with "
                 f"{int(documents.lengths.sum())} tokens"
             )
+    options = f"{recipe.seq_len} {recipe.held_out} {recipe.pack}"
     index = {
         "seq_len": recipe.seq_len,
         "pad": recipe.encoder.pad,
         "num_labels": num_labels,
         "num_documents": {name: len(starts) for name, (starts, _) in parts.items()},
-        "digest": blake2b(documents.digests.tobytes(), digest_size=8).hexdigest(),
+        "digest": blake2b(documents.digests.tobytes() + options.encode(), digest_size=8).hexdigest(),
         "sizes": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
     }
     with (folder / "index.json").open("w", encoding="utf-8") as stream:
