@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -43,12 +46,30 @@ def read_text(path: str | None) -> str:
     Raises OSError or ValueError for a file that can't be read.
     """
     if path is None:
-        from pydoc_data.topics import topics
-
-        # Some sections belong to several topics: each is taken once, or the held-out text would not be new.
-        return "\n\n".join(dict.fromkeys(part for topic in topics.values() for part in topic.split("\n\n")))
+        return "\n\n".join(_python_sections())
     text = Path(path).read_text(encoding="utf-8", errors="replace")
     return _text_fields(path, text) if path.endswith(".jsonl") else text
+
+
+def write_python_documentation(folder: Path) -> Path:
+    """Write the documentation of Python as a .jsonl file, a section a line, unless it is there; return it."""
+    path = folder / f"python-{sys.version_info.major}.{sys.version_info.minor}.jsonl"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        own = path.with_suffix(f".{os.getpid()}")  # of this rank
+        lines = (json.dumps({"text": section}) + "\n" for section in _python_sections())
+        own.write_text("".join(lines), encoding="utf-8")
+        with suppress(FileExistsError):
+            os.link(own, path)  # unlike a renaming, never over the file that another rank reads
+        own.unlink()
+    return path
+
+
+def _python_sections() -> list[str]:
+    # Some sections belong to several topics: each is taken once, or the held-out text would not be new.
+    from pydoc_data.topics import topics
+
+    return list(dict.fromkeys(part for topic in topics.values() for part in topic.split("\n\n")))
 
 
 def _text_fields(path: str, lines: str) -> str:

@@ -932,7 +932,7 @@ def disagreements(ranks):
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
 def test_ranks_that_differ_learn_the_first_difference_and_who_has_it(disagreements, name):
-    said = f"the ranks were given different models, configs or optimizers: {DISAGREEMENTS[name][2]}"
+    said = f"the ranks were given different models, configs, optimizers or data: {DISAGREEMENTS[name][2]}"
     pattern = re.escape(said).replace(re.escape("..."), ".*")
     for found in disagreements:
         assert re.match(pattern, found.get(name, "nothing: it was not noticed"))
@@ -1033,7 +1033,7 @@ def different_units(kind):
 def test_ranks_that_would_shard_other_units_are_told_so(ranks, kind):
     for message in ranks(2, different_units, kind):
         assert message is not None, "it was not noticed"
-        assert message.startswith("the ranks were given different models, configs or optimizers: ")
+        assert message.startswith("the ranks were given different models, configs, optimizers or data: ")
 
 
 def odd_settings():

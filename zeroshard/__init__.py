@@ -1,6 +1,6 @@
 """zeroshard: a ZeRO/FSDP memory-sharding training engine for PyTorch."""
 
-from zeroshard import optim
+from zeroshard import data, optim
 from zeroshard.comm.counter import CommReport
 from zeroshard.config.sections import Checkpoint, Config, Loader, Mesh, Offload, Pipeline, Precision
 from zeroshard.engine import Engine
@@ -25,6 +25,7 @@ __all__ = [
     "Pipeline",
     "Precision",
     "Sharded",
+    "data",
     "deferred_init",
     "estimate",
     "from_pretrained",

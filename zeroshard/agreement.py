@@ -38,8 +38,9 @@ def check_agreement(
     specs: Sequence[UnitSpec],
     optimizer: Optimizer | None,
     overrides: Mapping[Tensor, Mapping[str, Any]],
+    training_data: Any = None,
 ) -> None:
-    """Compare config, parameters and optimizer over the ranks.
+    """Compare config, parameters, optimizer and the length of the data over the ranks.
 
     Args:
         axis: the axis of all ranks, on this rank's device.
@@ -48,6 +49,7 @@ def check_agreement(
         specs: the units to be.
         optimizer: the optimizer over these parameters.
         overrides: hyperparameters of single parameters.
+        training_data: a dataset with a length, or None. Its digest is compared if it has one.
 
     Raises:
         RuntimeError: on every rank, with the first difference and the ranks that have it.
@@ -59,6 +61,7 @@ def check_agreement(
         [*_unit_facts(specs)],
         [*_optimizer_facts(optimizer, model)],
         [*_override_facts(overrides, model)],
+        [*_data_facts(training_data)],
     ]
     own = [_digest(section) for section in sections]
     digests = axis.all_gather_object(own, _LABEL)
@@ -66,7 +69,7 @@ def check_agreement(
         if len(set(versions)) > 1:
             lines = _first_difference(axis, section)
             raise RuntimeError(
-                f"the ranks were given different models, configs or optimizers: {_describe(lines)}"
+                f"the ranks were given different models, configs, optimizers or data: {_describe(lines)}"
             )
 
 
@@ -155,6 +158,13 @@ def _override_facts(overrides: Mapping[Tensor, Mapping[str, Any]], model: nn.Mod
     for name, parameter in model.named_parameters():
         own = [f"{key}={value!r}" for key, value in sorted(overrides.get(parameter, {}).items())]
         yield f"optimizer override of '{name}': {', '.join(own) or 'none'}"
+
+
+def _data_facts(training_data: Any) -> Iterator[str]:
+    if training_data is not None:
+        digest = getattr(training_data, "digest", None)
+        contents = f" with digest {digest}" if isinstance(digest, str) else ""
+        yield f"training data of {len(training_data)} samples{contents}"
 
 
 def _numbers(ranks: list[int]) -> str:

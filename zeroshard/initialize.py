@@ -22,6 +22,8 @@ from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, watch
 from zeroshard.comm.mesh import Axes, open_world, start_process_group
 from zeroshard.config.sections import Config, require_supported
+from zeroshard.data.batches import collator
+from zeroshard.data.blocks import Blocks
 from zeroshard.data.loader import EpochLoader
 from zeroshard.engine import Engine, LossFunction
 from zeroshard.lazy.recorder import refuse_recording
@@ -64,7 +66,8 @@ def initialize(
         config: a Config, a dict, or a path to a .json or .toml file.
         training_data: a Dataset. It becomes a DataLoader with a distributed sampler,
             `config.micro_batch_size` and the options of `config.loader`.
-        collate_fn: the function that makes a batch of samples in that DataLoader.
+        collate_fn: the function that makes a batch of samples in that DataLoader; by default torch's, and
+            `zeroshard.data.collator(model)` for the blocks of `zeroshard.data.text_datasets`.
         lr_scheduler: a scheduler over `optimizer`, or a callable that makes one from it; `engine.step()`
             advances it.
         loss_fn: (output, targets) -> 0-dim mean loss, for `train_batch`.
@@ -84,13 +87,15 @@ def initialize(
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
     device = use_device(config.device)
     world = _open_world(config, device)
-    check_agreement(world, model, config, specs, optimizer, overrides)
+    check_agreement(world, model, config, specs, optimizer, overrides, training_data)
     axes = open_data_parallel(config, world)
     close_at_exit(axes, *axes.members)
     runtime, replacements = shard_over(model, specs, config, axes, device)
     if optimizer is not None:
         take_over(optimizer, replacements, overrides)
     forget(optimizer, replacements)
+    if collate_fn is None and isinstance(training_data, Blocks):
+        collate_fn = collator(model)
     loader = _build_loader(training_data, collate_fn, config, axes, device)
     parts = Parts(
         runtime=runtime, config=config, optimizer=optimizer, lr_scheduler=lr_scheduler, loader=loader

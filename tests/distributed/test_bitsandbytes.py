@@ -352,7 +352,7 @@ def test_ranks_with_other_overrides_are_an_error_that_names_the_difference(ranks
     }[key, own]
     for message in ranks(2, disagree, key, own):
         assert message == (
-            "the ranks were given different models, configs or optimizers: "
+            "the ranks were given different models, configs, optimizers or data: "
             f"rank(s) 0 have optimizer override of 'layers.0.odd': {one}; "
             f"rank(s) 1 have optimizer override of 'layers.0.odd': {other}"
         )

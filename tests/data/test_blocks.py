@@ -1,0 +1,307 @@
+"""Blocks of packed documents: their losses are those of the documents alone, at any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed
+from torch.utils.data import default_collate
+
+import zeroshard
+from tests.data.tokenizers import CHATML, Bytes, letters
+from tests.ranks import RankError, Ranks
+from zeroshard.data import (
+    Blocks,
+    Collator,
+    TextDatasets,
+    check_separation,
+    collator,
+    evaluation_batches,
+    text_datasets,
+)
+from zeroshard.data.loader import EpochLoader
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+LLAMA = SIZES | {"num_key_value_heads": 1, "intermediate_size": 32, "max_position_embeddings": 32}
+FAMILIES = {
+    "llama": LLAMA,
+    "qwen2": LLAMA,
+    "mistral": LLAMA | {"sliding_window": 3},
+    "gpt2": {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32},
+    "opt": LLAMA | {"ffn_dim": 32, "word_embed_proj_dim": 16},
+}
+
+
+def build(family: str, attention: str = "sdpa") -> Any:
+    """Return a small model with weights large enough for attention to matter."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(family, **FAMILIES[family])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
+def write(folder: Path, texts: list[str]) -> Path:
+    file = folder / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return file
+
+
+def chats(folder: Path) -> Path:
+    """Conversations whose answers are of very different lengths."""
+    file = folder / "chats.jsonl"
+    lines = []
+    for number in range(1, 13):
+        question = {"role": "user", "content": "q" * (13 - number)}
+        lines.append({"messages": [question, {"role": "assistant", "content": "a" * number}]})
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return file
+
+
+def all_of(blocks: Blocks) -> list[dict[str, torch.Tensor]]:
+    return [blocks[index] for index in range(len(blocks))]
+
+
+def losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of each label of [rows, length], 0 where there is none."""
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), shifted, reduction="none")
+
+
+# ------------------------------------------------------------------------------------- documents are apart
+
+
+@pytest.mark.long_where(family=["qwen2", "mistral"], is_flat=[True])
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("mistral", "sdpa"), ("gpt2", "eager")],
+)
+@torch.no_grad()
+def test_the_loss_of_each_token_is_that_of_its_document_alone(
+    tmp_path: Path, family: str, attention: str, is_flat: bool
+) -> None:
+    texts = ["a", "bc", "dogs bark", "and cats do not", "x" * 9, "so it is", "what else", "hm"]
+    tokenizer = letters()
+    blocks = text_datasets(
+        write(tmp_path, texts), tokenizer, seq_len=18, held_out=0, cache_dir=tmp_path / "cache"
+    ).train
+    assert len(blocks) < len(texts) - 2
+    model = build(family, attention)
+    batch = Collator(is_flat=is_flat)(all_of(blocks))
+    packed = losses(model(**batch).logits, batch["labels"])
+    alone = []
+    for text in texts:
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+        alone += losses(model(input_ids=ids).logits, ids)[0, :-1].tolist()
+    found = sorted(packed[packed != 0].tolist())
+    assert len(found) == blocks.num_labels == len(alone)
+    torch.testing.assert_close(found, sorted(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_no_label_is_the_first_token_of_a_document_or_padding(tmp_path: Path) -> None:
+    file = write(tmp_path, ["a", "bcd", "e" * 40])
+    blocks = text_datasets(file, letters(), seq_len=12, held_out=0, cache_dir=tmp_path / "cache").train
+    for block in all_of(blocks):
+        starts = block["position_ids"] == 0
+        assert (block["labels"][starts] == -100).all()
+        is_label = block["labels"] != -100
+        assert torch.equal(block["labels"][is_label], block["input_ids"][is_label])
+        assert is_label.any()
+    assert blocks.num_labels == sum(len(text) + 1 for text in ("a", "bcd", "e" * 40))
+
+
+def test_a_model_that_lets_documents_attend_to_each_other_is_refused() -> None:
+    check_separation(build("llama").train(), Collator())
+    check_separation(build("gpt2", "eager"), Collator(is_flat=True))
+    with pytest.raises(ValueError, match=r"OPTForCausalLM crosses packed documents.*pack=False"):
+        check_separation(build("opt"), Collator())
+    with pytest.raises(ValueError, match="LlamaForCausalLM crosses"):
+        check_separation(build("llama"), default_collate)  # which leaves use_cache to the model
+
+
+def test_without_packing_each_block_has_tokens_of_one_document(tmp_path: Path) -> None:
+    file = write(tmp_path, ["abc", "d" * 30, "ef"])
+    options: dict[str, Any] = {"seq_len": 16, "held_out": 0, "cache_dir": tmp_path / "cache"}
+    blocks = text_datasets(file, letters(), pack=False, **options).train
+    nums = [sorted({*block["labels"].tolist()} - {-100, 1}) for block in all_of(blocks)]
+    assert nums == [[5, 6, 7], [8], [8], [], [9, 10]]  # the third block of "ddd..." has EOS alone
+    assert len(text_datasets(file, letters(), **options).train) == 3
+
+
+def test_flash_attention_gets_one_row(tmp_path: Path) -> None:
+    file = write(tmp_path, ["abc"] * 9)
+    blocks = text_datasets(file, Bytes(), seq_len=8, held_out=0, cache_dir=tmp_path / "cache").train
+    model = build("llama")
+    assert collator(model)(all_of(blocks)[:3])["position_ids"].shape == (3, 8)
+    model.config._attn_implementation = "flash_attention_2"
+    batch = collator(model)(all_of(blocks)[:3])
+    assert {key: value.shape for key, value in batch.items() if key != "use_cache"} == {
+        "input_ids": (1, 24),
+        "labels": (1, 24),
+        "position_ids": (1, 24),
+    }
+
+
+# ------------------------------------------------------------------------------------------ weights of losses
+
+
+def test_with_the_blocks_the_collator_gives_each_label_the_same_weight(tmp_path: Path) -> None:
+    blocks = text_datasets(
+        chats(tmp_path), letters(CHATML), seq_len=20, held_out=0, cache_dir=tmp_path / "cache"
+    ).train
+    model = build("llama")
+    batches = [all_of(blocks)[start : start + 2] for start in range(0, len(blocks) // 2 * 2, 2)]
+    assert len(batches) > 2
+    weighed = torch.stack([model(**collator(model, blocks)(batch)).loss for batch in batches])
+    plain = torch.stack([model(**collator(model)(batch)).loss for batch in batches])
+    nums = torch.tensor([sum(int((block["labels"] != -100).sum()) for block in batch) for batch in batches])
+    per_batch = 2 * blocks.num_labels / len(blocks)
+    torch.testing.assert_close(weighed, plain * nums / per_batch)
+    assert len(set(nums.tolist())) > 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@torch.no_grad()
+def test_the_evaluation_of_all_ranks_is_the_mean_over_all_labels(tmp_path: Path, num_ranks: int) -> None:
+    blocks = text_datasets(
+        chats(tmp_path), letters(CHATML), seq_len=20, held_out=0, cache_dir=tmp_path / "cache"
+    ).train
+    model = build("llama")
+    batch = Collator()(all_of(blocks))
+    want = losses(model(**batch).logits, batch["labels"]).sum() / blocks.num_labels
+    total, num_labels, num_batches = 0.0, 0, set()
+    for rank in range(num_ranks):
+        batches = list(
+            evaluation_batches(blocks, 2, rank=rank, num_ranks=num_ranks, collate_fn=collator(model))
+        )
+        num_batches.add(len(batches))
+        total += sum(model(**batch).loss.item() * number for batch, number in batches)
+        num_labels += sum(number for _, number in batches)
+    assert len(num_batches) == 1
+    assert num_labels == blocks.num_labels
+    assert total / num_labels == pytest.approx(want.item(), rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------- loaders and engines
+
+
+def test_a_run_resumed_at_another_number_of_ranks_sees_each_block_once(tmp_path: Path) -> None:
+    texts = [f"{number:03d}" for number in range(60)]
+    file = write(tmp_path, texts)
+    blocks = text_datasets(file, Bytes(), seq_len=3, held_out=0, cache_dir=tmp_path / "cache").train
+    assert len(blocks) == 60
+    state, seen = None, []
+    for num_ranks, batch_size, num_batches in [(3, 2, 4), (2, 3, 2), (4, 1, 6)]:
+        for rank in range(num_ranks):
+            loader = EpochLoader.over(blocks, batch_size, rank, num_ranks, Collator())
+            if state is not None:
+                loader.load_state_dict(state)
+            batches = iter(loader)
+            for _ in range(num_batches):
+                seen += [bytes(row.tolist()).decode() for row in next(batches)["input_ids"]]
+        state = loader.state_dict()
+    assert sorted(seen) == texts
+
+
+def test_each_document_is_either_held_out_or_trained_on_whatever_files_and_blocks_are(tmp_path: Path) -> None:
+    texts = [f"{number:03d}" * (number % 5 + 1) for number in range(100)]
+    file = write(tmp_path, texts)
+    train, held_out = (set(documents_of(part)) for part in datasets(file, tmp_path, seq_len=64))
+    assert train | held_out == set(texts)
+    assert not train & held_out
+    assert 0.05 < sum(map(len, held_out)) / sum(map(len, texts)) <= 0.1
+    renamed = file.rename(tmp_path / "renamed.jsonl")
+    assert set(documents_of(datasets(renamed, tmp_path, seq_len=20)[1])) == held_out
+
+
+def datasets(file: Path, folder: Path, seq_len: int) -> TextDatasets:
+    return text_datasets(file, Bytes(), seq_len=seq_len, held_out=0.1, cache_dir=folder / "cache")
+
+
+def documents_of(blocks: Blocks) -> list[str]:
+    """The texts of documents that are at most a block long and have no zero byte."""
+    found = []
+    for block in all_of(blocks):
+        starts = (block["position_ids"] == 0).nonzero().flatten().tolist()
+        for start, end in itertools.pairwise([*starts, blocks.seq_len]):
+            found.append(bytes(block["input_ids"][start:end].tolist()).decode())
+    return [text for text in found if text.strip("\0")]
+
+
+def test_a_worker_gets_the_names_of_the_files_and_not_the_tokens(tmp_path: Path) -> None:
+    file = write(tmp_path, ["abc" * 1000] * 9)
+    train, held_out = text_datasets(file, Bytes(), seq_len=64, cache_dir=tmp_path / "cache")
+    pickled = pickle.dumps(train)
+    assert len(pickled) < 500
+    again = pickle.loads(pickled)
+    assert torch.equal(again[3]["labels"], train[3]["labels"])
+    assert again.digest == held_out.digest
+    with pytest.raises(IndexError):
+        train[len(train)]
+
+
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def train_as_the_page_shows(folders: list[str], cache: str) -> tuple[float, int, float]:
+    """Run both examples of docs/data.md in a folder of each rank; return both losses."""
+    rank = torch.distributed.get_rank()
+    model = build("llama")
+    names: dict[str, Any] = {
+        "zeroshard": zeroshard,
+        "torch": torch,
+        "tokenizer": letters(),
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "config": {"stage": 3},
+        "rank": rank,
+        "num_ranks": torch.distributed.get_world_size(),
+        "device": "cpu",
+    }
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=cache), contextlib.chdir(folders[rank]):
+        for example in EXAMPLES:
+            exec(example, names)
+    return names["mean"].item(), names["engine"].global_step, names["collate"].labels_per_block
+
+
+def test_the_examples_of_the_page_train_and_evaluate_on_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder, last in zip(folders, ("hm", "ha"), strict=True):
+        (folder / "corpus").mkdir(parents=True)
+        write(folder / "corpus", ["dogs bark", "and cats do not", "so it is" * 200, "what else", last] * 2)
+    same = [str(folders[0])] * 2
+    (mean, num_steps, per_block), other = ranks(2, train_as_the_page_shows, same, str(tmp_path / "cache"))
+    assert other == (mean, num_steps, per_block)
+    assert num_steps >= 1
+    assert 0 < mean < 10
+    assert per_block > 100
+    with pytest.raises(RankError, match=r"rank\(s\) 0 have training data of \d+ samples with digest"):
+        ranks(2, train_as_the_page_shows, list(map(str, folders)), str(tmp_path / "cache"))
+
+
+def test_initialize_takes_the_collator_of_the_model_for_blocks(tmp_path: Path) -> None:
+    blocks = text_datasets(
+        write(tmp_path, ["abc"] * 9), Bytes(), seq_len=8, cache_dir=tmp_path / "cache"
+    ).train
+    engine, _, loader, _ = zeroshard.initialize(build("llama"), training_data=blocks)
+    assert loader is not None
+    assert loader.collate_fn == Collator()
+    engine.module.config._attn_implementation = "flash_attention_2"
+    assert collator(engine) == Collator(is_flat=True)
+    engine.close()

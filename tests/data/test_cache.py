@@ -1,0 +1,182 @@
+"""The files of tokens and blocks: written once, by one process, and never used half-written."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.data.tokenizers import CHATML, Bytes, letters
+from tests.ranks import RankError, Ranks
+from zeroshard.data import TextDatasets, text_datasets
+
+ROOT = Path(__file__).parents[2]
+
+
+def corpus(folder: Path, num_documents: int = 30) -> Path:
+    file = folder / "corpus.jsonl"
+    lines = [f'{{"text": "document {"x" * number} {number}"}}\n' for number in range(num_documents)]
+    file.write_text("".join(lines), encoding="utf-8")
+    return file
+
+
+def tokens_of(datasets: TextDatasets) -> list[list[list[int]]]:
+    return [
+        [block["input_ids"].tolist() for block in map(part.__getitem__, range(len(part)))]
+        for part in datasets
+    ]
+
+
+# ------------------------------------------------------------------------------------------- when it is used
+
+
+def test_a_second_call_reads_nothing_and_any_change_makes_other_files(tmp_path: Path) -> None:
+    file, calls = corpus(tmp_path), []
+    options: dict[str, Any] = {"seq_len": 16, "cache_dir": tmp_path / "cache"}
+
+    def is_written(tokenizer: Any = None, **changes: Any) -> bool:
+        calls.clear()
+        text_datasets(
+            file, tokenizer or Bytes(), progress=lambda *now: calls.append(now), **(options | changes)
+        )
+        return bool(calls)
+
+    assert is_written()
+    assert calls[-1] == (file.stat().st_size, file.stat().st_size)
+    assert not is_written()
+    assert is_written(seq_len=17)
+    assert is_written(held_out=0.1)
+    assert is_written(pack=False)
+    assert is_written(letters())
+    assert is_written(letters(CHATML))
+    assert not is_written(letters(CHATML))
+    os.utime(file, (1, 1))
+    assert is_written()
+    file.write_text(file.read_text() + '{"text": "one more"}\n')
+    assert is_written()
+    assert not is_written()
+
+
+def test_files_of_another_size_than_they_were_written_with_are_told(tmp_path: Path) -> None:
+    file = corpus(tmp_path)
+    text_datasets(file, Bytes(), seq_len=16, cache_dir=tmp_path / "cache")
+    (damaged,) = (tmp_path / "cache").glob("*/tokens.bin")
+    damaged.write_bytes(damaged.read_bytes()[:-4])
+    with pytest.raises(OSError, match=r"tokens\.bin: expected \d+ bytes, got \d+: delete this folder"):
+        text_datasets(file, Bytes(), seq_len=16, cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("text", ["", '{"text": "a"}\n', "\n\n"])
+def test_a_source_with_too_little_text_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "small.jsonl"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"small\.jsonl: .*expected .* got none"):
+        text_datasets(file, Bytes(), seq_len=16, cache_dir=tmp_path / "cache")
+
+
+# ------------------------------------------------------------------------------------------ what may happen
+
+
+def write_killed(file: str, cache_dir: str) -> None:
+    def kill(done: int, total: int) -> None:
+        if 0 < done >= total // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    text_datasets(file, Bytes(), seq_len=16, cache_dir=cache_dir, progress=kill)
+
+
+def test_what_a_killed_process_has_written_is_never_used(tmp_path: Path) -> None:
+    file, cache_dir = corpus(tmp_path), tmp_path / "cache"
+    code = f"from tests.data import test_cache; test_cache.write_killed({str(file)!r}, {str(cache_dir)!r})"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(cache_dir.glob("*.partial"))) == 1
+    assert not list(cache_dir.glob("*/index.json"))
+    found = text_datasets(file, Bytes(), seq_len=16, cache_dir=cache_dir)
+    assert tokens_of(found) == tokens_of(
+        text_datasets(file, Bytes(), seq_len=16, cache_dir=tmp_path / "other")
+    )
+    assert not list(cache_dir.glob("*.partial"))
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    file = corpus(tmp_path, 300)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"cache: no space is left .* expected cache_dir="):
+            text_datasets(file, Bytes(), seq_len=16, cache_dir=tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_file_that_is_changed_while_it_is_read_is_told(tmp_path: Path) -> None:
+    file = corpus(tmp_path)
+    with pytest.raises(ValueError, match="was changed while it was read"):
+        text_datasets(
+            file,
+            Bytes(),
+            seq_len=16,
+            cache_dir=tmp_path / "cache",
+            progress=lambda *_: os.utime(file, (1, 1)),
+        )
+
+
+def test_the_memory_that_is_taken_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    file = tmp_path / "large.txt"
+    file.write_text(
+        "a line of some forty characters or more\n" * 150_000
+    )  # 6 MB: 24 MB of tokens, 48 in lists
+    tracemalloc.start()
+    train, held_out = text_datasets(file, Bytes(), seq_len=1024, cache_dir=tmp_path / "cache")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 * 2**20
+    assert (train.num_labels + held_out.num_labels) == file.stat().st_size - 2  # the first of both parts
+    assert held_out.num_labels == pytest.approx(0.05 * file.stat().st_size, rel=0.001)
+
+
+# ------------------------------------------------------------------------------------------------- the ranks
+
+
+def datasets_of_rank(file: str, cache_dir: str) -> tuple[int, Any]:
+    calls = []
+
+    def slowly(done: int, total: int) -> None:
+        calls.append(done)
+        time.sleep(0.01)
+
+    dist.barrier()
+    found = text_datasets(file, Bytes(), seq_len=16, cache_dir=cache_dir, progress=slowly)
+    return len(calls), tokens_of(found)
+
+
+def test_one_of_the_ranks_writes_and_all_get_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    file = corpus(tmp_path)
+    results = ranks(3, datasets_of_rank, str(file), str(tmp_path / "cache"))
+    assert sorted(num_calls for num_calls, _ in results) == [0, 0, 30]
+    alone = tokens_of(text_datasets(file, Bytes(), seq_len=16, cache_dir=tmp_path / "other"))
+    assert [tokens for _, tokens in results] == [alone] * 3
+
+
+def test_all_ranks_get_the_error_of_the_one_that_reads(ranks: Ranks, tmp_path: Path) -> None:
+    file = corpus(tmp_path)
+    file.write_text(file.read_text() + '{"text": 1}\n')
+    with pytest.raises(RankError) as raised:
+        ranks(3, datasets_of_rank, str(file), str(tmp_path / "cache"))
+    for kind, message in filter(None, raised.value.errors):
+        assert kind == "ValueError"
+        assert re.search(r'corpus\.jsonl, line 31: "text": expected a string, got int', message)
+    assert None not in raised.value.errors

@@ -1,0 +1,119 @@
+"""Texts and conversations become tokens, and only answers are in the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.tokenizers import CHATML, MARKED, Bytes, letters
+from zeroshard.data.sources import Chat, Section
+from zeroshard.data.tokens import NO_LOSS, Encoder
+
+TURNS = [
+    {"role": "system", "content": "be"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yo"},
+    {"role": "user", "content": "so"},
+    {"role": "assistant", "content": "no"},
+]
+ASK = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "yo"}
+
+
+def learned_text(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, str]:
+    """The text of a conversation, and the same with a dot for each token out of the loss."""
+    (tokens,) = Encoder(tokenizer).encode([Chat("chat.jsonl, line 7", messages, None)])
+    assert tokens.is_last
+    words = [tokenizer.decode([number]) for number in (tokens.stored & (NO_LOSS - 1)).tolist()]
+    marked = (word if number < NO_LOSS else "." for word, number in zip(words, tokens.stored, strict=True))
+    return "".join(words), "".join(marked)
+
+
+def test_a_text_has_the_bos_of_the_tokenizer_and_ends_with_eos_also_in_sections() -> None:
+    tokenizer = letters()
+    sections = [Section("ab", is_last=False), Section("c", is_first=False), Section("d")]
+    tokens = list(Encoder(tokenizer).encode(sections))
+    assert [tokenizer.decode(part.stored.tolist()) for part in tokens] == ["<s>ab", "c</s>", "<s>d</s>"]
+    assert [part.is_last for part in tokens] == [False, True, True]
+
+
+def test_a_tokenizer_without_eos_ends_no_document() -> None:
+    (tokens,) = Encoder(Bytes()).encode([Section("aä")])
+    assert tokens.stored.tolist() == list("aä".encode())
+    assert Encoder(letters(eos_token=None)).eos == []
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (CHATML, "<|system|>be</s><|user|>hi</s><|assistant|>yo</s><|user|>so</s><|assistant|>no</s>"),
+        (MARKED, "<|system|>be<|user|>hi<|assistant|>yo</s><|user|>so<|assistant|>no</s>"),
+    ],
+)
+def test_only_answers_and_the_tokens_that_end_them_are_in_the_loss(template: str, text: str) -> None:
+    whole, learned = learned_text(letters(template), TURNS)
+    assert whole == text
+    assert learned.replace(".", "") == "yo</s>no</s>"
+    assert learned.endswith(".no</s>")
+
+
+def test_eos_is_added_in_the_loss_to_an_answer_without_and_out_of_it_after_a_question() -> None:
+    tokenizer = letters(CHATML.replace("</s>", ""))
+    assert learned_text(tokenizer, TURNS[1:3]) == ("<|user|>hi<|assistant|>yo</s>", "....yo</s>")
+    assert learned_text(tokenizer, TURNS[1:4])[1] == "....yo...."
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        # An earlier answer is shortened once another one follows, as templates for reasoning do.
+        (
+            CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else '' }}"),
+            TURNS[1:],
+            r'"messages"\[1\]: the chat template does not render a conversation as a beginning of a longer',
+        ),
+        # The header of an answer is there, but not as a generation prompt.
+        (CHATML.partition("{% if")[0], TURNS[1:3], r'"messages"\[1\]: .* no generation prompt, and writes'),
+        (CHATML + "{{ raise_exception('never') }}", TURNS[1:3], "refuses the first 2 messages: never"),
+        (MARKED.replace("'assistant'", "'nobody'"), TURNS[1:3], "gives no token of an answer"),
+        (None, TURNS[1:3], "expected a tokenizer with a chat template"),
+    ],
+)
+def test_a_template_whose_answers_cannot_be_told_from_prompts_is_refused(
+    template: str | None, messages: list[dict[str, str]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"chat\.jsonl, line 7: .*{message}|{message}") as raised:
+        learned_text(letters(template), messages)
+    assert str(raised.value).startswith("chat.jsonl, line 7: ")
+
+
+def test_a_template_whose_questions_end_with_the_prompt_needs_no_generation_prompt() -> None:
+    tokenizer = letters(
+        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}<|assistant|>"
+        "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    assert learned_text(tokenizer, [ASK, ANSWER, ASK, ANSWER])[1] == "....yo</s>....yo</s>"
+
+
+def test_the_fingerprint_follows_vocabulary_template_and_attributes() -> None:
+    class Shifted(Bytes):
+        def __init__(self, shift: int) -> None:
+            self.shift = shift
+
+    tokenizers = [letters(), letters(CHATML), letters(eos_token=None), Bytes(), Shifted(1), Shifted(2)]
+    prints = [Encoder(tokenizer).fingerprint() for tokenizer in tokenizers]
+    assert len(set(prints)) == len(prints)
+    assert Encoder(letters(CHATML)).fingerprint() == prints[1]
+    assert Encoder(Shifted(2)).fingerprint() == prints[5]
+
+
+def test_ids_that_are_no_ids_are_refused() -> None:
+    class Broken:
+        def encode(self, text: str) -> list[int]:
+            return [-1]
+
+    with pytest.raises(ValueError, match=r"token ids in \[0, 2\*\*31\), got -1"):
+        list(Encoder(Broken()).encode([Section("a")]))
+    assert np.uint32(NO_LOSS) == 2**31
