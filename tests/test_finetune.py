@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.text import ByteTokenizer, read_text, split_blocks
+from examples.text import ByteTokenizer, read_text, split_blocks, write_python_documentation
+from zeroshard.data import text_datasets
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "examples" / "finetune.py")
@@ -98,6 +99,15 @@ def test_a_jsonl_file_gives_its_texts(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "one\\u2028", "id": 1}\n\n{"text": "two"}\n', encoding="utf-8")
     assert read_text(str(file)) == "one\u2028\n\ntwo"
+
+
+def test_the_documentation_of_python_becomes_blocks_once(tmp_path: Path) -> None:
+    path = write_python_documentation(tmp_path)
+    before = path.stat()
+    assert write_python_documentation(tmp_path).stat() == before
+    assert list(tmp_path.iterdir()) == [path]
+    train, held_out = text_datasets(path, ByteTokenizer(), seq_len=128, cache_dir=tmp_path / "cache")
+    assert held_out.num_labels == pytest.approx(0.05 * (train.num_labels + held_out.num_labels), rel=0.02)
 
 
 @pytest.mark.parametrize("line", ["{'text': 'x'}", '["x"]', '{"text": 1}', '{"body": "x"}'])

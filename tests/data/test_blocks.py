@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed
 from torch.utils.data import default_collate
 
 import zeroshard
 from tests.data.tokenizers import CHATML, Bytes, letters
 from tests.ranks import RankError, Ranks
-from zeroshard.data import Blocks, Collator, check_separation, collator, evaluation_batches, text_datasets
+from zeroshard.data import (
+    Blocks,
+    Collator,
+    TextDatasets,
+    check_separation,
+    collator,
+    evaluation_batches,
+    text_datasets,
+)
 from zeroshard.data.loader import EpochLoader
 
+ROOT = Path(__file__).parents[2]
 SIZES = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
 LLAMA = SIZES | {"num_key_value_heads": 1, "intermediate_size": 32, "max_position_embeddings": 32}
 FAMILIES = {
@@ -70,6 +85,7 @@ def losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------- documents are apart
 
 
+@pytest.mark.long_where(family=["qwen2", "mistral"], is_flat=[True])
 @pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize(
     ("family", "attention"),
@@ -202,6 +218,31 @@ def test_a_run_resumed_at_another_number_of_ranks_sees_each_block_once(tmp_path:
     assert sorted(seen) == texts
 
 
+def test_each_document_is_either_held_out_or_trained_on_whatever_files_and_blocks_are(tmp_path: Path) -> None:
+    texts = [f"{number:03d}" * (number % 5 + 1) for number in range(100)]
+    file = write(tmp_path, texts)
+    train, held_out = (set(documents_of(part)) for part in datasets(file, tmp_path, seq_len=64))
+    assert train | held_out == set(texts)
+    assert not train & held_out
+    assert 0.05 < sum(map(len, held_out)) / sum(map(len, texts)) <= 0.1
+    renamed = file.rename(tmp_path / "renamed.jsonl")
+    assert set(documents_of(datasets(renamed, tmp_path, seq_len=20)[1])) == held_out
+
+
+def datasets(file: Path, folder: Path, seq_len: int) -> TextDatasets:
+    return text_datasets(file, Bytes(), seq_len=seq_len, held_out=0.1, cache_dir=folder / "cache")
+
+
+def documents_of(blocks: Blocks) -> list[str]:
+    """The texts of documents that are at most a block long and have no zero byte."""
+    found = []
+    for block in all_of(blocks):
+        starts = (block["position_ids"] == 0).nonzero().flatten().tolist()
+        for start, end in itertools.pairwise([*starts, blocks.seq_len]):
+            found.append(bytes(block["input_ids"][start:end].tolist()).decode())
+    return [text for text in found if text.strip("\0")]
+
+
 def test_a_worker_gets_the_names_of_the_files_and_not_the_tokens(tmp_path: Path) -> None:
     file = write(tmp_path, ["abc" * 1000] * 9)
     train, held_out = text_datasets(file, Bytes(), seq_len=64, cache_dir=tmp_path / "cache")
@@ -214,29 +255,53 @@ def test_a_worker_gets_the_names_of_the_files_and_not_the_tokens(tmp_path: Path)
         train[len(train)]
 
 
-def train_a_step(file: str, cache_dir: str, other: str) -> tuple[float, bool]:
-    source = file if torch.distributed.get_rank() == 0 else other
-    blocks = text_datasets(source, letters(), seq_len=18, cache_dir=cache_dir).train
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def train_as_the_page_shows(folders: list[str], cache: str) -> tuple[float, int, float]:
+    """Run both examples of docs/data.md in a folder of each rank; return both losses."""
+    rank = torch.distributed.get_rank()
     model = build("llama")
-    engine, _, loader, _ = zeroshard.initialize(
-        model, torch.optim.SGD(model.parameters(), 0.1), {"stage": 3}, training_data=blocks
-    )
-    check_separation(engine, loader.collate_fn)
-    for batch in loader:
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-    return loss.item(), loader.collate_fn == collator(model)
+    names: dict[str, Any] = {
+        "zeroshard": zeroshard,
+        "torch": torch,
+        "tokenizer": letters(),
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "config": {"stage": 3},
+        "rank": rank,
+        "num_ranks": torch.distributed.get_world_size(),
+        "device": "cpu",
+    }
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=cache), contextlib.chdir(folders[rank]):
+        for example in EXAMPLES:
+            exec(example, names)
+    return names["mean"].item(), names["engine"].global_step, names["collate"].labels_per_block
 
 
-def test_initialize_takes_the_collator_for_blocks_and_refuses_other_blocks_on_another_rank(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_the_examples_of_the_page_train_and_evaluate_on_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    file = write(tmp_path, ["dogs bark", "and cats do not", "so it is", "what else", "hm"] * 2)
-    results = ranks(2, train_a_step, str(file), str(tmp_path / "cache"), str(file))
-    assert all(loss > 0 and is_taken for loss, is_taken in results)
-    (tmp_path / "other").mkdir()
-    other = write(tmp_path / "other", ["dogs bark", "and cats do not", "so it is", "what else", "ha"] * 2)
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder, last in zip(folders, ("hm", "ha"), strict=True):
+        (folder / "corpus").mkdir(parents=True)
+        write(folder / "corpus", ["dogs bark", "and cats do not", "so it is" * 200, "what else", last] * 2)
+    same = [str(folders[0])] * 2
+    (mean, num_steps, per_block), other = ranks(2, train_as_the_page_shows, same, str(tmp_path / "cache"))
+    assert other == (mean, num_steps, per_block)
+    assert num_steps >= 1
+    assert 0 < mean < 10
+    assert per_block > 100
     with pytest.raises(RankError, match=r"rank\(s\) 0 have training data of \d+ samples with digest"):
-        ranks(2, train_a_step, str(file), str(tmp_path / "cache"), str(other))
+        ranks(2, train_as_the_page_shows, list(map(str, folders)), str(tmp_path / "cache"))
+
+
+def test_initialize_takes_the_collator_of_the_model_for_blocks(tmp_path: Path) -> None:
+    blocks = text_datasets(
+        write(tmp_path, ["abc"] * 9), Bytes(), seq_len=8, cache_dir=tmp_path / "cache"
+    ).train
+    engine, _, loader, _ = zeroshard.initialize(build("llama"), training_data=blocks)
+    assert loader is not None
+    assert loader.collate_fn == Collator()
+    engine.module.config._attn_implementation = "flash_attention_2"
+    assert collator(engine) == Collator(is_flat=True)
+    engine.close()

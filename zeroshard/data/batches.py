@@ -47,7 +47,9 @@ def collator(model: Any, blocks: Blocks | None = None) -> Collator:
             sum divided by the mean number of labels of as many blocks. None for the mean over the labels of
             each batch, in which a label weighs more in a batch that has fewer.
     """
-    attention = str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+    owners = (model, getattr(model, "module", None))  # the config of an engine is zeroshard's
+    configs = (getattr(owner, "config", None) for owner in owners)
+    attention = " ".join(str(getattr(config, "_attn_implementation", "")) for config in configs)
     per_block = None if blocks is None else blocks.num_labels / len(blocks)
     return Collator(is_flat="flash" in attention, labels_per_block=per_block)
 
@@ -59,7 +61,7 @@ def evaluation_batches(
     rank: int,
     num_ranks: int,
     collate_fn: Callable[[Sequence[Block]], dict[str, Any]],
-    device: torch.device = _CPU,
+    device: torch.device | str = _CPU,
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield this rank's batches and their numbers of labels, equally many batches on each rank.
 
@@ -73,7 +75,7 @@ def evaluation_batches(
         indices = own[start : start + batch_size]
         batch = collate_fn([blocks[index] for index in indices or (0,)])
         num_labels = int((batch["labels"] != IGNORED).sum()) if indices else 0
-        yield to_device(batch, device), num_labels
+        yield to_device(batch, torch.device(device)), num_labels
 
 
 @torch.no_grad()

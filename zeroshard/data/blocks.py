@@ -40,7 +40,7 @@ class Blocks(Dataset[Block]):
         """Tokens in the loss, of all blocks."""
         self.num_documents: int = index["num_documents"][part]
         self.digest: str = index["digest"]
-        """A digest of the contents of the source, the same on all ranks."""
+        """A digest of the contents of the source and of the options, the same on all ranks."""
         self._pad: int = index["pad"]
         self._pieces, self._firsts = (self._mapped(f"{part}-{name}.npy") for name in ("pieces", "firsts"))
         self._tokens: npt.NDArray[np.uint32] = np.memmap(folder / "tokens.bin", dtype=np.uint32, mode="r")
@@ -121,5 +121,5 @@ def text_datasets(
     if cache_dir is None:
         cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zeroshard")
     recipe = Recipe(find_files(source), Encoder(tokenizer), seq_len, float(held_out), pack)
-    folder = open_cache(Path(cache_dir), recipe, progress)
+    folder = open_cache(Path(cache_dir).absolute(), recipe, progress)
     return TextDatasets(Blocks(folder, "train"), Blocks(folder, "held_out"))

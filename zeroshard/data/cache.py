@@ -150,6 +150,8 @@ class _Documents(NamedTuple):
     starts: Ints
     lengths: Ints
     digests: npt.NDArray[np.uint64]
+    has_prompts: bool
+    """True if some token is not in the loss."""
 
 
 def _write_files(folder: Path, recipe: Recipe, progress: Progress | None) -> None:
@@ -160,7 +162,9 @@ def _write_files(folder: Path, recipe: Recipe, progress: Progress | None) -> Non
     tokens = np.memmap(folder / "tokens.bin", dtype=np.uint32, mode="r")
     num_labels = {}
     for name, (starts, lengths) in parts.items():
-        pieces, labels = _with_labels(cut(starts, lengths, recipe.seq_len), tokens)
+        pieces = cut(starts, lengths, recipe.seq_len)
+        labels = _count_labels(pieces, tokens) if documents.has_prompts else pieces[:, 1] - 1
+        pieces = pieces[labels > 0]
         packed = best_fit(pieces[:, 1], recipe.seq_len) if recipe.pack else one_by_one(pieces[:, 1])
         num_labels[name] = int(labels.sum())
         _save(folder / f"{name}-pieces.npy", pieces[packed.order])
@@ -171,12 +175,13 @@ def _write_files(folder: Path, recipe: Recipe, progress: Progress | None) -> Non
                 f"hold out, got none for {name} of {len(documents.lengths)} documents with "
                 f"{int(documents.lengths.sum())} tokens"
             )
+    options = f"{recipe.seq_len} {recipe.held_out} {recipe.pack}"
     index = {
         "seq_len": recipe.seq_len,
         "pad": recipe.encoder.pad,
         "num_labels": num_labels,
         "num_documents": {name: len(starts) for name, (starts, _) in parts.items()},
-        "digest": blake2b(documents.digests.tobytes(), digest_size=8).hexdigest(),
+        "digest": blake2b(documents.digests.tobytes() + options.encode(), digest_size=8).hexdigest(),
         "sizes": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
     }
     with (folder / "index.json").open("w", encoding="utf-8") as stream:
@@ -188,12 +193,13 @@ def _write_files(folder: Path, recipe: Recipe, progress: Progress | None) -> Non
 def _write_tokens(path: Path, recipe: Recipe, progress: Progress | None) -> _Documents:
     """Write the tokens of all files; return where the documents are."""
     lengths, digests = array("q"), array("Q")
-    length, digest = 0, blake2b(digest_size=8)
+    length, digest, has_prompts = 0, blake2b(digest_size=8), False
     with path.open("wb") as stream:
         for tokens in recipe.encoder.encode(_read_all(recipe.files, progress)):
             stream.write(tokens.stored.data)
             digest.update(tokens.stored.data)
             length += len(tokens.stored)
+            has_prompts = has_prompts or bool((tokens.stored >= NO_LOSS).any())
             if tokens.is_last:
                 lengths.append(length)
                 digests.append(int.from_bytes(digest.digest(), "little"))
@@ -201,7 +207,7 @@ def _write_tokens(path: Path, recipe: Recipe, progress: Progress | None) -> _Doc
         stream.flush()
         os.fsync(stream.fileno())
     found = np.array(lengths, dtype=np.int64)
-    return _Documents(np.cumsum(found) - found, found, np.array(digests, dtype=np.uint64))
+    return _Documents(np.cumsum(found) - found, found, np.array(digests, dtype=np.uint64), has_prompts)
 
 
 def _read_all(files: Sequence[Path], progress: Progress | None) -> Iterator[Section | Chat]:
@@ -217,8 +223,8 @@ def _read_all(files: Sequence[Path], progress: Progress | None) -> Iterator[Sect
 
 def _split(documents: _Documents, share: float) -> dict[str, tuple[Ints, Ints]]:
     """Return starts and lengths of the documents of both parts; the end of a lonely document is held out."""
-    starts, lengths, digests = documents
-    learnable = lengths >= 2
+    starts, lengths, digests, _ = documents
+    learnable = lengths >= 2  # a lonely token predicts nothing
     starts, lengths, digests = starts[learnable], lengths[learnable], digests[learnable]
     held = np.zeros(len(starts), dtype=bool)
     if share and len(starts) == 1:
@@ -232,11 +238,10 @@ def _split(documents: _Documents, share: float) -> dict[str, tuple[Ints, Ints]]:
     return {name: (starts[chosen[name]], lengths[chosen[name]]) for name in PARTS}
 
 
-def _with_labels(pieces: Ints, tokens: npt.NDArray[np.uint32]) -> tuple[Ints, Ints]:
-    """Return the pieces that have a label, and the number of labels of each."""
+def _count_labels(pieces: Ints, tokens: npt.NDArray[np.uint32]) -> Ints:
+    """Return the number of labels of each piece."""
     counts = (np.count_nonzero(tokens[start + 1 : start + length] < NO_LOSS) for start, length in pieces)
-    labels = np.fromiter(counts, dtype=np.int64, count=len(pieces))
-    return pieces[labels > 0], labels[labels > 0]
+    return np.fromiter(counts, dtype=np.int64, count=len(pieces))
 
 
 def _save(path: Path, values: npt.NDArray[Any]) -> None:
