@@ -50,7 +50,9 @@ def run(optimizer: str, seed: int, num_steps: int) -> Run:
     if done.returncode != 0:
         raise RuntimeError(f"Expected the main job to end well with {optimizer}, got:\n{done.stderr}")
     told = re.findall(r"^step (\d+)/\d+: loss ([\d.]+)", done.stdout, re.MULTILINE)
-    before, after = re.findall(r"^evaluation loss (?:before|after): ([\d.]+)", done.stdout, re.MULTILINE)
+    before, after = re.findall(
+        r"^held-out loss (?:before|after) training: ([\d.]+)", done.stdout, re.MULTILINE
+    )
     steps, losses = [int(step) for step, _ in told], [float(loss) for _, loss in told]
     return Run(optimizer, seed, steps, losses, float(before), float(after))
 

@@ -1,136 +1,391 @@
+"""The main job, examples/finetune.py, with a small text and small models."""
+
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from examples.text import ByteTokenizer, read_text, split_blocks, write_python_documentation
+import zeroshard
+from examples.text import ByteTokenizer, python_documentation, zeroshard_documentation
+from tests.data.tokenizers import CHATML, letters
+from tests.ranks import Ranks
 from zeroshard.data import text_datasets
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = str(ROOT / "examples" / "finetune.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-TINY = ["--hidden", "32", "--layers", "2", "--seq-len", "64"]
+EXAMPLES = ROOT / "examples"
+TINY = ["--hidden", "32", "--layers", "2", "--seq-len", "64", "--lr", "1e-2"]
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
 
-def run(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+class Ended(NamedTuple):
+    """A run of the example on one rank."""
+
+    code: Any
+    """The argument of sys.exit; None for a run that came to its end."""
+    printed: str
+    drawn: list[Any]
+    """The history that the plot was given: evaluations and losses."""
 
 
-def test_two_ranks_learn_and_show_the_memory_they_held(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("matplotlib")
-    plot = tmp_path / "loss.png"
-    done = run(*TORCHRUN, SCRIPT, *TINY, "--steps", "25", "--accumulate", "2", "--plot", str(plot))
-    assert done.returncode == 0, done.stderr
-    before, after = evaluation_losses(done.stdout)
+def finetune(folder: str, *arguments: str, dies_at: int | None = None) -> Ended:
+    """Run the example in this process, from `folder`; raise in the backward of the step `dies_at`."""
+    drawn: list[Any] = []
+    backward = zeroshard.Engine.backward
+
+    def dying(engine: zeroshard.Engine, loss: torch.Tensor) -> torch.Tensor:
+        if engine.global_step == dies_at:
+            raise SystemExit("died")
+        return backward(engine, loss)
+
+    with example_modules(), contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        import report
+
+        save_plot = report.save_plot
+        patch.setattr(
+            report,
+            "save_plot",
+            lambda path, history, unit: drawn.extend(history[:2]) or save_plot(path, history, unit),
+        )
+        patch.setattr(zeroshard.Engine, "backward", dying)
+        patch.setattr(sys, "argv", ["finetune.py", *arguments])
+        patch.setenv("XDG_CACHE_HOME", str(Path(folder, "cache")))
+        patch.setenv("COLUMNS", "120")
+        printed, code = io.StringIO(), None
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            try:
+                runpy.run_path(str(EXAMPLES / "finetune.py"), run_name="__main__")
+            except SystemExit as end:
+                code = end.code
+    return Ended(code, printed.getvalue(), drawn)
+
+
+@contextlib.contextmanager
+def example_modules() -> Iterator[None]:
+    """Import the modules beside the example anew: they read the rank from the environment."""
+    names = [file.stem for file in EXAMPLES.glob("*.py")]
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(EXAMPLES))
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def run(ranks: Ranks, tmp_path: Path) -> Callable[..., Ended]:
+    """Runs the example on some ranks, and gives what rank 0 has."""
+
+    def run(num_ranks: int, *arguments: str, **kwargs: Any) -> Ended:
+        return ranks(num_ranks, finetune, str(tmp_path), *arguments, process_group=False, **kwargs)[0]
+
+    return run
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A file of texts that follow a rule."""
+    file = tmp_path / "data.jsonl"
+    texts = [" ".join(WORDS[(first + step) % 12] for step in range(60)) for first in range(12)] * 3
+    file.write_text("".join(json.dumps({"text": f"{n}: {text}"}) + "\n" for n, text in enumerate(texts)))
+    return file
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """A folder with conversations."""
+    file = tmp_path / "chats" / "messages.jsonl"
+    file.parent.mkdir()
+    pairs = [(WORDS[n % 12], WORDS[(n + 1) % 12]) for n in range(60)]
+    lines = [
+        {"messages": [{"role": "user", "content": f"after {a}?"}, {"role": "assistant", "content": b}]}
+        for n, (a, b) in enumerate(pairs)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file.parent
+
+
+@pytest.fixture
+def pretrained(tmp_path: Path) -> Path:
+    """A folder with a small Llama and a tokenizer that has a chat template."""
+    tokenizer = letters(CHATML)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, **sizes))
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def held_out_losses(printed: str) -> list[float]:
+    """The losses before and after training."""
+    return [
+        float(loss) for loss in re.findall(r"held-out loss (?:before|after) training: ([\d.]+) nats", printed)
+    ]
+
+
+# ------------------------------------------------------------------------------------------- the small Llama
+
+
+def test_two_ranks_learn_and_show_the_memory_they_held(
+    run: Callable[..., Ended], text: Path, tmp_path: Path
+) -> None:
+    ended = run(2, *TINY, "--data", str(text), "--steps", "25", "--accumulate", "2", "--output", "out")
+    assert ended.code is None, ended
+    before, after = held_out_losses(ended.printed)
     assert before == pytest.approx(math.log(256), abs=0.1)
     assert after < before - 1
-    held = {kind: list(map(float, numbers)) for kind, *numbers in table_rows(done.stdout)}
-    assert list(held) == ["parameters", "gradients", "optimizer", "unsharded, peak", "all"]
-    for kind in ("parameters", "gradients", "optimizer"):
+    rows = re.findall(r"│ (\w[\w, ]*\w) +│ +([\d.]+) │ +([\d.]+) │", ended.printed)
+    held = {kind: (float(ours), float(ddp)) for kind, ours, ddp in rows}
+    assert list(held) == ["parameters", "gradients", "optimizer states", "gathered for use, at most", "all"]
+    for kind in ("parameters", "gradients", "optimizer states"):
         ours, ddp = held[kind]
         assert ours == pytest.approx(ddp / 2, rel=0.1, abs=0.01)
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    evaluations, losses = ended.drawn
+    assert len(losses) == 25
+    assert [step for step, _ in evaluations] == [0, 5, 10, 15, 20, 25]
+    last = re.findall(r"^step 25/25: (.*)", ended.printed, re.MULTILINE)[0]
+    assert re.fullmatch(
+        r"loss [\d.]+, held-out [\d.]+, lr [\d.e-]+, grad norm [\d.]+, [\d,]+ tokens/s, [\d:]+ in all", last
+    )
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 32
+    assert "NOT be kept" not in ended.printed
 
 
-def evaluation_losses(output: str) -> list[float]:
-    """The losses before and after training, in nats per byte."""
-    found = re.findall(r"evaluation loss (?:before|after): ([\d.]+) nats per byte", output)
-    return [float(loss) for loss in found]
+def test_a_run_that_leaves_nothing_warns(run: Callable[..., Ended], text: Path) -> None:
+    ended = run(1, *TINY, "--data", str(text), "--steps", "2", "--optimizer", "adamw8bit")
+    assert ended.code is None, ended
+    assert "the trained model will NOT be kept: give --output DIR" in ended.printed
 
 
-def table_rows(output: str) -> list[tuple[str, ...]]:
-    return re.findall(r"│ (\w[\w, ]*\w) +│ +([\d.]+) │ +([\d.]+) │", output)
-
-
-def loss_after(optimizer: str, *arguments: str, timeout: float) -> float:
-    done = run(*TORCHRUN, SCRIPT, "--optimizer", optimizer, *arguments, timeout=timeout)
-    assert done.returncode == 0, done.stderr
-    _, after = evaluation_losses(done.stdout)
-    return after
-
-
-def test_one_rank_learns_with_states_of_8_bits(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    options = ["--optimizer", "adamw8bit", "--steps", "12", "--plot", str(tmp_path / "loss.png")]
-    done = run(SCRIPT, *TINY, *options)
-    assert done.returncode == 0, done.stderr
-    before, after = evaluation_losses(done.stdout)
-    assert after < before - 0.5
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("arguments", "timeout"),
-    [
-        (["--hidden", "64", "--layers", "2", "--seq-len", "64", "--steps", "60"], 120),
-        ([], 600),
-    ],
-    ids=["short", "whole"],
-)
-def test_with_states_of_8_bits_it_learns_as_much_within_a_hundredth(
-    tmp_path: Path, arguments: list[str], timeout: float
+def test_a_run_that_was_cut_off_goes_on_to_the_same_losses(
+    run: Callable[..., Ended], text: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("transformers")
-    arguments = [*arguments, "--plot", str(tmp_path / "loss.png")]
-    exact = loss_after("adamw", *arguments, timeout=timeout)
-    assert loss_after("adamw8bit", *arguments, timeout=timeout) <= 1.01 * exact
+    common = [*TINY, "--data", str(text), "--steps", "10", "--save-every", "3", "--resume", "auto"]
+    alone = run(2, *common, "--checkpoint-dir", "alone")
+    assert alone.code is None, alone
+    assert run(2, *common, "--checkpoint-dir", "cut", dies_at=8).code == "died"
+    again = run(2, *common, "--checkpoint-dir", "cut")
+    assert "going on after step 6, from cut" in again.printed
+    assert again.drawn == alone.drawn
+    assert len(again.drawn[1]) == 10
 
 
-def test_a_missing_data_file_is_named() -> None:
-    pytest.importorskip("transformers")
-    done = run(SCRIPT, *TINY, "--data", "no/such/file.txt")
-    assert done.returncode == 1
-    assert "No such file or directory: 'no/such/file.txt'" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "no/such/file.txt"], "no/such/file.txt"),
+        (["--lora", "4"], "--lora: expected --model with it"),
+        (["--save-every", "3"], "expected --checkpoint-dir with them"),
+    ],
+    ids=["data", "lora", "checkpoints"],
+)
+def test_a_mistake_is_one_line(run: Callable[..., Ended], arguments: list[str], message: str) -> None:
+    ended = run(1, *TINY, *arguments)
+    assert ended.code not in (None, 0)
+    assert message in f"{ended.code}{ended.printed}"
+    assert "Traceback" not in ended.printed
 
 
-def test_a_jsonl_file_gives_its_texts(tmp_path: Path) -> None:
-    file = tmp_path / "data.jsonl"
-    file.write_text('{"text": "one\\u2028", "id": 1}\n\n{"text": "two"}\n', encoding="utf-8")
-    assert read_text(str(file)) == "one\u2028\n\ntwo"
+# ------------------------------------------------------------------------------------------ a given model
 
 
-def test_the_documentation_of_python_becomes_blocks_once(tmp_path: Path) -> None:
-    path = write_python_documentation(tmp_path)
-    before = path.stat()
-    assert write_python_documentation(tmp_path).stat() == before
-    assert list(tmp_path.iterdir()) == [path]
-    train, held_out = text_datasets(path, ByteTokenizer(), seq_len=128, cache_dir=tmp_path / "cache")
-    assert held_out.num_labels == pytest.approx(0.05 * (train.num_labels + held_out.num_labels), rel=0.02)
+def test_a_pretrained_model_is_asked_and_saved(
+    run: Callable[..., Ended], chats: Path, pretrained: Path, tmp_path: Path
+) -> None:
+    options = ["--data", str(chats), "--seq-len", "64", "--epochs", "4", "--lr", "1e-2", "--recompute"]
+    ended = run(2, "--model", str(pretrained), *options, "--ask", "after two?")
+    assert ended.code is None, ended
+    before, after = held_out_losses(ended.printed)
+    assert after < before - 0.5
+    assert ended.printed.index("asked before training") < ended.printed.index("asked after training")
+    assert "zeroshard chat finetuned" in ended.printed
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "finetuned")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "finetuned")
+    _, held_out = text_datasets(chats, tokenizer, seq_len=64, cache_dir=tmp_path / "cache" / "zeroshard")
+    with torch.no_grad():
+        losses = [(model(**batch).loss.item(), n) for batch, n in batches_of(model, held_out)]
+    mean = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
+    assert mean == pytest.approx(after, abs=2e-3)  # printed to 3 digits
 
 
-@pytest.mark.parametrize("line", ["{'text': 'x'}", '["x"]', '{"text": 1}', '{"body": "x"}'])
-def test_a_bad_line_of_a_jsonl_file_is_named(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "data.jsonl"
-    file.write_text(f'{{"text": "x"}}\n{line}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"data\.jsonl, line 2: expected "):
-        read_text(str(file))
+def batches_of(model: Any, held_out: zeroshard.data.Blocks) -> Iterator[tuple[dict[str, Any], int]]:
+    collate = zeroshard.data.collator(model)
+    return zeroshard.data.evaluation_batches(held_out, 2, rank=0, num_ranks=1, collate_fn=collate)
 
 
-def test_every_twentieth_block_is_held_out() -> None:
-    train, held_out = split_blocks(list(range(410)), length=10, world_size=2)
-    assert held_out.tolist() == [list(range(190, 200)), list(range(390, 400))]
-    assert train.shape == (39, 10)
-    assert train[-1].tolist() == list(range(400, 410))
+def test_adapters_are_trained_alone_and_saved(
+    run: Callable[..., Ended], chats: Path, pretrained: Path, tmp_path: Path
+) -> None:
+    options = ["--data", str(chats), "--seq-len", "64", "--epochs", "8", "--lr", "5e-2", "--output", "out"]
+    ended = run(2, "--model", str(pretrained), *options, "--lora", "4")
+    assert ended.code is None, ended
+    before, after = held_out_losses(ended.printed)
+    assert after < before - 0.1
+    assert (tmp_path / "out" / "adapter_config.json").is_file()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0
 
 
-def test_a_text_without_a_held_out_block_for_each_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected at least 400 tokens .* came 399"):
-        split_blocks([0] * 399, length=10, world_size=2)
+# -------------------------------------------------------------------------------------------------- texts
+
+
+def test_documentation_becomes_blocks_once(tmp_path: Path) -> None:
+    for write in (python_documentation, zeroshard_documentation):
+        path = write(tmp_path / "texts")
+        before = path.stat()
+        assert write(tmp_path / "texts").stat() == before
+        train, held_out = text_datasets(path, ByteTokenizer(), seq_len=128, cache_dir=tmp_path / "cache")
+        assert held_out.num_labels == pytest.approx(0.05 * (train.num_labels + held_out.num_labels), rel=0.1)
+    assert len(list((tmp_path / "texts").iterdir())) == 2
 
 
 def test_bytes_decode_to_the_text_they_came_from_and_never_to_control_codes() -> None:
     tokenizer = ByteTokenizer()
     assert tokenizer.decode(tokenizer.encode("naïve\n≤ 3")) == "naïve\n≤ 3"
     assert tokenizer.decode([65, 27, 255, 66]) == "A\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}B"
+
+
+# --------------------------------------------------------------------------- the whole job, under torchrun
+
+SCRIPT = """
+import json, os, runpy, signal, sys
+from pathlib import Path
+
+import zeroshard
+
+examples, deaths, plot = sys.argv[1:4]
+sys.argv = ["finetune.py", *sys.argv[4:]]
+sys.path.insert(0, examples)
+import report
+
+def draw(path, history, unit):
+    Path(plot).write_text(json.dumps(history[:2]))
+    return True
+
+report.save_plot = draw
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def dying_fsync(descriptor):
+    global num_synced
+    num_synced += 1
+    if num_synced == 2:
+        die()
+    fsync(descriptor)
+
+def dying_backward(engine, loss):
+    if engine.global_step == 8:
+        die()
+    backward(engine, loss)
+
+num_synced, fsync, backward = 0, os.fsync, zeroshard.Engine.backward
+death = json.loads(deaths).get(os.environ["TORCHELASTIC_RESTART_COUNT"] + " " + os.environ["RANK"])
+if death == "in the second save":
+    os.fsync = dying_fsync
+if death == "in a step":
+    zeroshard.Engine.backward = dying_backward
+
+runpy.run_path(examples + "/finetune.py", run_name="__main__")
+"""
+STEPS = 10
+
+
+def torchrun(
+    folder: Path, num_ranks: int, *arguments: str, deaths: dict[str, str] | None = None
+) -> tuple[list[float], list[tuple[int, float]], str]:
+    """Run the example.
+
+    Args:
+        folder: for its checkpoints, and what it draws.
+        deaths: when a rank kills itself, by "<restart> <rank>".
+
+    Returns:
+        The losses and the evaluations that it draws, and what it prints.
+    """
+    script, plot = folder.with_suffix(".py"), folder.with_suffix(".json")
+    script.write_text(SCRIPT)
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    wrapped = [str(script), str(EXAMPLES), json.dumps(deaths or {}), str(plot)]
+    options = [*TINY, "--steps", str(STEPS), "--checkpoint-dir", str(folder), "--save-every", "3"]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder.parent)}
+    done = subprocess.run(
+        [sys.executable, *launch, "--max-restarts=3", *wrapped, *options, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    evaluations, losses = json.loads(plot.read_text())
+    return losses, [(step, loss) for step, loss in evaluations], done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "deaths",
+    [{"0 1": "in the second save"}, {"0 1": "in the second save", "1 0": "in a step"}],
+    ids=["once", "twice"],
+)
+def test_a_run_whose_ranks_are_killed_has_the_losses_of_one_that_was_left_alone(
+    tmp_path: Path, deaths: dict[str, str]
+) -> None:
+    quiet, killed = tmp_path / "quiet", tmp_path / "killed"
+    auto = ["--batch-size", "2", "--resume", "auto"]
+    with ThreadPoolExecutor() as pool:  # starting processes takes most of the time
+        alone = pool.submit(torchrun, quiet, 2, *auto)
+        again = torchrun(killed, 2, *auto, deaths=deaths)
+    losses, evaluations, said = alone.result()
+    assert len(losses) == STEPS
+    assert "going on" not in said
+    assert again[:2] == (losses, evaluations)
+    assert again[2].count("going on after step") == len(deaths)
+    assert left_in(killed) == left_in(quiet)
+
+    if len(deaths) == 2:
+        at_one_rank = torchrun(killed, 1, "--batch-size", "4", "--resume", "step-6")
+        assert "going on after step 6" in at_one_rank[2]
+        assert at_one_rank[0][:6] == losses[:6]
+        assert at_one_rank[0] == pytest.approx(losses, rel=1e-5)
+        assert dict(at_one_rank[1]) == pytest.approx(dict(evaluations), rel=1e-5)
+
+
+def left_in(folder: Path) -> dict[str, Any]:
+    """What is in a folder of checkpoints: each file that names one, and the files of each."""
+    return {
+        path.name.partition(".")[0] + ("/" if path.is_dir() else ""): (
+            sorted(os.listdir(path)) if path.is_dir() else None
+        )
+        for path in folder.iterdir()
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("steps", ["60", "300"])
+def test_with_states_of_8_bits_it_learns_as_much_within_a_hundredth(
+    run: Callable[..., Ended], tmp_path: Path, steps: str
+) -> None:
+    sizes = ["--hidden", "64", "--layers", "2", "--seq-len", "64"] if steps == "60" else []
+    after = {}
+    for optimizer in ("adamw", "adamw8bit"):
+        ended = run(2, *sizes, "--steps", steps, "--optimizer", optimizer, timeout=600)
+        assert ended.code is None, ended
+        _, after[optimizer] = held_out_losses(ended.printed)
+    assert after["adamw8bit"] <= 1.01 * after["adamw"]
