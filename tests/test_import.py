@@ -1,4 +1,4 @@
-"""`import zeroshard` and its public names: nothing of torch or of the process changes, and little is loaded."""
+"""`import zeroshard` and its public names: nothing of torch or the process changes, and little is loaded."""
 
 from __future__ import annotations
 

@@ -61,10 +61,10 @@ if not TYPE_CHECKING:  # to a type checker a name that is not imported above is 
     def __getattr__(name: str) -> Any:
         """Import a public name (PEP 562)."""
         if name == "optim":
-            return import_module("zeroshard.optim")
+            return import_module(f"{__name__}.optim")
         if name not in _HOMES:
             raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"zeroshard.{_HOMES[name]}"), name)
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
         return value
 
 

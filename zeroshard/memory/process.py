@@ -32,7 +32,10 @@ def measure_process(device: torch.device) -> ProcessMemory:
     if device.type == "cpu":
         import psutil  # when a report is asked for, not with the package
 
-        return ProcessMemory(rss=psutil.Process().memory_info().rss, peak_rss=_peak_rss())
+        rss = psutil.Process().memory_info().rss
+        return ProcessMemory(
+            rss=rss, peak_rss=max(rss, _peak_rss())
+        )  # the system's peak may lag by some pages
     return ProcessMemory(
         allocated=torch.accelerator.memory_allocated(device),
         reserved=torch.accelerator.memory_reserved(device),
