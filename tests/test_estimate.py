@@ -200,24 +200,24 @@ def about(expected):
 
 
 LLAMAS = {  # the configs that were published: Touvron et al. 2023, Grattafiori et al. 2024, Llama 3.2
-    "Llama 2 7B": (32_000, 4096, 11_008, 32, 32, False),
-    "Llama 3.2 1B": (128_256, 2048, 8192, 16, 8, True),
-    "Llama 3.2 3B": (128_256, 3072, 8192, 28, 8, True),
-    "Llama 3 8B": (128_256, 4096, 14_336, 32, 8, False),
-    "Llama 3 70B": (128_256, 8192, 28_672, 80, 8, False),
+    "Llama 2 7B": (32_000, 4096, 11_008, 32, 32, 32, False),
+    "Llama 3.2 1B": (128_256, 2048, 8192, 16, 32, 8, True),
+    "Llama 3.2 3B": (128_256, 3072, 8192, 28, 24, 8, True),
+    "Llama 3 8B": (128_256, 4096, 14_336, 32, 32, 8, False),
+    "Llama 3 70B": (128_256, 8192, 28_672, 80, 64, 8, False),
 }
 
 
 @pytest.mark.parametrize("name", LLAMAS)
 def test_a_number_of_parameters_is_estimated_like_a_llama_of_that_size(name):
     transformers = pytest.importorskip("transformers")
-    vocabulary, width, inner, depth, num_kv_heads, is_tied = LLAMAS[name]
+    vocabulary, width, inner, depth, num_heads, num_kv_heads, is_tied = LLAMAS[name]
     config = transformers.LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=inner,
         num_hidden_layers=depth,
-        num_attention_heads=32,
+        num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         tie_word_embeddings=is_tied,
     )

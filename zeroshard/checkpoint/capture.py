@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,7 +249,6 @@ def _describe(
             "zeroshard": installed_version(),
             "torch": torch.__version__,
             "num_ranks": runtime.context.axes.dp.size,
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
         },
         model=describe_model(runtime.module),
         config=_describe_config(parts.config),

@@ -44,7 +44,7 @@ class Manifest:
 
     format: int = FORMAT
     written_by: dict[str, Any]
-    """Versions of zeroshard and torch, the number of ranks, and the time of the save in UTC."""
+    """Versions of zeroshard and torch, and the number of ranks."""
     model: dict[str, Any]
     """Its class, and the model config of transformers where there is one."""
     config: dict[str, Any]

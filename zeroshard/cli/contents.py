@@ -45,7 +45,7 @@ def describe(stored: Stored) -> str:
 
 
 def to_json(stored: Stored) -> dict[str, Any]:
-    """Return the same as plain values: numbers of bytes, lists of sizes, the time in UTC."""
+    """Return the same as plain values: numbers of bytes, lists of sizes."""
     manifest = stored.manifest
     return {
         "directory": str(stored.directory),
@@ -53,6 +53,7 @@ def to_json(stored: Stored) -> dict[str, Any]:
         "skipped_steps": manifest.skipped_steps,
         "stage": manifest.config.get("stage"),
         "written_by": manifest.written_by,
+        "time_of_file": _time(stored),
         "model": manifest.model.get("class"),
         "optimizer": manifest.optimizer,
         "lr_scheduler": manifest.lr_scheduler,
@@ -85,7 +86,8 @@ def _facts(stored: Stored) -> list[tuple[str, Any]]:
         ("optimizer", manifest.optimizer or "none"),
         ("LR scheduler", manifest.lr_scheduler or "none"),
         ("ranks", f"{writer.get('num_ranks')}, stage {manifest.config.get('stage')}"),
-        ("written", f"{_time(stored)}, by zeroshard {writer.get('zeroshard')}, torch {writer.get('torch')}"),
+        ("written by", f"zeroshard {writer.get('zeroshard')}, torch {writer.get('torch')}"),
+        ("time of file", _time(stored)),
         ("files", f"{len(manifest.files):,}, {format_bytes(num_bytes)}"),
         *([("left out", f"{len(manifest.frozen):,} frozen parameters")] if manifest.frozen else []),
         *(("tied", " = ".join((name, *names))) for name, names in _tied(manifest)),
@@ -97,13 +99,12 @@ def _in_words(num: int) -> str:
 
 
 def _time(stored: Stored) -> str:
-    """Return the time of the save; that of the file for an older checkpoint, which does not tell it."""
-    stated, suffix = stored.manifest.written_by.get("time"), ""
-    try:
-        time = datetime.fromisoformat(str(stated))
-    except ValueError:
-        time, suffix = datetime.fromtimestamp((stored.directory / MANIFEST).stat().st_mtime, UTC), " (file)"
-    return f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC{suffix}"
+    """Return the time of the manifest's file, which is written last.
+
+    The manifest does not tell the time: the same state gives the same bytes.
+    """
+    changed = datetime.fromtimestamp((stored.directory / MANIFEST).stat().st_mtime, UTC)
+    return f"{changed:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _tied(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:

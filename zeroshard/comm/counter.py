@@ -79,7 +79,7 @@ class Counter:
         self.waited_s = dict.fromkeys(KINDS, 0.0)
         self.since = time.monotonic()
 
-    def report(self, *, rank: int, num_ranks: int, is_host_waiting: bool) -> CommReport:
+    def report(self, *, rank: int = 0, num_ranks: int = 1, is_host_waiting: bool = True) -> CommReport:
         """Return the sums so far.
 
         Args:
