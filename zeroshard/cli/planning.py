@@ -16,6 +16,7 @@ from zeroshard.memory.typical import typical_sizes
 from zeroshard.tables import format_bytes, format_count, render
 
 _STAGES = range(4)
+_NO_BREAK = "\u00a0"
 _LINE = 79  # characters of a line of text
 _NOTE = (
     "The peak is the time at which most parameters are gathered: a unit that computes, those that are "
@@ -34,7 +35,7 @@ def plan(options: Namespace) -> None:
         for num_ranks in options.ranks
         for config in configs
     }
-    lines = fill(_about(model), _LINE), _about_training(configs[0], options)
+    lines = fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options)
     print(*lines, "", _table(found), "", fill(_NOTE, _LINE), sep="\n")
 
 
@@ -71,10 +72,15 @@ def _about(model: nn.Module | int) -> str:
     tables = "embedding, which is the head too," if sizes.is_tied else "embedding and head"
     return (
         f"{model:,} parameters, taken as a typical language model: {sizes.depth} blocks of "
-        f"{format_count(sizes.blocks[0])}, {tables} of {format_count(sizes.embedding)} "
+        f"{_count(sizes.blocks[0])}, {tables} of {_count(sizes.embedding)} "
         f"(width {sizes.width:,}, vocabulary {sizes.embedding // sizes.width:,}). "
         "A config.json in place of the number is exact."
     )
+
+
+def _count(num: int) -> str:
+    """Return a number whose unit stays on the same line."""
+    return format_count(num).replace(" ", _NO_BREAK)
 
 
 def _about_training(config: Config, options: Namespace) -> str:
