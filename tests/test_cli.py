@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 import zlib
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import zeroshard
 from tests.distributed.models import GPT, Tiny
 from tests.distributed.training import build, square_loss, start, step, token_loss
-from zeroshard.cli.commands import parse_size
+from zeroshard.cli.arguments import EXAMPLES, parse_model, parse_size
 from zeroshard.cli.main import main
+from zeroshard.tables import format_bytes
 from zeroshard.version import installed_version
 
 ROOT = Path(__file__).parents[1]
@@ -52,29 +57,53 @@ def folder(ranks, tmp_path_factory):
 
 def rows(text: str) -> dict[str, list[str]]:
     """The cells of each line of the tables, by the first one."""
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
-    return {name: cells for name, *cells in lines}
+    lines = [re.split(r"\s{3,}", line.strip()) for line in text.splitlines()]
+    return {name: cells for name, *cells in lines if cells}
 
 
-def test_inspect_lists_every_tensor_who_wrote_it_and_that_it_is_intact(folder):
+def test_inspect_tells_the_origin_then_every_tensor_then_that_it_is_intact(folder):
     command = [sys.executable, "-m", "zeroshard", "inspect", folder]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found = rows(done.stdout)
+    summary, totals, parameters, states, verdict = done.stdout.split("\n\n")
     model = Tiny()
+    count, numel = len(list(model.parameters())), sum(p.numel() for p in model.parameters())
+    for line in (
+        f"checkpoint: {folder / 'second.0'}",
+        "step: 2 ",
+        f"model: Tiny, {numel:,} parameters",
+        "optimizer: AdamW",
+        "ranks: 2, stage 2",
+        f"written by: zeroshard {installed_version()}, torch {torch.__version__}",
+    ):
+        assert line in " ".join(summary.split())
+    seconds = (folder / "second.0" / "zeroshard.json").stat().st_mtime
+    assert f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC" in summary
+    found = rows(totals)
+    assert found["parameters"] == ["float32", str(count), f"{numel:,}", f"{numel * 4 / 1024:.1f} KiB"]
+    assert found["optimizer states"][1:3] == [str(2 * count), f"{2 * numel:,}"]
+    assert found["total"] == ["float32", str(3 * count), f"{3 * numel:,}", f"{numel * 12 / 1024:.1f} KiB"]
     for name, parameter in model.named_parameters():
         shape = "x".join(map(str, parameter.shape)) or "scalar"
         size = f"{parameter.nbytes} B" if parameter.nbytes < 1024 else f"{parameter.nbytes / 1024:.1f} KiB"
-        assert found[name] == ["parameter", "float32", shape, size]
+        assert rows(parameters)[name] == ["float32", shape, size]
+        lines = [line.split() for line in states.splitlines()]
         for key in ("exp_avg", "exp_avg_sq"):
-            assert found[f"optimizer/{name}/{key}"] == ["optimizer state", "float32", shape, size]
-    count, numel = len(list(model.parameters())), sum(p.numel() for p in model.parameters())
-    assert found["parameter"] == [str(count), f"{numel:,}", f"{numel * 4 / 1024:.1f} KiB"]
-    assert found["optimizer state"] == [str(2 * count), f"{2 * numel:,}", f"{numel * 8 / 1024:.1f} KiB"]
-    assert f"torch {torch.__version__}, num_ranks 2" in done.stdout
-    for line in ("model: Tiny", "stage: 2", "step: 2, 0 skipped", "optimizer: AdamW", "second.0"):
-        assert line in " ".join(done.stdout.split())
-    assert done.stdout.endswith("intact: all files are there and as they were written\n")
+            assert [name, key, "float32", shape, *size.split()] in lines
+    names = [name for name in rows(parameters) if "." in name]
+    assert names == [name for name, _ in model.named_parameters() if "." in name]
+    assert verdict == "intact: all files are there and as they were written\n"
     assert not done.stderr
+
+
+def test_inspect_tells_programs_the_same_in_json(folder, capsys):
+    assert main(["inspect", str(folder / "first"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["stage"], found["optimizer"], found["verified"]) == (2, 2, "AdamW", True)
+    weights = {name: tensor for name, tensor in found["tensors"].items() if tensor["kind"] == "parameter"}
+    expected = {name: (list(p.shape), p.nbytes) for name, p in Tiny().named_parameters()}
+    assert {name: (tensor["shape"], tensor["bytes"]) for name, tensor in weights.items()} == expected
+    assert main(["inspect", str(folder / "first"), "--json", "--no-verify"]) == 0
+    assert json.loads(capsys.readouterr().out) == found | {"verified": False}
 
 
 @pytest.mark.parametrize("name", [".", "first", "first.0"])
@@ -96,7 +125,7 @@ def test_tied_parameters_are_listed_once(folder, capsys):
     assert f"{first} = {second}" in out
     assert first in rows(out)
     assert second not in rows(out)
-    assert rows(out)["parameter"][0] == str(len(list(model.parameters())))
+    assert rows(out)["parameters"][1] == str(len(list(model.parameters())))
 
 
 def failure(capsys, *arguments: object) -> tuple[int, str]:
@@ -124,10 +153,19 @@ def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
         (("export", folder, tmp_path / "out", "--tokenizer", tmp_path / "none"), "expected a folder"),
         (("export", folder, tmp_path / "out", "--tokenizer", tmp_path), "transformers"),
         (("export", folder), "DIR"),
-        (("estimate", "7e9"), "--world-size"),
-        (("estimate", "7e9", "--world-size", "0"), "world_size"),
-        (("estimate", "7e9", "--world-size", "2", "--stage", "9"), "stage"),
-        (("estimate", "7e9", "--world-size", "2", "--optimizer-bits", "4"), "optimizer_bits"),
+        (("estimate",), "MODEL"),
+        (("estimate", "7X"), "such as 7B"),
+        (("estimate", "0"), "a whole number of parameters"),
+        (("estimate", "1.5"), "a whole number of parameters"),
+        (("estimate", "9000T"), "at most"),
+        (("estimate", "7e9", "--ranks", "0"), "--ranks"),
+        (("estimate", "7e9", "--ranks", "2,,4"), "such as 8 or 1,2,4,8"),
+        (("estimate", "7e9", "--stage", "9"), "stage"),
+        (("estimate", "7e9", "--optimizer-bits", "4"), "optimizer-bits"),
+        (("estimate", "7e9", "--precision", "int8"), "int8"),
+        (("estimate", "7e9", "--config", "a.toml", "--stage", "1"), "leave out --stage and --precision"),
+        (("estimate", tmp_path), "config.json"),
+        (("estimate", folder / "second.0" / "zeroshard.json"), "transformers builds no model of it"),
     ):
         code, said = failure(capsys, *arguments)
         assert code == 2, arguments
@@ -172,16 +210,124 @@ def test_sizes_are_read_in_powers_of_1000_and_of_1024(text, expected):
     assert parse_size(text) == expected
 
 
-def test_estimate_prints_what_the_function_computes(tmp_path, capsys):
-    assert main(["estimate", "1e9", "--world-size", "8", "--stage", "1"]) == 0
-    assert capsys.readouterr().out == str(zeroshard.estimate(1e9, 8, {"stage": 1})) + "\n"
-    (tmp_path / "config.toml").write_text("stage = 2\n")
-    assert main(["estimate", "1e9", "--world-size", "8", "--optimizer-bits", "8"]) == 0
-    table, note = capsys.readouterr().out.rsplit("\n", 2)[:2]
-    assert table == str(zeroshard.estimate(1e9, 8, optimizer_bits=8))
-    assert note.startswith("peak_unsharded: as if the whole model were gathered at once.")
-    assert main(["estimate", "1e9", "--world-size", "8", "--config", str(tmp_path / "config.toml")]) == 0
-    assert capsys.readouterr().out == str(zeroshard.estimate(1e9, 8, {"stage": 2})) + "\n"
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("7B", 7 * 10**9),
+        ("125m", 125_000_000),
+        ("7e9", 7 * 10**9),
+        ("135_000_000", 135_000_000),
+        ("135,000,000", 135_000_000),
+        ("1.235B", 1_235_000_000),
+        ("512", 512),
+        ("1T", 10**12),
+        ("2.5k", 2500),
+    ],
+)
+def test_numbers_of_parameters_are_read_as_people_write_them(text, expected):
+    assert parse_model(text) == expected
+
+
+def table(text: str) -> dict[str, list[str]]:
+    return {name: cells for name, cells in rows(text).items() if all("B" in cell for cell in cells)}
+
+
+def test_estimate_shows_all_stages_side_by_side(capsys):
+    assert main(["estimate", "7B", "--precision", "bf16"]) == 0
+    out = capsys.readouterr().out
+    answers = [zeroshard.estimate(7e9, 8, {"stage": s, "precision": "bf16"}) for s in range(4)]
+    found = table(out)
+    assert found["parameters"] == [format_bytes(answer.parameters) for answer in answers]
+    assert found["gathered at the peak"] == [format_bytes(answer.peak_unsharded) for answer in answers]
+    assert found["total at the peak"] == [format_bytes(answer.peak) for answer in answers]
+    assert "31 blocks of 193 M, embedding and head of 509 M" in " ".join(out.split())
+    assert "bfloat16" in out
+    assert "Activations" in out
+    assert max(map(len, out.splitlines())) < 80
+
+
+def test_estimate_shows_several_numbers_of_ranks(tmp_path, capsys):
+    assert main(["estimate", "1e9", "--ranks", "1,8,2", "--stage", "1", "--optimizer-bits", "8"]) == 0
+    of_stage_1 = [zeroshard.estimate(1e9, n, {"stage": 1}, optimizer_bits=8) for n in (1, 2, 8)]
+    assert table(capsys.readouterr().out)["optimizer states"] == [
+        format_bytes(e.optimizer) for e in of_stage_1
+    ]
+    assert main(["estimate", "1e9", "--world-size", "1,2"]) == 0
+    peaks = [format_bytes(zeroshard.estimate(1e9, 2, {"stage": stage}).peak) for stage in range(4)]
+    assert table(capsys.readouterr().out)["2 ranks"] == peaks
+    (tmp_path / "config.toml").write_text("stage = 2\ngradient_accumulation_steps = 4\n")
+    assert main(["estimate", "1e9", "--config", str(tmp_path / "config.toml")]) == 0
+    config = {"stage": 2, "gradient_accumulation_steps": 4}
+    sent = format_bytes(zeroshard.estimate(1e9, 8, config).wire_bytes_per_step)
+    assert table(capsys.readouterr().out)["sent in a step"] == [sent]
+
+
+def write_config(folder: Path) -> nn.Module:
+    """Write the config of a small Llama, and return the model."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    config.architectures, config.dtype = [type(model).__name__], "bfloat16"
+    config.save_pretrained(folder)
+    return model.float()
+
+
+@pytest.mark.parametrize("name", [".", "config.json"])
+def test_estimate_of_a_config_is_that_of_its_model(tmp_path, capsys, name):
+    model = write_config(tmp_path)
+    assert main(["estimate", str(tmp_path / name), "--precision", "bf16", "--stage", "3"]) == 0
+    out = capsys.readouterr().out
+    expected = zeroshard.estimate(model, 8, {"precision": "bf16"})
+    assert table(out)["total at the peak"] == [format_bytes(expected.peak)]
+    assert table(out)["parameters"] == [format_bytes(expected.parameters)]
+    assert f"LlamaForCausalLM with {sum(p.numel() for p in model.parameters()):,} parameters" in out
+
+
+def test_estimate_of_a_config_without_transformers_tells_what_to_install(tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert failure(capsys, "estimate", tmp_path) == (
+        2,
+        f"zeroshard: '{tmp_path}': a model's config needs transformers: pip install zeroshard[hf]\n",
+    )
+
+
+def save_llama(folder: str) -> None:
+    engine, _ = start(write_config(Path(folder, "base-model")), "SGD")
+    engine.save_checkpoint(Path(folder, "checkpoints"), "step-300")
+
+
+def test_the_examples_of_the_help_work(tmp_path, capsys, monkeypatch, ranks):
+    ranks(1, save_llama, str(tmp_path))
+    with zipfile.ZipFile(ROOT / "tests/checkpoint/format1.zip") as archive:
+        archive.extractall(tmp_path / "old")
+    (tmp_path / "zeroshard.toml").write_text("stage = 2\n")
+    save_tokenizer(tmp_path / "base-model")
+    monkeypatch.chdir(tmp_path)
+    for command, examples in EXAMPLES.items():
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert capsys.readouterr().out.endswith("examples:\n  " + "\n  ".join(examples) + "\n")
+        for example in examples:
+            program, *arguments = example.split()
+            assert program == "zeroshard"
+            assert arguments[0] == command
+            assert main(arguments) == 0, example
+            out, err = capsys.readouterr()
+            assert out or command == "export", example
+            assert not err, example
+    assert (tmp_path / "out/model.safetensors").is_file()
+    assert (tmp_path / "out/tokenizer.json").is_file()
+    assert list((tmp_path / "new").iterdir())
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of two words, with the config of a Llama beside it."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "word": 1}, unk_token="[UNK]"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 
 def test_the_command_is_installed():

@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -12,13 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import TensorDataset
 
 import zeroshard
 from tests.distributed.models import Tiny
-from tests.distributed.training import STAGES, full_gradients, numbers, padded_size, square_loss, start
-from zeroshard import CommReport, MemoryReport
+from tests.distributed.training import STAGES, full_gradients, numbers, square_loss, start
 from zeroshard.parameters.sharded import ShardedParameter
 
 RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
@@ -1096,76 +1094,6 @@ def collective_state():
 
 def test_full_state_dict_may_be_had_between_forward_and_backward_and_leaves_nothing_gathered(ranks):
     assert ranks(2, collective_state) == [0, 0]
-
-
-# ------------------------------------------------------------------------------------------------ reports
-
-
-def reports():
-    """What the reports say after a step at stage 3, before it, and after a reset."""
-    engine, optimizer = start(tiny(), "AdamW")
-    fresh = engine.memory_report(), engine.comm_report()
-    square_loss(engine, 0).backward()
-    optimizer.step()
-    used = engine.memory_report(), engine.comm_report()
-    engine.reset_comm_report()
-    reset = engine.comm_report()
-    infos = [(unit.name, unit.numel, unit.kept) for unit in engine.units]
-    return fresh, used, reset, infos, padded_size(engine), len(list(engine.parameters()))
-
-
-def states_in_wrappers():
-    """Bytes of states that are tensors which wrap others, as those of torchao's optimizers do."""
-    engine, optimizer = start(tiny(), "SGD")
-    square_loss(engine, 0).backward()
-    optimizer.step()
-    before, parameters = engine.memory_report().optimizer, list(engine.parameters())
-    for p in parameters:
-        optimizer.state[p]["both"] = TwoTensor(torch.zeros(p.shape), torch.zeros(p.shape))
-    return engine.memory_report().optimizer - before, 8 * sum(p.numel() for p in parameters)
-
-
-def test_a_report_counts_what_states_wrap(ranks):
-    for counted, expected in ranks(2, states_in_wrappers):
-        assert counted == expected
-
-
-def test_reports_have_the_fields_of_the_design_and_count_since_the_last_reset(ranks):
-    kinds = {"all_gather", "reduce_scatter", "all_reduce", "point_to_point", "control"}
-    tiers = ["parameters", "gradients", "optimizer", "unsharded", "peak_unsharded", "host", "pinned", "nvme"]
-    for fresh, used, reset, infos, total, num_parameters in ranks(2, reports):
-        for memory, traffic in (fresh, used):
-            assert type(memory) is MemoryReport
-            assert [field.name for field in fields(memory)] == tiers
-            assert type(traffic) is CommReport
-            assert set(traffic.bytes_sent) == set(traffic.calls) == kinds
-        assert set(fresh[1].calls.values()) == set(reset.calls.values()) == {0}
-        assert set(reset.bytes_sent.values()) == {0}
-        assert (fresh[0].gradients, fresh[0].optimizer, fresh[0].peak_unsharded) == (0, 0, 0)
-        memory, traffic = used
-        assert memory.parameters == fresh[0].parameters == 4 * total / 2
-        assert 0 < memory.gradients <= 4 * total / 2
-        assert 0 < memory.optimizer <= 8 * total / 2 + 4 * num_parameters
-        assert (memory.unsharded, memory.host, memory.pinned, memory.nvme) == (0, 0, 0, 0)
-        assert 0 < memory.peak_unsharded <= 4 * total
-        assert traffic.bytes_sent["reduce_scatter"] == 4 * total / 2
-        assert traffic.bytes_sent["all_gather"] >= 4 * total / 2
-        assert traffic.calls["reduce_scatter"] == len(infos)
-        assert (traffic.calls["all_reduce"], traffic.calls["point_to_point"]) == (0, 0)
-        assert [name for name, _, _ in infos] == ["", "blocks.0", "blocks.1"]
-        assert [kept for _, _, kept in infos] == [True, False, True]
-        assert all(numel % (256 * 2) == 0 for _, numel, _ in infos)
-
-
-def test_reports_print_as_tables(ranks):
-    (_, (memory, traffic), *_), _ = ranks(2, reports)
-    lines = str(memory).splitlines()
-    assert lines[0].strip() == "memory of this rank"
-    assert any("peak_unsharded" in line and "KiB" in line for line in lines)
-    assert max(map(len, lines)) <= 100
-    lines = str(traffic).splitlines()
-    assert lines[0].strip() == "communication of this rank"
-    assert any("reduce_scatter" in line and "│     3 │" in line for line in lines)
 
 
 def facts():

@@ -21,7 +21,7 @@ LAYERS = (
     {"assemble", "optim"},
     {"checkpoint", "hf", "byname", "memory", "sharded"},
     {"engine", "checkpointing", "modulelike"},
-    {"initialize"},
+    {"entry"},
     {"cli"},
     {"__init__", "__main__"},
 )

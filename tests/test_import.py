@@ -1,7 +1,8 @@
-"""`import zeroshard` alone: it changes nothing of torch or of the process, and loads little."""
+"""`import zeroshard` and its public names: nothing of torch or the process changes, and little is loaded."""
 
 from __future__ import annotations
 
+import ast
 import atexit
 import copyreg
 import json
@@ -15,6 +16,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,13 +105,20 @@ def of_process() -> dict[str, Any]:
     }
 
 
+def import_all() -> None:
+    """Import zeroshard with all of its public names."""
+    import zeroshard
+
+    for name in zeroshard.__all__:
+        getattr(zeroshard, name)
+
+
 def changes() -> list[str]:
-    """What differs after `import zeroshard`, by name."""
+    """What differs after `import zeroshard` and its names, by name."""
     import torch  # noqa: F401
 
     process_before, torch_before = of_process(), of_torch()
-    import zeroshard  # noqa: F401
-
+    import_all()
     torch_after, process_after = of_torch(), of_process()
     differing = [name for name, value in process_before.items() if process_after[name] != value]
     names = torch_after.keys() | torch_before.keys()
@@ -133,12 +142,11 @@ def test_import_changes_nothing_of_torch_or_the_process() -> None:
 
 
 def loaded() -> list[str]:
-    """The modules that `import zeroshard` loads beside those of `import torch`."""
+    """The modules that `import zeroshard` and its names load beside those of `import torch`."""
     import torch  # noqa: F401
 
     before = set(sys.modules)
-    import zeroshard  # noqa: F401
-
+    import_all()
     return sorted(set(sys.modules) - before)
 
 
@@ -157,3 +165,47 @@ def test_import_loads_nothing_heavy(loaded_modules: list[str]) -> None:
 )
 def test_import_leaves_out_the_parts_that_few_scripts_use(part: str, loaded_modules: list[str]) -> None:
     assert f"zeroshard.{part}" not in loaded_modules
+
+
+# ------------------------------------------------------------------------------- what is loaded at once
+
+
+def light() -> list[str]:
+    """The modules that `import zeroshard` and the help of the command line load, outside of Python's own."""
+    import contextlib
+    import io
+
+    import zeroshard  # noqa: F401
+    from zeroshard.cli.main import main
+
+    for arguments in (["--help"], ["--version"], ["estimate", "--help"]):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+            main(arguments)
+    roots = {name.partition(".")[0] for name in sys.modules}
+    return sorted(roots & {"numpy", "psutil", "rich", "torch", "transformers"})
+
+
+def test_the_package_and_the_help_of_its_commands_need_no_torch() -> None:
+    assert report_of("light") == []
+
+
+def test_type_checkers_see_the_names_that_are_imported_when_they_are_used() -> None:
+    import zeroshard
+
+    body = ast.parse(Path(zeroshard.__file__).read_text(encoding="utf-8")).body
+    (seen,) = (
+        node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    imports = [node for node in seen.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: node.module for node in imports for alias in node.names}
+    assert sorted(homes) == zeroshard.__all__ == sorted(zeroshard.__all__)
+    assert homes.pop("data") == homes.pop("optim") == "zeroshard"
+    assert homes == {name: f"zeroshard.{home}" for name, home in zeroshard._HOMES.items()}
+    for name, home in homes.items():
+        assert getattr(zeroshard, name) is getattr(import_module(home), name)
+        # An import of such a module would put it in the place of the name.
+        assert not (ROOT / "zeroshard" / name).exists()
+        assert not (ROOT / "zeroshard" / f"{name}.py").exists()
+    assert set(dir(zeroshard)) >= set(zeroshard.__all__)
+    with pytest.raises(AttributeError, match="module 'zeroshard' has no attribute 'enigne'"):
+        _ = zeroshard.enigne

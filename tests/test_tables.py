@@ -1,6 +1,8 @@
 """Tables that reports print."""
 
-from zeroshard.tables import render
+import pytest
+
+from zeroshard.tables import LINE, format_count, render
 
 
 def test_brackets_in_names_are_printed_as_they_are():
@@ -8,3 +10,30 @@ def test_brackets_in_names_are_printed_as_they_are():
     text = render("tensors [all]", ("name[s]", "kind"), rows)
     for word in ("tensors [all]", "name[s]", "experts[0].weight", "[bold]", "a[/b]"):
         assert word in text
+
+
+def test_a_line_stands_above_totals_and_no_line_ends_in_blanks():
+    rows = [("first", "1 B"), LINE, ("total", "1 B")]
+    lines = render("title", ("kind", "bytes"), rows).splitlines()
+    assert [line.strip("─ ") for line in lines] == [
+        "title",
+        "kind    bytes",
+        "",
+        "first     1 B",
+        "",
+        "total     1 B",
+    ]
+    assert not [line for line in lines if line != line.rstrip()]
+
+
+def test_a_narrow_table_keeps_all_of_a_long_name():
+    text = render("", ("name", "bytes"), [("layers." * 9, "1 B")], width=40)
+    assert max(map(len, text.splitlines())) <= 40
+    assert "layers." * 9 in "".join(text.split()).replace("1B", "")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(999, "999"), (62_500_000, "62.5 M"), (999_600_000, "1.00 B"), (405 * 10**9, "405 B")]
+)
+def test_counts_are_written_in_powers_of_1000(count, text):
+    assert format_count(count) == text

@@ -1,15 +1,22 @@
-"""zeroshard: a ZeRO/FSDP memory-sharding training engine for PyTorch."""
+"""zeroshard: a ZeRO/FSDP memory-sharding training engine for PyTorch.
 
-from zeroshard import data, optim
-from zeroshard.comm.counter import CommReport
-from zeroshard.config.sections import Checkpoint, Config, Loader, Mesh, Offload, Pipeline, Precision
-from zeroshard.engine import Engine
-from zeroshard.hf.pretrained import from_pretrained
-from zeroshard.initialize import Initialized, initialize
-from zeroshard.lazy.recorder import deferred_init
-from zeroshard.memory.estimate import Estimate, estimate
-from zeroshard.memory.report import MemoryReport
-from zeroshard.sharded import Sharded, shard
+A public name is imported when it is used first. `zeroshard --help` then needs no torch, which takes seconds.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeroshard import data, optim
+    from zeroshard.comm.counter import CommReport
+    from zeroshard.config.sections import Checkpoint, Config, Loader, Mesh, Offload, Pipeline, Precision
+    from zeroshard.engine import Engine
+    from zeroshard.entry import Initialized, initialize
+    from zeroshard.hf.pretrained import from_pretrained
+    from zeroshard.lazy.recorder import deferred_init
+    from zeroshard.memory.estimate import Estimate, estimate
+    from zeroshard.memory.report import MemoryReport
+    from zeroshard.sharded import Sharded, shard
 
 __all__ = [
     "Checkpoint",
@@ -33,3 +40,34 @@ __all__ = [
     "optim",
     "shard",
 ]
+
+_SECTIONS = ("Checkpoint", "Config", "Loader", "Mesh", "Offload", "Pipeline", "Precision")
+
+_HOMES = {
+    "CommReport": "comm.counter",
+    **dict.fromkeys(_SECTIONS, "config.sections"),
+    "Engine": "engine",
+    **dict.fromkeys(("Initialized", "initialize"), "entry"),
+    "from_pretrained": "hf.pretrained",
+    "deferred_init": "lazy.recorder",
+    **dict.fromkeys(("Estimate", "estimate"), "memory.estimate"),
+    "MemoryReport": "memory.report",
+    **dict.fromkeys(("Sharded", "shard"), "sharded"),
+}
+"""The module of each public name. A name must not be that of a module, whose import would hide it."""
+
+
+if not TYPE_CHECKING:  # to a type checker a name that is not imported above is an error
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name (PEP 562)."""
+        if name in ("data", "optim"):
+            return import_module(f"{__name__}.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -382,16 +382,17 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
         return self._axes.mesh
 
     def memory_report(self) -> MemoryReport:
-        """Measured bytes on this rank, by kind."""
+        """Measured bytes of this rank: model states by kind, and the process."""
         return measure(self._runtime, self.optimizer)
 
     def comm_report(self) -> CommReport:
-        """Bytes and calls by collective since the last `reset_comm_report()`."""
-        return self._axes.dp_shard.counter.report()
+        """Calls, bytes and waits by collective since the last `reset_comm_report()`."""
+        axis = self._axes.dp
+        return axis.counter.report(rank=axis.rank, num_ranks=axis.size, is_host_waiting=axis.exchanges)
 
     def reset_comm_report(self) -> None:
         """Start counting from zero."""
-        self._axes.dp_shard.counter.reset()
+        self._axes.dp.counter.reset()
 
 
 def _check_loss(loss: object) -> None:

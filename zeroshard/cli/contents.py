@@ -1,62 +1,110 @@
-"""The content of a checkpoint, in words and tables."""
+"""The content of a checkpoint, in words and tables, or as JSON."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Any
 
+from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.reader import Stored
 from zeroshard.checkpoint.tensors import dtype_name
-from zeroshard.tables import format_bytes, render
+from zeroshard.tables import LINE, format_bytes, format_count, render
 
-_WIDTH = 400  # characters, so that names stay on one line
+_WIDTH = 400  # characters of a line in a file or a pipe, so that names stay on one line
+_KINDS = {"parameter": "parameters", "buffer": "buffers", "optimizer state": "optimizer states"}
 
 
 def describe(stored: Stored) -> str:
-    """Return the origin of a checkpoint, a table of every tensor, and totals by kind."""
+    """Return the origin of a checkpoint, totals by kind, and a table of every tensor."""
     kinds = _by_kind(stored)
-    rows = [
-        (name, kind, dtype_name(tensor.dtype), _shape(tensor), format_bytes(_num_bytes(tensor)))
-        for kind, tensors in kinds.items()
-        for name, tensor in tensors.items()
+    totals = [_total(_KINDS[kind], tensors.values()) for kind, tensors in kinds.items()]
+    whole = _total("total", [tensor for tensors in kinds.values() for tensor in tensors.values()])
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
+    lines = [
+        *(f"{key + ':':<15}{value}" for key, value in _facts(stored)),
+        "",
+        render("content", ("kind", "dtype", "tensors", "elements", "bytes"), [*totals, LINE, whole], width),
+        "",
     ]
-    return "\n".join(
-        [
-            *_lines(stored),
-            render("tensors", ("name", "kind", "dtype", "shape", "bytes"), rows, _WIDTH),
-            render(
-                "in all",
-                ("kind", "tensors", "elements", "bytes"),
-                [_total(kind, tensors.values()) for kind, tensors in kinds.items()],
-            ),
+    for kind, tensors in kinds.items():
+        is_state = kind == "optimizer state"
+        rows = [
+            (*(_owner_and_state(name) if is_state else (name,)), dtype_name(tensor.dtype), *_sizes(tensor))
+            for name, tensor in tensors.items()
         ]
-    )
+        columns = ("name", *(["state"] if is_state else []), "dtype", "shape", "bytes")
+        lines += [render(_KINDS[kind], columns, rows, width), ""]
+    return "\n".join(lines)
 
 
-def _lines(stored: Stored) -> list[str]:
+def to_json(stored: Stored) -> dict[str, Any]:
+    """Return the same as plain values: numbers of bytes, lists of sizes."""
     manifest = stored.manifest
-    facts = {
-        "checkpoint": stored.directory,
-        "model": manifest.model.get("class"),
-        "written by": _list(manifest.written_by),
+    return {
+        "directory": str(stored.directory),
+        "step": manifest.global_step,
+        "skipped_steps": manifest.skipped_steps,
         "stage": manifest.config.get("stage"),
-        "step": f"{manifest.global_step}, {manifest.skipped_steps} skipped",
-        "optimizer": manifest.optimizer or "none",
-        "LR scheduler": manifest.lr_scheduler or "none",
-        "files": f"{len(manifest.files)}, {format_bytes(sum(f.num_bytes for f in manifest.files.values()))}",
+        "written_by": manifest.written_by,
+        "time_of_file": _time(stored),
+        "model": manifest.model.get("class"),
+        "optimizer": manifest.optimizer,
+        "lr_scheduler": manifest.lr_scheduler,
+        "left_out": sorted(manifest.frozen),
+        "tied": {name: list(aliases) for name, aliases in _tied(manifest)},
+        "files": {name: record.num_bytes for name, record in manifest.files.items()},
+        "tensors": {
+            name: {
+                "kind": kind,
+                "dtype": dtype_name(tensor.dtype),
+                "shape": list(tensor.shape),
+                "bytes": _num_bytes(tensor),
+            }
+            for kind, tensors in _by_kind(stored).items()
+            for name, tensor in tensors.items()
+        },
     }
+
+
+def _facts(stored: Stored) -> list[tuple[str, Any]]:
+    manifest = stored.manifest
+    skipped = f", {manifest.skipped_steps:,} skipped" if manifest.skipped_steps else ""
+    writer = manifest.written_by
+    num = sum(math.prod(record.shape) for record in manifest.parameters.values())
+    num_bytes = sum(record.num_bytes for record in manifest.files.values())
     return [
-        *(f"{key + ':':<14}{value}" for key, value in facts.items()),
-        *([f"{'left out:':<14}{len(manifest.frozen)} frozen parameters"] if manifest.frozen else []),
-        *(f"{'tied:':<14}{' = '.join((name, *names))}" for name, names in _tied(manifest)),
+        ("checkpoint", stored.directory),
+        ("step", f"{manifest.global_step:,}{skipped}"),
+        ("model", f"{manifest.model.get('class')}, {num:,} parameters{_in_words(num)}"),
+        ("optimizer", manifest.optimizer or "none"),
+        ("LR scheduler", manifest.lr_scheduler or "none"),
+        ("ranks", f"{writer.get('num_ranks')}, stage {manifest.config.get('stage')}"),
+        ("written by", f"zeroshard {writer.get('zeroshard')}, torch {writer.get('torch')}"),
+        ("time of file", _time(stored)),
+        ("files", f"{len(manifest.files):,}, {format_bytes(num_bytes)}"),
+        *([("left out", f"{len(manifest.frozen):,} frozen parameters")] if manifest.frozen else []),
+        *(("tied", " = ".join((name, *names))) for name, names in _tied(manifest)),
     ]
 
 
-def _list(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items())
+def _in_words(num: int) -> str:
+    return f" ({format_count(num)})" if num >= 10**6 else ""
+
+
+def _time(stored: Stored) -> str:
+    """Return the time of the manifest's file, which is written last.
+
+    The manifest does not tell the time: the same state gives the same bytes.
+    """
+    changed = datetime.fromtimestamp((stored.directory / MANIFEST).stat().st_mtime, UTC)
+    return f"{changed:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _tied(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:
@@ -64,29 +112,35 @@ def _tied(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _by_kind(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
-    """Return the tensors by kind and name; each tensor once, under its first name."""
+    """Return the tensors by kind and name, in the order of the model; a tied one under its first name."""
     manifest = stored.manifest
-    kinds = {
-        "parameter": manifest.parameters.keys(),
-        "buffer": set(manifest.buffers),
-        "optimizer state": stored.tensors.keys() - manifest.parameters.keys() - set(manifest.buffers),
-    }
-    tensors = {
-        kind: {name: tensor for name, tensor in stored.tensors.items() if name in names}
-        for kind, names in kinds.items()
-    }
-    return {kind: found for kind, found in tensors.items() if found}
+    place = {name: number for number, name in enumerate(manifest.parameters)}
+    kinds: dict[str, dict[str, StoredTensor]] = {kind: {} for kind in _KINDS}
+    last = len(place)
+    for name in sorted(stored.tensors, key=lambda n: place.get(n, place.get(_owner_and_state(n)[0], last))):
+        is_state = name not in place and name not in manifest.buffers
+        kind = "optimizer state" if is_state else "buffer" if name in manifest.buffers else "parameter"
+        kinds[kind][name] = stored.tensors[name]
+    return {kind: found for kind, found in kinds.items() if found}
+
+
+def _owner_and_state(name: str) -> tuple[str, str]:
+    """Divide the name of an optimizer state: optimizer/PARAMETER/STATE."""
+    owner, _, state = name.removeprefix("optimizer/").rpartition("/")
+    return owner, state
 
 
 def _total(kind: str, tensors: Iterable[StoredTensor]) -> tuple[str, ...]:
     tensors = list(tensors)
+    dtypes = [name for name, _ in Counter(dtype_name(tensor.dtype) for tensor in tensors).most_common()]
     numel = sum(math.prod(tensor.shape) for tensor in tensors)
-    return kind, f"{len(tensors):,}", f"{numel:,}", format_bytes(sum(map(_num_bytes, tensors)))
+    num_bytes = sum(map(_num_bytes, tensors))
+    return kind, ", ".join(dtypes), f"{len(tensors):,}", f"{numel:,}", format_bytes(num_bytes)
 
 
 def _num_bytes(tensor: StoredTensor) -> int:
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
-def _shape(tensor: StoredTensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "scalar"
+def _sizes(tensor: StoredTensor) -> tuple[str, str]:
+    return "x".join(map(str, tensor.shape)) or "scalar", format_bytes(_num_bytes(tensor))

@@ -76,7 +76,7 @@ class Axis:
     ) -> None:
         self.rank: int = dist.get_rank(group) if group is not None else 0
         self.size: int = dist.get_world_size(group) if group is not None else 1
-        self.waits = Waits(f"rank {self.rank} of {self.size}", device, timeout_s)
+        self.waits = Waits(f"rank {self.rank} of {self.size}", device, timeout_s, counter)
         """Waits are shared with derived axes, so messages name the rank in this axis."""
         self.counter = counter
         self.under_way: set[Pending] = set()
@@ -156,7 +156,7 @@ class Axis:
         works = self._exchange(sent, chunks, tag, label)
         if chunks[self.rank].data_ptr() != own.data_ptr():
             chunks[self.rank].copy_(own)  # while the exchange runs
-        return Pending(self.waits, self.under_way, label, works)
+        return Pending(self.waits, self.under_way, label, "all_gather", works)
 
     def all_gather_together(self, parts: Sequence[Part], *, label: str) -> Handle:
         """All-gather several tensors, of any dtypes; on an accelerator as one launch.
@@ -212,7 +212,7 @@ class Axis:
             for buffer in received.values():
                 pool.give(buffer)
 
-        return Pending(self.waits, self.under_way, label, works, add)
+        return Pending(self.waits, self.under_way, label, "reduce_scatter", works, add)
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
         """Give every rank the values of rank 0 in `tensor`, contiguous; return when they have arrived.

@@ -1,13 +1,15 @@
-"""Bytes and calls of the collectives that algorithms asked for."""
+"""Calls, bytes and waits of the collectives that algorithms asked for."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zeroshard.tables import format_bytes, render
+from zeroshard.tables import LINE, format_bytes, render
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "point_to_point", "control")
+CONTROL = "control"
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "point_to_point", CONTROL)
 """`point_to_point` is pipeline traffic; `control` are small agreements outside of the wire formula."""
 
 
@@ -19,10 +21,42 @@ class CommReport:
     """Bytes that this rank sends to others, by collective."""
     calls: Mapping[str, int]
     """Number of collectives that were started, by collective."""
+    waited_s: Mapping[str, float]
+    """Seconds that the host stood still until a collective was over, by collective.
+
+    Waiting for a slower rank is part of it; transfers while this rank computes are not. An accelerator waits
+    by itself for "all_gather" and "reduce_scatter", which then have 0 here: the host goes on.
+    """
+    elapsed_s: float
+    """Seconds since the last reset."""
+    rank: int
+    """This rank among the data-parallel ranks."""
+    num_ranks: int
+    is_host_waiting: bool
+    """True on the CPU, where the host waits for every collective; False on accelerators."""
 
     def __str__(self) -> str:
-        rows = [(kind, str(self.calls[kind]), format_bytes(self.bytes_sent[kind])) for kind in KINDS]
-        return render("communication of this rank", ("collective", "calls", "sent"), rows)
+        rows: list[tuple[str, ...]] = [
+            (kind, str(self.calls[kind]), format_bytes(self.bytes_sent[kind]), self._waited(kind))
+            for kind in KINDS
+            if self.calls[kind]
+        ]
+        total = (
+            "total",
+            str(sum(self.calls.values())),
+            format_bytes(sum(self.bytes_sent.values())),
+            f"{sum(self.waited_s.values()):.3f} s",
+        )
+        title = f"communication of rank {self.rank} of {self.num_ranks} in {self.elapsed_s:.3f} s"
+        table = render(title, ("collective", "calls", "sent", "host waited"), [*rows, LINE, total])
+        note = "host waited: time in which the host stood still until a collective was over"
+        if not self.is_host_waiting:
+            note += ";\nfor gathers and reductions the device waits by itself, which is not in this time"
+        return f"{table}\n{note}"
+
+    def _waited(self, kind: str) -> str:
+        is_known = self.is_host_waiting or self.waited_s[kind]
+        return f"{self.waited_s[kind]:.3f} s" if is_known else "-"
 
 
 @dataclass
@@ -31,6 +65,9 @@ class Counter:
 
     bytes_sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    waited_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    since: float = field(default_factory=time.monotonic)
+    """The time of the last reset."""
 
     def add(self, kind: str, num_bytes: int) -> None:
         self.bytes_sent[kind] += num_bytes
@@ -39,6 +76,23 @@ class Counter:
     def reset(self) -> None:
         self.bytes_sent = dict.fromkeys(KINDS, 0)
         self.calls = dict.fromkeys(KINDS, 0)
+        self.waited_s = dict.fromkeys(KINDS, 0.0)
+        self.since = time.monotonic()
 
-    def report(self) -> CommReport:
-        return CommReport(bytes_sent=dict(self.bytes_sent), calls=dict(self.calls))
+    def report(self, *, rank: int = 0, num_ranks: int = 1, is_host_waiting: bool = True) -> CommReport:
+        """Return the sums so far.
+
+        Args:
+            rank: the rank that the report names.
+            num_ranks: the number of ranks.
+            is_host_waiting: True if the host waits for every collective.
+        """
+        return CommReport(
+            bytes_sent=dict(self.bytes_sent),
+            calls=dict(self.calls),
+            waited_s=dict(self.waited_s),
+            elapsed_s=time.monotonic() - self.since,
+            rank=rank,
+            num_ranks=num_ranks,
+            is_host_waiting=is_host_waiting,
+        )

@@ -62,6 +62,7 @@ class Pending:
         waits: the waits of the axis.
         under_way: the exchanges of the axis that nobody has waited for.
         label: the name of the exchange in messages.
+        kind: one of the kinds of a counter.
         works: the works that the host waits for.
         then: a function to call when the values have arrived.
     """
@@ -71,11 +72,12 @@ class Pending:
         waits: Waits,
         under_way: set[Pending],
         label: str,
+        kind: str,
         works: Sequence[dist.Work | None],
         then: Callable[[], None] | None = None,
     ) -> None:
         self._waits, self._under_way = waits, under_way
-        self._label, self._works, self._then = label, works, then
+        self._label, self._kind, self._works, self._then = label, kind, works, then
         under_way.add(self)
 
     def wait(self) -> None:
@@ -87,7 +89,7 @@ class Pending:
         self._under_way.discard(self)
         works, self._works = self._works, ()
         then, self._then = self._then, None
-        self._waits.wait_for(works, self._label)
+        self._waits.wait_for(works, self._label, self._kind)
         if then is not None:
             then()
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from zeroshard.assemble import read_setting
 from zeroshard.config.sections import Config, require_supported
-from zeroshard.memory.report import MemoryReport
+from zeroshard.memory.report import ModelStates
+from zeroshard.memory.typical import typical_sizes
 from zeroshard.optim.eightbit.blocks import num_blocks
 from zeroshard.optim.eightbit.states import MIN_8BIT_SIZE
 from zeroshard.plan import traffic
@@ -19,19 +20,54 @@ from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan, plan_buffer, p
 from zeroshard.plan.originals import Original
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD
 from zeroshard.plan.wrapping import find_units
+from zeroshard.tables import LINE, format_bytes, render
 
 ADAM_STATES = 2
 """Tensors of optimizer state for each trained parameter (exp_avg, exp_avg_sq)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate(MemoryReport):
-    """Bytes per rank by kind, and on the wire."""
-
-    _title: ClassVar[str] = "estimate for each rank"
+class Estimate(ModelStates):
+    """Bytes per rank by kind, and on the wire. `unsharded` is 0: nothing is gathered between steps."""
 
     wire_bytes_per_step: int
     """Bytes that each rank sends per optimizer step, all micro-batches together."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes when most parameters are gathered: `total` and `peak_unsharded`; no activations."""
+        return self.total + self.peak_unsharded
+
+    def __str__(self) -> str:
+        return side_by_side("estimate for each rank", {"bytes": self})
+
+
+def side_by_side(title: str, estimates: Mapping[str, Estimate]) -> str:
+    """Return a table with a column for each estimate; rows with zeros alone are left out.
+
+    Args:
+        title: the line above the table.
+        estimates: estimates by the name of their column.
+    """
+
+    def row(kind: str, counts: Iterable[int]) -> list[tuple[str, ...]]:
+        counts = list(counts)
+        return [(kind, *map(format_bytes, counts))] if any(counts) else []
+
+    columns = estimates.values()
+    rows = [
+        *row("parameters", (e.parameters for e in columns)),
+        *row("gradients", (e.gradients for e in columns)),
+        *row("optimizer states", (e.optimizer for e in columns)),
+        *row("gathered at the peak", (e.peak_unsharded for e in columns)),
+        LINE,
+        *row("total at the peak", (e.peak for e in columns)),
+        LINE,
+        *row("on the host", (e.host for e in columns)),
+        *row("on NVMe", (e.nvme for e in columns)),
+        ("sent in a step", *(format_bytes(e.wire_bytes_per_step) for e in columns)),
+    ]
+    return render(title, ("for each rank", *estimates), rows)
 
 
 def estimate(
@@ -44,8 +80,8 @@ def estimate(
     """Bytes per rank for training with an optimizer of Adam's kind (two states).
 
     Args:
-        model_or_num_params: a model, on the meta device if need be; or a number of float32 parameters,
-            taken as one unit that is freed after forward.
+        model_or_num_params: a model, on the meta device if need be; or a number of float32 parameters, taken
+            as a decoder-only transformer of a typical depth and width, see `zeroshard.memory.typical`.
         world_size: number of ranks.
         config: stage, precision, units, accumulation, prefetch.
         optimizer_bits: 32 for states in the main dtype, as torch's AdamW has them; 8 for `AdamW8bit`. Counted
@@ -53,7 +89,7 @@ def estimate(
 
     Raises:
         ValueError: fewer than 1 rank, or no multiple of the shard group; other bits than 8 and 32; a
-            parameter that cannot be sharded.
+            parameter that cannot be sharded; more than 10**15 parameters.
     """
     config = Config.parse(config)
     require_supported(config)
@@ -101,9 +137,22 @@ def _units(model_or_num_params: nn.Module | float, config: Config, setting: Sett
     """The units in order, the root first."""
     if isinstance(model_or_num_params, nn.Module):
         return plan_units(find_units(model_or_num_params, config.units, config.ignored), setting)
-    weight = nn.Parameter(torch.empty(int(model_or_num_params), device="meta"))
-    only = UnitPlan("", (plan_buffer([Original(weight, "", ())], setting),))
-    return [UnitPlan("", ()), only, UnitPlan("", ())]  # neither the root nor the last: it is not kept
+    sizes = typical_sizes(int(model_or_num_params))
+    if not sizes.depth:  # neither the root nor the last: it is not kept
+        return [_unit(0, setting), _unit(sizes.num_params, setting), _unit(0, setting)]
+    planned = {size: _unit(size, setting) for size in set(sizes.blocks)}
+    blocks = [planned[size] for size in sizes.blocks]
+    if sizes.is_tied:  # the root holds what the embedding and the head share
+        return [_unit(sizes.embedding, setting), *blocks]
+    head = _unit(sizes.embedding, setting)
+    embedding = replace(head, needs_parameters_in_backward=False)
+    return [_unit(0, setting), embedding, *blocks, head]
+
+
+def _unit(num_params: int, setting: Setting) -> UnitPlan:
+    """Plan a unit of one float32 parameter with so many elements, or of none."""
+    weight = nn.Parameter(torch.empty(num_params, device="meta"))
+    return UnitPlan("", (plan_buffer([Original(weight, "", ())], setting),) if num_params else ())
 
 
 def _optimizer_bytes(buffers: Iterable[BufferPlan], setting: Setting, bits: int) -> int:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm import streams
+from zeroshard.comm.counter import CONTROL, Counter
 from zeroshard.comm.watch.ledger import Ledger
 from zeroshard.comm.watch.status import RankStatus, Wait
 from zeroshard.comm.watch.watchdog import Watchdog
@@ -31,9 +32,13 @@ class Waits:
         who: the name of this rank in messages.
         device: the device of collectives that the host does not wait for.
         timeout_s: seconds that a rank waits in a collective before it gives up.
+        counter: adds up the time that the host waits; None for a counter of its own.
     """
 
-    def __init__(self, who: str, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, who: str, device: torch.device, timeout_s: float, counter: Counter | None = None
+    ) -> None:
+        self._counter = counter or Counter()
         self.who, self._device, self._timeout_s = who, device, timeout_s
         self.rank_status = RankStatus()
         """The status of this rank; that of the watchdog, once there is one."""
@@ -43,8 +48,13 @@ class Waits:
         self.have_failed = False
         """True when a collective has ended in an error, also because of an alarm."""
 
-    def wait_for(self, works: Sequence[dist.Work | None], label: str) -> None:
+    def wait_for(self, works: Sequence[dist.Work | None], label: str, kind: str = CONTROL) -> None:
         """Wait for works of a group that serves CPU tensors.
+
+        Args:
+            works: the works of one collective.
+            label: the name of the collective in error messages.
+            kind: one of the kinds of a counter, which the time of the wait is added to.
 
         Raises:
             RuntimeError: naming this rank and the collective, when a rank is lost or too late.
@@ -61,6 +71,7 @@ class Waits:
             raise self.error(label, error) from None
         finally:
             self.rank_status.wait = None
+            self._counter.waited_s[kind] += time.monotonic() - wait.since
 
     def wait_for_agreement(self, work: dist.Work | None, label: str) -> None:
         """Wait for a collective of the control group; ends at an alarm too, as `wait_for` does."""
@@ -100,6 +111,7 @@ class Waits:
                 yield wait.since + wait.limit_s
         finally:
             self.rank_status.wait = None
+            self._counter.waited_s[CONTROL] += time.monotonic() - wait.since
 
     def issue(self, label: str) -> streams.Mark:
         """Return the mark of a collective that was issued on the current stream; the watchdog watches it."""

@@ -1,0 +1,212 @@
+"""The arguments of each command, their values and examples; needs nothing but the standard library."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NoReturn
+
+from zeroshard.version import installed_version
+
+USAGE, FAILURE = 2, 1
+"""Exit codes: impossible arguments; a file that cannot be read or written."""
+
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "export": (
+        "zeroshard export checkpoints out",
+        "zeroshard export checkpoints/step-300 out --tokenizer base-model --dtype bf16",
+    ),
+    "convert": ("zeroshard convert old new",),
+    "inspect": (
+        "zeroshard inspect checkpoints",
+        "zeroshard inspect checkpoints/step-300 --no-verify",
+        "zeroshard inspect checkpoints --json",
+    ),
+    "estimate": (
+        "zeroshard estimate 7B --precision bf16",
+        "zeroshard estimate 7B --precision bf16 --ranks 1,2,4,8",
+        "zeroshard estimate 7B --stage 3 --ranks 8,16,32 --optimizer-bits 8",
+        "zeroshard estimate base-model --precision bf16",
+        "zeroshard estimate base-model/config.json --config zeroshard.toml",
+    ),
+}
+"""The examples at the end of each command's help."""
+
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?i?B)?", re.IGNORECASE)
+_COUNT = re.compile(r"(?P<number>\d[\d_,]*(\.\d+)?(e\+?\d{1,2})?)\s*(?P<unit>[KMBT])?", re.IGNORECASE)
+
+
+class _Parser(ArgumentParser):
+    """A parser that reports an error in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"zeroshard: {message} (see {self.prog} --help)\n")
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as 1000, 500MB or 2GiB. Raises ArgumentTypeError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ArgumentTypeError(f"expected a size such as 5GB, got {text!r}")
+    unit = (match["unit"] or "B").upper()
+    return int(float(match["number"]) * (1024 if "I" in unit else 1000) ** "BKMGT".index(unit[0]))
+
+
+def parse_model(text: str) -> int | Path:
+    """Return the number that 7B, 125M, 7e9 or 135_000_000 means; any other text is a path.
+
+    Raises:
+        ArgumentTypeError: there is no such path, or the number is no whole number above 0.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        if not Path(text).exists():
+            raise ArgumentTypeError(
+                "expected a number of parameters such as 7B, or a config.json of transformers or its folder, "
+                f"got {text!r}"
+            )
+        return Path(text)
+    factor = 1000 ** " KMBT".index((match["unit"] or " ").upper())
+    number = Decimal(match["number"].replace(",", "")) * factor
+    if number < 1 or number != int(number):
+        raise ArgumentTypeError(f"expected a whole number of parameters, got {text!r}")
+    return int(number)
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Return the numbers of ranks of a list such as 8 or 1,2,4,8. Raises ArgumentTypeError."""
+    parts = text.replace(" ", "").split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ArgumentTypeError(f"expected numbers of ranks such as 8 or 1,2,4,8, got {text!r}")
+    return sorted({int(part) for part in parts})
+
+
+def build_parser() -> ArgumentParser:
+    """Return the parser of the command line; its result names the command in `command`."""
+    parser = _Parser(
+        prog="zeroshard",
+        description="Export, inspect and convert checkpoints, estimate memory: one process, no GPU.",
+        epilog="zeroshard COMMAND --help shows the options of a command, and examples.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"zeroshard {installed_version()}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, (help_, description, add) in _COMMANDS.items():
+        command = subparsers.add_parser(
+            name,
+            help=help_,
+            description=description,
+            epilog="\n  ".join(["examples:", *EXAMPLES[name]]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        add(command)
+    return parser
+
+
+def _add_export(parser: ArgumentParser) -> None:
+    _add_checkpoint(parser)
+    _add_no_verify(parser)
+    parser.add_argument("directory", metavar="DIR", type=Path, help="output folder, made if it is not there")
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", type=Path, help="folder of a tokenizer to save there too"
+    )
+    parser.add_argument(
+        "--dtype", help="dtype of the parameters, such as bf16 (default: as they were trained)"
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        type=parse_size,
+        help="largest size of a file, such as 500MB or 2GiB (default: 5GB)",
+    )
+
+
+def _add_convert(parser: ArgumentParser) -> None:
+    _add_checkpoint(parser)
+    parser.add_argument("directory", metavar="FOLDER", type=Path, help="for checkpoints; made if needed")
+
+
+def _add_inspect(parser: ArgumentParser) -> None:
+    _add_checkpoint(parser)
+    _add_no_verify(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+
+
+def _add_estimate(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        type=parse_model,
+        help="number of parameters, such as 7B, 125M or 7e9, for a typical language model of that size; "
+        "or a config.json of transformers, or the folder of one",
+    )
+    parser.add_argument(
+        "--ranks",
+        "--world-size",
+        metavar="N[,N...]",
+        type=parse_ranks,
+        default=[8],
+        help="numbers of ranks, such as 1,2,4,8 (default: 8)",
+    )
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp16", "fp32"), help="of forward and backward (default: fp32)"
+    )
+    parser.add_argument(
+        "--optimizer-bits",
+        type=int,
+        choices=(8, 32),
+        default=32,
+        help="bits of each of Adam's two states (default: 32)",
+    )
+    parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage (default: all, side by side)")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="config of zeroshard, .json or .toml, in place of --stage and --precision",
+    )
+
+
+def _add_no_verify(parser: ArgumentParser) -> None:
+    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")
+
+
+def _add_checkpoint(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=Path,
+        help="a folder of checkpoints (the latest is taken), FOLDER/TAG, or the directory of one",
+    )
+
+
+_COMMANDS: dict[str, tuple[str, str, Any]] = {
+    "export": (
+        "write the model of a checkpoint as transformers does",
+        "Write safetensors, config and tokenizer, for from_pretrained() of transformers.",
+        _add_export,
+    ),
+    "convert": (
+        "rewrite a checkpoint of format 1 in the present format",
+        "Format 1 had pickles. Nothing of them runs; the files of tensors become hard links.",
+        _add_convert,
+    ),
+    "inspect": (
+        "show the origin and content of a checkpoint, and check that it is intact",
+        "Print a summary, every tensor, and a verdict. The exit code is 1 if the\n"
+        "checkpoint is damaged, and the error names the file.",
+        _add_inspect,
+    ),
+    "estimate": (
+        "compute the memory that training a model takes on each rank",
+        "Print the bytes that each rank holds and sends, for an optimizer of Adam's kind.\n"
+        "Activations are not counted.",
+        _add_estimate,
+    ),
+}
+"""The help, the description and the arguments of each command."""
