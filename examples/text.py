@@ -6,10 +6,11 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+DOCUMENT_CHARACTERS = 2000
 
 
 class ByteTokenizer:
@@ -26,16 +27,28 @@ class ByteTokenizer:
 
 
 def python_documentation(folder: Path) -> Path:
-    """Return a file with the documentation that comes with Python, one topic a line."""
+    """Return a file with the documentation that comes with Python, a few paragraphs a line."""
     from pydoc_data.topics import topics
 
-    # Some sections belong to several topics: each is taken once, or the held-out text would not be new.
+    # Some paragraphs belong to several topics: each is taken once, or the held-out text would not be new.
     seen: set[str] = set()
     documents = []
     for topic in topics.values():
-        parts = [part for part in topic.split("\n\n") if not (part in seen or seen.add(part))]  # type: ignore[func-returns-value]
-        documents.append("\n\n".join(parts))
+        paragraphs = [text for text in topic.split("\n\n") if text not in seen]
+        seen.update(paragraphs)
+        documents += list(_joined(paragraphs))
     return _written(folder / f"python-{platform.python_version()}.jsonl", documents)
+
+
+def _joined(paragraphs: list[str]) -> Iterator[str]:
+    """Yield texts of DOCUMENT_CHARACTERS or little more."""
+    text = ""
+    for paragraph in paragraphs:
+        text += paragraph + "\n\n"
+        if len(text) >= DOCUMENT_CHARACTERS:
+            yield text
+            text = ""
+    yield text
 
 
 def zeroshard_documentation(folder: Path) -> Path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -19,6 +21,7 @@ from torch import nn
 import zeroshard
 from tests.distributed.models import GPT, Tiny
 from tests.distributed.training import build, square_loss, start, step, token_loss
+from tests.test_chat import save_tiny_llama
 from zeroshard.cli.arguments import EXAMPLES, parse_model, parse_size
 from zeroshard.cli.main import main
 from zeroshard.tables import format_bytes
@@ -305,13 +308,15 @@ def test_the_examples_of_the_help_work(tmp_path, capsys, monkeypatch, ranks):
         archive.extractall(tmp_path / "old")
     (tmp_path / "zeroshard.toml").write_text("stage = 2\n")
     save_tokenizer(tmp_path / "base-model")
+    save_tiny_llama(tmp_path / "finetuned")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))  # of `zeroshard chat finetuned`
     monkeypatch.chdir(tmp_path)
     for command, examples in EXAMPLES.items():
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert capsys.readouterr().out.endswith("examples:\n  " + "\n  ".join(examples) + "\n")
         for example in examples:
-            program, *arguments = example.split()
+            program, *arguments = shlex.split(example)
             assert program == "zeroshard"
             assert arguments[0] == command
             assert main(arguments) == 0, example

@@ -33,6 +33,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "zeroshard estimate base-model --precision bf16",
         "zeroshard estimate base-model/config.json --config zeroshard.toml",
     ),
+    "chat": (
+        "zeroshard chat finetuned",
+        "zeroshard chat finetuned 'Where is the key of the archive?' --temperature 0",
+    ),
 }
 """The examples at the end of each command's help."""
 
@@ -172,6 +176,23 @@ def _add_estimate(parser: ArgumentParser) -> None:
     )
 
 
+def _add_chat(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        type=Path,
+        help="folder of a model and its tokenizer, as transformers saves",
+    )
+    parser.add_argument("prompt", metavar="TEXT", nargs="?", help="one question; without it a conversation")
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument(
+        "--max-tokens", type=int, default=300, metavar="N", help="of an answer (default: 300)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, help="of sampling; 0 takes the most probable (default: 0.7)"
+    )
+
+
 def _add_no_verify(parser: ArgumentParser) -> None:
     parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")
 
@@ -207,6 +228,11 @@ _COMMANDS: dict[str, tuple[str, str, Any]] = {
         "Print the bytes that each rank holds and sends, for an optimizer of Adam's kind.\n"
         "Activations are not counted.",
         _add_estimate,
+    ),
+    "chat": (
+        "talk to a saved model in the terminal",
+        "The model is loaded by transformers alone. Ctrl-D ends, /new begins a new conversation.",
+        _add_chat,
     ),
 }
 """The help, the description and the arguments of each command."""

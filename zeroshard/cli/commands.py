@@ -10,6 +10,7 @@ from typing import Any
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.reader import open_checkpoint
+from zeroshard.cli.chat import chat
 from zeroshard.cli.contents import describe, to_json
 from zeroshard.cli.convert import convert as rewrite
 from zeroshard.cli.planning import plan
@@ -61,5 +62,5 @@ def _load_tokenizer(folder: Path) -> Any:
         raise ValueError(f"--tokenizer: '{folder}' has none that transformers loads: {error}") from None
 
 
-COMMANDS = {"export": export, "convert": convert, "inspect": inspect, "estimate": plan}
+COMMANDS = {"export": export, "convert": convert, "inspect": inspect, "estimate": plan, "chat": chat}
 """The functions of the commands."""
