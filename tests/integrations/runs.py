@@ -72,8 +72,11 @@ def full_state_dict(trainer):
 
 
 def largest_difference(one, other):
+    """The largest difference of two state dicts; 0.0 where a rank has an empty one."""
+    if not one or not other:
+        return 0.0
     assert one.keys() == other.keys()
-    return max(((one[name] - other[name]).abs().max().item() for name in one), default=0.0)
+    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class ZeroShardMixin(_Trainer):
             self.args.mixed_precision = mixed_precision
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ValueError(
-                "a Trainer over zeroshard: accelerate's config asks for DeepSpeed or FSDP; start with torchrun"
+                "a Trainer over zeroshard: accelerate's config asks for DeepSpeed or FSDP: use torchrun"
             )
         accelerator: Any = self.accelerator
         accelerator.backward, accelerator.clip_grad_norm_ = self._backward, self._clip
