@@ -64,8 +64,8 @@ def fit(strategy, folder, *, epochs=2, resume=None, **options):
 
 
 def beside_ddp(stage, **options):
-    ddp, theirs = fit(DDPStrategy(process_group_backend="gloo"), None, **options)
-    ours, trainer = fit(ZeroShardStrategy({"stage": stage}, process_group_backend="gloo"), None, **options)
+    ddp, theirs = fit(DDPStrategy(), None, **options)
+    ours, trainer = fit(ZeroShardStrategy({"stage": stage}), None, **options)
     evaluated = [each.callback_metrics["val_loss"].item() for each in (theirs, trainer)]
     parameters = largest_difference(ours.state_dict(), ddp.state_dict())
     return (ddp.losses, ours.losses), evaluated, parameters, (theirs.global_step, trainer.global_step)
@@ -91,7 +91,7 @@ def test_accumulation_is_that_of_ddp(ranks):
 
 def stop_and_resume(folder):
     def strategy():
-        return ZeroShardStrategy(process_group_backend="gloo")
+        return ZeroShardStrategy()
 
     whole, _ = fit(strategy(), None, epochs=3)
     fit(strategy(), folder, epochs=2)
@@ -108,7 +108,7 @@ def test_a_new_trainer_goes_on_to_the_same_bits(ranks, tmp_path):
 
 def refuse(config, options):
     with pytest.raises(ValueError, match="ZeroShardStrategy") as caught:
-        fit(ZeroShardStrategy(config, process_group_backend="gloo"), None, **options)
+        fit(ZeroShardStrategy(config), None, **options)
     return str(caught.value)
 
 
@@ -118,6 +118,7 @@ def refuse(config, options):
         ({}, {"gradient_clip_val": 1.0}, "set clip_grad_norm in the config"),
         ({}, {"precision": "bf16-mixed"}, "set precision in the config"),
         ({"gradient_accumulation_steps": 2}, {}, "set accumulate_grad_batches"),
+        ({"device": "cuda"}, {}, "set accelerator and devices"),
     ],
 )
 def test_settings_in_the_wrong_place_are_named(ranks, config, options, message):

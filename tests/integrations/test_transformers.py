@@ -2,10 +2,13 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from transformers import EarlyStoppingCallback, GPT2LMHeadModel, TrainerCallback
 
 from tests.integrations.runs import (
@@ -20,6 +23,8 @@ from tests.integrations.runs import (
 )
 from zeroshard import Config, Precision
 from zeroshard.integrations.arguments import join_arguments
+
+ROOT = Path(__file__).parents[2]
 
 # ---------------------------------------------------------------------------------- losses and parameters
 
@@ -67,6 +72,19 @@ def test_accumulation_and_clipping_are_those_of_ddp(ranks, tmp_path, max_grad_no
         assert row["evaluated"][1] == pytest.approx(row["evaluated"][0], abs=1e-6)
         assert row["norms"] < 1e-6
         assert row["parameters"] < 1e-5
+
+
+def train_with_other_processes(folder):
+    with accelerate_state():
+        ours = trainer(folder, {})
+        for state in (AcceleratorState, PartialState):
+            state._shared_state["num_processes"] = 1
+        with pytest.raises(RuntimeError, match=r"zeroshard has 2 ranks, but accelerate .* 1 processes"):
+            ours.train()
+
+
+def test_data_that_are_not_divided_among_the_ranks_are_an_error(ranks, tmp_path):
+    ranks(2, train_with_other_processes, str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------- checkpoints
@@ -119,6 +137,27 @@ def test_a_new_trainer_goes_on_to_the_same_bits_from_the_last_complete_checkpoin
     assert resumed == whole
     assert global_step == len(whole)
     assert difference == 0
+
+
+def launch(folder, last_step):
+    """Run `tests.integrations.killed` on two ranks; its exit status."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.integrations.killed", str(folder), str(last_step)]
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, timeout=300).returncode
+
+
+@pytest.mark.long
+def test_a_run_that_was_killed_in_a_save_goes_on_to_the_same_bits(tmp_path):
+    assert launch(tmp_path / "whole", 0) == 0
+    assert launch(tmp_path / "killed", 4) != 0
+    assert sorted(path.name for path in (tmp_path / "killed").glob("checkpoint-*"))[-1] == "checkpoint-4"
+    assert not (tmp_path / "killed/checkpoint-4/trainer_state.json").exists()
+    assert launch(tmp_path / "killed", 0) == 0
+    whole, resumed = (
+        json.loads((tmp_path / name / "losses.json").read_text()) for name in ("whole", "killed")
+    )
+    assert len(whole) == 12
+    assert resumed == whole
 
 
 def keep_the_best(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,13 @@ class ZeroShardStrategy(DDPStrategy):
             if len(self.optimizers) != 1:
                 raise ValueError(f"configure_optimizers: expected one optimizer, got {len(self.optimizers)}")
             optimizer = self.optimizers[0]
-        self.model = self.engine = initialize(self.lightning_module, optimizer, self._config).engine
+        config = replace(self._config, device=str(self.root_device))
+        self.model = self.engine = initialize(self.lightning_module, optimizer, config).engine
 
     def _refuse(self, trainer: Trainer) -> None:
         """Refuse settings of the Trainer that the engine would not follow."""
         expected = {
+            "device": (self._config.device, None, "set accelerator and devices of the Trainer"),
             "gradient_clip_val": (trainer.gradient_clip_val, None, "set clip_grad_norm in the config"),
             "precision": (trainer.precision, "32-true", "set precision in the config"),
             "gradient_accumulation_steps": (

@@ -101,6 +101,12 @@ class ZeroShardMixin(_Trainer):
             self.create_optimizer()
             self.engine = initialize(self.model, self.optimizer, self.zeroshard_config).engine
             self.model_wrapped, self.optimizer = self.engine, _EngineStep(self.engine)
+            if self.engine.world_size != self.accelerator.num_processes:
+                raise RuntimeError(
+                    f"zeroshard has {self.engine.world_size} ranks, but accelerate divides the data among "
+                    f"{self.accelerator.num_processes} processes: start them with torchrun, and make the "
+                    "TrainingArguments in them"
+                )
         return self.engine
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
