@@ -217,12 +217,16 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
 
         Raises:
             ValueError: the batch does not divide into the accumulation steps; there is no loss.
-            RuntimeError: some of the accumulation steps were taken outside.
+            RuntimeError: some of the accumulation steps were taken outside, or their end is set there.
         """
         if self._micro_step:
             raise RuntimeError(
                 f"train_batch() after {self._micro_step} micro-batches of an unfinished step: end it with "
                 "backward() and step(), or drop it with zero_grad()"
+            )
+        if self._boundary is not None:
+            raise RuntimeError(
+                "train_batch() counts: call set_gradient_accumulation_boundary(None) before it"
             )
         num_steps = self._num_micro_batches
         device = self._runtime.context.device
@@ -269,7 +273,8 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
 
     @property
     def _is_at_boundary(self) -> bool:
-        return self._micro_step + 1 >= self._num_micro_batches
+        is_last = self._micro_step + 1 >= self._num_micro_batches
+        return is_last if self._boundary is None else self._boundary
 
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
         named = dict(inputs) if isinstance(inputs, Mapping) else {}

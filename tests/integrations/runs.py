@@ -46,13 +46,13 @@ def arguments(folder, **options):
     return TrainingArguments(str(folder), **quiet | common | {"save_strategy": "no"} | options)
 
 
-def trainer(folder, config=None, *, number=24, dropout=0.1, callbacks=None, **options):
+def trainer(folder, config=None, *, train_dataset=None, callbacks=None, **options):
     """A Trainer over the texts: with DistributedDataParallel, or sharded where there is a config."""
     kind, more = (Trainer, {}) if config is None else (ZeroShardTrainer, {"zeroshard_config": config})
     return kind(
-        model=build_model(dropout),
+        model=build_model(),
         args=arguments(folder, **options),
-        train_dataset=Texts(number),
+        train_dataset=train_dataset or Texts(24),
         eval_dataset=Texts(6),
         callbacks=callbacks,
         **more,

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
+from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, GPT2LMHeadModel, TrainerCallback
+from transformers.trainer_pt_utils import get_model_param_count
 
 from tests.integrations.runs import (
     Texts,
@@ -72,6 +74,52 @@ def test_accumulation_and_clipping_are_those_of_ddp(ranks, tmp_path, max_grad_no
         assert row["evaluated"][1] == pytest.approx(row["evaluated"][0], abs=1e-6)
         assert row["norms"] < 1e-6
         assert row["parameters"] < 1e-5
+
+
+def test_smoothed_labels_are_those_of_ddp(ranks, tmp_path):
+    options = {"label_smoothing_factor": 0.1, "max_grad_norm": 0}
+    (row,) = ranks(2, train_beside_ddp, str(tmp_path), [3], **options)[0]
+    assert row["losses"][0] == row["losses"][1]
+    assert row["parameters"] == 0
+
+
+class Stream(IterableDataset):
+    """Ten micro-batches for each of two ranks, as their number is not known: 5 in an epoch."""
+
+    def __iter__(self):
+        texts = Texts(20)
+        yield from (texts[index] for index in range(20))
+
+
+def stream_beside_ddp(folder):
+    losses = []
+    for config in (None, {"stage": 3}):
+        with accelerate_state():
+            ours = trainer(folder, config, gradient_accumulation_steps=2, max_steps=5, train_dataset=Stream())
+            ours.train()
+            losses.append(logged(ours))
+    return losses
+
+
+def test_micro_batches_at_the_end_of_a_stream_count_in_the_next_epoch_as_with_ddp(ranks, tmp_path):
+    expected, losses = ranks(2, stream_beside_ddp, str(tmp_path))[0]
+    assert len(losses) == 5
+    assert max(expected) > 1.5 * min(expected)  # the Trainer logs three losses as one
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def count_parameters(folder):
+    with accelerate_state():
+        ours = trainer(folder, {"stage": 3})
+        expected = sum(parameter.numel() for parameter in ours.model.parameters())
+        ours.evaluate()
+        found = get_model_param_count(ours.engine, trainable_only=True)
+        return expected, found, ours.model.num_parameters()
+
+
+def test_a_trainer_counts_the_parameters_of_the_whole_model(ranks, tmp_path):
+    for expected, *found in ranks(2, count_parameters, str(tmp_path)):
+        assert found == [expected, expected]
 
 
 def train_with_other_processes(folder):

@@ -85,6 +85,10 @@ class ZeroShardMixin(_Trainer):
         accelerator: Any = self.accelerator
         accelerator.backward, accelerator.clip_grad_norm_ = self._backward, self._clip
         accelerator.no_sync = _no_context
+        unwrap = accelerator.unwrap_model
+        accelerator.unwrap_model = lambda model, *args, **kwargs: unwrap(
+            model.module if isinstance(model, Engine) else model, *args, **kwargs
+        )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: `initialize` moves this rank's part of it."""
@@ -109,18 +113,12 @@ class ZeroShardMixin(_Trainer):
                 )
         return self.engine
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the micro-batches of the next step, whose number the engine is told."""
-        samples, num_items = super().get_batch_samples(*args, **kwargs)
-        if samples:
-            self._sharded.zero_grad()  # a callback may have ended the epoch in the middle of a step
-            self._sharded.set_gradient_accumulation_steps(len(samples))
-        return samples, num_items
-
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the gradients of a micro-batch; the Trainer takes the step after the last one."""
+        is_last = bool(self.accelerator.sync_gradients)
+        self._sharded.set_gradient_accumulation_boundary(is_last)
         loss = super().training_step(*args, **kwargs)
-        if not self._sharded.is_gradient_accumulation_boundary():
+        if not is_last:
             self._sharded.step()  # counts the micro-batch
         return loss
 
@@ -199,7 +197,7 @@ class _EngineStep(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 def _no_context(model: Any) -> AbstractContextManager[None]:
-    """Return a context for a micro-batch that is not the last: the engine counts them itself."""
+    """Return a context for a micro-batch that is not the last: the engine knows of more to come."""
     return nullcontext()
 
 
