@@ -74,7 +74,7 @@ def test_scripts_of_deepspeed_find_its_names(ranks, num_ranks):
 
 
 def accumulate(stage):
-    """The largest difference to plain PyTorch after steps of three micro-batches, whose end the script tells."""
+    """The difference to plain PyTorch after steps of three micro-batches, whose end the script tells."""
     engine, plain = start(stage, gradient_accumulation_steps=2), Net()
     with engine.unsharded():
         plain.load_state_dict(engine.module.state_dict())
@@ -82,9 +82,9 @@ def accumulate(stage):
     taken, errors = [], []
     for number in range(6):
         engine.set_gradient_accumulation_boundary(number % 3 == 2)
-        inputs = numbers(number, 5, 7)
-        engine.backward(engine(inputs).square().mean() / 3, scale_wrt_gas=False)
-        (plain(inputs).square().mean() / 3).backward()
+        engine.backward(engine(numbers(number, 5, 7)).square().mean() / 3, scale_wrt_gas=False)
+        everyone = torch.cat([numbers(number, 5, 7, rank=rank) for rank in range(2)])
+        (plain(everyone).square().mean() / 3).backward()
         taken.append(engine.step())
         if number % 3 == 2:
             optimizer.step()
