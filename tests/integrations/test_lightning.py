@@ -106,6 +106,44 @@ def test_a_new_trainer_goes_on_to_the_same_bits(ranks, tmp_path):
         assert difference == 0
 
 
+class Failing(Classifier):
+    def training_step(self, batch, number):
+        if number == 1 and self.global_rank == 0:
+            raise KeyError("a mistake of the user")
+        return super().training_step(batch, number)
+
+
+def fail():
+    """The exception of a run in which rank 0 fails, while the others wait up to 2 s."""
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=ZeroShardStrategy({"watchdog_s": 2}), logger=False
+    )
+    with pytest.raises((KeyError, RuntimeError)) as caught:
+        trainer.fit(Failing(), loader())
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_exception_of_a_rank_is_not_hidden_by_the_end_of_the_run(ranks):
+    failed, waited = ranks(2, fail)
+    assert "a mistake of the user" in failed
+    assert "rank 1 of 2 gave up" in waited
+
+
+def validate_alone(folder):
+    """The loss that `fit` has logged at its end, and that of its checkpoint, in a run that only validates."""
+    _, trainer = fit(ZeroShardStrategy({"clip_grad_norm": 0.1, "precision": "bf16"}), folder)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    alone = Trainer(accelerator="cpu", devices=2, strategy=ZeroShardStrategy({"precision": "bf16"}), **quiet)
+    (found,) = alone.validate(Classifier(), loader(), ckpt_path=f"{folder}/epoch=1.ckpt", verbose=False)
+    return trainer.callback_metrics["val_loss"].item(), found["val_loss"]
+
+
+def test_a_run_that_only_validates_loads_a_checkpoint(ranks, tmp_path):
+    for logged, found in ranks(2, validate_alone, str(tmp_path)):
+        assert found == logged
+
+
 def refuse(config, options):
     with pytest.raises(ValueError, match="ZeroShardStrategy") as caught:
         fit(ZeroShardStrategy(config), None, **options)

@@ -49,6 +49,7 @@ class ZeroShardStrategy(DDPStrategy):
         self._config = Config.parse(config)
         self._loaded: Path | None = None
         self._has_failed = False
+        """True after an exception on this rank: the others may not come to the end."""
 
     def setup(self, trainer: Trainer) -> None:
         """Make the optimizer and the engine over it.
@@ -156,12 +157,17 @@ class ZeroShardStrategy(DDPStrategy):
     # -- the end ----------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """Note that this rank has failed: the others may not come to the end."""
+        """Note that this rank has failed."""
         self._has_failed = True
 
     def teardown(self) -> None:
-        """Make the module an ordinary one again, unless an exception has ended the run."""
-        if self.engine is not None:
-            self.engine.close(restore=not self._has_failed)
-            self.model, self.engine = self.lightning_module, None
-        super().teardown()
+        """Make the module an ordinary one again; after an exception only give back memory."""
+        engine, self.engine, self.model = self.engine, None, self.lightning_module
+        if engine is not None:
+            engine.close(restore=not self._has_failed)
+        if not self._has_failed:
+            super().teardown()
+            return
+        assert self.accelerator is not None
+        for part in (self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()
