@@ -40,10 +40,10 @@ def build_model(dropout=0.1):
     return GPT2LMHeadModel(GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0))
 
 
-def arguments(folder, **options):
+def arguments(folder, kind=TrainingArguments, **options):
     quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "log_level": "error", "logging_steps": 1}
     common = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "num_train_epochs": 1}
-    return TrainingArguments(str(folder), **quiet | common | {"save_strategy": "no"} | options)
+    return kind(str(folder), **quiet | common | {"save_strategy": "no"} | options)
 
 
 def trainer(folder, config=None, *, train_dataset=None, callbacks=None, **options):

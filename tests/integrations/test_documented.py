@@ -1,12 +1,15 @@
 """The code of docs/migrating.md about Trainers, accelerate and Lightning runs, and trains the same."""
 
+import pytest
+
+pytest.importorskip("lightning")
+
 import contextlib
 import functools
 import os
 from pathlib import Path
 
 import lightning
-import pytest
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader

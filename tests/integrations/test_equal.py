@@ -1,6 +1,9 @@
 """The same data in the same order gives the same losses, whoever drives the engine."""
 
 import pytest
+
+pytest.importorskip("trl")
+
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator

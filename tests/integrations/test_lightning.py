@@ -1,6 +1,9 @@
 """A Trainer of Lightning with ZeroShardStrategy."""
 
 import pytest
+
+pytest.importorskip("lightning")
+
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer

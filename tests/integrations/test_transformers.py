@@ -10,7 +10,15 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from torch.utils.data import IterableDataset
-from transformers import EarlyStoppingCallback, GPT2LMHeadModel, TrainerCallback
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainerCallback,
+)
 from transformers.trainer_pt_utils import get_model_param_count
 
 from tests.integrations.runs import (
@@ -25,6 +33,7 @@ from tests.integrations.runs import (
 )
 from zeroshard import Config, Precision
 from zeroshard.integrations.arguments import join_arguments
+from zeroshard.integrations.transformers import ZeroShardMixin
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,6 +115,35 @@ def test_micro_batches_at_the_end_of_a_stream_count_in_the_next_epoch_as_with_dd
     assert len(losses) == 5
     assert max(expected) > 1.5 * min(expected)  # the Trainer logs three losses as one
     assert losses == pytest.approx(expected, abs=1e-5)
+
+
+class ZeroShardSeq2SeqTrainer(ZeroShardMixin, Seq2SeqTrainer):
+    pass
+
+
+def generate(folder):
+    """The texts that are generated after training, and the loss, of DDP and ours."""
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    ids = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 12}
+    found = []
+    for kind, more in ((Seq2SeqTrainer, {}), (ZeroShardSeq2SeqTrainer, {"zeroshard_config": {"stage": 3}})):
+        torch.manual_seed(0)
+        with accelerate_state():
+            options = {"predict_with_generate": True, "generation_max_length": 9}
+            args = arguments(folder, Seq2SeqTrainingArguments, per_device_eval_batch_size=2, **options)
+            model = T5ForConditionalGeneration(T5Config(**sizes, **ids))
+            ours = kind(model=model, args=args, train_dataset=Texts(12), **more)
+            ours.train()
+            predicted = ours.predict(Texts(6))
+            found.append((predicted.predictions.tolist(), predicted.metrics["test_loss"]))
+    return found
+
+
+def test_a_seq2seq_trainer_generates_what_that_of_ddp_does(ranks, tmp_path):
+    for (texts, loss), (ours, own_loss) in ranks(2, generate, str(tmp_path)):
+        assert len(texts) == 8  # of 6: two come twice, so that both ranks have two batches
+        assert ours == texts
+        assert own_loss == pytest.approx(loss, abs=1e-5)
 
 
 def count_parameters(folder):

@@ -96,8 +96,8 @@ def _contradictions(config: Config, args: Any) -> Iterator[str]:
             "per_device_train_batch_size",
             args.per_device_train_batch_size,
         ),
-        ("device", config.device, None, "the device", str(args.device)),
+        ("device", config.device, args.device.type, "the device", str(args.device)),
     )
     for key, own, default, name, theirs in keys:
-        if own not in (default, theirs) and theirs is not None:
+        if own not in (None, default, theirs) and theirs is not None:
             yield f"{key}={show(own)}, but {name} is {show(theirs)}: set it in the TrainingArguments alone"

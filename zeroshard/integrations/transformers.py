@@ -16,6 +16,7 @@ from transformers import TrainerState
 
 from zeroshard.config.sections import Config
 from zeroshard.engine import Engine
+from zeroshard.forwards.methods import held_unsharded
 from zeroshard.initialize import initialize
 from zeroshard.integrations.arguments import join_arguments
 
@@ -121,6 +122,12 @@ class ZeroShardMixin(_Trainer):
         if not is_last:
             self._sharded.step()  # counts the micro-batch
         return loss
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs of a batch; a Seq2SeqTrainer generates them with all parameters gathered."""
+        generates = getattr(self.args, "predict_with_generate", False)
+        with held_unsharded(self._sharded._runtime) if generates else nullcontext():
+            return super().prediction_step(*args, **kwargs)
 
     def _backward(self, loss: Tensor, **kwargs: Any) -> None:
         self._sharded.backward(loss, scale_wrt_gas=False)  # the Trainer has divided the loss
