@@ -22,7 +22,7 @@ LAYERS = (
     {"checkpoint", "hf", "byname", "memory", "sharded"},
     {"engine", "checkpointing", "modulelike"},
     {"entry"},
-    {"cli"},
+    {"cli", "integrations"},
     {"__init__", "__main__"},
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}

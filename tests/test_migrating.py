@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -21,12 +22,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 import zeroshard
 from zeroshard import Config
 
 TEXT = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text(encoding="utf-8")
-FROM_DEEPSPEED, FROM_FSDP2 = TEXT.split("\n## From FSDP2\n")
+_, *PARTS = re.split(r"\n## From (.*)\n", TEXT)
+SECTIONS = dict(zip(PARTS[::2], PARTS[1::2], strict=True))
+FROM_DDP, FROM_DEEPSPEED, FROM_FSDP2 = (
+    SECTIONS[name] for name in ("DistributedDataParallel", "DeepSpeed", "FSDP2")
+)
 
 
 def blocks(text, first_line):
@@ -72,6 +79,68 @@ def run(block, rank, **names):
     }
     exec(block, names)
     return names
+
+
+def replace_ddp(folder):
+    """For the DDP script and what it becomes: the mean on held-out data, and the file that rank 0 wrote."""
+    rank = int(os.environ["RANK"])
+    generator = torch.Generator().manual_seed(1)
+    library = {
+        "held_out": [(torch.randn(16, generator=generator), torch.tensor(i % 3)) for i in range(8)],
+        "zeroshard": zeroshard,
+        "contextlib": contextlib,
+        "copy": copy,
+        "dist": dist,
+        "DataLoader": DataLoader,
+        "DistributedDataParallel": DistributedDataParallel,
+        "DistributedSampler": DistributedSampler,
+    }
+    ended = []
+    for first_line in ("DDP", "zeroshard"):
+        (script,) = blocks(FROM_DDP, first_line)
+        Path(folder, first_line).mkdir(exist_ok=True)
+        with contextlib.chdir(Path(folder, first_line)):
+            ended.append(run(script, rank, **library))
+    (alone,) = blocks(FROM_DDP, "zeroshard: one rank evaluates")
+    names = dict(ended[1])
+    exec(alone, names)
+    return [names["mean"].item() for names in (*ended, names) if "mean" in names]
+
+
+def test_what_a_ddp_script_becomes_trains_the_same(ranks, tmp_path):
+    (ddp, ours, alone), _ = ranks(2, replace_ddp, str(tmp_path), process_group=False)
+    assert ours == pytest.approx(ddp, abs=1e-6)
+    assert alone == pytest.approx(ddp, abs=1e-6)
+    expected, saved = (torch.load(tmp_path / name / "model.pt") for name in ("DDP", "zeroshard"))
+    assert saved.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-6)
+        assert not torch.equal(value, run("", 0)["model"].state_dict()[name])
+
+
+def evaluate_on_rank_0_alone(stage):
+    """The message of the error where there is one, with a watchdog of 2 s; None where all is well."""
+    names = run("", int(os.environ["RANK"]))
+    optimizer = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+    engine = zeroshard.initialize(names["model"], optimizer, {"stage": stage, "watchdog_s": 2}).engine
+    inputs, targets = names["loader"][0]
+    try:
+        for _ in range(2):
+            if dist.get_rank() == 0:
+                with torch.no_grad():
+                    engine(inputs)
+            F.cross_entropy(engine(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def test_evaluation_on_rank_0_alone_works_up_to_stage_2_and_is_an_error_at_stage_3(ranks):
+    assert ranks(2, evaluate_on_rank_0_alone, 2) == [None, None]
+    for message in ranks(2, evaluate_on_rank_0_alone, 3):
+        assert "every forward (in evaluation too)" in message
 
 
 def replace_fsdp2():

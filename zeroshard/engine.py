@@ -102,7 +102,7 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
             self._runtime.abandon_forward()
             raise
 
-    def backward(self, loss: Tensor) -> Tensor:
+    def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss` / `gradient_accumulation_steps`, averaged over the ranks.
 
         In float16 the loss is multiplied by `loss_scale` and the gradients are divided by it again: `p.grad`
@@ -110,6 +110,7 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
 
         Args:
             loss: 0-dim, this rank's mean over its micro-batch.
+            scale_wrt_gas: False leaves out the division, for a loss that its caller has divided already.
 
         Returns:
             The loss as it was given, detached: for sums that are to be logged.
@@ -123,7 +124,7 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
             not self._runtime.context.setting.placements.accumulates_locally,
         )
         with reducer.deferring(not self._is_at_boundary, send=send), reducer.scaled(self.loss_scale):
-            self._factored(loss).backward()
+            self._factored(loss, divides=scale_wrt_gas).backward()
         return loss.detach()
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -146,11 +147,11 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
         scaled.register_hook(lambda _: runtime.announce(more, send=send, loss_scale=value))
         return scaled
 
-    def _factored(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, over the number of micro-batches."""
+    def _factored(self, loss: Tensor, *, divides: bool = True) -> Tensor:
+        """The loss times the loss scale, over the number of micro-batches unless `divides` is false."""
         if self._runtime.reducer.is_half:
             loss = loss * self.loss_scale
-        return loss / self._num_micro_batches if self._num_micro_batches > 1 else loss
+        return loss / self._num_micro_batches if divides and self._num_micro_batches > 1 else loss
 
     def step(self) -> bool:
         """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
@@ -216,12 +217,16 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
 
         Raises:
             ValueError: the batch does not divide into the accumulation steps; there is no loss.
-            RuntimeError: some of the accumulation steps were taken outside.
+            RuntimeError: some of the accumulation steps were taken outside, or their end is set there.
         """
         if self._micro_step:
             raise RuntimeError(
                 f"train_batch() after {self._micro_step} micro-batches of an unfinished step: end it with "
                 "backward() and step(), or drop it with zero_grad()"
+            )
+        if self._boundary is not None:
+            raise RuntimeError(
+                "train_batch() counts: call set_gradient_accumulation_boundary(None) before it"
             )
         num_steps = self._num_micro_batches
         device = self._runtime.context.device
@@ -268,7 +273,8 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
 
     @property
     def _is_at_boundary(self) -> bool:
-        return self._micro_step + 1 >= self._num_micro_batches
+        is_last = self._micro_step + 1 >= self._num_micro_batches
+        return is_last if self._boundary is None else self._boundary
 
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
         named = dict(inputs) if isinstance(inputs, Mapping) else {}

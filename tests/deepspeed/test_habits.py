@@ -73,6 +73,45 @@ def test_scripts_of_deepspeed_find_its_names(ranks, num_ranks):
             }
 
 
+def accumulate(stage):
+    """The difference to plain PyTorch after steps of three micro-batches, whose end the script tells."""
+    engine, plain = start(stage, gradient_accumulation_steps=2), Net()
+    with engine.unsharded():
+        plain.load_state_dict(engine.module.state_dict())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    taken, errors = [], []
+    for number in range(6):
+        engine.set_gradient_accumulation_boundary(number % 3 == 2)
+        engine.backward(engine(numbers(number, 5, 7)).square().mean() / 3, scale_wrt_gas=False)
+        everyone = torch.cat([numbers(number, 5, 7, rank=rank) for rank in range(2)])
+        (plain(everyone).square().mean() / 3).backward()
+        taken.append(engine.step())
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    for attempt in (engine.train_batch, engine.set_gradient_accumulation_boundary):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            attempt(1)
+        errors.append(str(caught.value))
+    engine.set_gradient_accumulation_boundary(None)
+    with engine.unsharded():
+        differences = [
+            (mine - theirs).abs().max().item()
+            for mine, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True)
+        ]
+    return taken, engine.is_gradient_accumulation_boundary(), max(differences), errors
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_script_may_tell_where_a_step_ends_and_divide_the_loss_itself(ranks, stage):
+    for taken, counts_two, difference, errors in ranks(2, accumulate, stage):
+        assert taken == [False, False, True] * 2
+        assert not counts_two
+        assert difference < 1e-6
+        assert "train_batch() counts" in errors[0]
+        assert "expected True, False or None, got 1" in errors[1]
+
+
 def attributes():
     """What the engine has of its model's, by stage; and the errors of what neither has."""
     found = []

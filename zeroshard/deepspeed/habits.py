@@ -17,6 +17,9 @@ else:
 class DeepSpeedNames(_Module):
     """Attributes and methods under DeepSpeed's names; other missing names are looked up in the model."""
 
+    _boundary: bool | None = None
+    """True or False if the user has said whether the next `step()` steps; None: micro-batches are counted."""
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -83,6 +86,25 @@ class DeepSpeedNames(_Module):
     def is_gradient_accumulation_boundary(self) -> bool:
         """Tell, before `step()`, whether that call takes an optimizer step."""
         return self._is_at_boundary  # type: ignore[no-any-return]
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say, before `backward()`, whether the next `step()` takes an optimizer step.
+
+        `backward()` divides the loss by the number of micro-batches of the config nevertheless, unless it is
+        called with `scale_wrt_gas=False`.
+
+        Args:
+            is_boundary: True or False until the next call, the same on all ranks. None: micro-batches are
+                counted again.
+
+        Raises:
+            ValueError: `is_boundary` is something else.
+        """
+        if is_boundary is not None and type(is_boundary) is not bool:
+            raise ValueError(
+                f"set_gradient_accumulation_boundary: expected True, False or None, got {is_boundary!r}"
+            )
+        self._boundary = is_boundary
 
     def get_global_grad_norm(self) -> float | None:
         """Return `grad_norm` as a number, for which the host waits; None before the first clipping."""

@@ -42,6 +42,7 @@ _COUNTERS = frozenset(
     (
         ("transformers.modeling_utils", "num_parameters"),
         ("transformers.trainer", "get_num_trainable_parameters"),
+        ("transformers.trainer_pt_utils", "numel"),  # inside of get_model_param_count
         ("peft.peft_model", "get_nb_trainable_parameters"),
         ("peft.mixed_model", "get_nb_trainable_parameters"),
     )

@@ -1,0 +1,115 @@
+"""The code of docs/migrating.md about Trainers, accelerate and Lightning runs, and trains the same."""
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import contextlib
+import functools
+import os
+from pathlib import Path
+
+import lightning
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import GPT2LMHeadModel, Trainer
+
+import zeroshard
+from tests.integrations.runs import (
+    Texts,
+    accelerate_state,
+    arguments,
+    build_model,
+    largest_difference,
+    logged,
+)
+from tests.integrations.test_lightning import Classifier
+from tests.integrations.test_lightning import loader as pairs
+from tests.test_migrating import SECTIONS, blocks
+
+
+def execute(section, first_line, folder, names):
+    """Execute a block in a folder of its own; give back its names."""
+    (block,) = blocks(SECTIONS[section], first_line)
+    Path(folder, first_line).mkdir(exist_ok=True, parents=True)
+    with contextlib.chdir(Path(folder, first_line)):
+        exec(block, names)
+    return names
+
+
+def load(folder, first_line):
+    return GPT2LMHeadModel.from_pretrained(Path(folder, first_line, "out")).state_dict()
+
+
+def replace_trainer(folder):
+    losses = []
+    for first_line in ("Trainer", "zeroshard with a Trainer"):
+        names = {"Trainer": Trainer, "model": build_model(), "resume": None}
+        names |= {"train_dataset": Texts(16), "eval_dataset": Texts(4)}
+        with accelerate_state():
+            names["args"] = arguments(folder, num_train_epochs=2, gradient_accumulation_steps=2)
+            execute("the Trainer of transformers and TRL", first_line, folder, names)
+        losses.append(logged(names["trainer"]))
+    return losses
+
+
+def test_a_trainer_becomes_one_with_the_same_losses_and_model(ranks, tmp_path):
+    expected, losses = ranks(2, replace_trainer, str(tmp_path))[0]
+    assert len(losses) == 4
+    assert losses == pytest.approx(expected, abs=1e-6)
+    ours, theirs = load(tmp_path, "zeroshard with a Trainer"), load(tmp_path, "Trainer")
+    assert largest_difference(ours, theirs) < 1e-5
+
+
+def replace_accelerate(folder):
+    losses = []
+    # accelerate steps a schedule once for each process
+    for first_line, pace in (("accelerate", int(os.environ["WORLD_SIZE"])), ("zeroshard with accelerate", 1)):
+        model = build_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        decay = functools.partial(lambda step, pace: 0.5 ** (step // pace), pace=pace)
+        names = {
+            "Accelerator": functools.partial(Accelerator, cpu=True),
+            "zeroshard": zeroshard,
+            "model": model,
+            "optimizer": optimizer,
+            "loader": DataLoader(Texts(16), batch_size=2),
+            "lr_scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, decay),
+            "losses": [],
+        }
+        with accelerate_state():
+            execute("accelerate", first_line, folder, names)
+        losses.append((names["losses"], names["optimizer"].param_groups[0]["lr"]))
+    return losses
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_accelerate_loop_becomes_one_with_the_same_losses_and_model(ranks, tmp_path, num_ranks):
+    for (expected, lr), (losses, ours) in ranks(num_ranks, replace_accelerate, str(tmp_path)):
+        assert len(losses) == 8 // num_ranks
+        assert losses == pytest.approx(expected, abs=1e-6)
+        assert ours == lr == 1e-2 * 0.5 ** (4 // num_ranks)
+    ours, theirs = load(tmp_path, "zeroshard with accelerate"), load(tmp_path, "accelerate")
+    assert largest_difference(ours, theirs) < 1e-5
+
+
+def replace_lightning(folder):
+    modules = []
+    for first_line in ("Lightning", "zeroshard with Lightning"):
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+        kind = functools.partial(lightning.Trainer, accelerator="cpu", devices=2, **quiet)
+        module = Classifier()
+        torch.manual_seed(1)
+        execute("Lightning", first_line, folder, {"Trainer": kind, "module": module, "loader": pairs()})
+        modules.append(module)
+    ddp, ours = modules
+    return (ddp.losses, ours.losses), largest_difference(ours.state_dict(), ddp.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_of_lightning_becomes_one_with_the_same_losses_and_model(ranks, tmp_path):
+    for losses, difference in ranks(2, replace_lightning, str(tmp_path)):
+        assert len(losses[0]) == 12
+        assert losses[0] == losses[1]
+        assert difference == 0

@@ -1,0 +1,132 @@
+"""The same data in the same order gives the same losses, whoever drives the engine."""
+
+import pytest
+
+pytest.importorskip("trl")
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+import zeroshard
+from tests.integrations.runs import (
+    LENGTH,
+    VOCABULARY,
+    ZeroShardTrainer,
+    accelerate_state,
+    arguments,
+    full_state_dict,
+    largest_difference,
+    logged,
+)
+from zeroshard.integrations.transformers import ZeroShardMixin
+
+OPTIONS = {"max_grad_norm": 0, "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
+
+
+class ZeroShardSFTTrainer(ZeroShardMixin, SFTTrainer):
+    pass
+
+
+def build_model():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=16))
+
+
+def tokenizer():
+    words = {f"w{number}": number for number in range(VOCABULARY - 2)}
+    words |= {"<eos>": VOCABULARY - 2, "<unk>": VOCABULARY - 1}
+    tokens = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<eos>", pad_token="<eos>")
+
+
+def rows():
+    """Sixteen sequences of one length, so that a mean over a rank's tokens needs no counts of others."""
+    ids = torch.randint(VOCABULARY - 2, (16, LENGTH), generator=torch.Generator().manual_seed(4))
+    return [{"input_ids": row, "labels": row} for row in ids.tolist()]
+
+
+def batches():
+    """The micro-batches of this rank as accelerate deals them out: 0 and 2 on the first of two ranks."""
+    tensors = [{key: torch.tensor(value) for key, value in row.items()} for row in rows()]
+    stacked = [{key: torch.stack([row[key] for row in pair]) for key in pair[0]}
+               for pair in zip(tensors[::2], tensors[1::2], strict=True)]  # fmt: skip
+    return stacked[dist.get_rank() :: dist.get_world_size()]
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+
+
+def sft(kind, folder, **more):
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "log_level": "error", "logging_steps": 1}
+    common = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "num_train_epochs": 1, "bf16": False}
+    args = SFTConfig(folder, save_strategy="no", **quiet, **common, **OPTIONS)
+    trainer = kind(
+        model=build_model(),
+        args=args,
+        train_dataset=Dataset.from_list(rows()),
+        processing_class=tokenizer(),
+        **more,
+    )
+    trainer.train()
+    return trainer
+
+
+def mean(loss):
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).item()
+
+
+def plain_loop(micro_batches):
+    model = build_model()
+    engine = zeroshard.initialize(model, optimizer_of(model), {"stage": 3}).engine
+    losses = []
+    for batch in micro_batches:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(mean(loss))
+    return losses, engine.full_state_dict()
+
+
+def four_ways(folder):
+    with accelerate_state():
+        theirs = sft(SFTTrainer, folder)
+        expected = logged(theirs), full_state_dict(theirs)
+    with accelerate_state():
+        ours = sft(ZeroShardSFTTrainer, folder, zeroshard_config={"stage": 3})
+        tuned = logged(ours), full_state_dict(ours)
+        ours.engine.close()
+    with accelerate_state():
+        trainer = ZeroShardTrainer(
+            model=build_model(), args=arguments(folder, **OPTIONS), train_dataset=rows()
+        )
+        trainer.train()
+        trained = logged(trainer), full_state_dict(trainer)
+        trainer.engine.close()
+    with accelerate_state():
+        loader = DataLoader([{k: torch.tensor(v) for k, v in row.items()} for row in rows()], batch_size=2)
+        prepared = plain_loop(Accelerator(cpu=True).prepare(loader))
+    return expected, tuned, trained, prepared, plain_loop(batches())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_trainer_sft_trainer_accelerate_and_a_plain_loop_have_the_same_losses(ranks, tmp_path, num_ranks):
+    ddp, tuned, trained, prepared, plain = ranks(num_ranks, four_ways, str(tmp_path))[0]
+    assert len(plain[0]) == 8 // num_ranks
+    assert tuned[0] == ddp[0]
+    assert largest_difference(tuned[1], ddp[1]) == 0
+    for losses, state_dict in (trained, prepared):
+        assert losses == plain[0]
+        assert largest_difference(state_dict, plain[1]) == 0
+    # TRL computes the loss by itself, in chunks
+    assert tuned[0] == pytest.approx(plain[0], abs=1e-5)
+    assert largest_difference(tuned[1], plain[1]) < 1e-4

@@ -1,0 +1,166 @@
+"""A Trainer of Lightning with ZeroShardStrategy."""
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.integrations.runs import largest_difference
+from zeroshard.integrations.lightning import ZeroShardStrategy
+
+
+class Classifier(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Dropout(0.1), nn.Linear(8, 3))
+        self.losses = []
+
+    def training_step(self, batch, number):
+        inputs, targets = batch
+        loss = F.cross_entropy(self.net(inputs), targets)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, number):
+        inputs, targets = batch
+        self.log("val_loss", F.cross_entropy(self.net(inputs), targets), sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def loader():
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(24, 8, generator=generator)
+    return DataLoader(TensorDataset(inputs, inputs.abs().argmax(1) % 3), batch_size=2)
+
+
+def fit(strategy, folder, *, epochs=2, resume=None, **options):
+    """Train; the module with its losses, and the Trainer."""
+    torch.manual_seed(1)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=strategy,
+        max_epochs=epochs,
+        default_root_dir=folder,
+        num_sanity_val_steps=0,
+        callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)] if folder else [],
+        enable_checkpointing=bool(folder),
+        **quiet,
+        **options,
+    )
+    module = Classifier()
+    trainer.fit(module, loader(), loader(), ckpt_path=resume)
+    return module, trainer
+
+
+def beside_ddp(stage, **options):
+    ddp, theirs = fit(DDPStrategy(), None, **options)
+    ours, trainer = fit(ZeroShardStrategy({"stage": stage}), None, **options)
+    evaluated = [each.callback_metrics["val_loss"].item() for each in (theirs, trainer)]
+    parameters = largest_difference(ours.state_dict(), ddp.state_dict())
+    return (ddp.losses, ours.losses), evaluated, parameters, (theirs.global_step, trainer.global_step)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_losses_and_parameters_are_the_bits_of_ddp(ranks, num_ranks):
+    for losses, evaluated, parameters, steps in ranks(num_ranks, beside_ddp, 3):
+        assert len(losses[0]) == 24 // num_ranks
+        assert losses[0] == losses[1]
+        assert evaluated[0] == evaluated[1]
+        assert parameters == 0
+        assert steps[0] == steps[1] == 24 // num_ranks
+
+
+def test_accumulation_is_that_of_ddp(ranks):
+    for losses, _, parameters, steps in ranks(2, beside_ddp, 3, accumulate_grad_batches=4):
+        assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+        assert parameters < 1e-6
+        assert steps == (4, 4)
+
+
+def stop_and_resume(folder):
+    def strategy():
+        return ZeroShardStrategy()
+
+    whole, _ = fit(strategy(), None, epochs=3)
+    fit(strategy(), folder, epochs=2)
+    resumed, _ = fit(strategy(), None, epochs=3, resume=f"{folder}/epoch=1.ckpt")
+    return whole.losses, resumed.losses, largest_difference(whole.state_dict(), resumed.state_dict())
+
+
+def test_a_new_trainer_goes_on_to_the_same_bits(ranks, tmp_path):
+    for whole, resumed, difference in ranks(2, stop_and_resume, str(tmp_path)):
+        assert resumed == whole[12:]
+        assert len(resumed) == 6
+        assert difference == 0
+
+
+class Failing(Classifier):
+    def training_step(self, batch, number):
+        if number == 1 and self.global_rank == 0:
+            raise KeyError("a mistake of the user")
+        return super().training_step(batch, number)
+
+
+def fail():
+    """The exception of a run in which rank 0 fails, while the others wait up to 2 s."""
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=ZeroShardStrategy({"watchdog_s": 2}), logger=False
+    )
+    with pytest.raises((KeyError, RuntimeError)) as caught:
+        trainer.fit(Failing(), loader())
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_exception_of_a_rank_is_not_hidden_by_the_end_of_the_run(ranks):
+    failed, waited = ranks(2, fail)
+    assert "a mistake of the user" in failed
+    assert "rank 1 of 2 gave up" in waited
+
+
+def validate_alone(folder):
+    """The loss that `fit` has logged at its end, and that of its checkpoint, in a run that only validates."""
+    _, trainer = fit(ZeroShardStrategy({"clip_grad_norm": 0.1, "precision": "bf16"}), folder)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    alone = Trainer(accelerator="cpu", devices=2, strategy=ZeroShardStrategy({"precision": "bf16"}), **quiet)
+    (found,) = alone.validate(Classifier(), loader(), ckpt_path=f"{folder}/epoch=1.ckpt", verbose=False)
+    return trainer.callback_metrics["val_loss"].item(), found["val_loss"]
+
+
+def test_a_run_that_only_validates_loads_a_checkpoint(ranks, tmp_path):
+    for logged, found in ranks(2, validate_alone, str(tmp_path)):
+        assert found == logged
+
+
+def refuse(config, options):
+    with pytest.raises(ValueError, match="ZeroShardStrategy") as caught:
+        fit(ZeroShardStrategy(config), None, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({}, {"gradient_clip_val": 1.0}, "set clip_grad_norm in the config"),
+        ({}, {"precision": "bf16-mixed"}, "set precision in the config"),
+        ({"gradient_accumulation_steps": 2}, {}, "set accumulate_grad_batches"),
+        ({"device": "cuda"}, {}, "set accelerator and devices"),
+    ],
+)
+def test_settings_in_the_wrong_place_are_named(ranks, config, options, message):
+    assert message in ranks(1, refuse, config, options)[0]

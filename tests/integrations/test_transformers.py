@@ -1,0 +1,370 @@
+"""The Trainer of transformers over an engine."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from torch.utils.data import IterableDataset
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainerCallback,
+)
+from transformers.trainer_pt_utils import get_model_param_count
+
+from tests.integrations.runs import (
+    Texts,
+    accelerate_state,
+    arguments,
+    build_model,
+    full_state_dict,
+    largest_difference,
+    logged,
+    trainer,
+)
+from zeroshard import Config, Precision
+from zeroshard.integrations.arguments import join_arguments
+from zeroshard.integrations.transformers import ZeroShardMixin
+
+ROOT = Path(__file__).parents[2]
+
+# ---------------------------------------------------------------------------------- losses and parameters
+
+
+def train_beside_ddp(folder, stages, **options):
+    """For each stage: the losses of DDP and ours, those of evaluation, and the largest differences."""
+    rows = []
+    with accelerate_state():
+        ddp = trainer(folder, **options)
+        ddp.train()
+        for stage in stages:
+            ours = trainer(folder, {"stage": stage}, **options)
+            ours.train()
+            norms = zip(logged(ddp, "grad_norm"), logged(ours, "grad_norm"), strict=True)
+            rows.append(
+                {
+                    "losses": (logged(ddp), logged(ours)),
+                    "evaluated": (ddp.evaluate()["eval_loss"], ours.evaluate()["eval_loss"]),
+                    "norms": max(abs(one - other) for one, other in norms),
+                    "parameters": largest_difference(full_state_dict(ours), full_state_dict(ddp)),
+                    "flos": (ddp.state.total_flos, ours.state.total_flos),
+                }
+            )
+            ours.engine.close()
+    return rows
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_without_clipping_losses_and_parameters_are_the_bits_of_ddp(ranks, tmp_path, num_ranks):
+    for row in ranks(num_ranks, train_beside_ddp, str(tmp_path), [1, 3], max_grad_norm=0)[0]:
+        assert len(row["losses"][0]) == 12 // num_ranks
+        assert row["losses"][0] == row["losses"][1]
+        assert row["evaluated"][0] == row["evaluated"][1]
+        assert row["parameters"] == 0
+        assert row["norms"] < 1e-6
+        assert row["flos"][0] == row["flos"][1] > 0
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.3])
+def test_accumulation_and_clipping_are_those_of_ddp(ranks, tmp_path, max_grad_norm):
+    options = {"gradient_accumulation_steps": 4, "max_grad_norm": max_grad_norm}  # the last step has 2
+    for row in ranks(2, train_beside_ddp, str(tmp_path), [0, 3], **options)[0]:
+        assert len(row["losses"][0]) == 2
+        assert row["losses"][1] == pytest.approx(row["losses"][0], abs=1e-6)
+        assert row["evaluated"][1] == pytest.approx(row["evaluated"][0], abs=1e-6)
+        assert row["norms"] < 1e-6
+        assert row["parameters"] < 1e-5
+
+
+def test_smoothed_labels_are_those_of_ddp(ranks, tmp_path):
+    options = {"label_smoothing_factor": 0.1, "max_grad_norm": 0}
+    (row,) = ranks(2, train_beside_ddp, str(tmp_path), [3], **options)[0]
+    assert row["losses"][0] == row["losses"][1]
+    assert row["parameters"] == 0
+
+
+class Stream(IterableDataset):
+    """Ten micro-batches for each of two ranks, as their number is not known: 5 in an epoch."""
+
+    def __iter__(self):
+        texts = Texts(20)
+        yield from (texts[index] for index in range(20))
+
+
+def stream_beside_ddp(folder):
+    losses = []
+    for config in (None, {"stage": 3}):
+        with accelerate_state():
+            ours = trainer(folder, config, gradient_accumulation_steps=2, max_steps=5, train_dataset=Stream())
+            ours.train()
+            losses.append(logged(ours))
+    return losses
+
+
+def test_micro_batches_at_the_end_of_a_stream_count_in_the_next_epoch_as_with_ddp(ranks, tmp_path):
+    expected, losses = ranks(2, stream_beside_ddp, str(tmp_path))[0]
+    assert len(losses) == 5
+    assert max(expected) > 1.5 * min(expected)  # the Trainer logs three losses as one
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+class ZeroShardSeq2SeqTrainer(ZeroShardMixin, Seq2SeqTrainer):
+    pass
+
+
+def generate(folder):
+    """The texts that are generated after training, and the loss, of DDP and ours."""
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    ids = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 12}
+    found = []
+    for kind, more in ((Seq2SeqTrainer, {}), (ZeroShardSeq2SeqTrainer, {"zeroshard_config": {"stage": 3}})):
+        torch.manual_seed(0)
+        with accelerate_state():
+            options = {"predict_with_generate": True, "generation_max_length": 9}
+            args = arguments(folder, Seq2SeqTrainingArguments, per_device_eval_batch_size=2, **options)
+            model = T5ForConditionalGeneration(T5Config(**sizes, **ids))
+            ours = kind(model=model, args=args, train_dataset=Texts(12), **more)
+            ours.train()
+            predicted = ours.predict(Texts(6))
+            found.append((predicted.predictions.tolist(), predicted.metrics["test_loss"]))
+    return found
+
+
+def test_a_seq2seq_trainer_generates_what_that_of_ddp_does(ranks, tmp_path):
+    for (texts, loss), (ours, own_loss) in ranks(2, generate, str(tmp_path)):
+        assert len(texts) == 8  # of 6: two come twice, so that both ranks have two batches
+        assert ours == texts
+        assert own_loss == pytest.approx(loss, abs=1e-5)
+
+
+def count_parameters(folder):
+    with accelerate_state():
+        ours = trainer(folder, {"stage": 3})
+        expected = sum(parameter.numel() for parameter in ours.model.parameters())
+        ours.evaluate()
+        found = get_model_param_count(ours.engine, trainable_only=True)
+        return expected, found, ours.model.num_parameters()
+
+
+def test_a_trainer_counts_the_parameters_of_the_whole_model(ranks, tmp_path):
+    for expected, *found in ranks(2, count_parameters, str(tmp_path)):
+        assert found == [expected, expected]
+
+
+def train_with_other_processes(folder):
+    with accelerate_state():
+        ours = trainer(folder, {})
+        for state in (AcceleratorState, PartialState):
+            state._shared_state["num_processes"] = 1
+        with pytest.raises(RuntimeError, match=r"zeroshard has 2 ranks, but accelerate .* 1 processes"):
+            ours.train()
+
+
+def test_data_that_are_not_divided_among_the_ranks_are_an_error(ranks, tmp_path):
+    ranks(2, train_with_other_processes, str(tmp_path))
+
+
+# ------------------------------------------------------------------------------------------- checkpoints
+
+
+class StoppedError(Exception):
+    pass
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self._step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self._step:
+            raise StoppedError
+
+
+def stop_and_resume(folder):
+    """Train; train again and stop after 5 of 6 steps; go on in a new Trainer from the last checkpoint."""
+    options = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}
+    options |= {"save_strategy": "steps", "save_steps": 2}
+    with accelerate_state():
+        whole = trainer(f"{folder}/whole", {}, **options)
+        whole.train()
+        expected = full_state_dict(whole)
+        whole.engine.close()
+        stopped = trainer(f"{folder}/stopped", {}, callbacks=[StopAt(5)], **options)
+        with pytest.raises(StoppedError):
+            stopped.train()
+        stopped.engine.close(restore=False)
+        resumed = trainer(f"{folder}/stopped", {}, **options)
+        if resumed.args.process_index == 0:  # as if killed in the middle of the next save
+            shutil.copytree(f"{folder}/stopped/checkpoint-4", f"{folder}/stopped/checkpoint-5")
+            Path(folder, "stopped/checkpoint-5/trainer_state.json").write_text('{"global_step": 5, ')
+        resumed.accelerator.wait_for_everyone()
+        resumed.train(resume_from_checkpoint=True)
+        difference = largest_difference(full_state_dict(resumed), expected)
+        steps = [entry["step"] for entry in resumed.state.log_history if "loss" in entry]
+        losses = logged(whole), logged(resumed), steps
+        return losses, resumed.engine.global_step, difference
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_a_new_trainer_goes_on_to_the_same_bits_from_the_last_complete_checkpoint(ranks, tmp_path, num_ranks):
+    (whole, resumed, steps), global_step, difference = ranks(
+        num_ranks, stop_and_resume, str(tmp_path), timeout=120
+    )[0]
+    assert steps == list(range(1, len(whole) + 1))
+    assert resumed == whole
+    assert global_step == len(whole)
+    assert difference == 0
+
+
+def launch(folder, last_step):
+    """Run `tests.integrations.killed` on two ranks; its exit status."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.integrations.killed", str(folder), str(last_step)]
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, timeout=300).returncode
+
+
+@pytest.mark.long
+def test_a_run_that_was_killed_in_a_save_goes_on_to_the_same_bits(tmp_path):
+    assert launch(tmp_path / "whole", 0) == 0
+    assert launch(tmp_path / "killed", 4) != 0
+    assert sorted(path.name for path in (tmp_path / "killed").glob("checkpoint-*"))[-1] == "checkpoint-4"
+    assert not (tmp_path / "killed/checkpoint-4/trainer_state.json").exists()
+    assert launch(tmp_path / "killed", 0) == 0
+    whole, resumed = (
+        json.loads((tmp_path / name / "losses.json").read_text()) for name in ("whole", "killed")
+    )
+    assert len(whole) == 12
+    assert resumed == whole
+
+
+def keep_the_best(folder):
+    """Train with a learning rate that spoils the model; the metric of the best step, and of the end."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 2}
+    with accelerate_state():
+        early = EarlyStoppingCallback(early_stopping_patience=2)
+        ours = trainer(folder, {}, callbacks=[early], learning_rate=0.5, num_train_epochs=5, **options)
+        ours.train()
+        losses = logged(ours, "eval_loss")
+        after = ours.evaluate()["eval_loss"]
+        ours.save_model(f"{folder}/final")
+        expected = full_state_dict(ours)
+        predicted = ours.predict(Texts(5)).predictions
+        loaded = dict(GPT2LMHeadModel.from_pretrained(f"{folder}/final").state_dict())
+        return losses, after, largest_difference(expected, loaded) if expected else 0, predicted.shape
+
+
+def test_early_stopping_loads_the_best_model_which_from_pretrained_reads(ranks, tmp_path):
+    losses, after, difference, shape = ranks(2, keep_the_best, str(tmp_path), timeout=120)[0]
+    best = losses.index(min(losses))
+    assert len(losses) == best + 3 < 30
+    assert after == min(losses)
+    assert difference == 0
+    assert shape == (5, 12, 64)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == sorted(
+        {f"checkpoint-{best + 1}", f"checkpoint-{len(losses)}"}
+    )
+
+
+def resume_from(folder, checkpoint):
+    with accelerate_state():
+        trainer(folder, {}).train(resume_from_checkpoint=checkpoint)
+
+
+def test_a_checkpoint_of_another_trainer_is_refused_by_name(ranks, tmp_path):
+    build_model().save_pretrained(tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3/trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    with pytest.raises(
+        AssertionError, match=r"checkpoint-3': expected a complete checkpoint.*from_pretrained"
+    ):
+        ranks(1, resume_from, str(tmp_path), True)
+
+
+# --------------------------------------------------------------------------------------- half precision
+
+
+def train_in(folder, **options):
+    with accelerate_state():
+        ours = trainer(folder, options.pop("config"), **options)
+        ours.train()
+        engine = ours.engine
+        first = next(ours.model.parameters())
+        return {
+            "losses": logged(ours),
+            "lr": logged(ours, "learning_rate"),
+            "dtypes": (engine.config.precision.param_dtype, first.dtype),
+            "steps": (engine.global_step, engine.skipped_steps, ours.state.global_step),
+        }
+
+
+def test_mixed_precision_of_the_arguments_is_that_of_the_engine(ranks, tmp_path):
+    plain, half = (ranks(2, train_in, str(tmp_path), config={}, bf16=bf16)[0] for bf16 in (False, True))
+    assert plain["dtypes"] == (None, torch.float32)
+    assert half["dtypes"] == (torch.bfloat16, torch.float32)
+    assert half["losses"] != plain["losses"]
+    assert half["losses"] == pytest.approx(plain["losses"], abs=0.02)
+
+
+def test_a_step_that_overflows_in_float16_leaves_the_schedule_where_it_is(ranks, tmp_path):
+    config = {"precision": {"param_dtype": "fp16", "loss_scale": {"start": 2.0**40}}}
+    got = ranks(2, train_in, str(tmp_path), config=config, fp16=True, gradient_accumulation_steps=2)[0]
+    assert got["dtypes"] == (torch.float16, torch.float32)
+    assert got["steps"] == (0, 3, 3)
+    assert got["lr"] == [1e-2] * 3
+
+
+# ----------------------------------------------------------------------------------- contradictory settings
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"precision": "fp16"}, {"bf16": True}, "param_dtype=float16, but bf16 or fp16 is bfloat16"),
+        ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 4}, "=2, but .* is 4"),
+        ({"clip_grad_norm": 0.5}, {}, "clip_grad_norm=0.5, but max_grad_norm is 1.0"),
+        ({"micro_batch_size": 3}, {}, "micro_batch_size=3, but per_device_train_batch_size is 2"),
+        ({"device": "cuda"}, {}, "device='cuda', but the device is 'cpu'"),
+        ({"loader": {"num_workers": 1}}, {}, "loader: expected the default"),
+        ({"checkpoint": {"keep_last": 1}}, {}, "save_total_limit"),
+        ({"recompute": "unit"}, {"activation_checkpointing": True}, "expected one of them"),
+        (
+            {},
+            {"auto_find_batch_size": True, "bf16_full_eval": True},
+            "bf16_full_eval.*; auto_find_batch_size",
+        ),
+        ({}, {"accelerator_config": {"even_batches": False}}, "even_batches"),
+        ({}, {"save_on_each_node": True}, "save_on_each_node"),
+        ({}, {"torch_compile": True}, "torch_compile"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(tmp_path, config, options, message):
+    with accelerate_state(), pytest.raises(ValueError, match=message):
+        join_arguments(Config.from_dict(config), arguments(tmp_path, **options))
+
+
+def test_deepspeed_and_fsdp_of_the_arguments_are_refused(tmp_path):
+    with accelerate_state():
+        args = arguments(tmp_path)
+        args.deepspeed, args.fsdp = "ds_config.json", "full_shard"
+        with pytest.raises(ValueError, match=r"deepspeed: expected None.*; fsdp: expected none"):
+            join_arguments(Config(), args)
+
+
+def test_what_the_arguments_say_is_taken_over(tmp_path):
+    config = Config(stage=2, precision=Precision(reduce_dtype="bf16"), clip_grad_norm=0.5)
+    options = {"bf16": True, "gradient_accumulation_steps": 3, "max_grad_norm": 0.5}
+    with accelerate_state():
+        joined = join_arguments(config, arguments(tmp_path, **options))
+    precision = Precision(param_dtype="bf16", reduce_dtype="bf16")
+    assert joined == Config(
+        stage=2, precision=precision, gradient_accumulation_steps=3, micro_batch_size=2, device="cpu"
+    )

@@ -1,0 +1,173 @@
+"""A strategy of Lightning over an engine: `Trainer(strategy=ZeroShardStrategy(config))`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.config.sections import Config
+from zeroshard.engine import Engine
+from zeroshard.initialize import initialize
+
+_TAG = "zeroshard"
+"""The tag of the engine's checkpoint in the folder that a checkpoint of Lightning is."""
+_STATE = "lightning.ckpt"
+"""The file with the rest of a checkpoint: loops, callbacks, learning-rate schedules. It is written last."""
+
+
+class ZeroShardStrategy(DDPStrategy):
+    """Starts ranks and gives them data as DDPStrategy does, and shards the LightningModule.
+
+    The module is sharded at the start of `fit`, `validate`, `test` or `predict`, and is an ordinary one
+    again at the end. Meanwhile `trainer.strategy.engine` is the engine. A checkpoint is a folder, which loads
+    at any number of ranks and stage.
+
+    Args:
+        config: a Config, a dict, or a path to a .json or .toml file. It has precision and `clip_grad_norm`;
+            `accumulate_grad_batches` stays an argument of the Trainer.
+        kwargs: arguments of Strategies of several processes, such as `process_group_backend`.
+    """
+
+    engine: Engine | None = None
+    """The engine while the Trainer runs."""
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._config = Config.parse(config)
+        self._loaded: Path | None = None
+        self._has_failed = False
+        """True after an exception on this rank: the others may not come to the end."""
+
+    def setup(self, trainer: Trainer) -> None:
+        """Make the optimizer and the engine over it.
+
+        Raises:
+            ValueError: the Trainer has settings that belong into the config; there are several optimizers, or
+                the module steps its optimizer itself.
+        """
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._refuse(trainer)
+        optimizer = None
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            if len(self.optimizers) != 1:
+                raise ValueError(f"configure_optimizers: expected one optimizer, got {len(self.optimizers)}")
+            optimizer = self.optimizers[0]
+        config = replace(self._config, device=str(self.root_device))
+        self.model = self.engine = initialize(self.lightning_module, optimizer, config).engine
+
+    def _refuse(self, trainer: Trainer) -> None:
+        """Refuse settings of the Trainer that the engine would not follow."""
+        expected = {
+            "device": (self._config.device, None, "set accelerator and devices of the Trainer"),
+            "gradient_clip_val": (trainer.gradient_clip_val, None, "set clip_grad_norm in the config"),
+            "precision": (trainer.precision, "32-true", "set precision in the config"),
+            "gradient_accumulation_steps": (
+                self._config.gradient_accumulation_steps, 1, "set accumulate_grad_batches of the Trainer"
+            ),
+        }  # fmt: skip
+        for name, (came, wanted, remedy) in expected.items():
+            if came != wanted:
+                raise ValueError(f"ZeroShardStrategy: {name}: expected {wanted!r}, got {came!r}; {remedy}")
+        if not self.lightning_module.automatic_optimization:  # type: ignore[union-attr]
+            raise ValueError("ZeroShardStrategy: expected automatic_optimization=True")
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Compute the gradients of a loss, which the Trainer has divided by the micro-batches."""
+        assert self.engine is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)  # type: ignore[arg-type]
+        self.engine.backward(closure_loss, scale_wrt_gas=False)
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)  # type: ignore[arg-type]
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Compute the gradients of the last micro-batch, call the hooks before a step, and step."""
+        assert self.engine is not None
+        plugin: Any = self.precision_plugin
+        result = plugin._wrap_closure(self.lightning_module, optimizer, closure)
+        self.engine.step()
+        return result
+
+    # -- checkpoints ------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: a checkpoint is loaded into the engine."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return no weights: `save_checkpoint` has the engine save them."""
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return no states: `save_checkpoint` has the engine save them."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        assert self.engine is not None
+        has_optimizer = "optimizer_states" in checkpoint
+        self.engine.save_checkpoint(filepath, _TAG, optimizer=has_optimizer)
+        super().save_checkpoint(checkpoint, Path(filepath, _STATE), storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the rest of a checkpoint; `load_model_state_dict` loads the engine.
+
+        Raises:
+            ValueError: the folder was not saved with this strategy, or is not complete.
+        """
+        self._loaded = Path(checkpoint_path)
+        if not (self._loaded / _STATE).is_file():
+            raise ValueError(
+                f"'{checkpoint_path}': expected the folder of a complete checkpoint of ZeroShardStrategy, "
+                f"with '{_STATE}'"
+            )
+        return super().load_checkpoint(self._loaded / _STATE, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load parameters, and the states of the optimizer if there is one."""
+        assert self.engine is not None
+        assert self._loaded is not None
+        self.engine.load_checkpoint(self._loaded, _TAG, optimizer=self.engine.optimizer is not None)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Do nothing: `load_model_state_dict` has loaded the states."""
+
+    # -- the end ----------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Note that this rank has failed."""
+        self._has_failed = True
+
+    def teardown(self) -> None:
+        """Make the module an ordinary one again; after an exception only give back memory."""
+        engine, self.engine, self.model = self.engine, None, self.lightning_module
+        if engine is not None:
+            engine.close(restore=not self._has_failed)
+        if not self._has_failed:
+            super().teardown()
+            return
+        assert self.accelerator is not None
+        for part in (self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()
