@@ -88,6 +88,7 @@ class Trainer:
         self._args, self._steps = args, steps
         self._eval_every = args.eval_every or max(1, steps // 5)
         self._progress = report.TrainingProgress(console, steps)
+        engine.reset_memory_report()  # an answer before training had gathered the whole model
         self._memory = engine.memory_report()
 
     def train(self, history: History) -> tuple[History, zeroshard.MemoryReport]:

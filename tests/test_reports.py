@@ -36,6 +36,24 @@ def reports():
     return fresh, used, reset, infos, padded_size(engine), len(list(engine.parameters()))
 
 
+def peaks():
+    """The largest bytes of gathered parameters: after a forward, after a reset, and after another forward."""
+    engine, _ = start(tiny(), "AdamW")
+    found = []
+    for _ in range(2):
+        with torch.no_grad():
+            square_loss(engine, 0)
+        found.append(engine.memory_report().peak_unsharded)
+        engine.reset_memory_report()
+        found.append(engine.memory_report().peak_unsharded)
+    return found
+
+
+def test_the_peak_is_that_since_the_last_reset(ranks):
+    for first, reset, second, _ in ranks(2, peaks):
+        assert 0 == reset < first == second
+
+
 def states_in_wrappers():
     """Bytes of states that are tensors which wrap others, as those of torchao's optimizers do."""
     engine, optimizer = start(tiny(), "SGD")

@@ -8,13 +8,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.byname import ByName
 from zeroshard.checkpoint.capture import Parts
 from zeroshard.checkpoint.save import Saver
 from zeroshard.checkpointing import Checkpointing
-from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.data.microbatch import split_batch, to_device
@@ -30,8 +28,8 @@ from zeroshard.forwards.methods import (
 from zeroshard.internals.autograd import outside_transforms
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import cast_inputs
-from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.modulelike import ModuleLike
+from zeroshard.reports import Reports
 from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.tracers import refuse_proxies
@@ -42,7 +40,7 @@ from zeroshard.stepping.halfway import Arguments, Halfway
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
+class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, ModuleLike):
     """A sharded model with its optimizer. `zeroshard.initialize` makes it.
 
     Its parameters and buffers are those of the model, under their original names. Between steps the
@@ -378,27 +376,6 @@ class Engine(ByName, Checkpointing, ShardedCalls, DeepSpeedNames, ModuleLike):
         saver, closed = self._saver, cast(Any, self._runtime)
         self._parts = self._axes = self._saver = closed
         saver.finish() if restore else saver.leave_alone()
-
-    # -- reports --------------------------------------------------------------------------------------
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The device mesh; gone once the interpreter ends."""
-        assert self._axes.mesh is not None, "the interpreter has not ended"
-        return self._axes.mesh
-
-    def memory_report(self) -> MemoryReport:
-        """Measured bytes of this rank: model states by kind, and the process."""
-        return measure(self._runtime, self.optimizer)
-
-    def comm_report(self) -> CommReport:
-        """Calls, bytes and waits by collective since the last `reset_comm_report()`."""
-        axis = self._axes.dp
-        return axis.counter.report(rank=axis.rank, num_ranks=axis.size, is_host_waiting=axis.exchanges)
-
-    def reset_comm_report(self) -> None:
-        """Start counting from zero."""
-        self._axes.dp.counter.reset()
 
 
 def _check_loss(loss: object) -> None:

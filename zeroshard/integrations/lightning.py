@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zeroshard.config.sections import Config
 from zeroshard.engine import Engine
-from zeroshard.initialize import initialize
+from zeroshard.entry import initialize
 
 _TAG = "zeroshard"
 """The tag of the engine's checkpoint in the folder that a checkpoint of Lightning is."""

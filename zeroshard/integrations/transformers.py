@@ -16,8 +16,8 @@ from transformers import TrainerState
 
 from zeroshard.config.sections import Config
 from zeroshard.engine import Engine
+from zeroshard.entry import initialize
 from zeroshard.forwards.methods import held_unsharded
-from zeroshard.initialize import initialize
 from zeroshard.integrations.arguments import join_arguments
 
 if TYPE_CHECKING:

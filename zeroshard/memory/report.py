@@ -26,7 +26,7 @@ class ModelStates:
     unsharded: int
     """Full parameters that are gathered for a forward or backward only."""
     peak_unsharded: int
-    """The largest `unsharded` since the engine was made."""
+    """The largest `unsharded` since the engine was made or `reset_memory_report()`."""
     host: int = 0
     """Values that are offloaded to host memory."""
     pinned: int = 0

@@ -1,0 +1,43 @@
+"""The part of an engine that tells what this rank holds and sends."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from zeroshard.comm.counter import CommReport
+from zeroshard.comm.mesh import Axes
+from zeroshard.memory.report import MemoryReport, measure
+from zeroshard.sharding.runtime import Runtime
+
+
+class Reports:
+    """The reports of an engine about its rank."""
+
+    optimizer: Optimizer | None
+    _runtime: Runtime
+    _axes: Axes
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh; gone once the interpreter ends."""
+        assert self._axes.mesh is not None, "the interpreter has not ended"
+        return self._axes.mesh
+
+    def memory_report(self) -> MemoryReport:
+        """Measured bytes of this rank: model states by kind, and the process."""
+        return measure(self._runtime, self.optimizer)
+
+    def reset_memory_report(self) -> None:
+        """Start the search for the largest `unsharded` anew, from the bytes that are gathered now."""
+        meter = self._runtime.context.meter
+        meter.peak = meter.now
+
+    def comm_report(self) -> CommReport:
+        """Calls, bytes and waits by collective since the last `reset_comm_report()`."""
+        axis = self._axes.dp
+        return axis.counter.report(rank=axis.rank, num_ranks=axis.size, is_host_waiting=axis.exchanges)
+
+    def reset_comm_report(self) -> None:
+        """Start counting from zero."""
+        self._axes.dp.counter.reset()
