@@ -36,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run long tests, too")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell tests, and the ranks that they start, to go through all stages."""
+    if config.option.all:
+        os.environ["ALL_STAGES"] = "1"
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests that need a GPU where there is none; leave out long ones that nobody asked for."""

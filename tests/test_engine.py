@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import zeroshard
 from tests.distributed.models import Tiny
-from tests.distributed.training import STAGES, full_gradients, numbers, square_loss, start
+from tests.distributed.training import ALL_STAGES, full_gradients, numbers, square_loss, start
 from zeroshard.parameters.sharded import ShardedParameter
 
 RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
@@ -201,7 +201,7 @@ def states_and_moves(stage):
     return slices, {name: value.numel() for name, value in whole.items()}, same, moves
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ALL_STAGES)
 def test_state_dict_has_this_ranks_slices_and_moves_and_casts_are_refused(ranks, stage):
     results = ranks(2, states_and_moves, stage)
     numels = results[0][1]
@@ -223,7 +223,7 @@ def test_state_dict_has_this_ranks_slices_and_moves_and_casts_are_refused(ranks,
 def load():
     """Where an engine differs from a full state dict that it has loaded, and what it says to a bad one."""
     failures, said = [], []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         torch.manual_seed(5)
         other = Net()
         other.config.running_mean.normal_()
@@ -314,7 +314,7 @@ def test_without_an_optimizer_step_is_an_error_and_gradients_can_be_had(ranks):
 def plain_loop():
     """Where `loss.backward(); optimizer.step(); optimizer.zero_grad()` differs from plain PyTorch."""
     failures = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         model = tiny()
         plain = copy.deepcopy(model)
         reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
@@ -347,7 +347,7 @@ def test_the_loop_of_plain_pytorch_works_and_divides_nothing(ranks, num_ranks):
 def gradients(param_dtype):
     """What is wrong with the gradients between backward and step, by stage."""
     failures = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         model = tiny()
         plain = copy.deepcopy(model)
         engine, _ = start(model, "SGD", stage=stage, precision={"param_dtype": param_dtype})
@@ -381,7 +381,7 @@ def test_gradients_are_one_dimensional_slices_in_the_main_dtype(ranks, param_dty
 def batches():
     """Where train_batch differs from the loop by hand, what it returned, and this rank's losses."""
     failures, returned, losses = [], [], []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         config = {"stage": stage, "gradient_accumulation_steps": 2, "clip_grad_norm": 0.5}
 
         def build(config=config):
@@ -415,7 +415,7 @@ def batches_under_bfloat16():
     found = []
     torch.set_default_dtype(torch.bfloat16)
     try:
-        for stage in STAGES:
+        for stage in ALL_STAGES:
             model = tiny().float()
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             config = {"stage": stage, "gradient_accumulation_steps": 2}
@@ -436,7 +436,7 @@ def batches_under_bfloat16():
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_train_batch_returns_a_mean_in_float32_where_bfloat16_is_the_default(ranks, num_ranks):
     by_rank = ranks(num_ranks, batches_under_bfloat16)
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         mean = sum(found[stage][1] for found in by_rank) / num_ranks
         for found in by_rank:
             value, _, is_float32, num_steps = found[stage]
@@ -770,7 +770,7 @@ def test_one_block_can_be_written_while_another_is_shown(ranks):
 
 
 @RANKS
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ALL_STAGES)
 def test_unsharded_shows_full_parameters_and_edits_are_dropped(ranks, num_ranks, stage):
     assert ranks(num_ranks, reading, stage) == [[]] * num_ranks
 
@@ -843,7 +843,7 @@ def editing(stage, name, param_dtype):
     return failures
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ALL_STAGES)
 @pytest.mark.parametrize("name", EDITS)
 def test_written_back_edits_reach_the_shards_the_forward_and_the_next_step(ranks, stage, name):
     assert ranks(2, editing, stage, name, None) == [[], []]
@@ -866,7 +866,7 @@ def half_edit(engine):
 def different_edits():
     """What is said to edits that differ between ranks, and whether the parameters stayed."""
     found = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, optimizer = start(tiny(), "SGD", stage=stage)
         found.append(half_edit(engine))
         rank, before = dist.get_rank(), full(engine)
@@ -939,7 +939,7 @@ def test_a_replaced_parameter_of_another_shape_is_refused_by_name(ranks):
 def failing_inside():
     """Exceptions inside unsharded(), and what is left."""
     found = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         model = tiny()
         plain = copy.deepcopy(model)
         engine, optimizer = start(model, "SGD", stage=stage)
@@ -1063,7 +1063,7 @@ def whole_state(stage, dtype, param_dtype):
     return failures
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ALL_STAGES)
 @pytest.mark.parametrize(
     ("dtype", "param_dtype"),
     [(torch.float32, None), (torch.float32, "bf16"), (torch.bfloat16, None), (torch.float64, None)],

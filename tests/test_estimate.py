@@ -9,7 +9,7 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.models import GPT, Llama, Tiny
-from tests.distributed.training import STAGES, numbers, square_loss, start, token_loss
+from tests.distributed.training import ALL_STAGES, numbers, square_loss, start, token_loss
 from zeroshard.comm.counter import KINDS
 from zeroshard.memory.typical import typical_sizes
 from zeroshard.optim import AdamW8bit
@@ -77,7 +77,7 @@ def measured(configs):
 def test_an_estimate_is_what_is_measured_but_for_padding_and_step_numbers(ranks, num_ranks):
     configs = [
         (name, {"stage": stage, **options})
-        for name, stage, options in product(MODELS, STAGES, PRECISIONS.values())
+        for name, stage, options in product(MODELS, ALL_STAGES, PRECISIONS.values())
         if num_ranks != 4 or name == "tied GPT"
     ]
     for results in ranks(num_ranks, measured, configs):
@@ -108,7 +108,7 @@ def measured_in_8_bits(configs):
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_8_bit_states_are_foretold_to_the_byte_for_the_rank_that_holds_most(ranks, num_ranks):
-    configs = [(name, {"stage": stage}) for name, stage in product(MODELS, STAGES)]
+    configs = [(name, {"stage": stage}) for name, stage in product(MODELS, ALL_STAGES)]
     if num_ranks == 4:
         configs += [(name, {"stage": 3, "shard_group_size": 2}) for name in MODELS]
     answers = ranks(num_ranks, measured_in_8_bits, configs)
@@ -135,10 +135,10 @@ def test_an_estimate_follows_accumulation_prefetch_resharding_and_units(ranks):
         {"units": ["Linear", "LayerNorm"], "num_prefetch": 3},
         {"precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"}},
     ]
-    configs = [("GPT", {"stage": stage, **options}) for stage in STAGES for options in choices]
+    configs = [("GPT", {"stage": stage, **options}) for stage in ALL_STAGES for options in choices]
     units = {"units": ["Embedding", "LlamaBlock"]}  # an embedding's backward needs no parameters
     configs += [
-        ("Llama", {"stage": stage, "num_prefetch": n, **units}) for stage in STAGES for n in (0, 1, 2)
+        ("Llama", {"stage": stage, "num_prefetch": n, **units}) for stage in ALL_STAGES for n in (0, 1, 2)
     ]
     for results in ranks(2, measured, configs):
         for (name, config), (report, wire, _, _) in zip(configs, results, strict=True):
@@ -160,7 +160,7 @@ def test_gradients_added_up_locally_are_held_whole_by_every_rank():
 def test_a_model_on_the_meta_device_is_estimated_like_a_real_one():
     with torch.device("meta"):
         meta = GPT(tied=True)
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         assert zeroshard.estimate(meta, 3, {"stage": stage}) == estimate("tied GPT", 3, {"stage": stage})
 
 
@@ -179,7 +179,7 @@ def test_a_number_of_parameters_gives_the_formulas_of_the_stages():
     gradients = {0: 4, 1: 4 / n, 2: 4 / n, 3: 4 / n}  # of one micro-batch, sharded as they arrive
     table = 128_256 * 128 * 16  # the vocabulary of Llama 3, and 16 blocks of width 128 * 16
     block = (num_params - table) / 16
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         foretold = zeroshard.estimate(num_params, n, {"stage": stage})
         assert foretold.parameters == about(num_params * (4 if stage < 3 else 4 / n))
         assert foretold.optimizer == about(num_params * (8 if stage == 0 else 8 / n))

@@ -18,7 +18,7 @@ from zeroshard import initialize, optim
 from zeroshard.checkpoint import states as loading
 from zeroshard.checkpoint.files import MANIFEST, find
 from zeroshard.checkpoint.reader import open_checkpoint
-from zeroshard.cli.contents import describe
+from zeroshard.cli.contents import to_json
 
 BEFORE, AFTER = range(3), range(3, 5)
 HYBRID = {"stage": 3, "shard_group_size": 2}
@@ -137,11 +137,10 @@ def test_torch_reads_codes_in_the_shape_of_the_parameter_and_scales_in_one_dimen
 
 
 def test_inspect_tells_shapes_and_bytes_of_codes_and_scales(run):
-    lines = describe(open_checkpoint(find(run[0] / "AdamW8bit"))).splitlines()
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "optimizer/mix" in line]
-    rows = {name: rest for name, _, *rest in cells}
-    assert rows["optimizer/mix/exp_avg"] == ["uint8", "5x20x13", "1.3 KiB"]
-    assert rows["optimizer/mix/exp_avg_absmax"] == ["float32", "6", "24 B"]
+    tensors = to_json(open_checkpoint(find(run[0] / "AdamW8bit")))["tensors"]
+    codes, scales = tensors["optimizer/mix/exp_avg"], tensors["optimizer/mix/exp_avg_absmax"]
+    assert (codes["dtype"], codes["shape"], codes["bytes"]) == ("uint8", [5, 20, 13], 1300)
+    assert (scales["dtype"], scales["shape"], scales["bytes"]) == ("float32", [6], 24)
 
 
 def in_background(folder):

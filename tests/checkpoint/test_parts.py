@@ -1,5 +1,6 @@
 """Checkpoints in part: the weights alone, and without what is frozen."""
 
+import re
 import zlib
 
 import pytest
@@ -161,7 +162,7 @@ def test_a_base_of_another_dtype_is_another_base(ranks, tmp_path, capsys):
     ranks(1, save_without_frozen, tmp_path / "run")
     ranks(1, load_in_another_dtype, tmp_path / "run")
     assert main(["inspect", str(tmp_path / "run")]) == 0
-    assert "left out:     5 frozen parameters" in capsys.readouterr().out
+    assert re.search(r"left out: +5 frozen parameters", capsys.readouterr().out)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert "the checkpoint leaves out 5 frozen parameters" in capsys.readouterr().err
     assert read_manifest(tmp_path / "run" / "step-2.0").frozen

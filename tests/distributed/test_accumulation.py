@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.distributed.training import (
-    STAGES,
+    ALL_STAGES,
     build,
     differences,
     distances,
@@ -74,11 +74,11 @@ def accumulate(kind):
     """(differences from DDP and between stages, what step() returned)"""
     model = build(kind)
     want, changed, found = in_ddp(model), [], []
-    runs = [by_engine(model, stage, changed) for stage in STAGES]
+    runs = [by_engine(model, stage, changed) for stage in ALL_STAGES]
     for stage in (0, 1):
         found += differences(f"stage {stage}", runs[stage], want)
     found += differences("stage 3 and 2", runs[3], runs[2])
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         found += differences(f"stage {stage}, no_sync", under_no_sync(model, stage), want)
     return found, changed
 
@@ -90,7 +90,7 @@ def test_micro_batches_add_up_as_under_no_sync_of_ddp_and_only_the_last_one_step
 
 
 def stages_alike(kind):
-    runs = [by_engine(build(kind), stage, []) for stage in STAGES]
+    runs = [by_engine(build(kind), stage, []) for stage in ALL_STAGES]
     return differences("0 and 1", runs[0], runs[1]) + differences("2 and 3", runs[2], runs[3])
 
 
@@ -114,7 +114,7 @@ def gradients_of_three(kind):
     """By stage and way, the greatest distance from DDP."""
     model, found = build(kind), {}
     want = in_one_backward(model, range(K), 1 / K)
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, _ = start(copy.deepcopy(model), "SGD", stage=stage, gradient_accumulation_steps=K)
         for number in range(K):
             engine.backward(token_loss(engine, number))
@@ -138,7 +138,7 @@ def several_backwards():
     """Two losses a micro-batch, two micro-batches: distance from DDP, and what step() returned."""
     model, found = build("tied GPT"), {}
     want = in_one_backward(model, range(4), 1 / 2)
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, _ = start(copy.deepcopy(model), "SGD", stage=stage, gradient_accumulation_steps=2)
         engine.backward(token_loss(engine, 0))
         engine.backward(token_loss(engine, 1))
@@ -161,7 +161,7 @@ def mixed_with_no_sync():
     """Distance from DDP where no_sync and reducing backwards come in any order before a plain step."""
     model, found = build("tied GPT"), {}
     want = in_one_backward(model, range(4), 1.0)
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         for name, deferred in {"all": {0, 1, 2, 3}, "last": {2, 3}, "middle": {1, 2}}.items():
             engine, optimizer = start(copy.deepcopy(model), "SGD", stage=stage)
             seen = {}
@@ -185,7 +185,7 @@ def test_sums_that_no_sync_left_are_reduced_by_the_next_backward_or_step(ranks):
 def zeroed_in_between():
     """Differences from a run that never had what was forgotten."""
     model, found = build("tied GPT"), []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         runs = []
         for wasted in (0, 1, 2):
             engine, _ = start(copy.deepcopy(model), stage=stage, gradient_accumulation_steps=K)
@@ -212,7 +212,7 @@ def test_zero_grad_forgets_local_sums_and_starts_the_count_again(ranks):
 
 def zeroed_under_no_sync():
     model, found = build("tied GPT"), []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, optimizer = start(copy.deepcopy(model), "SGD", stage=stage)
         token_loss(engine, 0).backward()
         want = full_gradients(engine)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from tests.distributed.training import STAGES
 from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.optim import LAMB, AdamW8bit
 
@@ -167,7 +168,7 @@ def all_stages(kinds, configs):
 @pytest.mark.long_where(num_ranks=[3, 4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_optimizer_at_every_stage_has_the_bits_of_float32_steps_rounded_by_hand(ranks, num_ranks):
-    configs = [{"stage": stage} for stage in range(4)]
+    configs = [{"stage": stage} for stage in STAGES]
     assert ranks(num_ranks, all_stages, list(KINDS), configs) == [[]] * num_ranks
 
 
@@ -372,7 +373,7 @@ def mean_of_five(name, step, shape):
 
 def accumulated():
     found = []
-    for stage in range(4):
+    for stage in STAGES:
         engine = start("SGD", stage, gradient_accumulation_steps=5)
         for step in range(10):
             engine.backward(engine(step if step != 1 else 6, uneven))
@@ -569,7 +570,7 @@ def test_load_state_dict_of_the_optimizer_keeps_states_in_float32(ranks):
 def memory():
     """By stage and accumulation: what is measured at the end of a step, and what is foretold."""
     found = []
-    for stage in range(4):
+    for stage in STAGES:
         for num_micro in (1, 2):
             for precision in (BF16_MAIN, {"main_dtype": "bf16"}):
                 config = {"stage": stage, "gradient_accumulation_steps": num_micro, "precision": precision}

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.distributed.training import (
+    ALL_STAGES,
     OPTIMIZERS,
-    STAGES,
     build,
     differences,
     distance_of_all,
@@ -45,7 +45,7 @@ def clip(kind, optimizer):
     model = build(kind)
     want, wanted_norms = in_ddp(model, optimizer, 5)
     runs, norms, found = {}, {}, []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         for way in ("config", "method", "engine.step"):
             options = {} if way == "method" else {"clip_grad_norm": MAX_NORM}
             engine, made = start(copy.deepcopy(model), optimizer, stage=stage, **options)
@@ -101,7 +101,7 @@ def clipped_gradients():
     token_loss(replica, 0).backward()
     torch.nn.utils.clip_grad_norm_(replica.parameters(), MAX_NORM)
     want = flat_gradients(replica)
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, _ = start(copy.deepcopy(model), stage=stage)
         token_loss(engine, 0).backward()
         before = full_gradients(engine)
@@ -128,7 +128,7 @@ def clip_what_was_deferred():
         (token_loss(replica, 0) / 2).backward()
     (token_loss(replica, 1) / 2).backward()
     norms = [torch.nn.utils.clip_grad_norm_(replica.parameters(), 1e9).item()]
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, _ = start(copy.deepcopy(model), stage=stage, gradient_accumulation_steps=2)
         engine.backward(token_loss(engine, 0))
         engine.step()
@@ -150,7 +150,7 @@ def test_the_norm_is_that_of_the_accumulated_gradients(ranks):
 def deferred_with_config():
     """Config.clip_grad_norm sees what no_sync left when the optimizer is stepped directly."""
     norms, model = [], build("tied GPT")
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         for defer in (False, True):
             engine, optimizer = start(copy.deepcopy(model), "SGD", stage=stage, clip_grad_norm=MAX_NORM)
             if defer:
@@ -195,7 +195,7 @@ def other_norms(orders):
         want_norm = torch.linalg.vector_norm(whole, float(order))
         torch.nn.utils.clip_grad_norm_(replica.parameters(), 0.01, norm_type=order)
         want = flat_gradients(replica)
-        for stage in STAGES:
+        for stage in ALL_STAGES:
             engine, _ = start(copy.deepcopy(model), stage=stage)
             token_loss(engine, 0).backward()
             norm = engine.clip_grad_norm_(0.01, norm_type=order)
@@ -215,7 +215,7 @@ def test_norms_of_any_order_are_those_of_torch(ranks, num_ranks):
 def nonfinite_norms():
     """What is raised where a gradient of one rank's slice is inf, and whether gradients stay."""
     found = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, _ = start(build("tied GPT"), stage=stage)
         token_loss(engine, 0).backward()
         parameters = dict(engine.named_parameters())
@@ -246,7 +246,7 @@ def clip_by_value():
     token_loss(replica, 0).backward()
     torch.nn.utils.clip_grad_value_(replica.parameters(), 1e-4)
     want = flat_gradients(replica)
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, _ = start(copy.deepcopy(model), stage=stage)
         token_loss(engine, 0).backward()
         torch.nn.utils.clip_grad_value_(engine.parameters(), 1e-4)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import zeroshard
 from benchmarks.model import GPT, Shape, build_model, build_tokens, next_token_loss
+from tests.distributed.training import STAGES
 from tests.optim.eightbit.reference import Blocks, Exact, Reference
 from zeroshard.optim import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit
 
@@ -34,7 +35,7 @@ OTHERS = {
     "spared": {"min_8bit_size": 10_000},
 }
 """What groups have of their own, by the last part of their parameters' names."""
-STAGES = [{"stage": stage} for stage in range(4)]
+CONFIGS = [{"stage": stage} for stage in STAGES]
 
 
 def options_of(kind, name):
@@ -250,7 +251,7 @@ def train(kind, configs):
 def test_codes_scales_and_parameters_are_those_of_one_process_at_any_number_of_ranks_and_stage(
     ranks, num_ranks, kind
 ):
-    configs = STAGES + ([{"stage": 3, "shard_group_size": 2}] if num_ranks == 4 else [])
+    configs = CONFIGS + ([{"stage": 3, "shard_group_size": 2}] if num_ranks == 4 else [])
     answers = ranks(num_ranks, train, kind, configs)
     for config, *of_ranks in zip(configs, *answers, strict=True):
         assert differences(of_ranks, plain_run(kind), config) == [], config
@@ -282,7 +283,7 @@ def left_alone(stage):
     return engine.full_state_dict(), with_states & {"frozen", "unused"}
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", STAGES)
 def test_what_is_frozen_or_used_by_no_rank_stays_and_has_no_states(ranks, stage):
     answers = ranks(2, left_alone, stage)
     before = build()
@@ -313,7 +314,7 @@ def train_by_engine(configs, num_micro_steps=NUM_STEPS, lr_scheduler=None):
 
 
 def check(ranks, want, config, **options):
-    configs = [config | stage for stage in STAGES]
+    configs = [config | stage for stage in CONFIGS]
     answers = ranks(NUM_RANKS, train_by_engine, configs, **options)
     for used, *of_ranks in zip(configs, *answers, strict=True):
         assert differences(of_ranks, want, used) == [], used
@@ -362,7 +363,7 @@ def skip(stage):
     return is_taken, before, after, held(engine, optimizer)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_step_that_is_left_out_leaves_codes_and_counts_as_they_were(ranks, stage):
     answers = ranks(NUM_RANKS, skip, stage)
     for is_taken, before, after, _ in answers:

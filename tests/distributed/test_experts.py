@@ -216,7 +216,7 @@ def on_many_ranks():
     torch.manual_seed(0)
     model = Model()
     want = train_replicated(model, "SGD", 5, expert_loss, find_unused=True)
-    runs = [train_sharded(model, "SGD", 5, expert_loss, stage=stage) for stage in STAGES]
+    runs = {stage: train_sharded(model, "SGD", 5, expert_loss, stage=stage) for stage in STAGES}
     found = [line for stage in STAGES for line in differences(f"stage {stage}", runs[stage], runs[3])]
     losses = max(abs(a - b) / abs(b) for a, b in zip(runs[3].losses, want.losses, strict=True))
     parameters = runs[3].parameters

@@ -13,7 +13,7 @@ from torch import nn
 import zeroshard
 from tests.distributed.models import Tiny
 from tests.distributed.training import (
-    STAGES,
+    ALL_STAGES,
     build,
     by_hand,
     differences,
@@ -91,7 +91,7 @@ def against_hand_written(kind, optimizer, reduce_dtype):
     )
     if dist.get_rank():
         want.parameters = {}
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         config = half(1024, reduce_dtype=reduce_dtype)
         engine, _ = start(copy.deepcopy(model), optimizer, stage=stage, **config)
         run, taken = steps(engine, range(3), token_loss)
@@ -127,7 +127,7 @@ def gradients_of_a_small_loss():
         vanishing_loss(replica, number).backward()
     want = flat_gradients(replica)
     wanted = torch.cat(list(want.values())).norm().item()
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         off = []
         for scale, first in ((1, nullcontext), ("dynamic", nullcontext), ("dynamic", Engine.no_sync)):
             engine, _ = start(tiny(), stage=stage, **half(scale))
@@ -151,7 +151,7 @@ def test_gradients_that_vanish_in_float16_are_kept_and_shown_unscaled(ranks):
 def clipped_norms():
     """Norms of the same steps, seen by Config.clip_grad_norm, with a scale and in fp32."""
     norms = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         for config in (half(4096), {}):
             engine, _ = start(tiny(), "SGD", stage=stage, clip_grad_norm=0.1, **config)
             steps(engine, [0])
@@ -170,7 +170,7 @@ def test_clipping_sees_the_norm_of_the_unscaled_gradients(ranks):
 def half_model():
     """A model that is given in float16, and one that is told to compute in it."""
     found = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         native, _ = start(tiny().half(), stage=stage)
         told, _ = start(tiny().half().float(), stage=stage, **half(None))
 
@@ -193,7 +193,7 @@ def test_a_half_model_gets_fp32_main_parameters_and_a_dynamic_scale(ranks):
 def skip_one(config):
     """A run with a bad batch on one rank, compared with one that never had it."""
     found = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engines = []
         for which in ([0, 1, BAD, 2, 3], [0, 1, 2, 3]):
             engine, optimizer = start(tiny(), "AdamW", stage=stage, clip_grad_norm=1.0, **config)
@@ -223,7 +223,7 @@ def test_in_other_dtypes_steps_are_left_out_when_that_is_asked_for(ranks):
 def overflow_in_a_micro_batch(way):
     """The second of three micro-batches is bad; before and after it there is a good step."""
     found = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         runs = []
         for which in ([0, 1, 2, 3, BAD, 4, 5, 6, 8], [0, 1, 2, 5, 6, 8]):
             engine, _ = start(tiny(), stage=stage, gradient_accumulation_steps=3, **half(1024))
@@ -259,7 +259,7 @@ def large_loss(model, number):
 def find_scale():
     """Each step is repeated until it is taken; the first one has the largest gradients."""
     found, model, order = [], tiny(), (2, 0, 1)
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, _ = start(copy.deepcopy(model), "SGD", stage=stage, **half())
         losses, scales = [], set()
         for number in order:
@@ -288,7 +288,7 @@ def test_a_dynamic_scale_falls_until_gradients_fit_and_leaves_no_trace(ranks):
 def plain_calls(config):
     """What the plain loop's calls say, and whether the engine goes on as if they had not been made."""
     told, found = set(), []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, optimizer = start(tiny(), stage=stage, **config)
         if "precision" in config:
             told.add(caught(square_loss(engine, 0).backward))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.distributed.training import STAGES, square_loss
+from tests.distributed.training import ALL_STAGES, square_loss
 from zeroshard.checkpoint import writer
 from zeroshard.comm import mesh
 
@@ -152,7 +152,7 @@ def by_turns(stage, groups):
 
 
 def all_by_turns():
-    return [all(by_turns(stage, (None, None))) for stage in STAGES] + [
+    return [all(by_turns(stage, (None, None))) for stage in ALL_STAGES] + [
         all(by_turns(3, groups)) for groups in ((1, 1), (1, None), (None, 1), (2, 1))
     ]
 

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from tests.distributed.training import STAGES, build, padded_size, start, token_loss
+from tests.distributed.training import ALL_STAGES, build, padded_size, start, token_loss
 
 
 def live_bytes():
@@ -38,7 +38,7 @@ def kinds(stage, n):
 def held(kind, optimizer):
     """By stage: bytes per element from outside, the same after an evaluation, and by memory_report."""
     found = {}
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         gc.collect()
         gc.freeze()
         engine, made = start(build(kind), optimizer, stage=stage)
@@ -76,7 +76,7 @@ def test_after_a_step_with_its_gradients_a_rank_holds_what_the_formula_says(rank
 
 def held_in_bf16():
     found = {}
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         gc.collect()
         gc.freeze()
         engine, optimizer = start(build("tied GPT"), stage=stage, precision={"param_dtype": "bf16"})
@@ -101,7 +101,7 @@ def test_in_bf16_a_rank_holds_a_copy_in_bf16_beside_its_part_of_the_main_paramet
 def held_after_zero_grad():
     """Bytes per element at rest without gradients, and with the sums that no_sync leaves."""
     found = {}
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, optimizer = start(build("tied GPT"), stage=stage)
         for number in range(2):
             token_loss(engine, number).backward()
@@ -198,7 +198,7 @@ def test_at_most_the_unit_at_work_and_those_prefetched_are_gathered_besides_the_
 def memory_over_time():
     """Live bytes after steps, evaluations and discarded forwards."""
     sizes = {}
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         gc.collect()
         gc.freeze()
         engine, optimizer = start(build("tied GPT"), stage=stage)

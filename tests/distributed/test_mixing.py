@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.training import STAGES, finish, plain, replicate, square_loss, start
+from tests.distributed.training import ALL_STAGES, finish, plain, replicate, square_loss, start
 
 MOMENTUM = 0.75
 
@@ -67,7 +67,7 @@ def averaged_whole(way):
         reference.step()
         reference.zero_grad()
         WAYS[way](plain(replica))
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         model = Pair()
         engine, optimizer = start(model, torch.optim.SGD(model.student.parameters(), lr=0.05), stage=stage)
         for number in range(3):
@@ -90,7 +90,7 @@ def test_a_teacher_is_averaged_under_unsharded(ranks, num_ranks, way):
 def averaged_slices(way):
     """By stage: the error of an average of slices, or the names that differ from the average of the whole."""
     answers = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, _ = start(Pair(), "SGD", stage=stage)
         reference = Pair()
         WAYS[way](reference)
@@ -107,7 +107,7 @@ def averaged_slices(way):
 
 @pytest.mark.parametrize("way", ["in place", "for each"])
 def test_averages_of_slices_are_right_or_refused_by_name_on_all_ranks(ranks, way):
-    assert ranks(1, averaged_slices, way) == [[[]] * len(STAGES)]
+    assert ranks(1, averaged_slices, way) == [[[]] * len(ALL_STAGES)]
     for answers in ranks(2, averaged_slices, way):
         assert (answers[0], answers[3]) == ([], [])
         for answer in answers[1:3]:

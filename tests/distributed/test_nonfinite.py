@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from tests.distributed.models import Tiny
 from tests.distributed.training import (
+    ALL_STAGES,
     OPTIMIZERS,
-    STAGES,
     differences,
     finish,
     numbers,
@@ -42,7 +42,7 @@ def report():
     loss_of(replica, BAD).backward()
     optimizer.step()
     want, found = plain(replica).state_dict(), []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         for clip in (None, 1.0):
             engine, optimizer = start(tiny(), "SGD", stage=stage, clip_grad_norm=clip)
             engine.backward(loss_of(engine, BAD))
@@ -66,7 +66,7 @@ def test_by_default_the_step_is_taken_as_by_plain_pytorch_and_the_norm_tells(ran
 def refuse(way, **config):
     """What is said, by stage, and whether the run goes on as one that never had the bad batch."""
     told, found = [], []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         runs = []
         for which in ([0, BAD, 1], [0, 1]):
             engine, optimizer = start(tiny(), stage=stage, nonfinite="error", **config)
@@ -105,7 +105,7 @@ def test_as_an_error_it_comes_on_all_ranks_before_anything_changes(ranks, num_ra
 def small_messages(**config):
     """Exchanges beside parameters and gradients in a second step; the first agrees on an order."""
     found = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, _ = start(tiny(), stage=stage, **config)
         for number in range(2):
             engine.reset_comm_report()

@@ -215,7 +215,7 @@ def _raise(fails, engine=None):
 
 
 def left_out(where):
-    return [go_on(stage, where) for stage in STAGES[:3]]
+    return [go_on(stage, where) for stage in STAGES if stage < 3]
 
 
 @pytest.mark.parametrize("where", ["forward", "loss"])

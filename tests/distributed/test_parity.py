@@ -15,8 +15,8 @@ from torch import nn
 
 from tests.distributed.models import Tiny
 from tests.distributed.training import (
+    ALL_STAGES,
     OPTIMIZERS,
-    STAGES,
     build,
     differences,
     distance_of_all,
@@ -125,8 +125,8 @@ def test_on_more_ranks_stages_agree_to_the_bit_and_stay_close_to_ddp(ranks, num_
 
 def stages_in_bf16(kind, num_steps):
     model, precision = build(kind), {"param_dtype": "bf16"}
-    runs = [train_sharded(model, "AdamW", num_steps, stage=s, precision=precision) for s in STAGES]
-    return [line for stage in STAGES for line in differences(f"stage {stage}", runs[stage], runs[0])]
+    runs = [train_sharded(model, "AdamW", num_steps, stage=s, precision=precision) for s in ALL_STAGES]
+    return [line for stage in ALL_STAGES for line in differences(f"stage {stage}", runs[stage], runs[0])]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.long)])
@@ -154,8 +154,8 @@ def small_shapes(num_blocks):
     for model in (Tiny(num_blocks), OneElement(), nn.Sequential(nn.Linear(7, 1))):
         for optimizer in ("AdamW", "SGD"):
             want = train_replicated(model, optimizer, 4, square_loss)
-            runs = [train_sharded(model, optimizer, 4, square_loss, stage=stage) for stage in STAGES]
-            found += [line for stage in STAGES for line in differences(f"{stage}", runs[stage], runs[3])]
+            runs = [train_sharded(model, optimizer, 4, square_loss, stage=stage) for stage in ALL_STAGES]
+            found += [line for stage in ALL_STAGES for line in differences(f"{stage}", runs[stage], runs[3])]
             for name, value in runs[3].parameters.items():
                 torch.testing.assert_close(value, want.parameters[name], rtol=1e-5, atol=1e-6)
     return found

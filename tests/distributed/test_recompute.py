@@ -137,7 +137,7 @@ def two_backwards():
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_graph_is_recomputed_in_each_backward_through_it(ranks, num_ranks):
-    assert ranks(num_ranks, two_backwards) == [[True] * 4] * num_ranks
+    assert ranks(num_ranks, two_backwards) == [[True] * len(STAGES)] * num_ranks
 
 
 class Averaging(nn.Module):

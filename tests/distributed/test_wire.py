@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.models import Block
-from tests.distributed.training import STAGES, build, numbers, padded_size, start, token_loss
+from tests.distributed.training import ALL_STAGES, build, numbers, padded_size, start, token_loss
 from zeroshard.stepping.attach import attach
 
 
@@ -71,7 +71,7 @@ def micro_batches(engine, k):
 
 def traffic(kind, k):
     found = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, _ = start(build(kind), stage=stage, gradient_accumulation_steps=k)
         found += measure(engine, micro_batches(engine, k), stage, k)
     return found
@@ -113,7 +113,7 @@ def test_units_that_stay_gathered_are_listed_as_kept_and_not_sent_again(ranks):
 def traffic_of_bf16():
     """Parameters travel in the compute dtype, gradients in the reduce dtype; stage 0 gathers gradients."""
     found = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         for reduce_dtype, size in ((None, 4), ("bf16", 2)):
             precision = {"param_dtype": "bf16", "reduce_dtype": reduce_dtype}
             engine, _ = start(build("tied GPT"), stage=stage, precision=precision)
@@ -129,7 +129,7 @@ def test_bf16_halves_the_bytes_of_parameters_and_reduce_dtype_those_of_gradients
 def traffic_of_no_sync():
     """Three micro-batches, one reduction."""
     found = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, optimizer = start(build("tied GPT"), stage=stage)
 
         def take_step(number, engine=engine, optimizer=optimizer):
@@ -157,7 +157,7 @@ def test_under_no_sync_gradients_are_sent_once(ranks):
 
 
 def traffic_of_one_rank():
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, optimizer = start(build("tied GPT"), stage=stage)
         with mock.patch.object(dist, "isend", SendCounter()) as counter:
             token_loss(engine, 0).backward()
@@ -184,7 +184,7 @@ class ReturnsParameter(nn.Module):
 def traffic_of_a_returned_parameter():
     """Bytes of gradients by stage and step, where each backward comes to what was returned before too."""
     sent = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, optimizer = start(ReturnsParameter(), "SGD", stage=stage, units=["Linear"])
         for number in range(3):
             engine.reset_comm_report()
@@ -198,7 +198,7 @@ def traffic_of_a_returned_parameter():
 
 def test_a_parameter_that_a_forward_returns_has_no_gradient_sent_twice(ranks):
     for sent in ranks(2, traffic_of_a_returned_parameter):
-        assert len(set(sent)) == len(STAGES)
+        assert len(set(sent)) == len(ALL_STAGES)
 
 
 def traffic_of_a_gradient_penalty():
@@ -232,7 +232,7 @@ def test_one_rank_sends_nothing_and_calls_nothing(ranks):
 def traffic_of_evaluation():
     """At rest nothing is gathered at stages 0 to 2; at stage 3 each unit once."""
     found, model = {}, build("tied GPT")
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, _ = start(copy.deepcopy(model), stage=stage)
         for number in range(2):
             engine.reset_comm_report()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,10 @@ import zeroshard
 from tests.distributed.models import GPT, VOCABULARY, Llama
 from zeroshard import Engine
 
-STAGES = (0, 1, 2, 3)
+ALL_STAGES = (0, 1, 2, 3)
+"""For tests whose subject is the stages: parity, bytes at rest and on the wire."""
+STAGES = ALL_STAGES if os.environ.get("ALL_STAGES") else (1, 3)
+"""For the others: all with `--all`, and otherwise two that shard as much and as little as sharding can."""
 
 Loss = Callable[[nn.Module, int], Tensor]
 """(model or engine, number of the step) -> this rank's loss."""

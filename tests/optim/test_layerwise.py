@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from tests.distributed.training import STAGES
 from zeroshard.optim import LAMB, LARS
 from zeroshard.optim.adopt.takeover import check_optimizer
 from zeroshard.optim.schedule import GradualWarmup
@@ -322,7 +323,7 @@ def shard(kind, configs):
     return found, num_unowned
 
 
-STAGES = [{"stage": stage} for stage in range(4)]
+CONFIGS = [{"stage": stage} for stage in STAGES]
 
 
 @pytest.mark.long_where(num_ranks=[4])
@@ -330,7 +331,7 @@ STAGES = [{"stage": stage} for stage in range(4)]
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_all_stages_follow_the_formula_with_one_exchange_a_step_and_the_same_bits(ranks, num_ranks, kind):
     hybrid = [{"stage": 3, "shard_group_size": 2}] if num_ranks == 4 else []
-    answers = ranks(num_ranks, shard, kind, STAGES + hybrid)
+    answers = ranks(num_ranks, shard, kind, CONFIGS + hybrid)
     assert [found for found, _ in answers] == [[]] * num_ranks
     if num_ranks > 1:
         assert max(num_unowned for _, num_unowned in answers) > 1

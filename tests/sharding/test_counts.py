@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeroshard
-from tests.distributed.training import STAGES
+from tests.distributed.training import ALL_STAGES
 
 
 def llama():
@@ -54,7 +54,7 @@ def counts_of_libraries():
 
 def differing_counts():
     found = []
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         plain, engine = llama(), start(llama(), stage)
         found += [stage] * (counted(engine.module) != counted(plain))
         found += [stage] * (engine.num_parameters() != plain.num_parameters())
@@ -117,7 +117,7 @@ def warnings_about_slices(stage):
     return texts
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ALL_STAGES)
 def test_a_sum_of_slices_and_a_norm_of_one_warn_once_and_never_in_an_optimizer(ranks, stage):
     for in_optimizer, of_the_user, files in ranks(2, warnings_about_slices, stage):
         assert in_optimizer == []
@@ -183,7 +183,7 @@ def said_of(lines, stage):
 
 
 def all_said_of(lines):
-    return [said_of(lines, stage) for stage in STAGES]
+    return [said_of(lines, stage) for stage in ALL_STAGES]
 
 
 ASKED_OF_SLICES = {
@@ -203,8 +203,8 @@ def test_norms_of_gradients_and_values_and_counts_in_loops_warn_once(ranks, line
         for ((text, file),) in sliced:
             assert ASKED_OF_SLICES[lines] in text
             assert file == __file__
-    assert ranks(1, all_said_of, lines) == [[[]] * len(STAGES)]
+    assert ranks(1, all_said_of, lines) == [[[]] * len(ALL_STAGES)]
 
 
 def test_other_lines_about_gradients_and_values_say_nothing(ranks):
-    assert ranks(2, all_said_of, nothing_of_slices) == [[[]] * len(STAGES)] * 2
+    assert ranks(2, all_said_of, nothing_of_slices) == [[[]] * len(ALL_STAGES)] * 2

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from tests.distributed.training import STAGES
 from tests.optim.eightbit.reference import Reference
 from zeroshard.optim import LAMB8bit, LARS8bit
 
@@ -138,7 +139,7 @@ def shard(kind, configs):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_all_stages_follow_the_formula_with_one_exchange_a_step(ranks, num_ranks, kind):
-    configs = [{"stage": stage} for stage in range(4)]
+    configs = [{"stage": stage} for stage in STAGES]
     configs += [{"stage": 3, "shard_group_size": 2}] if num_ranks == 4 else []
     expected = {1} if num_ranks > 1 else {0}
     assert ranks(num_ranks, shard, kind, configs) == [expected] * num_ranks
