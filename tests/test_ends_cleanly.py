@@ -373,6 +373,7 @@ HAD_FEWER_BATCHES = (
 )
 
 
+@pytest.mark.long_where(part=[FEWER_BATCHES_ON_RANK_1])
 @STAGES
 @pytest.mark.parametrize(
     "part", [LEAVE_OUT_A_BATCH_ON_RANK_1, FEWER_BATCHES_ON_RANK_1], ids=["left", "fewer"]
@@ -388,6 +389,7 @@ def test_rank_that_had_fewer_batches_ends_and_the_others_are_told_why_they_wait(
         assert advice in waiting.last_line
 
 
+@pytest.mark.long
 @STAGES
 @pytest.mark.long_where(part=[FEWER_BATCHES_ON_RANK_1])
 @pytest.mark.parametrize(
@@ -453,6 +455,7 @@ def test_stuck_rank_ends_all_of_three(run: Forks) -> None:
         )
 
 
+@pytest.mark.long
 def test_rank_that_is_killed_ends_another_that_is_busy_with_its_own(run: Forks) -> None:
     first, second = run(
         script(TRAIN, KILL_RANK_1_WHILE_THE_OTHER_IS_BUSY, watchdog_s=2.0),

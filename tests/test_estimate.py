@@ -125,6 +125,7 @@ def test_8_bit_states_of_a_number_of_parameters_take_two_bytes_and_two_scales_a_
     assert zeroshard.estimate(5000, 2, optimizer_bits=8).parameters == zeroshard.estimate(5000, 2).parameters
 
 
+@pytest.mark.long
 def test_an_estimate_follows_accumulation_prefetch_resharding_and_units(ranks):
     choices = [
         {"gradient_accumulation_steps": 3},

@@ -552,6 +552,7 @@ def test_a_crafted_pickle_runs_no_code_and_is_one_error_that_names_it(old, tmp_p
     assert not any((tmp_path / "new").glob("*"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", [INDEX, OLD_VALUES])
 def test_random_bytes_in_a_pickle_never_end_in_another_kind_of_error(old, tmp_path, file):
     data, found = (old / "old.0" / file).read_bytes(), collections.Counter()

@@ -119,6 +119,7 @@ else:
 """
 
 
+@pytest.mark.long
 def test_a_process_that_ends_after_a_save_in_the_background_leaves_a_checkpoint(tmp_path):
     folders = {end: str(tmp_path / end) for end in ("ends", "destroys")}
     stores = {end: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for end in folders}

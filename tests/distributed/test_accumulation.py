@@ -83,6 +83,7 @@ def accumulate(kind):
     return found, changed
 
 
+@pytest.mark.long_where(kind=["Llama"])
 @pytest.mark.parametrize("kind", ["tied GPT", "Llama"])
 def test_micro_batches_add_up_as_under_no_sync_of_ddp_and_only_the_last_one_steps(ranks, kind):
     steps = [(last, number + last) for number in range(NUM_STEPS) for last in (False, False, True)]

@@ -189,6 +189,7 @@ AT = [
 ]
 
 
+@pytest.mark.long_where(num_ranks=[1, 3])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize(("num_ranks", "stage", "kinds"), AT)
 def test_8_bit_states_are_the_same_bits_at_every_number_of_ranks_and_stage(ranks, num_ranks, stage, kinds):

@@ -136,6 +136,7 @@ def read_hybrid():
     write_all([{"stage": 3, "shard_group_size": 2}])
 
 
+@pytest.mark.long
 def test_shard_groups_of_two_read_and_write_the_same(ranks):
     ranks(4, read_hybrid)
 

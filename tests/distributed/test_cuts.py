@@ -139,6 +139,7 @@ def cut_cases(seeds, stages):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[3])
 @pytest.mark.parametrize(
     ("num_ranks", "seeds"),
     [
@@ -192,6 +193,7 @@ def test_cuts_around_recomputed_units_with_units_inside(ranks, num_prefetch):
     assert ranks(2, cut_units_in_recomputed_units, num_prefetch) == [[], []]
 
 
+@pytest.mark.long
 def test_random_cuts_with_shard_groups_train_as_plain_pytorch(ranks):
     for found in ranks(4, hybrid_cuts_within_tolerance):
         assert found == {}

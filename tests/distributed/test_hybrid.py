@@ -73,6 +73,7 @@ def groups_of_four_ranks(kind, num_steps):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_steps", [4, pytest.param(20, marks=pytest.mark.long)])
 def test_groups_of_four_ranks_stay_close_to_ddp(ranks, num_steps):
     results = ranks(4, groups_of_four_ranks, "Llama", num_steps, timeout=200)

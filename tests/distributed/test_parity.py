@@ -161,6 +161,7 @@ def small_shapes(num_blocks):
     return found
 
 
+@pytest.mark.long
 def test_there_may_be_more_ranks_than_blocks_and_than_elements(ranks):
     assert ranks(4, small_shapes, 2) == [[]] * 4
 

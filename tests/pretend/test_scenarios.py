@@ -7,13 +7,19 @@ from tests.pretend.scenarios import SCENARIOS
 from tests.ranks import Ranks
 
 PLAIN = {"stage1", "stage2"}
-COMBINED = {"stage0_accumulate", "stage3_bf16_main_accumulate", "hybrid_accumulate", "stage3_prefetch0"}
+LONG = {
+    *("stage0_accumulate", "stage1_accumulate", "stage3_bf16_main_accumulate", "hybrid_accumulate"),
+    *("stage0_bf16_clip", "stage1_bf16_clip", "stage3_bf16_wire", "stage3_prefetch0", "stage3_prefetch3"),
+    *("stage3_tied", "stage3_llama", "adapters", "frozen_branches", "experts_stage3", "sizes_differ_stage3"),
+    *("averages_after_step_stage3", "two_optimizers_stage3", "one_parameter_by_name", "engines_dropped"),
+}
+"""Scenarios of features that have another scenario, alone or together with something else."""
 
 
 def is_repeated(name: str) -> bool:
     """True for a scenario of a feature that is also there by itself, without bf16, or at stage 3."""
     others = {name.removesuffix("_bf16"), name.replace("stage2", "stage3"), name.replace("stage1", "stage3")}
-    if name in COMBINED or name.startswith("branches_stage3_"):
+    if name in LONG or name.startswith("branches_stage3_"):
         return True
     return name not in PLAIN and not SCENARIOS.keys().isdisjoint(others - {name})
 
