@@ -378,7 +378,7 @@ def left_in(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("steps", ["60", "300"])
+@pytest.mark.parametrize("steps", ["60", "240"])
 def test_with_states_of_8_bits_it_learns_as_much_within_a_hundredth(
     run: Callable[..., Ended], tmp_path: Path, steps: str
 ) -> None:
