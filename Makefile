@@ -44,7 +44,7 @@ finetune-llm: setup-llm  ## Fine-tune a pretrained model of 135 M parameters on 
 	"$(PYTHON)" examples/smollm2.py "$(LLM)"
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$(PYTHON)" -m torch.distributed.run --standalone \
 	    --nproc-per-node $(NPROC) examples/finetune.py --model "$(LLM)" --data zeroshard --stage 3 \
-	    --optimizer adamw8bit --seq-len 256 --batch-size 1 --steps 48 --lr 3e-4 --output finetuned-llm \
+	    --optimizer adamw8bit --seq-len 256 --batch-size 1 --steps 48 --lr 5e-4 --output finetuned-llm \
 	    --ask "In zeroshard, what does stage 3 shard?" $(ARGS)
 
 test: setup-dev  ## Run the tests of every behaviour, in minutes (ARGS="-k layout")
