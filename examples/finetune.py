@@ -34,7 +34,7 @@ import zeroshard
 from options import CACHE, OPTIMIZERS, parse_args
 from text import TEXTS, ByteTokenizer
 from training import History, Trainer, evaluate
-from zeroshard.data import TextDatasets, check_separation, collator, text_datasets
+from zeroshard.data import Blocks, TextDatasets, check_separation, collator, text_datasets
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # of a model on the hub
@@ -74,15 +74,17 @@ def small_llama(args: Namespace) -> nn.Module:
         max_position_embeddings=args.seq_len,
         bos_token_id=None,
         eos_token_id=ByteTokenizer.eos_token_id,
-        use_cache=False,
     )
     return LlamaForCausalLM(sizes)
 
 
 def pretrained(args: Namespace, folder: str, config: zeroshard.Config) -> nn.Module:
     """Return a pretrained model, whose weights each rank reads in part, with adapters if --lora asks."""
-    kwargs = {"dtype": torch.float32, "use_cache": False}
-    model = zeroshard.from_pretrained(AutoModelForCausalLM, folder, config, **kwargs).train()
+    model = zeroshard.from_pretrained(AutoModelForCausalLM, folder, config, dtype=torch.float32).train()
+    if args.seq_len > num_positions(model):
+        raise ValueError(
+            f"--seq-len: expected at most {num_positions(model)}, as the model has, got {args.seq_len}"
+        )
     if args.lora is None:
         return model
     from peft import LoraConfig, get_peft_model
@@ -95,10 +97,15 @@ def pretrained(args: Namespace, folder: str, config: zeroshard.Config) -> nn.Mod
     return adapted
 
 
-def read_data(args: Namespace, tokenizer: Any, console: Console) -> TextDatasets:
+def num_positions(model: Any) -> int:
+    """Return the number of positions that a model is made for; sys.maxsize if its config names none."""
+    return getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+
+
+def read_data(args: Namespace, tokenizer: Any) -> TextDatasets:
     """Return the blocks to train on and those held out."""
     source = TEXTS[args.data](CACHE) if args.data in TEXTS else args.data
-    with report.reading(console) as progress:
+    with report.reading() as progress:
         return text_datasets(
             source,
             tokenizer,
@@ -110,10 +117,22 @@ def read_data(args: Namespace, tokenizer: Any, console: Console) -> TextDatasets
 
 
 def count_steps(args: Namespace, config: zeroshard.Config, num_blocks: int) -> int:
-    """Return the number of optimizer steps that --steps or --epochs asks for."""
+    """Return the number of optimizer steps that --steps or --epochs asks for.
+
+    Raises:
+        ValueError: an epoch has no batch, because the only one is too small and `drop_last` leaves it out.
+    """
+    batches = (
+        math.ceil(num_blocks / WORLD_SIZE) / config.micro_batch_size
+    )  # of an epoch, the last one in part
+    micro_batches = math.floor(batches) if config.loader.drop_last else math.ceil(batches)
+    if not micro_batches:
+        raise ValueError(
+            f"loader.drop_last: expected at least {config.micro_batch_size} blocks of text for each of "
+            f"{WORLD_SIZE} ranks, got {num_blocks} in all"
+        )
     if args.steps is not None:
         return int(args.steps)
-    micro_batches = math.ceil(math.ceil(num_blocks / WORLD_SIZE) / config.micro_batch_size)
     return max(2, round(args.epochs * micro_batches / config.gradient_accumulation_steps))
 
 
@@ -139,7 +158,13 @@ def resume(engine: zeroshard.Engine, folder: str | None, tag: str) -> History | 
 
 
 def write(engine: zeroshard.Engine, tokenizer: Any, prompt: list[int], length: int, sample: bool) -> str:
-    """Return what the model writes after a prompt. All ranks must call it; rank 0 alone writes to the end."""
+    """Return what the model writes after a prompt, up to its last position: nothing if the prompt fills all.
+
+    All ranks must call it; rank 0 alone writes to the end.
+    """
+    length = min(length, num_positions(engine.module) - len(prompt))
+    if length < 1:
+        return ""
     ids = torch.tensor([prompt], device=next(engine.parameters()).device)
     how = {"do_sample": sample, "temperature": TEMPERATURE} if sample else {"do_sample": False}
     engine.eval()
@@ -167,23 +192,36 @@ def answer(engine: zeroshard.Engine, tokenizer: Any, question: str) -> str:
     return write(engine, tokenizer, list(prompt), ANSWER_TOKENS, sample=False).strip()
 
 
+def show_results(
+    console: Console, args: Namespace, engine: zeroshard.Engine, tokenizer: Any, held_out: Blocks
+) -> None:
+    """Show the answer to --ask, or else how the model continues a held-out text. All ranks must call it."""
+    if args.ask:
+        report.show_answer(console, "after training", args.ask, answer(engine, tokenizer, args.ask))
+        return
+    prompt = held_out[0]["input_ids"][: min(PROMPT_TOKENS, args.seq_len // 2)].tolist()
+    length = min(SAMPLE_TOKENS, args.seq_len - len(prompt))
+    text = write(engine, tokenizer, prompt, length, sample=True)
+    report.show_sample(console, tokenizer.decode(prompt), text)
+
+
 def main() -> None:
     """Evaluate, train, evaluate again, and show the results."""
     args = parse_args()
     logging.disable_progress_bar()
     torch.manual_seed(args.seed)
-    console = Console(quiet=RANK != 0, highlight=False)  # so that rank 0 alone speaks
+    console = Console(quiet=RANK != 0, highlight=False, markup=False)  # so that rank 0 alone speaks
     try:
         config = build_config(args)
         folder = args.model
         if folder and not Path(folder).is_dir():
             folder = snapshot_download(folder, allow_patterns=FILES)
         tokenizer: Any = AutoTokenizer.from_pretrained(folder) if folder else ByteTokenizer()
-        train, held_out = read_data(args, tokenizer, console)
+        train, held_out = read_data(args, tokenizer)
+        steps = count_steps(args, config, len(train))
         model = pretrained(args, folder, config) if folder else small_llama(args)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         sys.exit(f"finetune.py: {error}")
-    steps = count_steps(args, config, len(train))
     build = OPTIMIZERS.get(args.optimizer, args.optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build(trained, args.lr, (0.9, 0.95), weight_decay=0.1)
@@ -198,33 +236,37 @@ def main() -> None:
     assert dataloader is not None  # there is training data
     report.show_run(console, args, engine, train, held_out, steps)
     try:
-        check_separation(engine, collator(model))
+        if not args.no_packing:
+            check_separation(engine, collator(model))
+    except ValueError as error:
+        sys.exit(f"finetune.py: {error}: give --no-packing")
+    try:
         history = resume(engine, args.checkpoint_dir, args.resume)
     except ValueError as error:
         sys.exit(f"finetune.py: {error}")
     if history is not None:
         console.print(f"going on after step {len(history.losses)}, from {args.checkpoint_dir}")
     history = history or History([(0, evaluate(engine, held_out))], [], 0.0)
+    first = len(history.losses)
     console.print(f"held-out loss before training: {history.evaluations[0][1]:.3f} nats per {args.unit}")
     if args.ask:
-        report.show_answer(console, "before training", args.ask, answer(engine, tokenizer, args.ask))
+        when = f"after step {first}" if first else "before training"
+        report.show_answer(console, when, args.ask, answer(engine, tokenizer, args.ask))
 
     trainer = Trainer(engine, dataloader, held_out, args, steps, console)
     history, memory = trainer.train(history)
     console.print(f"held-out loss after training: {history.evaluations[-1][1]:.3f} nats per {args.unit}")
-
-    if args.ask:
-        report.show_answer(console, "after training", args.ask, answer(engine, tokenizer, args.ask))
-    else:
-        prompt = held_out[0]["input_ids"][:PROMPT_TOKENS].tolist()
-        length = min(SAMPLE_TOKENS, args.seq_len - len(prompt))
-        text = write(engine, tokenizer, prompt, length, sample=True)
-        report.show_sample(console, tokenizer.decode(prompt), text)
-    console.print(report.memory_table(memory, engine.num_parameters(), config.stage, WORLD_SIZE))
-    if RANK == 0 and report.save_plot(args.plot, history, args.unit):
-        console.print(f"loss curve: {args.plot}")
-    if args.output:
+    if args.output:  # first of all: nothing that follows may lose the model
         engine.save_pretrained(args.output, tokenizer if folder else None)
+    show_results(console, args, engine, tokenizer, held_out)
+    if first < steps:  # else there were no gradients to measure
+        console.print(report.memory_table(memory, engine, WORLD_SIZE))
+    if RANK == 0:
+        is_drawn = report.save_plot(args.plot, history, args.unit)
+        console.print(
+            f"loss curve: {args.plot}" if is_drawn else "no loss curve: matplotlib is not installed"
+        )
+    if args.output:
         console.print(f"the model: {args.output}" + (f"   (zeroshard chat {args.output})" if folder else ""))
 
 

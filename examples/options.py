@@ -104,6 +104,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_paths(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse results that could not be written after hours of training."""
+    if not Path(args.plot).parent.is_dir():
+        parser.error(f"--plot: no directory '{Path(args.plot).parent}'")
+    if Path(args.plot).is_dir():
+        parser.error(f"--plot: expected a file, got the directory '{args.plot}'")
+    for option, value in (("--output", args.output), ("--checkpoint-dir", args.checkpoint_dir)):
+        path = Path(value or ".").absolute()
+        there = next(folder for folder in (path, *path.parents) if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            parser.error(f"{option}: expected a directory that can be written to, got '{there}'")
+
+
 def parse_args() -> argparse.Namespace:
     """Read the command line, with the defaults of the model that it asks for."""
     parser = build_parser()
@@ -129,6 +142,5 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--held-out: expected a share between 0 and 1, got {args.held_out}")
     if args.checkpoint_dir is None and (args.save_every or args.keep_last or args.resume != "no"):
         parser.error("--save-every, --keep-last and --resume: expected --checkpoint-dir with them")
-    if not Path(args.plot).parent.is_dir():
-        parser.error(f"--plot: no directory '{Path(args.plot).parent}'")
+    check_paths(parser, args)
     return args

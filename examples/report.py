@@ -35,16 +35,25 @@ SHARDED = {
 
 
 @contextmanager
-def reading(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Show how much of the text has been read; yields the function that text_datasets calls."""
+def reading() -> Iterator[Callable[[int, int], None]]:
+    """Show how much of the text has been read; yields the function that text_datasets calls.
+
+    text_datasets calls it on one rank, which need not be rank 0: that rank shows the bar.
+    """
+    console = Console()
     columns = (TextColumn("reading the text"), BarColumn(20), TaskProgressColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("")
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = progress.add_task("")
 
-        def update(num_read: int, num_all: int) -> None:
-            progress.update(task, completed=num_read, total=num_all)
+    def update(num_read: int, num_all: int) -> None:
+        progress.start()
+        progress.update(task, completed=num_read, total=num_all)
 
+    try:
         yield update
+    finally:
+        if progress.live.is_started:
+            progress.stop()
 
 
 def show_run(
@@ -58,11 +67,13 @@ def show_run(
     device = next(engine.parameters()).device.type.upper()
     processes = "1 process" if world_size == 1 else f"{world_size} processes"
     source = f"the documentation of {args.data}" if args.data in ("python", "zeroshard") else args.data
-    tokens, rate = (len(train) + len(held_out)) * train.seq_len, f"learning rate up to {args.lr:g}"
+    documents = "1 document is" if held_out.num_documents == 1 else f"{held_out.num_documents} documents are"
+    share = held_out.num_labels / (train.num_labels + held_out.num_labels)
+    rate = f"learning rate up to {args.lr:g}"
     rows = {
         "model": f"{name}; {engine.num_parameters() / 1e6:,.1f} million parameters{adapters}",
         "text": f"{source}: {len(train):,} blocks of {train.seq_len} {args.unit}s; "
-        f"{held_out.num_documents} documents are held out ({held_out.num_labels / tokens:.0%})",
+        f"{documents} held out ({share:.0%})",
         "ranks": f"{processes} on {device}, stage {config.stage}: {SHARDED[config.stage]}",
         "training": f"{steps} steps of {batch} blocks ({steps * batch / len(train):.1f} epochs), {rate}",
         "result": result(args),
@@ -178,10 +189,14 @@ def held_bytes(memory: zeroshard.MemoryReport) -> int:
     return memory.parameters + memory.gradients + memory.optimizer + memory.peak_unsharded
 
 
-def memory_table(memory: zeroshard.MemoryReport, num_params: int, stage: int, world_size: int) -> Table:
-    """Return measured bytes by kind, next to those of DistributedDataParallel with AdamW in fp32."""
+def memory_table(memory: zeroshard.MemoryReport, engine: zeroshard.Engine, world_size: int) -> Table:
+    """Return measured bytes by kind, next to those of DistributedDataParallel with AdamW in fp32.
+
+    Parameters that are not trained have no gradients or optimizer states there either.
+    """
+    num_params, num_trained = engine.num_parameters(), engine.num_parameters(only_trainable=True)
     table = Table(
-        title=f"Memory of a rank (MiB), stage {stage}, ranks: {world_size}",
+        title=f"Memory of a rank (MiB), stage {engine.config.stage}, ranks: {world_size}",
         box=box.ROUNDED,
         title_style="bold",
     )
@@ -189,14 +204,14 @@ def memory_table(memory: zeroshard.MemoryReport, num_params: int, stage: int, wo
         table.add_column(column, justify="right" if table.columns else "left")
     rows = [
         ("parameters", memory.parameters, 4 * num_params),
-        ("gradients", memory.gradients, 4 * num_params),
-        ("optimizer states", memory.optimizer, 8 * num_params),
+        ("gradients", memory.gradients, 4 * num_trained),
+        ("optimizer states", memory.optimizer, 8 * num_trained),
         ("gathered for use, at most", memory.peak_unsharded, 0),
     ]
     for kind, ours, ddp in rows:
         table.add_row(kind, f"{ours / MIB:,.2f}", f"{ddp / MIB:,.2f}")
     table.add_section()
-    table.add_row("all", f"{held_bytes(memory) / MIB:,.2f}", f"{16 * num_params / MIB:,.2f}")
+    table.add_row("all", f"{held_bytes(memory) / MIB:,.2f}", f"{sum(ddp for *_, ddp in rows) / MIB:,.2f}")
     return table
 
 
@@ -215,14 +230,14 @@ def save_plot(path: str, history: History, unit: str) -> bool:
     steps = range(1, len(losses) + 1)
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
     smooth: Any = losses.unfold(0, window, 1).mean(1)
-    axes.plot(
-        range(window, len(losses) + 1), smooth, color="tab:blue", label=f"training, mean of {window} steps"
-    )
+    label = f"training, mean of {window} steps" if window > 1 else "training"
+    axes.plot(range(window, len(losses) + 1), smooth, color="tab:blue", label=label)
     taken, held_out = zip(*history.evaluations, strict=True)
     axes.plot(taken, held_out, "o-", color="tab:red", label="held-out text")
     axes.annotate(f"{held_out[-1]:.2f}", (taken[-1], held_out[-1]), (-4, 8), textcoords="offset points")
     axes.set(title="Loss of fine-tuning", xlabel="optimizer step", ylabel=f"loss (nats per {unit})")
     axes.set_ylim(0, None)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper right", frameon=False)

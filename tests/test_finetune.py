@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 import zeroshard
 from examples.text import ByteTokenizer, python_documentation, zeroshard_documentation
@@ -193,14 +202,34 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_losses(
         (["--data", "no/such/file.txt"], "no/such/file.txt"),
         (["--lora", "4"], "--lora: expected --model with it"),
         (["--save-every", "3"], "expected --checkpoint-dir with them"),
+        (["--output", __file__], "--output: expected a directory that can be written to"),
+        (["--plot", "."], "--plot: expected a file"),
     ],
-    ids=["data", "lora", "checkpoints"],
+    ids=["data", "lora", "checkpoints", "output", "plot"],
 )
 def test_a_mistake_is_one_line(run: Callable[..., Ended], arguments: list[str], message: str) -> None:
     ended = run(1, *TINY, *arguments)
     assert ended.code not in (None, 0)
     assert message in f"{ended.code}{ended.printed}"
     assert "Traceback" not in ended.printed
+
+
+def test_short_blocks_leave_room_for_a_sample(run: Callable[..., Ended], text: Path, tmp_path: Path) -> None:
+    file = text.rename(tmp_path / "[b]data.jsonl")
+    ended = run(1, *TINY[:4], "--seq-len", "32", "--data", str(file), "--steps", "2", "--output", "out")
+    assert ended.code is None, ended
+    assert "continued by the model" in ended.printed
+    assert "[b]data.jsonl" in ended.printed  # no markup
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["use_cache"]
+
+
+def test_a_text_without_a_whole_batch_is_refused(
+    run: Callable[..., Ended], text: Path, tmp_path: Path
+) -> None:
+    config = {"micro_batch_size": 1000, "loader": {"drop_last": True}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ended = run(1, *TINY, "--data", str(text), "--steps", "2", "--config", "config.json")
+    assert "loader.drop_last: expected at least 1000 blocks" in ended.code
 
 
 # ------------------------------------------------------------------------------------------ a given model
@@ -238,8 +267,45 @@ def test_adapters_are_trained_alone_and_saved(
     assert ended.code is None, ended
     before, after = held_out_losses(ended.printed)
     assert after < before - 0.1
+    rows = re.findall(r"│ (parameters|gradients|optimizer states) +│ +[\d.]+ │ +([\d.]+) │", ended.printed)
+    ddp = {kind: float(size) for kind, size in rows}
+    assert ddp["gradients"] < ddp["parameters"] / 2  # the frozen ones have none under DDP either
+    assert ddp["optimizer states"] == pytest.approx(2 * ddp["gradients"], abs=0.02)
     assert (tmp_path / "out" / "adapter_config.json").is_file()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0
+
+
+def test_a_model_of_few_positions_is_asked_and_a_run_that_is_over_goes_on(
+    run: Callable[..., Ended], chats: Path, pretrained: Path, tmp_path: Path
+) -> None:
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(letters(CHATML)), **sizes)).save_pretrained(pretrained)
+    options = ["--model", str(pretrained), "--data", str(chats), "--steps", "2", "--ask", "after two?"]
+    assert "--seq-len: expected at most 32" in run(1, *options).code
+    options += ["--seq-len", "32", "--checkpoint-dir", "steps", "--resume", "auto"]
+    ended = run(1, *options)
+    assert ended.code is None, ended
+    assert "Memory of a rank" in ended.printed
+    again = run(1, *options)
+    assert again.code is None, again
+    assert "asked after step 2" in again.printed
+    assert "Memory of a rank" not in again.printed  # nothing was trained, so nothing was measured
+
+
+def test_a_model_whose_attention_crosses_documents_is_trained_without_packing(
+    run: Callable[..., Ended], chats: Path, pretrained: Path
+) -> None:
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"word_embed_proj_dim": 32, "max_position_embeddings": 64}
+    OPTForCausalLM(OPTConfig(vocab_size=len(letters(CHATML)), **sizes)).save_pretrained(pretrained)
+    options = ["--model", str(pretrained), "--data", chats.name, "--seq-len", "32", "--steps", "2"]
+    refused = run(1, *options).code
+    assert "OPTForCausalLM crosses packed documents" in refused
+    assert refused.endswith("give --no-packing")
+    ended = run(1, *options, "--no-packing")
+    assert ended.code is None, ended
+    num_held, share = re.findall(r"(\d+) documents are held out \((\d+)%\)", ended.printed)[0]
+    assert int(share) == pytest.approx(100 * int(num_held) / 60, abs=3)  # documents are of about one length
 
 
 # -------------------------------------------------------------------------------------------------- texts

@@ -105,7 +105,8 @@ def check_separation(model: Any, collate_fn: Callable[[Sequence[Block]], Mapping
     second = logits[:, 4:]
     noise, leak = ((second[0] - second[other]).abs().max().item() for other in (1, 2))
     if leak > 10 * noise + 1e-6 * second.abs().max().item():
+        name = type(getattr(model, "module", model)).__name__
         raise ValueError(
-            f"the attention of {type(model).__name__} crosses packed documents: logits changed by {leak:.3g} "
+            f"the attention of {name} crosses packed documents: logits changed by {leak:.3g} "
             "with the document before; expected text_datasets(..., pack=False) with this model"
         )
