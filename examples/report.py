@@ -159,19 +159,25 @@ class TrainingProgress:
         left = seconds / (done - self._first) * (self._steps - done)
         (lr,) = set(engine.get_lr()[:1])
         norm = engine.grad_norm
-        figures = [
-            f"loss {sum(recent) / len(recent):.3f}",
-            f"held-out {history.evaluations[-1][1]:.3f}",
+        losses = [f"loss {sum(recent) / len(recent):.3f}", f"held-out {history.evaluations[-1][1]:.3f}"]
+        pace = [
             f"lr {lr:.1e}",
             f"grad norm {norm.item():.2f}" if norm is not None else "",
             f"{self._tokens / seconds:,.0f} tokens/s",
-            f"{clock(left)} left" if done < self._steps else f"{clock(seconds)} in all",
         ]
-        state = ", ".join(filter(None, figures))
+        time_left = [f"{clock(left)} left" if done < self._steps else f"{clock(seconds)} in all"]
         self._told = done
-        self._bar.update(self._task, state=state)
+        lines = (losses + time_left, pace)  # two lines, for a terminal of 80 columns
+        self._bar.update(self._task, state="\n".join(map(joined, lines)))
         if not self._is_shown:
-            self._console.print(f"step {done}/{self._steps}: {state}", soft_wrap=True)
+            self._console.print(
+                f"step {done}/{self._steps}: {joined(losses + pace + time_left)}", soft_wrap=True
+            )
+
+
+def joined(figures: list[str]) -> str:
+    """Return figures as one text, without those that are empty."""
+    return ", ".join(filter(None, figures))
 
 
 def clock(seconds: float) -> str:

@@ -14,10 +14,12 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -306,6 +308,23 @@ def test_a_model_whose_attention_crosses_documents_is_trained_without_packing(
     assert ended.code is None, ended
     num_held, share = re.findall(r"(\d+) documents are held out \((\d+)%\)", ended.printed)[0]
     assert int(share) == pytest.approx(100 * int(num_held) / 60, abs=3)  # documents are of about one length
+
+
+def test_the_bar_and_all_figures_fit_into_80_columns() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, width=80, force_terminal=True, legacy_windows=False)
+    with example_modules():
+        import report
+        from training import History
+
+        engine = SimpleNamespace(get_lr=lambda: [3e-5], grad_norm=torch.tensor(12.345))
+        with report.TrainingProgress(console, 10000) as progress:
+            progress.begin(9000)
+            progress.count(10**6)
+            progress.tell(9500, History([(0, 12.345)], [12.345] * 9500, 0.0), engine)
+    last = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.getvalue()).replace("\r", "\n")
+    for figure in ("9001/10000", "loss 12.345", "held-out 12.345", "grad norm 12.35", "tokens/s", " left"):
+        assert figure in last
 
 
 # -------------------------------------------------------------------------------------------------- texts
