@@ -147,11 +147,19 @@ def warmup_cosine(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
     return LambdaLR(optimizer, factor)
 
 
-def resume(engine: zeroshard.Engine, folder: str | None, tag: str) -> History | None:
-    """Go on from the checkpoint that `tag`, the value of --resume, asks for; None if there is none."""
+def resume(engine: zeroshard.Engine, args: Namespace, digest: str, console: Console) -> History | None:
+    """Go on from the checkpoint that --resume asks for, and tell so; None if there is none.
+
+    Warn if the text, whose `digest` this is, is not the one of the checkpoint.
+    """
+    folder, tag = args.checkpoint_dir, args.resume
     if folder is None or tag == "no" or (tag == "auto" and not Path(folder, "latest").is_file()):
         return None
-    return History(**engine.load_checkpoint(folder, None if tag == "auto" else tag))
+    history = History(**engine.load_checkpoint(folder, None if tag == "auto" else tag))
+    console.print(f"going on after step {len(history.losses)}, from {folder}")
+    if history.digest != digest:
+        console.print("the text is NOT the one that the checkpoint was trained on", style="yellow")
+    return history
 
 
 # ------------------------------------------------------------------------------------------ what it says
@@ -241,12 +249,10 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"finetune.py: {error}: give --no-packing")
     try:
-        history = resume(engine, args.checkpoint_dir, args.resume)
+        history = resume(engine, args, train.digest, console)
     except ValueError as error:
         sys.exit(f"finetune.py: {error}")
-    if history is not None:
-        console.print(f"going on after step {len(history.losses)}, from {args.checkpoint_dir}")
-    history = history or History([(0, evaluate(engine, held_out))], [], 0.0)
+    history = history or History([(0, evaluate(engine, held_out))], [], 0.0, train.digest)
     first = len(history.losses)
     console.print(f"held-out loss before training: {history.evaluations[0][1]:.3f} nats per {args.unit}")
     if args.ask:

@@ -117,8 +117,8 @@ def show_sample(console: Console, prompt: str, text: str) -> None:
 class TrainingProgress:
     """A bar with the newest figures on a terminal; elsewhere a line for every twentieth of the run."""
 
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console, self._steps = console, steps
+    def __init__(self, console: Console, steps: int, unit: str) -> None:
+        self._console, self._steps, self._unit = console, steps, unit
         self._is_shown = console.is_terminal and not console.quiet
         columns = (
             BarColumn(16),
@@ -147,6 +147,10 @@ class TrainingProgress:
         """True if the figures are told after the step with this number, which counts from 0."""
         return (step + 1) % self._every == 0 or step + 1 == self._steps
 
+    def leave_out(self, seconds: float) -> None:
+        """Leave an evaluation out of the speed and of the time that is left."""
+        self._begin += seconds
+
     def count(self, num_tokens: int) -> None:
         """Count the tokens of a step, of all ranks."""
         self._tokens += num_tokens
@@ -163,7 +167,7 @@ class TrainingProgress:
         pace = [
             f"lr {lr:.1e}",
             f"grad norm {norm.item():.2f}" if norm is not None else "",
-            f"{self._tokens / seconds:,.0f} tokens/s",
+            f"{self._tokens / seconds:,.0f} {self._unit}s/s",
         ]
         time_left = [f"{clock(left)} left" if done < self._steps else f"{clock(seconds)} in all"]
         self._told = done

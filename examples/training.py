@@ -25,6 +25,7 @@ class History(NamedTuple):
     evaluations: list[tuple[int, float]]  # steps taken, and the loss on the held-out text
     losses: list[float]  # one per step, mean over all ranks
     seconds: float  # of training
+    digest: str  # of the text
 
 
 def over_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -87,7 +88,7 @@ class Trainer:
         self._engine, self._dataloader, self._held_out = engine, dataloader, held_out
         self._args, self._steps = args, steps
         self._eval_every = args.eval_every or max(1, steps // 5)
-        self._progress = report.TrainingProgress(console, steps)
+        self._progress = report.TrainingProgress(console, steps, args.unit)
         engine.reset_memory_report()  # an answer before training had gathered the whole model
         self._memory = engine.memory_report()
 
@@ -107,7 +108,9 @@ class Trainer:
                 progress.count(num_tokens * WORLD_SIZE)
                 done = step + 1
                 if self._is_due(done, self._eval_every):
+                    begin_evaluation = time.perf_counter()
                     evaluation = (done, evaluate(self._engine, self._held_out))
+                    progress.leave_out(time.perf_counter() - begin_evaluation)
                     history = history._replace(evaluations=[*history.evaluations, evaluation])
                 saves = self._args.checkpoint_dir and self._is_due(done, self._args.save_every)
                 if progress.is_due(step) or saves:

@@ -173,7 +173,7 @@ def test_two_ranks_learn_and_show_the_memory_they_held(
     assert [step for step, _ in evaluations] == [0, 5, 10, 15, 20, 25]
     last = re.findall(r"^step 25/25: (.*)", ended.printed, re.MULTILINE)[0]
     assert re.fullmatch(
-        r"loss [\d.]+, held-out [\d.]+, lr [\d.e-]+, grad norm [\d.]+, [\d,]+ tokens/s, [\d:]+ in all", last
+        r"loss [\d.]+, held-out [\d.]+, lr [\d.e-]+, grad norm [\d.]+, [\d,]+ bytes/s, [\d:]+ in all", last
     )
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 32
     assert "NOT be kept" not in ended.printed
@@ -195,6 +195,9 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_losses(
     again = run(2, *common, "--checkpoint-dir", "cut")
     assert "going on after step 6, from cut" in again.printed
     assert again.drawn == alone.drawn
+    assert "the text is NOT" not in again.printed
+    text.write_text(text.read_text().replace("12: ", "21: "))
+    assert "the text is NOT the one" in run(2, *common, "--checkpoint-dir", "cut").printed
     assert len(again.drawn[1]) == 10
 
 
@@ -318,10 +321,10 @@ def test_the_bar_and_all_figures_fit_into_80_columns() -> None:
         from training import History
 
         engine = SimpleNamespace(get_lr=lambda: [3e-5], grad_norm=torch.tensor(12.345))
-        with report.TrainingProgress(console, 10000) as progress:
+        with report.TrainingProgress(console, 10000, "token") as progress:
             progress.begin(9000)
             progress.count(10**6)
-            progress.tell(9500, History([(0, 12.345)], [12.345] * 9500, 0.0), engine)
+            progress.tell(9500, History([(0, 12.345)], [12.345] * 9500, 0.0, ""), engine)
     last = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.getvalue()).replace("\r", "\n")
     for figure in ("9001/10000", "loss 12.345", "held-out 12.345", "grad norm 12.35", "tokens/s", " left"):
         assert figure in last
