@@ -467,7 +467,7 @@ def left_in(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("steps", ["60", "240"])
-def test_with_states_of_8_bits_it_learns_as_much(
+def test_with_states_of_8_bits_it_learns_as_much_within_a_hundredth(
     run: Callable[..., Ended], tmp_path: Path, steps: str
 ) -> None:
     sizes = ["--hidden", "64", "--layers", "2", "--seq-len", "64"] if steps == "60" else []
@@ -476,5 +476,4 @@ def test_with_states_of_8_bits_it_learns_as_much(
         ended = run(2, *sizes, "--steps", steps, "--optimizer", optimizer, timeout=600)
         assert ended.code is None, ended
         _, after[optimizer] = held_out_losses(ended.printed)
-    # Runs that differ in rounding alone differ by up to 2.4% while the loss still falls this steeply.
-    assert after["adamw8bit"] <= 1.03 * after["adamw"]
+    assert after["adamw8bit"] <= 1.01 * after["adamw"]

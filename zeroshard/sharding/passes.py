@@ -322,13 +322,7 @@ class Passes(ShardedModule):
             unit.joins_backward = joins
 
     def receive(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
-        """Pack a parameter's gradient and start the reductions that are due.
-
-        Args:
-            unit: the unit of the parameter.
-            gradients: the gradients of its buffer.
-            index: the index of the parameter in the buffer.
-            gradient: autograd's gradient, in the compute dtype and the shape of the original.
+        """Pack the gradient of the parameter at `index` of a buffer, and start the reductions that are due.
 
         Raises:
             RuntimeError: the loss is not scaled, in float16; or the gradient came after the unit was freed.
