@@ -26,7 +26,7 @@ from huggingface_hub import snapshot_download
 from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 import report
@@ -87,8 +87,10 @@ def pretrained(args: Namespace, folder: str, config: zeroshard.Config) -> nn.Mod
         )
     if args.lora is None:
         return model
-    from peft import LoraConfig, get_peft_model
-
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ImportError("--lora: expected the package peft: pip install peft") from None
     adapters = LoraConfig(
         r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear", task_type="CAUSAL_LM"
     )
@@ -224,6 +226,7 @@ def main() -> None:
         folder = args.model
         if folder and not Path(folder).is_dir():
             folder = snapshot_download(folder, allow_patterns=FILES)
+        args.saved_dtype = AutoConfig.from_pretrained(folder).dtype if folder else None
         tokenizer: Any = AutoTokenizer.from_pretrained(folder) if folder else ByteTokenizer()
         train, held_out = read_data(args, tokenizer)
         steps = count_steps(args, config, len(train))
@@ -263,7 +266,7 @@ def main() -> None:
     history, memory = trainer.train(history)
     console.print(f"held-out loss after training: {history.evaluations[-1][1]:.3f} nats per {args.unit}")
     if args.output:  # first of all: nothing that follows may lose the model
-        engine.save_pretrained(args.output, tokenizer if folder else None)
+        engine.save_pretrained(args.output, tokenizer if folder else None, dtype=args.saved_dtype)
     show_results(console, args, engine, tokenizer, held_out)
     if first < steps:  # else there were no gradients to measure
         console.print(report.memory_table(memory, engine, WORLD_SIZE))

@@ -115,6 +115,8 @@ def check_paths(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         there = next(folder for folder in (path, *path.parents) if folder.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
             parser.error(f"{option}: expected a directory that can be written to, got '{there}'")
+    if args.output and args.model and Path(args.output).resolve() == Path(args.model).resolve():
+        parser.error(f"--output: expected another folder than --model, got '{args.output}' for both")
 
 
 def parse_args() -> argparse.Namespace:

@@ -6,6 +6,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,7 +91,9 @@ def result(args: Namespace) -> Text | str:
     """Return the line that tells what a run leaves, a warning if it leaves no model."""
     kept = []
     if args.output:
-        kept.append(f"the model in {args.output}")
+        replaces = ", in place of the one there" if Path(args.output, "config.json").is_file() else ""
+        dtype = f", {str(args.saved_dtype).removeprefix('torch.')}" if args.saved_dtype else ""
+        kept.append(f"the model in {args.output}{dtype}{replaces}")
     if args.checkpoint_dir:
         kept.append(f"checkpoints in {args.checkpoint_dir}")
     if kept:

@@ -259,6 +259,23 @@ def test_a_pretrained_model_is_asked_and_saved(
     assert mean == pytest.approx(after, abs=2e-3)  # printed to 3 digits
 
 
+def test_a_model_is_saved_in_its_own_dtype_and_never_over_itself(
+    run: Callable[..., Ended], chats: Path, pretrained: Path, tmp_path: Path
+) -> None:
+    AutoModelForCausalLM.from_pretrained(pretrained).bfloat16().save_pretrained(pretrained)
+    options = ["--model", str(pretrained), "--data", str(chats), "--seq-len", "64", "--steps", "2"]
+    ended = run(1, *options, "--output", "out")
+    assert "the model in out, bfloat16" in ended.printed
+    assert "in place of" not in ended.printed
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert {parameter.dtype for parameter in saved.parameters()} == {torch.bfloat16}
+    assert (
+        "the model in out, bfloat16, in place of the one there" in run(1, *options, "--output", "out").printed
+    )
+    refused = run(1, *options, "--output", str(pretrained))
+    assert "--output: expected another folder than --model" in refused.printed
+
+
 def batches_of(model: Any, held_out: zeroshard.data.Blocks) -> Iterator[tuple[dict[str, Any], int]]:
     collate = zeroshard.data.collator(model)
     return zeroshard.data.evaluation_batches(held_out, 2, rank=0, num_ranks=1, collate_fn=collate)
