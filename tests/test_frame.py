@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # The layer picture of docs/architecture.md, from the ground up.
 LAYERS = (
     {"plan", "config", "tables", "version", "internals"},
-    {"comm", "lazy", "data", "deepspeed", "safetensors"},
+    {"comm", "tiers", "lazy", "data", "deepspeed", "safetensors"},
     {"parameters"},
     {"sharding", "agreement"},
     {"stepping", "forwards", "guards", "restore", "full"},

@@ -1,17 +1,17 @@
 """Device streams; the only file that knows them. On CPU these calls do nothing.
 
-Three streams: the caller's (compute), one for gathers and one for reductions. Work on a side stream
-starts after all compute issued so far, so memory that compute has released is safe to use there;
-compute waits for a side stream only where it needs the result. A buffer is allocated and freed on the
-same stream. Collectives run on the stream that is current when they are issued (see `Axis`), so a mark
-that follows one on its side stream covers it.
+Beside the caller's stream (compute) there is one for gathers, one for reductions, and one for the copies of
+each direction between device and host. Work on a side stream starts after all compute issued so far, so
+memory that compute has released is safe to use there; compute waits for a side stream only where it needs the
+result. A buffer is allocated and freed on the same stream. Collectives run on the stream that is current when
+they are issued (see `Axis`), so a mark that follows one on its side stream covers it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -82,16 +82,18 @@ class Streams:
 
     gather: SideStream
     reduce: SideStream
+    to_host: SideStream
+    to_device: SideStream
 
     def join(self) -> None:
-        """Let the current stream wait for both side streams."""
-        self.gather.join()
-        self.reduce.join()
+        """Let the current stream wait for all side streams."""
+        for field in fields(self):
+            getattr(self, field.name).join()
 
     @staticmethod
     def on(device: torch.device) -> Streams:
         """Make the side streams of a device; on CPU their work runs at once."""
-        return Streams(SideStream(device), SideStream(device))
+        return Streams(*(SideStream(device) for _ in fields(Streams)))
 
 
 def host_wait(device: torch.device) -> Callable[[], None]:
