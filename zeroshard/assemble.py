@@ -14,7 +14,7 @@ from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import watch
 from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world
 from zeroshard.comm.pool import BufferPool
-from zeroshard.comm.streams import Streams
+from zeroshard.comm.streams import Streams, has_streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, require_supported
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
@@ -28,6 +28,7 @@ from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
 from zeroshard.plan.ignored import find_ignored
 from zeroshard.plan.placement import DP_SHARD, place
+from zeroshard.plan.tiers import Tiers
 from zeroshard.plan.wrapping import UnitSpec, find_units
 from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
 from zeroshard.sharding.changes import Changes
@@ -70,7 +71,7 @@ def shard_over(
     record_resets(module)
     check_values(module)
     ignored = find_ignored(module, config.ignored)
-    setting = read_setting(config, axes.sizes)
+    setting = read_setting(config, axes.sizes, host_computes=not has_streams(device))
     plans = plan_units(specs, setting)
     context = Context(
         axes=axes,
@@ -118,14 +119,15 @@ def shard_over(
     return runtime, replacements
 
 
-def read_setting(config: Config, sizes: Mapping[str, int]) -> Setting:
+def read_setting(config: Config, sizes: Mapping[str, int], *, host_computes: bool = False) -> Setting:
     """Return the inputs of plans beside the parameters.
 
     Args:
         config: the config as it was given.
         sizes: the number of ranks of each axis.
+        host_computes: True for ranks on the CPU, whose device is host memory.
     """
-    precision = config.precision
+    precision, offload = config.precision, config.offload
     return Setting(
         placements=place(config.stage, config.reshard_after_forward, sizes[DP_SHARD]),
         dtypes=DtypePolicy(
@@ -134,6 +136,8 @@ def read_setting(config: Config, sizes: Mapping[str, int]) -> Setting:
             main_dtype=precision.main_dtype,
         ),
         sizes=sizes,
+        tiers=Tiers.of(offload.optimizer, offload.parameters, host_computes=host_computes),
+        device_fraction=offload.device_fraction,
     )
 
 

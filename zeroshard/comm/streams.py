@@ -39,6 +39,11 @@ class Mark:
         if self.event is not None:
             torch.accelerator.current_stream(self.device).wait_event(self.event)
 
+    def synchronize(self) -> None:
+        """Let the host wait until the device has come past the mark."""
+        if self.event is not None:
+            self.event.synchronize()
+
     def is_over(self) -> bool:
         """True when the device has come past the mark; called from any thread."""
         return self.event is None or self.event.query()

@@ -97,7 +97,7 @@ def _gradients(buffer: FlatBuffer) -> list[Tensor | None]:
 
 def _gather(buffer: FlatBuffer, axis: Axis) -> Tensor:
     """[total], main dtype: the gradients of all ranks; zeros for a parameter without one."""
-    whole = torch.zeros(buffer.layout.total, dtype=buffer.plan.main_dtype, device=buffer.main.device)
+    whole = torch.zeros(buffer.layout.total, dtype=buffer.plan.main_dtype, device=axis.device)
     own = whole[buffer.main_span.slice]
     for index, gradient in enumerate(_gradients(buffer)):
         if gradient is not None:

@@ -16,6 +16,7 @@ from zeroshard.plan.exchange import Exchange, exchanges
 from zeroshard.plan.layout import Layout, Span
 from zeroshard.plan.originals import Original
 from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, SUMMANDS, Placement, Placements
+from zeroshard.plan.tiers import Tier, Tiers
 from zeroshard.plan.wrapping import UnitSpec
 
 
@@ -43,6 +44,9 @@ class Setting:
     dtypes: DtypePolicy
     sizes: Mapping[str, int]
     """The number of ranks of each axis of the mesh."""
+    tiers: Tiers = Tiers()
+    device_fraction: float = 0.0
+    """The share of the trained parameters whose optimizer states stay on the device, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,11 @@ class BufferPlan:
     """The exchanges of a gather in backward, from the values that are kept after forward."""
     reductions: tuple[Exchange, ...]
     """The exchanges from autograd's gradients to those of the optimizer; none for frozen parameters."""
+    main_tier: Tier
+    """The tier of the main parameters, of the gradients that the optimizer reads, and of its states."""
+    copy_tier: Tier | None
+    """The tier of a copy of the main parameters in the compute dtype, from which gathers start; None if they
+    start from the main parameters, or if nothing is freed."""
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -74,9 +83,21 @@ class BufferPlan:
         return torch.promote_types(self.main_dtype, torch.float32)
 
     @property
+    def is_local(self) -> bool:
+        """True if there is nothing to gather, free, reduce or copy to another tier."""
+        is_near = self.main_tier is Tier.DEVICE
+        return self.is_resident and is_near and not self.gathers and not self.reductions
+
+    @property
+    def gather_tier(self) -> Tier:
+        """The tier from which gathers start."""
+        return self.copy_tier or self.main_tier
+
+    @property
     def is_alias(self) -> bool:
         """True if the main parameters are a view of the unsharded ones."""
-        return self.is_resident and self.main_dtype == self.compute_dtype
+        is_near = self.main_tier is Tier.DEVICE
+        return self.is_resident and is_near and self.main_dtype == self.compute_dtype
 
     @property
     def main_size(self) -> int:
@@ -123,15 +144,36 @@ class UnitPlan:
 
 def plan_units(specs: Iterable[UnitSpec], setting: Setting) -> list[UnitPlan]:
     """Plan the units of a model, in the order of their specifications; see `group` for their buffers."""
-    return [
-        UnitPlan(
-            spec.name,
-            tuple(plan_buffer(originals, setting) for originals in group(spec.originals, setting.dtypes)),
-            _is_saved(spec.modules),
-            spec.reason,
-        )
-        for spec in specs
-    ]
+    specs = list(specs)
+    sizes = [sum(o.parameter.numel() for o in spec.originals if o.parameter.requires_grad) for spec in specs]
+    near = units_on_device(sizes, setting.device_fraction)
+    plans = []
+    for spec, is_near in zip(specs, near, strict=True):
+        own = replace(setting, tiers=setting.tiers.on_device) if is_near else setting
+        buffers = tuple(plan_buffer(originals, own) for originals in group(spec.originals, setting.dtypes))
+        plans.append(UnitPlan(spec.name, buffers, _is_saved(spec.modules), spec.reason))
+    return plans
+
+
+def units_on_device(sizes: Sequence[int], fraction: float) -> list[bool]:
+    """Choose the units whose optimizer states stay on the device, as many as fit into a share of all.
+
+    These are the first units of the forward: their gradients come last in the backward, so the device steps
+    them while the host steps the others.
+
+    Args:
+        sizes: the trained elements of each unit, in the order of forwards.
+        fraction: the share of all elements, 0 to 1.
+
+    Returns:
+        True for each unit that stays, even if it has nothing to step.
+    """
+    left, chosen = fraction * sum(sizes), []
+    for size in sizes:
+        is_chosen = all(chosen) and size <= left
+        left -= size if is_chosen else 0
+        chosen.append(is_chosen)
+    return chosen
 
 
 def group(originals: Iterable[Original], dtypes: DtypePolicy) -> list[list[Original]]:
@@ -153,7 +195,11 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     main = (dtypes.main_dtype or wide) if first.requires_grad else compute
     main_place = placements.optimizer if first.requires_grad else placements.parameter
     gathers = exchanges(main_place, {}, sizes)
-    is_freed = placements.frees_parameters and (bool(gathers) or main != compute)
+    is_sharded, tiers = placements.frees_parameters, setting.tiers
+    far = tiers.parameters if is_sharded else Tier.DEVICE
+    main_tier = tiers.optimizer if first.requires_grad else far
+    is_cast = main != compute and main_tier is Tier.DEVICE
+    is_freed = is_sharded and (bool(gathers) or is_cast or far is not Tier.DEVICE)
     return BufferPlan(
         layout=Layout(
             tuple(original.parameter.numel() for original in originals), sizes[DP_SHARD], sizes[DP_REPLICATE]
@@ -167,6 +213,8 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
         gathers=gathers,
         regathers=exchanges(placements.kept, {}, sizes) if is_freed else (),
         reductions=exchanges(SUMMANDS, placements.optimizer, sizes) if first.requires_grad else (),
+        main_tier=main_tier,
+        copy_tier=tiers.of_copy(main_tier, main, compute) if is_freed else None,
     )
 
 

@@ -2,10 +2,12 @@
 
     full    [total]           compute dtype; the unsharded parameters are views of it; freed and refilled
     main    [shard] or [total]  main dtype; the sharded parameters are views of it; always there
+    copy    like main         compute dtype; where `main` lies on a tier that gathers do not read
     second  [total / S]       compute dtype; from forward to backward, where S ranks keep a copy among them
 
 `main` is a view of `full`, and costs nothing, if both would hold the same values all the time: replicated
-parameters whose main dtype is the compute dtype, or one rank alone.
+parameters whose main dtype is the compute dtype, or one rank alone. `main` and `copy` may lie on other tiers
+than the device; the plan tells where.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from zeroshard.parameters.unsharded import DataNote
 from zeroshard.plan.buffers import BufferPlan, Setting
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original
+from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.storage import allocate, count_views, release
 from zeroshard.sharding.views import flat_of, move_onto, shaped, unsharded_over
+from zeroshard.tiers.places import TierMemory
 
 
 @dataclass(slots=True)
@@ -55,6 +59,7 @@ class Context:
     setting: Setting
     device: torch.device
     streams: Streams
+    memory: TierMemory
     meter: Meter
     state: ModuleState
 
@@ -125,7 +130,7 @@ class FlatBuffer:
             values = self._take_over()
             own = values[self.main_span.slice]
             self.full = values.to(self.plan.compute_dtype)
-            self.main = own if self.plan.is_alias else own.clone()
+            self.main = own if self.plan.is_alias else self._empty_main().copy_(own)
         for original in self.originals:
             retire(original.parameter, original.fqn)
         self.data_note = DataNote(context.state)
@@ -134,6 +139,7 @@ class FlatBuffer:
         for original, *others in zip(self.originals, self.sharded, self.unsharded, strict=True):
             carry_attributes(original.parameter, *others)
         self._source = Source(self.main)
+        self._copy = self._make_copy()
         self._second: Tensor | None = None
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
         self._num_views = 0
@@ -166,7 +172,7 @@ class FlatBuffer:
         full = make(self.layout.total, dtype=self.plan.compute_dtype, device=device)
         main = full[own.slice]
         if not self.plan.is_alias:
-            main = torch.zeros(own.size, dtype=self.plan.main_dtype, device=device)
+            main = self._empty_main().zero_()
         kept = Span(0, self.layout.total) if self.is_resident else own
         for index, original in enumerate(self.originals):
             whole = self.layout.parameter(index)
@@ -182,6 +188,18 @@ class FlatBuffer:
                     main[part.shifted(-own.start).slice].copy_(data[part.shifted(-place.start).slice])
             original.parameter.data = original.parameter.new_empty(0)
         return full, main
+
+    def _empty_main(self) -> Tensor:
+        plan = self.plan
+        return self._context.memory.empty(self.main_span.size, plan.main_dtype, plan.main_tier)
+
+    def _make_copy(self) -> Tensor | None:
+        """The main parameters in the compute dtype, if gathers start from such a copy."""
+        plan = self.plan
+        if plan.copy_tier is None:
+            return None
+        copy = self._context.memory.empty(self.main_span.size, plan.compute_dtype, plan.copy_tier)
+        return copy.copy_(self.main)
 
     def _make_sharded(self) -> tuple[ShardedParameter, ...]:
         return tuple(
@@ -257,10 +275,6 @@ class FlatBuffer:
             )
         view.copy_(values)
 
-    def follow_own(self) -> None:
-        """Note that this rank's part of `full` was written to `main`: neither is newer than the other."""
-        self._source.follow()
-
     def begin_gather(self) -> Gather | None:
         """Allocate `full` and write this rank's part, on the current stream.
 
@@ -269,20 +283,26 @@ class FlatBuffer:
         """
         if self.is_stale:
             self._keep_second(False)
-        self._source.follow()
+            self.follow_main()
         if self.is_alias_of_all:
             return None
-        axes, own = self._context.axes, self.main.detach()
+        axes = self._context.axes
         if not self.is_resident:
             allocate(self.full, self.full_bytes)
             self._context.meter.add(self.full_bytes)
         if self._second is not None:
             return Gather(axes[self.plan.regathers[0].axis], Part(self.full, self._second, self.tag))
-        if own.dtype != self.full.dtype or not self.is_partial:
-            own = self.full[self.main_span.slice].copy_(own)
-        self._source.follow()
+        own = self.main.detach() if self._copy is None else self._copy
+        if own.dtype != self.full.dtype or not self.is_partial or self.plan.gather_tier is not Tier.DEVICE:
+            own = _copy_over(own, self.full[self.main_span.slice])
         (exchange,) = self.plan.gathers or (None,)
         return Gather(axes[exchange.axis], Part(self.full, own, self.tag)) if exchange else None
+
+    def follow_main(self) -> None:
+        """Copy main parameters that were written into the copy from which gathers start."""
+        if self._copy is not None:
+            _copy_over(self.main.detach(), self._copy)
+        self._source.follow()
 
     def free(self, keep_second: bool) -> None:
         """Give the storage of `full` back; nothing may still be writing to it.
@@ -338,12 +358,13 @@ class FlatBuffer:
         """Forget all values; tensors that others hold keep theirs."""
         self.drop_second()
         self.full = self.main = self.main.new_empty(0)
+        self._copy = None
         self._source = Source(self.main)
         self.sharded, self.unsharded, self.originals = (), (), ()
 
     def gather_main(self) -> Tensor:
         """[total], main dtype: the whole main parameters, a copy."""
-        whole = torch.empty(self.layout.total, dtype=self.main.dtype, device=self.main.device)
+        whole = torch.empty(self.layout.total, dtype=self.main.dtype, device=self._context.device)
         own = whole[self.main_span.slice]
         own.copy_(self.main.detach())
         if self.is_partial:
@@ -361,6 +382,11 @@ class FlatBuffer:
     def _view(self, index: int) -> Tensor:
         """The part of `full` under an unsharded parameter, in the shape of the original."""
         return shaped(self.full[self.layout.parameter(index).slice], self.shapes[index])
+
+
+def _copy_over(values: Tensor, target: Tensor) -> Tensor:
+    """Copy values of any device and dtype, on the current stream; the device of the target casts them."""
+    return target.copy_(values.to(target.device, non_blocking=True))
 
 
 def _refuse_gradient(fqn: str) -> Callable[[Tensor], None]:

@@ -79,11 +79,12 @@ class Edits:
 def _write_own(buffer: FlatBuffer, index: int) -> None:
     """Write the edited elements of this rank's slice; the others keep their value to the last bit."""
     span = buffer.sharded_span(index)
-    own, seen = buffer.main[span.slice], buffer.full[span.shifted(buffer.main_span.start).slice]
+    own = buffer.main[span.slice]
+    seen = buffer.full[span.shifted(buffer.main_span.start).slice].to(own.device)
     is_edited = seen != own.to(seen.dtype)
     if not buffer.is_stale:
         own.copy_(torch.where(is_edited, seen.to(own.dtype), own))
-        buffer.follow_own()
+        buffer.follow_main()
     elif bool(is_edited.any()):
         raise RuntimeError(
             f"'{buffer.originals[index].fqn}' was edited in a forward that still computed with the values "

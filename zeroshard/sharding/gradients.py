@@ -22,6 +22,7 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.parameters.sharded import gradient_of, set_gradient
 from zeroshard.plan.exchange import Collective, Exchange
 from zeroshard.sharding.buffer import Context, FlatBuffer
+from zeroshard.sharding.landing import Landing, leaves_device
 
 
 class GradientState(Enum):
@@ -184,6 +185,7 @@ class ReducedGradients(Gradients):
         self._reduction: Iterator[bool] | None = None
         self._is_exchanging = False
         self._reduced: Tensor | None = None
+        self._landing = Landing(context, buffer.plan.main_size) if leaves_device(buffer, context) else None
 
     @property
     def has_deferred(self) -> bool:
@@ -257,6 +259,9 @@ class ReducedGradients(Gradients):
             self._pool.forget(flat)
         else:
             result = torch.empty(plan.main_size, dtype=plan.wide_dtype, device=flat.device)
+            if not plan.reductions:  # it only leaves the device
+                result.copy_(flat)
+                self._pool.give(flat, self._zeros)
         scattered: list[Tensor] = []
         """This rank's parts of `result`, each inside the one before it."""
         for number, exchange in enumerate(plan.reductions):
@@ -338,12 +343,19 @@ class ReducedGradients(Gradients):
         if self.unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
             result.mul_(self.unscale)
         is_first = self._reduced is None and not self.is_kept
+        if self._landing is not None:
+            result = self._landing.land(result if self.is_kept else result.to(self.buffer.plan.main_dtype))
         grads = [gradient_of(parameter) for parameter in self.buffer.sharded] if is_first else [None]
         if all(gradient is not None for gradient in grads):
+            self._wait_on_host()
             for gradient, own in zip(grads, self._own_slices, strict=True):
                 gradient.add_(result[own])  # type: ignore[union-attr]
             return
-        total = result if self._reduced is None else self._reduced.add_(result)
+        if self._reduced is None:
+            total = result
+        else:
+            self._wait_on_host()
+            total = self._reduced.add_(result)
         self._reduced = total if self.is_kept else total.to(self.buffer.plan.main_dtype)
 
     def keep_deferred(self) -> None:
@@ -355,6 +367,7 @@ class ReducedGradients(Gradients):
         if self.is_kept:
             return
         self._move(GradientState.EMPTY)
+        self._wait_on_host()
         reduced, self._reduced = self._reduced, None
         self.used = [False] * len(self.used)
         if reduced is None:  # they were added as they arrived
@@ -368,8 +381,13 @@ class ReducedGradients(Gradients):
             else:
                 total.add_(gradient)
 
+    def _wait_on_host(self) -> None:
+        if self._landing is not None:
+            self._landing.wait()
+
     def drop(self) -> None:
         self.complete()
+        self._wait_on_host()
         super().drop()
         num = len(self.used)
         if self._flat is not None:
@@ -399,6 +417,6 @@ def gradients_of(buffer: FlatBuffer, context: Context, pool: BufferPool) -> Grad
     """Make the gradients of a trained buffer; their class follows from the exchanges of the plan."""
     return (
         ReducedGradients(buffer, context, pool, buffer.tag + 1)
-        if buffer.plan.reductions
+        if buffer.plan.reductions or leaves_device(buffer, context)
         else Gradients(buffer)
     )

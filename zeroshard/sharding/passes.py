@@ -84,7 +84,7 @@ class Passes(ShardedModule):
         placements = context.setting.placements
         self.reducer = Reducer(units, context.axes.dp, pool, self.order, context.state)
         plans = [plan for unit in units for plan in unit.plan.buffers]
-        self._is_local = not any(p.gathers or p.reductions or not p.is_resident for p in plans)
+        self._is_local = all(plan.is_local for plan in plans)
         """True if there is nothing to gather, free or reduce: then only the root's outputs are watched."""
         self._num_prefetch = 0 if all(unit.is_resident for unit in units) else num_prefetch
         self._output_dtype, self._keeps_units = output_dtype, not placements.kept

@@ -1,0 +1,75 @@
+"""Tiers as data: the places of a rank's model states, from the device to files.
+
+Main parameters, the gradients that the optimizer reads and its states lie together on one tier. At stage 3 the
+sharded parameters that gathers read may lie on another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class Tier(Enum):
+    """A place of values, by the word of `Config.offload`."""
+
+    DEVICE = "none"
+    """The device that computes."""
+    HOST = "cpu"
+    """Host memory; on a rank that computes on the CPU, this is the device."""
+    DISK = "nvme"
+    """Files."""
+
+    @property
+    def distance(self) -> int:
+        """The number of the tier, counted from the device."""
+        return list(Tier).index(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The tiers of one rank."""
+
+    optimizer: Tier = Tier.DEVICE
+    """The tier of main parameters and optimizer states."""
+    parameters: Tier = Tier.DEVICE
+    """The tier of the sharded parameters in the compute dtype."""
+
+    @staticmethod
+    def of(optimizer: str, parameters: str, *, host_computes: bool) -> Tiers:
+        """Return the tiers that a config asks for.
+
+        Args:
+            optimizer: `Config.offload.optimizer`.
+            parameters: `Config.offload.parameters`.
+            host_computes: True for a rank on the CPU, whose device is host memory.
+        """
+
+        def of(word: str) -> Tier:
+            tier = Tier(word)
+            return Tier.DEVICE if host_computes and tier is Tier.HOST else tier
+
+        return Tiers(of(optimizer), of(parameters))
+
+    @property
+    def on_device(self) -> Tiers:
+        """These tiers for a unit whose main parameters stay on the device."""
+        return Tiers(Tier.DEVICE, self.parameters)
+
+    def of_copy(self, main: Tier, main_dtype: torch.dtype, compute_dtype: torch.dtype) -> Tier | None:
+        """The tier of a copy of the main parameters in the compute dtype, from which gathers start.
+
+        Args:
+            main: the tier of the main parameters.
+            main_dtype: their dtype.
+            compute_dtype: the dtype of the copy.
+
+        Returns:
+            None if gathers read the main parameters themselves: they are as near, and a device casts them.
+        """
+        if main.distance > self.parameters.distance:
+            return self.parameters
+        is_cast = main_dtype != compute_dtype and main is not Tier.DEVICE
+        return self.parameters if is_cast and main is self.parameters else None

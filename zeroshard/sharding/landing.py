@@ -1,0 +1,59 @@
+"""Reduced gradients leave the device for host memory, where the optimizer reads them.
+
+The copies run on a stream of their own, beside the rest of the backward. The host waits for them before it
+adds to them or hands them to the parameters.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zeroshard.comm.streams import Mark, has_streams
+from zeroshard.plan.tiers import Tier
+from zeroshard.sharding.buffer import Context, FlatBuffer
+from zeroshard.sharding.storage import count_views
+
+
+def leaves_device(buffer: FlatBuffer, context: Context) -> bool:
+    """True if the optimizer reads gradients in host memory, and the device is another one."""
+    return buffer.trainable and buffer.plan.main_tier is not Tier.DEVICE and has_streams(context.device)
+
+
+class Landing:
+    """Host memory for the reduced gradients of one buffer.
+
+    Memory is used again as soon as nobody else holds a view of it.
+
+    Args:
+        context: the objects that all buffers share.
+        size: elements of the reduced gradients.
+    """
+
+    def __init__(self, context: Context, size: int) -> None:
+        self._context, self._size = context, size
+        self._memory: list[Tensor] = []
+        self._under_way: list[tuple[Tensor, Mark]] = []
+        """Values on the device and the end of their copies; they stay until the host has waited."""
+
+    def land(self, values: Tensor) -> Tensor:
+        """Start to copy `values`, [size]; return the host's tensor, to be read after `wait`."""
+        target = self._find(values)
+        with self._context.streams.to_host.after_compute():
+            target.copy_(values, non_blocking=True)
+        self._under_way.append((values, self._context.streams.to_host.mark()))
+        return target
+
+    def wait(self) -> None:
+        """Let the host wait until all values have landed."""
+        for _, mark in self._under_way:
+            mark.synchronize()
+        self._under_way.clear()
+
+    def _find(self, values: Tensor) -> Tensor:
+        for memory in self._memory:
+            if memory.dtype == values.dtype and count_views(memory) == 1:
+                return memory
+        self._memory = [memory for memory in self._memory if count_views(memory) > 1]
+        memory = self._context.memory.empty(self._size, values.dtype, Tier.HOST)
+        self._memory.append(memory)
+        return memory
