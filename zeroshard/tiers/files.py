@@ -1,0 +1,297 @@
+"""The files of one rank on the nvme tier: space is reserved in them, read and written by a few threads.
+
+    allocate -> Extent            space in the files, padded to whole blocks
+    write    -> Transfer          its chunks go to the threads, which write beside the caller
+    read     -> Transfer
+    free                          the space is used again by an extent of the same size
+
+Memory must begin on a page, as that of `host_memory` does, since direct I/O copies nothing. A transfer holds
+its memory until it is over, but does not protect it: wait before you use it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zeroshard.tiers.chunks import Chunk, chunk_size, cut, ends_after, round_up
+from zeroshard.tiers.swapfile import SwapFile, warn_of_slow_place
+
+LEAST_CHUNK = 1 << 20
+MOST_CHUNK = 16 << 20
+_THREAD = "zeroshard-swap"
+
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """Space in the files of a `Swap`, for values of a fixed size."""
+
+    num_bytes: int
+    """Bytes of the values."""
+    padded: int
+    """Bytes on the disk, and the least of a tensor that is read into or written from."""
+    chunks: tuple[Chunk, ...]
+
+
+class Transfer:
+    """A read or a write that goes on beside the caller."""
+
+    def __init__(self, futures: Sequence[Future[str]]) -> None:
+        self._futures = futures
+        """The messages of errors; "" where there was none."""
+
+    def wait(self) -> None:
+        """Wait until no thread uses the memory any more.
+
+        Raises:
+            RuntimeError: a part could not be read or written. The message names the file; each further call
+                raises it again.
+        """
+        failure = self.join()
+        if failure:
+            raise RuntimeError(failure)
+
+    def join(self) -> str:
+        """Wait as `wait` does; return the message of the first error, or ""."""
+        wait_for(self._futures)
+        return next(filter(None, (future.result() for future in self._futures)), "")
+
+    def is_over(self) -> bool:
+        """True when no thread uses the memory any more, also after an error."""
+        return all(future.done() for future in self._futures)
+
+
+class Swap:
+    """The files of one rank on the nvme tier: one in each folder, with the chunks of an extent in turns."""
+
+    def __init__(self, folders: Sequence[str | Path], rank: int, num_threads: int = 4) -> None:
+        """Create the files, and remove those of processes that were killed.
+
+        Args:
+            folders: existing folders, on one disk each; at least one.
+            rank: the rank of this process, for the names of the files.
+            num_threads: threads that read and write, for each folder.
+
+        Raises:
+            ValueError: a folder is not there, may not be written to, or its file system has no locks.
+        """
+        if not folders or num_threads < 1:
+            raise ValueError(f"Expected a folder and a thread, got {len(folders)} and {num_threads}")
+        self._files: list[SwapFile] = []
+        self._num_threads = num_threads * len(folders)
+        self._threads = ThreadPoolExecutor(self._num_threads, _THREAD)
+        self._finalizer = weakref.finalize(self, _close, self._files, self._threads, os.getpid())
+        try:
+            for folder in map(Path, folders):
+                self._files.append(SwapFile(folder, rank))
+                warn_of_slow_place(folder, is_direct=self._files[-1].is_direct)
+        except BaseException:
+            self.close()
+            raise
+        self._lock = threading.Lock()
+        self._free: dict[int, list[tuple[Chunk, ...]]] = defaultdict(list)
+        self._live: set[Extent] = set()
+        self._writes: dict[Extent, Transfer] = {}
+        """The last write of each extent."""
+        self._reads: dict[Extent, Transfer] = {}
+        _swaps().add(self)
+
+    @property
+    def alignment(self) -> int:
+        """Bytes of a block, the multiple that `Extent.padded` is rounded up to."""
+        return max(file.alignment for file in self._files)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the files, those of freed extents too."""
+        return sum(file.end for file in self._files) if self._finalizer.alive else 0
+
+    def allocate(self, num_bytes: int) -> Extent:
+        """Reserve space on the disk. It has no values before the first write.
+
+        Raises:
+            RuntimeError: the disk is full. The message tells the bytes that were asked for and are free.
+        """
+        self._check_open()
+        if num_bytes < 0:
+            raise ValueError(f"Expected a number of bytes, got {num_bytes}")
+        padded = round_up(num_bytes, self.alignment)
+        with self._lock:
+            chunks = self._free[padded].pop() if self._free[padded] else self._reserve(padded)
+            extent = Extent(num_bytes, padded, chunks)
+            self._live.add(extent)
+        return extent
+
+    def _reserve(self, padded: int) -> tuple[Chunk, ...]:
+        """Make the files longer for a new extent; on all disks or on none."""
+        ends = [file.end for file in self._files]
+        size = chunk_size(padded, self._num_threads, round_up(LEAST_CHUNK, self.alignment), MOST_CHUNK)
+        chunks = cut(padded, size, ends.index(min(ends)), ends)
+        try:
+            for file, end in zip(self._files, ends_after(chunks, ends), strict=True):
+                file.reserve(end)
+        except RuntimeError:
+            for file, end in zip(self._files, ends, strict=True):
+                file.give_back(end)
+            raise
+        return chunks
+
+    def free(self, extent: Extent) -> None:
+        """Give an extent back, after its transfers. The next one of the same size takes its space.
+
+        Raises:
+            ValueError: the extent is not of this Swap, or was freed before.
+        """
+        self._check_open()
+        self._check_extent(extent)
+        self._join(extent)
+        with self._lock:
+            self._live.remove(extent)
+            self._free[extent.padded].append(extent.chunks)
+        self._writes.pop(extent, None)
+        self._reads.pop(extent, None)
+
+    def read(self, extent: Extent, into: Tensor) -> Transfer:
+        """Start to read an extent; waits for a write of it that is under way.
+
+        Args:
+            extent: it was written before.
+            into: [extent.padded] or more of uint8 on the CPU, from the start of a page. Bytes from
+                `extent.num_bytes` to `extent.padded` get undefined values.
+
+        Raises:
+            RuntimeError: the extent was never written, or its last write has failed.
+            ValueError: the tensor is not as expected.
+        """
+        self._check_open()
+        self._check_extent(extent)
+        memory = self._view(extent, into)
+        if extent not in self._writes:
+            raise RuntimeError("Expected an extent that was written before it is read, got a new one")
+        self._writes[extent].wait()
+        transfer = self._reads[extent] = self._start(SwapFile.read, extent, memory)
+        return transfer
+
+    def write(self, extent: Extent, source: Tensor) -> Transfer:
+        """Start to write an extent; waits for a transfer of it that is under way.
+
+        A failed write leaves no values: `read` raises its error until a later write succeeds.
+
+        Args:
+            extent: all of it is written.
+            source: [extent.padded] or more of uint8 on the CPU, from the start of a page.
+
+        Raises:
+            ValueError: the tensor is not as expected.
+        """
+        self._check_open()
+        self._check_extent(extent)
+        memory = self._view(extent, source)
+        self._join(extent)
+        transfer = self._writes[extent] = self._start(SwapFile.write, extent, memory)
+        return transfer
+
+    def _start(
+        self, call: Callable[[SwapFile, memoryview, int], None], extent: Extent, memory: memoryview
+    ) -> Transfer:
+        return Transfer(
+            [
+                self._threads.submit(
+                    _attempt,
+                    call,
+                    self._files[chunk.file],
+                    memory[chunk.start : chunk.start + chunk.num_bytes],
+                    chunk.offset,
+                )
+                for chunk in extent.chunks
+            ]
+        )
+
+    def _join(self, extent: Extent) -> None:
+        """Wait for the transfers of an extent; whoever started them learns of their errors."""
+        for transfers in (self._writes, self._reads):
+            if extent in transfers:
+                transfers[extent].join()
+
+    def _view(self, extent: Extent, tensor: Tensor) -> memoryview:
+        """Return the bytes of a tensor that a transfer uses; the view keeps them."""
+        is_plain = tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.device.type == "cpu"
+        if not is_plain or not tensor.is_contiguous() or tensor.numel() < extent.padded:
+            raise ValueError(
+                f"Expected a contiguous uint8 tensor of [{extent.padded}] or more on the CPU, "
+                f"got {tensor.dtype} of {list(tensor.shape)} on {tensor.device}"
+            )
+        if extent.padded and tensor.data_ptr() % os.sysconf("SC_PAGE_SIZE"):
+            raise ValueError(
+                f"Expected memory that begins on a page, as that of host_memory, got {tensor.data_ptr():#x}"
+            )
+        return tensor.detach().numpy().data[: extent.padded]
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError("Expected an open Swap, got one that was closed, or that of a parent process")
+
+    def _check_extent(self, extent: Extent) -> None:
+        if extent not in self._live:
+            raise ValueError("Expected an extent of this Swap that was not freed")
+
+    def close(self) -> None:
+        """Wait for all transfers and remove the files. A second call does nothing."""
+        self._finalizer()
+
+    def leave_to_parent(self) -> None:
+        """Close the files and leave them on the disk: they are those of the process that forked this one."""
+        if self._finalizer.detach() is not None:
+            for file in self._files:
+                file.close_descriptors()
+
+
+def _attempt(
+    call: Callable[[SwapFile, memoryview, int], None], file: SwapFile, memory: memoryview, offset: int
+) -> str:
+    """Return the message of an error. The error itself would hold the memory, through its traceback."""
+    try:
+        call(file, memory, offset)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _close(files: Sequence[SwapFile], threads: ThreadPoolExecutor, process: int) -> None:
+    """Remove the files after the last transfer: at close, with the garbage, or at exit."""
+    if process != os.getpid():
+        return
+    if threading.current_thread().name.startswith(_THREAD):  # a garbage collection ran in such a thread
+        threading.Thread(target=_close_now, args=(files, threads)).start()
+    else:
+        _close_now(files, threads)
+
+
+def _close_now(files: Sequence[SwapFile], threads: ThreadPoolExecutor) -> None:
+    threads.shutdown(wait=True)
+    for file in files:
+        file.remove()
+
+
+@cache
+def _swaps() -> weakref.WeakSet[Swap]:
+    """Return the set of all open ones, which a forked process leaves alone."""
+    swaps: weakref.WeakSet[Swap] = weakref.WeakSet()
+
+    def leave() -> None:
+        for swap in list(swaps):
+            swap.leave_to_parent()
+
+    os.register_at_fork(after_in_child=leave)
+    return swaps

@@ -1,0 +1,275 @@
+"""One file of the nvme tier: reserved, locked, read and written past the page cache.
+
+    <nvme_path>/zeroshard-swap-<user>/<host>-<process>-rank<rank>-<random>.swap
+
+The process holds the kernel's lock (flock) on its file for as long as it lives. So a file whose lock is free
+belongs to a process that was killed; whoever opens the folder next removes it. The lock decides alone: a
+process id may be used again or belong to another container. An unlinked file would need none of this, but
+nobody could see what fills the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import platform
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from uuid import uuid4
+
+from zeroshard.tables import format_bytes
+
+SETTING = "offload.nvme_path"
+_SUFFIX = ".swap"
+_REMEDY = f"Free space there, or set {SETTING} to a folder on a larger disk."
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ALIGNMENTS = (4096, 16384, 65536)
+"""Sizes of a block that direct I/O may ask for: that of drives and most file systems first."""
+_IN_MEMORY = ("tmpfs", "ramfs")
+_ATTEMPTS = 100
+"""Others that end or clean up may remove the folder, or a file that is not locked yet; each time is brief."""
+
+
+class SwapFile:
+    """A file that this process alone uses. Calls of `read` and `write` may come from any thread."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """Create the file.
+
+        Args:
+            folder: an existing folder on the disk; the file goes into a folder of this user's in it.
+            rank: for the name of the file.
+
+        Raises:
+            ValueError: the folder is not there or no folder, may not be written to, or has no file locks.
+        """
+        place = folder / f"zeroshard-swap-{os.getuid()}"
+        try:
+            if not folder.is_dir():
+                reason = "it is no folder" if folder.exists() else "it does not exist"
+                raise NotADirectoryError(errno.ENOTDIR, reason)
+            self._lock, self.path = _create_locked(place, rank)
+            try:
+                self._data, self.alignment = self._open_data()
+            except BaseException:
+                self._data = self._lock
+                self.remove()
+                raise
+        except OSError as error:
+            expected = f"{SETTING}: expected an existing folder that this process may write to"
+            raise ValueError(f"{expected}, got {str(folder)!r}: {error.strerror}") from error
+        self.end = 0
+        """Bytes that are reserved."""
+        self._damage = ""
+        remove_leftovers(place)
+
+    @property
+    def is_direct(self) -> bool:
+        """True if reads and writes go past the page cache."""
+        return self._data != self._lock
+
+    def _open_data(self) -> tuple[int, int]:
+        """Return a descriptor for data and its alignment: the first with which a block can be written.
+
+        It is that of the lock, through the page cache, where the file system has no direct I/O.
+        """
+        try:
+            data = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            _raise_unless_invalid(error)
+            return self._lock, _ALIGNMENTS[0]
+        for alignment in _ALIGNMENTS:
+            block = mmap.mmap(-1, alignment)  # begins on a page
+            try:
+                os.pwrite(data, block, alignment)
+            except OSError as error:
+                _raise_unless_invalid(error)
+            else:
+                os.ftruncate(self._lock, 0)
+                return data, alignment
+        os.close(data)
+        return self._lock, _ALIGNMENTS[0]
+
+    def reserve(self, end: int) -> None:
+        """Make the file `end` bytes long, with blocks on the disk for all of them.
+
+        Raises:
+            RuntimeError: there is not enough space. The file is as before.
+        """
+        if end <= self.end:
+            return
+        try:
+            os.posix_fallocate(self._lock, self.end, end - self.end)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._lock, self.end)
+            raise RuntimeError(self._describe_refusal(end - self.end, error)) from error
+        self.end = end
+
+    def _describe_refusal(self, num_bytes: int, error: OSError) -> str:
+        free = os.statvfs(self.path.parent)
+        return (
+            f"{self.path}: could not reserve {format_bytes(num_bytes)} ({num_bytes} bytes) more: "
+            f"{error.strerror}. The disk has {format_bytes(free.f_bavail * free.f_frsize)} free, and this "
+            f"file has {format_bytes(self.end)}. {_REMEDY}"
+        )
+
+    def give_back(self, end: int) -> None:
+        """Cut the file to `end` bytes again, after a reservation that is not used."""
+        os.ftruncate(self._lock, end)
+        self.end = end
+
+    def read(self, into: memoryview, offset: int) -> None:
+        """Read as many bytes as `into` has.
+
+        Raises:
+            RuntimeError: the bytes are not there any more, or the disk fails.
+        """
+        self._move(os.preadv, "read", into, offset)
+
+    def write(self, source: memoryview, offset: int) -> None:
+        """Write all bytes of `source`.
+
+        Raises:
+            RuntimeError: the file was removed or truncated, or the disk is full or fails.
+        """
+        self._move(os.pwritev, "write", source, offset)
+
+    def _move(self, call: Callable[..., int], verb: str, memory: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(memory):
+            self._check()
+            try:
+                moved = call(self._data, [memory[done:]], offset + done)
+            except OSError as error:
+                remedy = _REMEDY if error.errno in _FULL else f"Check this disk, or set {SETTING} to another."
+                raise RuntimeError(
+                    f"{self.path}: could not {verb} {len(memory)} bytes at {offset}: {error.strerror}. "
+                    f"{remedy}"
+                ) from error
+            moved -= moved % self.alignment  # the next call must begin at a block, too
+            if not moved:
+                raise RuntimeError(
+                    f"{self.path}: expected to {verb} {len(memory)} bytes at {offset}, got {done}. "
+                    f"{self._describe_loss()}"
+                )
+            done += moved
+
+    def _check(self) -> None:
+        """Raise an error if somebody has removed or truncated the file; its values are lost then for good.
+
+        A write behind the new end would otherwise make the file long again, with zeros before it.
+        """
+        if not self._damage:
+            status = os.fstat(self._lock)
+            if status.st_nlink == 0:
+                self._damage = "the file was removed while it was in use"
+            elif status.st_size < self.end:
+                self._damage = f"expected {self.end} bytes, got {status.st_size}: the file was truncated"
+        if self._damage:
+            raise RuntimeError(f"{self.path}: {self._damage}. {self._describe_loss()}")
+
+    def _describe_loss(self) -> str:
+        return (
+            "Values in it are lost. Find what removes or truncates files in this folder, "
+            "then go on from the last checkpoint."
+        )
+
+    def close_descriptors(self) -> None:
+        """Close the file and leave it on the disk, as a forked process must. The lock stays its owner's."""
+        for descriptor in {self._data, self._lock}:
+            os.close(descriptor)
+
+    def remove(self) -> None:
+        """Give the space back and remove the file; then the folder, if it was the last one."""
+        with suppress(OSError):
+            os.ftruncate(self._lock, 0)  # a forked process that still has it open holds no space
+        with suppress(OSError):
+            self.path.unlink()
+        self.close_descriptors()
+        with suppress(OSError):
+            self.path.parent.rmdir()
+
+
+def _raise_unless_invalid(error: OSError) -> None:
+    """Raise all errors but the one that tells of a missing kind of I/O."""
+    if error.errno != errno.EINVAL:
+        raise error
+
+
+def _create_locked(place: Path, rank: int) -> tuple[int, Path]:
+    """Create a file with a new name and lock it; return its descriptor and path.
+
+    Raises:
+        OSError: the folder cannot be made or written to, or its file system has no locks.
+    """
+    for _ in range(_ATTEMPTS):
+        path = place / f"{platform.node()[:64]}-{os.getpid()}-rank{rank}-{uuid4().hex[:8]}{_SUFFIX}"
+        place.mkdir(mode=0o700, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # one that ended has removed the folder
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise OSError(error.errno, f"its file system has no file locks ({error.strerror})") from error
+        if os.fstat(descriptor).st_nlink:  # none has taken it for a leftover before it was locked
+            return descriptor, path
+        os.close(descriptor)
+    raise OSError(errno.EBUSY, f"other processes removed {_ATTEMPTS} new files")
+
+
+def remove_leftovers(place: Path) -> None:
+    """Remove the files of processes that were killed, with one warning about all of them."""
+    count = num_bytes = 0
+    for path in sorted(place.glob(f"*-rank*{_SUFFIX}")):
+        with suppress(OSError):  # it is locked, or somebody else has removed it
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                status = os.fstat(descriptor)
+                path.unlink()
+                count, num_bytes = count + 1, num_bytes + 512 * status.st_blocks
+            finally:
+                os.close(descriptor)
+    if num_bytes:
+        warnings.warn(
+            f"{place}: removed {format_bytes(num_bytes)} in {count} file(s) of processes that were killed",
+            stacklevel=4,
+        )
+
+
+def file_system(folder: Path) -> str | None:
+    """Return the type of the file system of a folder, as in "ext4"; None if the system does not tell."""
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+            mount, _, kind = line.partition(" - ")
+            if mount.split()[2] == number:
+                return kind.split()[0]
+    return None
+
+
+def warn_of_slow_place(folder: Path, *, is_direct: bool) -> None:
+    """Warn where files are no tier of their own: they lie in memory, or pass through the page cache."""
+    kind = file_system(folder)
+    if kind in _IN_MEMORY:
+        warnings.warn(
+            f"{SETTING}: {folder} lies in memory ({kind}), so this tier saves none. "
+            "Expected a folder on a disk.",
+            stacklevel=4,
+        )
+    elif not is_direct:
+        warnings.warn(
+            f"{SETTING}: the file system of {folder} ({kind or 'of unknown type'}) has no direct I/O, so "
+            "reads and writes pass through the page cache: slower, and the system uses more memory.",
+            stacklevel=4,
+        )
