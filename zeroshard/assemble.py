@@ -36,6 +36,7 @@ from zeroshard.sharding.gradients import gradients_of
 from zeroshard.sharding.hooks import hook
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
+from zeroshard.tiers.places import TierMemory, open_swap
 
 _TAGS_PER_BUFFER = 2
 
@@ -78,6 +79,7 @@ def shard_over(
         setting=setting,
         device=device,
         streams=Streams.on(device),
+        memory=TierMemory(device, lambda: open_swap(config.offload.nvme_path, axes.dp.rank)),
         meter=Meter(),
         state=ModuleState(),
     )

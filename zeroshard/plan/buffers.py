@@ -16,7 +16,7 @@ from zeroshard.plan.exchange import Exchange, exchanges
 from zeroshard.plan.layout import Layout, Span
 from zeroshard.plan.originals import Original
 from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, SUMMANDS, Placement, Placements
-from zeroshard.plan.tiers import Tier, Tiers
+from zeroshard.plan.tiers import ON_DEVICE, Tier, Tiers, tier_of_copy
 from zeroshard.plan.wrapping import UnitSpec
 
 
@@ -44,7 +44,7 @@ class Setting:
     dtypes: DtypePolicy
     sizes: Mapping[str, int]
     """The number of ranks of each axis of the mesh."""
-    tiers: Tiers = Tiers()
+    tiers: Tiers = ON_DEVICE
     device_fraction: float = 0.0
     """The share of the trained parameters whose optimizer states stay on the device, 0 to 1."""
 
@@ -75,7 +75,7 @@ class BufferPlan:
     """The tier of the main parameters, of the gradients that the optimizer reads, and of its states."""
     copy_tier: Tier | None
     """The tier of a copy of the main parameters in the compute dtype, from which gathers start; None if they
-    start from the main parameters, or if nothing is freed."""
+    start from the main parameters. Of resident parameters the copy is a part."""
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -168,7 +168,8 @@ def units_on_device(sizes: Sequence[int], fraction: float) -> list[bool]:
     Returns:
         True for each unit that stays, even if it has nothing to step.
     """
-    left, chosen = fraction * sum(sizes), []
+    left = fraction * sum(sizes)
+    chosen: list[bool] = []
     for size in sizes:
         is_chosen = all(chosen) and size <= left
         left -= size if is_chosen else 0
@@ -214,7 +215,7 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
         regathers=exchanges(placements.kept, {}, sizes) if is_freed else (),
         reductions=exchanges(SUMMANDS, placements.optimizer, sizes) if first.requires_grad else (),
         main_tier=main_tier,
-        copy_tier=tiers.of_copy(main_tier, main, compute) if is_freed else None,
+        copy_tier=tier_of_copy(far, main_tier, main, compute),
     )
 
 

@@ -1,7 +1,7 @@
 """Tiers as data: the places of a rank's model states, from the device to files.
 
-Main parameters, the gradients that the optimizer reads and its states lie together on one tier. At stage 3 the
-sharded parameters that gathers read may lie on another one.
+Main parameters, the gradients that the optimizer reads and its states lie together on one tier. At stage 3
+the sharded parameters that gathers read may lie on another one.
 """
 
 from __future__ import annotations
@@ -58,18 +58,23 @@ class Tiers:
         """These tiers for a unit whose main parameters stay on the device."""
         return Tiers(Tier.DEVICE, self.parameters)
 
-    def of_copy(self, main: Tier, main_dtype: torch.dtype, compute_dtype: torch.dtype) -> Tier | None:
-        """The tier of a copy of the main parameters in the compute dtype, from which gathers start.
 
-        Args:
-            main: the tier of the main parameters.
-            main_dtype: their dtype.
-            compute_dtype: the dtype of the copy.
+ON_DEVICE = Tiers()
+"""Without offload."""
 
-        Returns:
-            None if gathers read the main parameters themselves: they are as near, and a device casts them.
-        """
-        if main.distance > self.parameters.distance:
-            return self.parameters
-        is_cast = main_dtype != compute_dtype and main is not Tier.DEVICE
-        return self.parameters if is_cast and main is self.parameters else None
+
+def tier_of_copy(near: Tier, main: Tier, main_dtype: torch.dtype, compute_dtype: torch.dtype) -> Tier | None:
+    """Return the tier of a copy of the main parameters in the compute dtype, from which gathers start.
+
+    Args:
+        near: the tier of the sharded parameters.
+        main: the tier of the main parameters.
+        main_dtype: their dtype.
+        compute_dtype: the dtype of the copy.
+
+    Returns:
+        None if gathers start from the main parameters: they are as near, and a device casts them.
+    """
+    if main.distance > near.distance:
+        return near
+    return near if main_dtype != compute_dtype and main is near and main is not Tier.DEVICE else None

@@ -130,7 +130,7 @@ class FlatBuffer:
             values = self._take_over()
             own = values[self.main_span.slice]
             self.full = values.to(self.plan.compute_dtype)
-            self.main = own if self.plan.is_alias else self._empty_main().copy_(own)
+            self.main = own if self.plan.is_alias else self._copy_over(own, self._empty_main())
         for original in self.originals:
             retire(original.parameter, original.fqn)
         self.data_note = DataNote(context.state)
@@ -138,7 +138,7 @@ class FlatBuffer:
         self.unsharded = self._make_unsharded()
         for original, *others in zip(self.originals, self.sharded, self.unsharded, strict=True):
             carry_attributes(original.parameter, *others)
-        self._source = Source(self.main)
+        self._source, self._copied = Source(self.main), Source(self.main)
         self._copy = self._make_copy()
         self._second: Tensor | None = None
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
@@ -198,8 +198,10 @@ class FlatBuffer:
         plan = self.plan
         if plan.copy_tier is None:
             return None
+        if self.is_resident:
+            return self.full.detach()[self.main_span.slice]
         copy = self._context.memory.empty(self.main_span.size, plan.compute_dtype, plan.copy_tier)
-        return copy.copy_(self.main)
+        return self._copy_over(self.main, copy)
 
     def _make_sharded(self) -> tuple[ShardedParameter, ...]:
         return tuple(
@@ -254,6 +256,18 @@ class FlatBuffer:
     def changed(self) -> None:
         """Note that main parameters were written: `full` is older from now on."""
         self._source.changed()
+        self._copied.changed()
+
+    def stepped(self, values: Tensor) -> None:
+        """Note that main parameters were written while they were on another tier.
+
+        Args:
+            values: main parameters where they are now.
+        """
+        self.changed()
+        if self._copy is not None:
+            self._copy_over(values, self._copy)
+            self._copied.follow()
 
     def take_back(self, index: int) -> None:
         """Make an unsharded parameter a view of `full` again, if `set_()` gave it other memory.
@@ -293,16 +307,26 @@ class FlatBuffer:
         if self._second is not None:
             return Gather(axes[self.plan.regathers[0].axis], Part(self.full, self._second, self.tag))
         own = self.main.detach() if self._copy is None else self._copy
-        if own.dtype != self.full.dtype or not self.is_partial or self.plan.gather_tier is not Tier.DEVICE:
-            own = _copy_over(own, self.full[self.main_span.slice])
+        is_in_place = self._copy is not None and self.is_resident
+        is_near = own.dtype == self.full.dtype and self.plan.gather_tier is Tier.DEVICE
+        if not is_in_place and not (is_near and self.is_partial):
+            own = self._copy_over(own, self.full[self.main_span.slice])
         (exchange,) = self.plan.gathers or (None,)
         return Gather(axes[exchange.axis], Part(self.full, own, self.tag)) if exchange else None
 
     def follow_main(self) -> None:
         """Copy main parameters that were written into the copy from which gathers start."""
-        if self._copy is not None:
-            _copy_over(self.main.detach(), self._copy)
+        if self._copy is not None and self._copied.has_changed:
+            self._copy_over(self.main.detach(), self._copy)
+            self._copied.follow()
         self._source.follow()
+
+    def _copy_over(self, values: Tensor, target: Tensor) -> Tensor:
+        """Copy values of any tier and dtype, on the current stream; the device of the target casts them."""
+        target.copy_(values.to(target.device, non_blocking=True))
+        self._context.memory.rest(values)
+        self._context.memory.rest(target)
+        return target
 
     def free(self, keep_second: bool) -> None:
         """Give the storage of `full` back; nothing may still be writing to it.
@@ -366,7 +390,7 @@ class FlatBuffer:
         """[total], main dtype: the whole main parameters, a copy."""
         whole = torch.empty(self.layout.total, dtype=self.main.dtype, device=self._context.device)
         own = whole[self.main_span.slice]
-        own.copy_(self.main.detach())
+        self._copy_over(self.main.detach(), own)
         if self.is_partial:
             label = f"all-gather of the main parameters of {self.describe()}"
             self._context.axis.all_gather(whole, own, tag=self.tag, label=label).wait()
@@ -382,11 +406,6 @@ class FlatBuffer:
     def _view(self, index: int) -> Tensor:
         """The part of `full` under an unsharded parameter, in the shape of the original."""
         return shaped(self.full[self.layout.parameter(index).slice], self.shapes[index])
-
-
-def _copy_over(values: Tensor, target: Tensor) -> Tensor:
-    """Copy values of any device and dtype, on the current stream; the device of the target casts them."""
-    return target.copy_(values.to(target.device, non_blocking=True))
 
 
 def _refuse_gradient(fqn: str) -> Callable[[Tensor], None]:

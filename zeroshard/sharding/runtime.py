@@ -11,6 +11,7 @@ from zeroshard.comm.watch.ledger import REDUCE, STEP
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Phase
+from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import Context
 from zeroshard.sharding.passes import Passes
 from zeroshard.sharding.unit import UnitState
@@ -48,7 +49,8 @@ class Runtime(Passes):
         self.context.axes.dp.ledger.note(STEP, REDUCE)
         self.reducer.pace.num_backwards = 0
         torch.clear_autocast_cache()  # torch keeps casts up to the end of the context
-        self.changed(buffer for buffer in self.buffers if buffer.trainable)
+        # The tier of files tells of each part of a step itself.
+        self.changed(b for b in self.buffers if b.trainable and b.plan.main_tier is not Tier.DISK)
         if self.state.phase is (Phase.STEP if is_last else Phase.REST):
             self.state.move(Phase.REST if is_last else Phase.STEP)
         if is_last:

@@ -24,10 +24,12 @@ from torch.optim import Optimizer
 
 from zeroshard.parameters.saved import SavedOptimizer
 from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.plan import tiers as plan_tiers
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.stepping.disk import DiskTier
 from zeroshard.stepping.halfway import Arguments
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
-from zeroshard.stepping.parts import step_in_parts
+from zeroshard.stepping.parts import Tier, step_in_parts
 from zeroshard.stepping.rounding import Rounding
 from zeroshard.stepping.widening import Widening, load_states_wide
 
@@ -62,11 +64,23 @@ def attach(
         _hook(runtime, optimizer, together, engine)
         if isinstance(optimizer, UsesNorms):
             optimizer.norms_of = NormsOverRanks(runtime.buffers, runtime.context.axis)
+        units = [unit.starts() for unit in runtime.units]
+        if tiers := _tiers(runtime, optimizer, rounding):
+            step_in_parts(optimizer, [list(unit) for unit in units], tiers)
         if rounding is not None:
-            units = [unit.starts() for unit in runtime.units]
-            starts = {p: start for unit in units for p, start in unit.items()}
-            step_in_parts(optimizer, [list(unit) for unit in units], Widening(starts, rounding))
-            load_states_wide(optimizer, list(starts))
+            load_states_wide(optimizer, [p for unit in units for p in unit])
+
+
+def _tiers(runtime: Runtime, optimizer: Optimizer, rounding: Rounding | None) -> list[Tier]:
+    """The tiers that parameters pass on the way to an optimizer, the farthest first."""
+    tiers: list[Tier] = []
+    trained = [buffer for buffer in runtime.buffers if buffer.trainable]
+    if in_files := [b for b in trained if b.plan.main_tier is plan_tiers.Tier.DISK and b.main.numel()]:
+        tiers.append(DiskTier(optimizer, in_files, runtime.context.memory))
+    if rounding is not None:
+        starts = {p: start for unit in runtime.units for p, start in unit.starts().items()}
+        tiers.append(Widening(starts, rounding))
+    return tiers
 
 
 class _Together:

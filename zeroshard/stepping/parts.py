@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
 from typing import Any, Protocol
 
@@ -29,6 +29,9 @@ Groups = list[list[ShardedParameter]]
 class Tier(Protocol):
     """Fetches parameters for the step of an optimizer."""
 
+    def begin_step(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
+        """Note that a step begins, with the parameters of each of its parts in their order."""
+
     def fetched(self, parameters: Sequence[ShardedParameter]) -> AbstractContextManager[None]:
         """Hold values and gradients of parameters where the optimizer can step them.
 
@@ -39,13 +42,15 @@ class Tier(Protocol):
         """Note that all parts of a step are written back."""
 
 
-def step_in_parts(optimizer: Optimizer, units: Sequence[Sequence[ShardedParameter]], tier: Tier) -> None:
+def step_in_parts(
+    optimizer: Optimizer, units: Sequence[Sequence[ShardedParameter]], tiers: Sequence[Tier]
+) -> None:
     """Let an optimizer step part by part, whoever steps it. Its hooks run once a step, and see no tier.
 
     Args:
         optimizer: an optimizer over sharded parameters.
         units: lists of parameters that are fetched together.
-        tier: the tier of all of them.
+        tiers: the tiers that they pass on the way to the optimizer, the farthest one first.
     """
     unit_of = {p: number for number, unit in enumerate(units) for p in unit}
     # Below torch's hooks, which are to run once.
@@ -60,11 +65,20 @@ def step_in_parts(optimizer: Optimizer, units: Sequence[Sequence[ShardedParamete
             with torch.enable_grad():
                 loss = closure()
         with _without_hooks(optimizer):
-            for groups in _divide(optimizer, unit_of):
-                stepped = [p for group in groups for p in group if gradient_of(p) is not None]
-                with _only(optimizer, groups), tier.fetched(stepped):
+            divided = _divide(optimizer, unit_of)
+            parts = [
+                [p for group in groups for p in group if gradient_of(p) is not None] for groups in divided
+            ]
+            for tier in tiers:
+                tier.begin_step(parts)
+            for groups, part in zip(divided, parts, strict=True):
+                with ExitStack() as stack:
+                    stack.enter_context(_only(optimizer, groups))
+                    for tier in tiers:
+                        stack.enter_context(tier.fetched(part))
                     own_step(optimizer)
-        tier.end_step()
+        for tier in tiers:
+            tier.end_step()
         return loss
 
     hooked = Optimizer.profile_hook_step(step)

@@ -32,6 +32,9 @@ class Widening:
     def __init__(self, starts: Mapping[ShardedParameter, int], rounding: Rounding) -> None:
         self._starts, self._rounding = starts, rounding
 
+    def begin_step(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
+        """Do nothing: there is nothing to fetch ahead."""
+
     @contextmanager
     def fetched(self, parameters: Sequence[ShardedParameter]) -> Iterator[None]:
         """Hold values and gradients in float32; round the values at the end, but not after an exception."""

@@ -11,6 +11,7 @@ its memory until it is over, but does not protect it: wait before you use it.
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import weakref
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.tiers.chunks import Chunk, chunk_size, cut, ends_after, round_up
+from zeroshard.tiers.mapped import Range, map_ranges
 from zeroshard.tiers.swapfile import SwapFile, warn_of_slow_place
 
 LEAST_CHUNK = 1 << 20
@@ -102,6 +104,8 @@ class Swap:
         self._lock = threading.Lock()
         self._free: dict[int, list[tuple[Chunk, ...]]] = defaultdict(list)
         self._live: set[Extent] = set()
+        self._mapped: dict[int, Extent] = {}
+        """By the address of their mapping."""
         self._writes: dict[Extent, Transfer] = {}
         """The last write of each extent."""
         self._reads: dict[Extent, Transfer] = {}
@@ -109,8 +113,8 @@ class Swap:
 
     @property
     def alignment(self) -> int:
-        """Bytes of a block, the multiple that `Extent.padded` is rounded up to."""
-        return max(file.alignment for file in self._files)
+        """Bytes of a block and of a page, the multiple that `Extent.padded` is rounded up to."""
+        return max(mmap.PAGESIZE, *(file.alignment for file in self._files))
 
     @property
     def num_bytes(self) -> int:
@@ -146,6 +150,30 @@ class Swap:
                 file.give_back(end)
             raise
         return chunks
+
+    def map(self, extent: Extent) -> Tensor:
+        """Return an extent as a tensor through the page cache, [extent.padded] of uint8.
+
+        The extent is freed when nobody holds the tensor any more. Use tensor and transfers in turns.
+        """
+        self._check_extent(extent)
+        ranges = [
+            Range(self._files[chunk.file].descriptor, chunk.offset, chunk.num_bytes)
+            for chunk in extent.chunks
+        ]
+        tensor = map_ranges(ranges, lambda: self._free_mapped(extent))
+        self._writes.setdefault(extent, Transfer(()))  # by whoever writes into the tensor
+        self._mapped[tensor.data_ptr()] = extent
+        return tensor
+
+    def extent_of(self, tensor: Tensor) -> Extent | None:
+        """Return the extent that a tensor of `map` shows, or a view of one; None for other memory."""
+        return self._mapped.get(tensor.untyped_storage().data_ptr()) if tensor.is_cpu else None
+
+    def _free_mapped(self, extent: Extent) -> None:
+        self._mapped = {at: other for at, other in self._mapped.items() if other is not extent}
+        if self._finalizer.alive:
+            self.free(extent)
 
     def free(self, extent: Extent) -> None:
         """Give an extent back, after its transfers. The next one of the same size takes its space.

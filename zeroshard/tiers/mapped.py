@@ -40,10 +40,6 @@ class _Mapping(mmap.mmap):
             self.when_gone()
 
 
-_mappings: dict[int, _Mapping] = {}
-"""By the address of their first byte, as long as somebody holds the tensor."""
-
-
 def map_ranges(ranges: Sequence[Range], when_gone: Callable[[], None]) -> Tensor:
     """Return ranges of files, one after the other, as one tensor of uint8.
 
@@ -77,14 +73,19 @@ def map_ranges(ranges: Sequence[Range], when_gone: Callable[[], None]) -> Tensor
     return memory
 
 
-def let_go(tensor: Tensor, num_bytes: int | None = None) -> None:
+def let_go(tensor: Tensor) -> None:
     """Take the pages of a mapped tensor out of this process; the files keep the values.
 
     Args:
-        tensor: any tensor on the CPU over a whole mapping.
-        num_bytes: its size; None: that of its storage.
+        tensor: a tensor over a mapping, or a part of it; other tensors would lose their values.
     """
     storage = tensor.untyped_storage()
-    size = storage.nbytes() if num_bytes is None else num_bytes
     advise = ctypes.CDLL(None).madvise
-    advise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+    advise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), mmap.MADV_DONTNEED)
+
+
+def read_ahead(tensor: Tensor) -> None:
+    """Let the system read the pages of a mapped tensor, beside the caller."""
+    storage = tensor.untyped_storage()
+    advise = ctypes.CDLL(None).madvise
+    advise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), mmap.MADV_WILLNEED)

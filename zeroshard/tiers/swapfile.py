@@ -68,6 +68,11 @@ class SwapFile:
         remove_leftovers(place)
 
     @property
+    def descriptor(self) -> int:
+        """The open file, through the page cache."""
+        return self._lock
+
+    @property
     def is_direct(self) -> bool:
         """True if reads and writes go past the page cache."""
         return self._data != self._lock

@@ -1,0 +1,253 @@
+"""The tier of files: units are read into host memory, stepped there, and written back.
+
+    read      unit 2           unit 3           unit 4
+    step               unit 1           unit 2           unit 3
+    write              unit 0           unit 1           unit 2
+
+Between steps a main parameter and its states are tensors over the files, which anybody may read and write.
+For its part of a step they are views of one of three buffers, into which whole extents were read past the
+page cache. States that are new, or come from elsewhere, are put into the files after their step, side by
+side for each flat buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.internals.dispatch import past_guards
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradient
+from zeroshard.plan.layout import BLOCK
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.tiers.files import Extent, Transfer
+from zeroshard.tiers.places import TierMemory
+
+NUM_BUFFERS = 3
+"""Host buffers: one is read, one is stepped, one is written."""
+_ALIGNMENT = 64
+
+Key = tuple[ShardedParameter, str]
+"""A state: its parameter and its name."""
+
+
+class DiskTier:
+    """Steps the main parameters of some flat buffers that lie in files.
+
+    Args:
+        optimizer: the optimizer that steps them.
+        buffers: the buffers.
+        memory: the memory of the rank.
+    """
+
+    def __init__(self, optimizer: Optimizer, buffers: Sequence[FlatBuffer], memory: TierMemory) -> None:
+        self._memory, self._optimizer = memory, optimizer
+        blocks = [_Block(buffer, memory) for buffer in buffers]
+        self._block_of = {p: block for block in blocks for p in block.buffer.sharded}
+        self._parts: list[list[_Block]] = []
+        """The blocks of the parts that are still to be stepped."""
+        self._staging = [_Staging() for _ in range(NUM_BUFFERS)]
+        self._ahead: tuple[list[_Block], _Staging] | None = None
+        """The blocks that are read ahead of their step, and where."""
+
+    def begin_step(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
+        """Begin to read the first part.
+
+        Args:
+            parts: the parameters that will be fetched together, in their order.
+        """
+        self._settle()  # a step may have failed halfway
+        self._parts = [self._blocks(part) for part in parts]
+        self._read_ahead()
+
+    @contextmanager
+    def fetched(self, parameters: Sequence[ShardedParameter]) -> Iterator[None]:
+        """Hold parameters and states in host memory; write them back at the end, but not after an exception.
+
+        Raises:
+            RuntimeError: a file could not be read or written; the message names it.
+        """
+        blocks = self._blocks(parameters)
+        if self._ahead is None or self._ahead[0] != blocks:
+            self._ahead = self._read(blocks)
+        (_, staging), self._ahead = self._ahead, None
+        staging.wait()
+        self._parts = self._parts[1:]
+        self._read_ahead()
+        places = staging.divide(blocks)
+        states = self._optimizer.state
+        try:
+            for block, (main, packed) in zip(blocks, places, strict=True):
+                block.hold(main, packed, states)
+            yield
+            with torch.no_grad():
+                for block, (main, packed) in zip(blocks, places, strict=True):
+                    block.buffer.stepped(main.view(block.buffer.plan.main_dtype)[: block.numel])
+                    staging.transfers.append(self._memory.swap.write(block.main_extent, main))
+                    is_moved = block.pack(packed, states, self._memory)
+                    if not is_moved and block.states_extent is not None:
+                        staging.transfers.append(self._memory.swap.write(block.states_extent, packed))
+        finally:
+            for block in blocks:
+                block.rest(states)
+
+    def end_step(self) -> None:
+        """Wait until all parts are in the files.
+
+        Raises:
+            RuntimeError: a part could not be written; the message names the file.
+        """
+        self._settle()
+
+    def _settle(self) -> None:
+        self._parts, self._ahead = [], None
+        for staging in self._staging:
+            staging.wait()
+
+    def _blocks(self, parameters: Sequence[ShardedParameter]) -> list[_Block]:
+        blocks = (self._block_of.get(p) for p in parameters)
+        return list(dict.fromkeys(block for block in blocks if block is not None))
+
+    def _read_ahead(self) -> None:
+        if self._parts and self._parts[0]:
+            self._ahead = self._read(self._parts[0])
+
+    def _read(self, blocks: list[_Block]) -> tuple[list[_Block], _Staging]:
+        """Start to read blocks into the buffer that was used longest ago."""
+        staging = self._staging.pop(0)
+        self._staging.append(staging)
+        staging.wait()
+        staging.reserve(sum(block.num_bytes for block in blocks), self._memory)
+        for block, (main, packed) in zip(blocks, staging.divide(blocks), strict=True):
+            staging.transfers.append(self._memory.swap.read(block.main_extent, main))
+            if block.states_extent is not None:
+                staging.transfers.append(self._memory.swap.read(block.states_extent, packed))
+        return blocks, staging
+
+
+class _Staging:
+    """One host buffer, and the transfers that use it."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.transfers: list[Transfer] = []
+
+    def wait(self) -> None:
+        """Wait for the transfers; raise the error of the first that failed, after all have ended."""
+        transfers, self.transfers = self.transfers, []
+        for transfer in transfers:
+            transfer.join()
+        for transfer in transfers:
+            transfer.wait()
+
+    def reserve(self, num_bytes: int, memory: TierMemory) -> None:
+        if self.memory.numel() < num_bytes:
+            self.memory = self.memory.new_empty(0)  # before the larger one is taken
+            self.memory = memory.host(num_bytes)
+
+    def divide(self, blocks: Sequence[_Block]) -> list[tuple[Tensor, Tensor]]:
+        """The memory of the main parameters and of the states of each block."""
+        sizes = [size for block in blocks for size in block.sizes]
+        parts = iter(self.memory[: sum(sizes)].split(sizes))
+        return [(next(parts), next(parts)) for _ in blocks]
+
+
+class _Block:
+    """The main parameters and the states of one flat buffer, in two extents."""
+
+    def __init__(self, buffer: FlatBuffer, memory: TierMemory) -> None:
+        self.buffer, self.numel = buffer, buffer.main.numel()
+        extent = memory.swap.extent_of(buffer.main)
+        assert extent is not None, "its plan says that it lies in files"
+        self.main_extent: Extent = extent
+        self.states_extent: Extent | None = None
+        self._states = torch.empty(0, dtype=torch.uint8)
+        """The states in the files, at rest."""
+        self._places: dict[Key, tuple[int, Tensor]] = {}
+        """The first byte of each state in its extent, and its tensor at rest."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes in memory of main parameters and of states."""
+        return self.main_extent.padded, 0 if self.states_extent is None else self.states_extent.padded
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory."""
+        return sum(self.sizes)
+
+    def hold(self, main: Tensor, packed: Tensor, states: Mapping[Any, dict[str, Any]]) -> None:
+        """Make parameters and states views of host memory, [bytes] of uint8 each."""
+        values = main.view(self.buffer.plan.main_dtype)
+        for index, parameter in enumerate(self.buffer.sharded):
+            _set_values(parameter, values[self.buffer.sharded_span(index).slice])
+        for (parameter, name), (start, resting) in self._places.items():
+            value = states[parameter].get(name)
+            if isinstance(value, Tensor) and value.data_ptr() == resting.data_ptr():
+                value.data = _over(packed, start, resting)
+
+    def rest(self, states: Mapping[Any, dict[str, Any]]) -> None:
+        """Make parameters and states views of the files again."""
+        for index, parameter in enumerate(self.buffer.sharded):
+            _set_values(parameter, self.buffer.main[self.buffer.sharded_span(index).slice])
+        for (parameter, name), (_, resting) in self._places.items():
+            value = states[parameter].get(name) if parameter in states else None
+            if isinstance(value, Tensor) and value.shape == resting.shape and value.dtype == resting.dtype:
+                value.data = resting
+
+    def pack(self, packed: Tensor, states: Mapping[Any, dict[str, Any]], memory: TierMemory) -> bool:
+        """Put states that are not in `packed` into the files, together with those that are.
+
+        Returns:
+            True if the states have got another extent, which holds their present values.
+        """
+        present = {
+            (parameter, name): value
+            for parameter in self.buffer.sharded
+            if parameter in states
+            for name, value in states[parameter].items()
+            if isinstance(value, Tensor) and _is_large(value, parameter)
+        }
+        starts = {key: start for key, (start, _) in self._places.items()}
+        first = packed.data_ptr() if packed.numel() else 0
+        if present.keys() == starts.keys() and all(
+            value.data_ptr() == first + starts[key] for key, value in present.items()
+        ):
+            return False
+        starts, end = {}, 0
+        for key, value in present.items():
+            starts[key] = end
+            end += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
+        extent = memory.swap.allocate(end)
+        values = memory.host(extent.padded)
+        for key, value in present.items():
+            _over(values, starts[key], value).copy_(value)
+        memory.swap.write(extent, values).wait()
+        self._states, self.states_extent = memory.swap.map(extent), extent
+        self._places = {
+            key: (starts[key], _over(self._states, starts[key], value)) for key, value in present.items()
+        }
+        return True
+
+
+def _is_large(value: Tensor, parameter: ShardedParameter) -> bool:
+    """True for a state with a value for each element, or for each block of elements, of a slice."""
+    num = parameter.numel()
+    return value.dim() > 0 and value.numel() in (num, -(-num // BLOCK)) and num > 0
+
+
+def _over(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """A view of bytes from `start` on, with the dtype and shape of another tensor."""
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def _set_values(parameter: ShardedParameter, values: Tensor) -> None:
+    """Put a parameter over other memory of its dtype; its gradient stays."""
+    gradient = gradient_of(parameter)
+    with past_guards():
+        parameter.data = values
+    set_gradient(parameter, gradient)

@@ -1,0 +1,85 @@
+"""Memory on each tier of a rank, for whoever needs a tensor there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from zeroshard.plan.tiers import Tier
+from zeroshard.tiers.files import Swap
+from zeroshard.tiers.mapped import let_go, read_ahead
+from zeroshard.tiers.memory import host_memory
+
+
+def open_swap(path: str | None, rank: int) -> Swap:
+    """Open the files of a rank.
+
+    Args:
+        path: `Config.offload.nvme_path`: a folder, or several with ":" between them.
+        rank: the rank, for the names of the files.
+
+    Raises:
+        ValueError: a folder is not there, or cannot be written to.
+    """
+    assert path is not None, "the config requires it for the tier of files"
+    return Swap(path.split(":"), rank)
+
+
+class TierMemory:
+    """Makes tensors on the tiers of a rank.
+
+    Args:
+        device: the device that computes.
+        open_swap: opens the files of the rank; called at the first tensor in them.
+    """
+
+    def __init__(self, device: torch.device, open_swap: Callable[[], Swap]) -> None:
+        self.device, self._open_swap = device, open_swap
+        self._swap: Swap | None = None
+
+    @property
+    def swap(self) -> Swap:
+        """The files of this rank."""
+        if self._swap is None:
+            self._swap = self._open_swap()
+        return self._swap
+
+    def empty(self, size: int, dtype: torch.dtype, tier: Tier) -> Tensor:
+        """Return memory for values, [size].
+
+        Raises:
+            RuntimeError: there is no such memory.
+        """
+        if tier is Tier.DEVICE or not size:
+            return torch.empty(size, dtype=dtype, device=self.device if tier is Tier.DEVICE else "cpu")
+        num_bytes = size * dtype.itemsize
+        if tier is Tier.HOST:
+            return self.host(num_bytes).view(dtype)
+        swap = self.swap
+        return swap.map(swap.allocate(num_bytes))[:num_bytes].view(dtype)
+
+    def host(self, num_bytes: int) -> Tensor:
+        """Return host memory, [num_bytes] of uint8 from the start of a page; pinned beside a GPU."""
+        return host_memory(num_bytes, pinned=self.device.type == "cuda")
+
+    def tier_of(self, tensor: Tensor) -> Tier:
+        """The tier that a tensor lies on."""
+        if tensor.device.type != self.device.type:
+            return Tier.HOST if not self.is_in_files(tensor) else Tier.DISK
+        return Tier.DISK if self.is_in_files(tensor) else Tier.DEVICE
+
+    def is_in_files(self, tensor: Tensor) -> bool:
+        """True if a tensor shows a part of the files."""
+        return self._swap is not None and self._swap.extent_of(tensor) is not None
+
+    def rest(self, tensor: Tensor) -> None:
+        """Take pages of files that were read or written through a tensor out of memory."""
+        if self.is_in_files(tensor):
+            let_go(tensor)
+
+    def fetch(self, tensor: Tensor) -> None:
+        """Let the system read a tensor in files ahead of its use."""
+        if self.is_in_files(tensor):
+            read_ahead(tensor)
