@@ -95,6 +95,9 @@ class Offload(Checked):
     optimizer: Annotated[str, rules.TIER] = "none"
     parameters: Annotated[str, rules.TIER] = "none"  # tier of the sharded parameters between uses
     activations: Annotated[str, rules.TIER] = "none"  # tier of activations between forward and backward
+    # True steps each unit in the backward, as soon as its gradient is there: one backward for each
+    # micro-batch, and no gradients afterwards. With False all gradients are there until the step.
+    step_in_backward: bool = False
     # Part of the offloaded optimizer states that stays on the device, 0 to 1.
     device_fraction: Annotated[float, rules.FRACTION] = 0.0
     nvme_path: Annotated[str | None, rules.PATH] = None  # directory for the files of the nvme tier
@@ -199,11 +202,17 @@ class Config(Checked):
         regroups = not isinstance(self.reshard_after_forward, bool)
         param_dtype, main_dtype = self.precision.param_dtype, self.precision.main_dtype
         not_half = (param_dtype != torch.float16, "precision.param_dtype", "another dtype than float16")
+        unclipped = (self.clip_grad_norm is None, "clip_grad_norm", "None")
+        unjudged = (self.nonfinite == "report", "nonfinite", "'report'")
         not_narrow = (main_dtype != torch.bfloat16, "precision.main_dtype", "another dtype than bfloat16")
         return [
             Requirement(self.shard_group_size is not None, "shard_group_size", *sharded),
             Requirement(regroups, "reshard_after_forward", *stage_3),
             Requirement(self.offload.parameters != "none", "offload.parameters", *stage_3),
+            *(
+                Requirement(self.offload.step_in_backward, "offload.step_in_backward", *needed)
+                for needed in (stage_3, not_half, unclipped, unjudged)
+            ),
             Requirement(self.pipeline.num_chunks > 1, "pipeline.num_chunks", *pipelined),
             Requirement(self.pipeline.split is not None, "pipeline.split", *pipelined),
             # Gradients of ignored parameters are neither unscaled nor widened.

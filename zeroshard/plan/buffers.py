@@ -47,6 +47,8 @@ class Setting:
     tiers: Tiers = ON_DEVICE
     device_fraction: float = 0.0
     """The share of the trained parameters whose optimizer states stay on the device, 0 to 1."""
+    steps_in_backward: bool = False
+    """True if units may step during the backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -341,6 +341,11 @@ class Passes(ShardedModule):
                 f"backward of {unit.described}, after its parameters were freed: return every tensor that "
                 "the loss depends on from the unit's forward"
             )
+        if gradients.is_early:
+            raise RuntimeError(
+                f"{unit.described} got a gradient after it was stepped in this backward: set "
+                "offload.step_in_backward=False, and load the last checkpoint"
+            )
         if reducer.under_way and not gradients.has_more:
             reducer.make_room()
         gradients.pack(index, gradient, reducer.is_deferring)

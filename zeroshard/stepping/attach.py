@@ -29,7 +29,7 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.disk import DiskTier
 from zeroshard.stepping.halfway import Arguments
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
-from zeroshard.stepping.parts import Tier, step_in_parts
+from zeroshard.stepping.parts import Parts, Tier
 from zeroshard.stepping.rounding import Rounding
 from zeroshard.stepping.widening import Widening, load_states_wide
 
@@ -45,7 +45,7 @@ class Judged:
 
 def attach(
     runtime: Runtime, rounding: Rounding | None, *optimizers: Optimizer, engine: Judged | None = None
-) -> None:
+) -> list[Parts]:
     """Follow optimizers over the sharded parameters, whoever steps them.
 
     Args:
@@ -55,9 +55,13 @@ def attach(
             after the last of them. Attach an optimizer that steps alone by itself.
         engine: the part of the engine that owns the optimizer, if there is one.
 
+    Returns:
+        The steps by part of each optimizer that steps so.
+
     Raises:
         ValueError: an optimizer is one of bitsandbytes, which `zeroshard.initialize` takes over.
     """
+    parts: list[Parts] = []
     together = _Together(optimizers)
     for optimizer in optimizers:
         _refuse_theirs(optimizer)
@@ -65,10 +69,12 @@ def attach(
         if isinstance(optimizer, UsesNorms):
             optimizer.norms_of = NormsOverRanks(runtime.buffers, runtime.context.axis)
         units = [unit.starts() for unit in runtime.units]
-        if tiers := _tiers(runtime, optimizer, rounding):
-            step_in_parts(optimizer, [list(unit) for unit in units], tiers)
+        tiers = _tiers(runtime, optimizer, rounding)
+        if tiers or runtime.context.setting.steps_in_backward:
+            parts.append(Parts(optimizer, [list(unit) for unit in units], tiers))
         if rounding is not None:
             load_states_wide(optimizer, [p for unit in units for p in unit])
+    return parts
 
 
 def _tiers(runtime: Runtime, optimizer: Optimizer, rounding: Rounding | None) -> list[Tier]:

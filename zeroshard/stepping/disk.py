@@ -12,6 +12,7 @@ side for each flat buffer.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,7 +46,7 @@ class DiskTier:
     """
 
     def __init__(self, optimizer: Optimizer, buffers: Sequence[FlatBuffer], memory: TierMemory) -> None:
-        self._memory, self._optimizer = memory, optimizer
+        self._memory, self._optimizer = memory, weakref.ref(optimizer)
         blocks = [_Block(buffer, memory) for buffer in buffers]
         self._block_of = {p: block for block in blocks for p in block.buffer.sharded}
         self._parts: list[list[_Block]] = []
@@ -79,7 +80,9 @@ class DiskTier:
         self._parts = self._parts[1:]
         self._read_ahead()
         places = staging.divide(blocks)
-        states = self._optimizer.state
+        optimizer = self._optimizer()
+        assert optimizer is not None, "it takes a step"
+        states = optimizer.state
         try:
             for block, (main, packed) in zip(blocks, places, strict=True):
                 block.hold(main, packed, states)

@@ -170,11 +170,12 @@ class SwapFile:
         A write behind the new end would otherwise make the file long again, with zeros before it.
         """
         if not self._damage:
+            end = self.end  # before the size is read: another thread may make the file longer in between
             status = os.fstat(self._lock)
             if status.st_nlink == 0:
                 self._damage = "the file was removed while it was in use"
-            elif status.st_size < self.end:
-                self._damage = f"expected {self.end} bytes, got {status.st_size}: the file was truncated"
+            elif status.st_size < end:
+                self._damage = f"expected {end} bytes, got {status.st_size}: the file was truncated"
         if self._damage:
             raise RuntimeError(f"{self.path}: {self._damage}. {self._describe_loss()}")
 
