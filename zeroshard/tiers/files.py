@@ -121,6 +121,11 @@ class Swap:
         """Bytes in the files, those of freed extents too."""
         return sum(file.end for file in self._files) if self._finalizer.alive else 0
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files, for messages and reports."""
+        return [file.path for file in self._files]
+
     def allocate(self, num_bytes: int) -> Extent:
         """Reserve space on the disk. It has no values before the first write.
 
@@ -141,7 +146,7 @@ class Swap:
         """Make the files longer for a new extent; on all disks or on none."""
         ends = [file.end for file in self._files]
         size = chunk_size(padded, self._num_threads, round_up(LEAST_CHUNK, self.alignment), MOST_CHUNK)
-        chunks = cut(padded, size, ends.index(min(ends)), ends)
+        chunks = cut(padded, size, ends)
         try:
             for file, end in zip(self._files, ends_after(chunks, ends), strict=True):
                 file.reserve(end)

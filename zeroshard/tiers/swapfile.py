@@ -24,6 +24,7 @@ from uuid import uuid4
 from zeroshard.tables import format_bytes
 
 SETTING = "offload.nvme_path"
+_EXPECTED = f"{SETTING}: expected an existing folder that this process may write to"
 _SUFFIX = ".swap"
 _REMEDY = f"Free space there, or set {SETTING} to a folder on a larger disk."
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -47,11 +48,9 @@ class SwapFile:
         Raises:
             ValueError: the folder is not there or no folder, may not be written to, or has no file locks.
         """
-        place = folder / f"zeroshard-swap-{os.getuid()}"
+        check_folder(folder)
+        place = place_in(folder)
         try:
-            if not folder.is_dir():
-                reason = "it is no folder" if folder.exists() else "it does not exist"
-                raise NotADirectoryError(errno.ENOTDIR, reason)
             self._lock, self.path = _create_locked(place, rank)
             try:
                 self._data, self.alignment = self._open_data()
@@ -60,8 +59,7 @@ class SwapFile:
                 self.remove()
                 raise
         except OSError as error:
-            expected = f"{SETTING}: expected an existing folder that this process may write to"
-            raise ValueError(f"{expected}, got {str(folder)!r}: {error.strerror}") from error
+            raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: {error.strerror}") from error
         self.end = 0
         """Bytes that are reserved."""
         self._damage = ""
@@ -199,6 +197,18 @@ class SwapFile:
         self.close_descriptors()
         with suppress(OSError):
             self.path.parent.rmdir()
+
+
+def check_folder(folder: Path) -> None:
+    """Raise a ValueError unless there is such a folder: a new one may lie on another disk than was meant."""
+    if not folder.is_dir():
+        reason = "it is no folder" if folder.exists() else "it does not exist"
+        raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: {reason}")
+
+
+def place_in(folder: Path) -> Path:
+    """Return the folder for the files of this user."""
+    return folder / f"zeroshard-swap-{os.getuid()}"
 
 
 def _raise_unless_invalid(error: OSError) -> None:
