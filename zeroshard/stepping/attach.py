@@ -27,9 +27,9 @@ from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.halfway import Arguments
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
-from zeroshard.stepping.parts import step_in_parts
-from zeroshard.stepping.rounding import Rounding
-from zeroshard.stepping.widening import Widening, load_states_wide
+from zeroshard.stepping.parts import Tier, is_known, step_in_parts
+from zeroshard.stepping.rounding import Rounding, RoundsItself
+from zeroshard.stepping.widening import InPlace, Widening, load_states_wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,19 @@ def attach(
         if isinstance(optimizer, UsesNorms):
             optimizer.norms_of = NormsOverRanks(runtime.buffers, runtime.context.axis)
         if rounding is not None:
-            units = [unit.starts() for unit in runtime.units]
-            starts = {p: start for unit in units for p, start in unit.items()}
-            step_in_parts(optimizer, [list(unit) for unit in units], Widening(starts, rounding))
-            load_states_wide(optimizer, list(starts))
+            _keep_narrow(runtime, rounding, optimizer)
+
+
+def _keep_narrow(runtime: Runtime, rounding: Rounding, optimizer: Optimizer) -> None:
+    """Let an optimizer step main parameters that are kept in bfloat16."""
+    units = [unit.starts() for unit in runtime.units]
+    starts = {p: start for unit in units for p, start in unit.items()}
+    tier: Tier = Widening(starts, rounding)
+    if isinstance(optimizer, RoundsItself) and is_known(optimizer):  # another class may compute with values
+        tier = in_place = InPlace(starts, rounding)
+        optimizer.bits_of = in_place.bits_of
+    step_in_parts(optimizer, [list(unit) for unit in units], tier)
+    load_states_wide(optimizer, list(starts))
 
 
 class _Together:

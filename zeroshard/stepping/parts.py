@@ -78,8 +78,7 @@ def _divide(optimizer: Optimizer, unit_of: Mapping[ShardedParameter, int]) -> li
     count steps by group.
     """
     groups = [group["params"] for group in optimizer.param_groups]
-    is_known = type(optimizer).__module__.partition(".")[0] in ("torch", "zeroshard", "bitsandbytes")
-    if not is_known or isinstance(optimizer, UsesNorms):
+    if not is_known(optimizer) or isinstance(optimizer, UsesNorms):
         return [groups]
     parts: dict[int, Groups] = {}
     for number, parameters in enumerate(groups):
@@ -87,6 +86,11 @@ def _divide(optimizer: Optimizer, unit_of: Mapping[ShardedParameter, int]) -> li
             if gradient_of(p) is not None:
                 parts.setdefault(unit_of[p], [[] for _ in groups])[number].append(p)
     return list(parts.values())
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """True for a class of a library whose steps are known to treat each parameter by itself."""
+    return type(optimizer).__module__.partition(".")[0] in ("torch", "zeroshard", "bitsandbytes")
 
 
 @contextmanager
