@@ -19,6 +19,7 @@ from zeroshard.plan import traffic
 from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan, plan_buffer, plan_units
 from zeroshard.plan.originals import Original
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD
+from zeroshard.plan.tiers import Tier
 from zeroshard.plan.wrapping import find_units
 from zeroshard.tables import LINE, format_bytes, render
 
@@ -76,6 +77,7 @@ def estimate(
     config: Config | Mapping[str, Any] | None = None,
     *,
     optimizer_bits: int = 32,
+    host_computes: bool = False,
 ) -> Estimate:
     """Bytes per rank for training with an optimizer of Adam's kind (two states).
 
@@ -86,6 +88,7 @@ def estimate(
         config: stage, precision, units, accumulation, prefetch.
         optimizer_bits: 32 for states in the main dtype, as torch's AdamW has them; 8 for `AdamW8bit`. Counted
             without padding, on the rank that holds most.
+        host_computes: True for ranks on the CPU, for which host memory is the device.
 
     Raises:
         ValueError: fewer than 1 rank, or no multiple of the shard group; other bits than 8 and 32; a
@@ -102,22 +105,31 @@ def estimate(
     is_number = isinstance(model_or_num_params, int) and not isinstance(model_or_num_params, bool)
     if not (isinstance(model_or_num_params, nn.Module) or (is_number and model_or_num_params > 0)):
         raise ValueError(f"expected a model or a number of parameters, got {model_or_num_params!r}")
-    setting = _setting(config, world_size)
+    setting = _setting(config, world_size, host_computes)
     units = _units(model_or_num_params, config, setting)
     steps = config.gradient_accumulation_steps
     buffers = [buffer for unit in units for buffer in unit.buffers]
     together = 1 + config.num_prefetch if setting.placements.kept else len(units)
+    trained = [buffer for buffer in buffers if buffer.trainable]
+    states = {
+        tier: _optimizer_bytes((b for b in trained if b.main_tier is tier), setting, optimizer_bits)
+        for tier in Tier
+    }
+    parameters = {tier: sum(traffic.parameter_bytes(b, tier) for b in buffers) for tier in Tier}
+    gradients = {tier: sum(traffic.gradient_bytes(b, setting, steps, tier) for b in buffers) for tier in Tier}
     return Estimate(
-        parameters=sum(map(traffic.parameter_bytes, buffers)),
-        gradients=sum(traffic.gradient_bytes(buffer, setting, steps) for buffer in buffers),
-        optimizer=_optimizer_bytes((b for b in buffers if b.trainable), setting, optimizer_bits),
+        parameters=parameters[Tier.DEVICE],
+        gradients=gradients[Tier.DEVICE],
+        optimizer=states[Tier.DEVICE],
         unsharded=0,
         peak_unsharded=traffic.peak_unsharded_bytes(units, together),
+        host=parameters[Tier.HOST] + gradients[Tier.HOST] + states[Tier.HOST],
+        nvme=parameters[Tier.DISK] + states[Tier.DISK],
         wire_bytes_per_step=traffic.wire_bytes(units, setting, steps),
     )
 
 
-def _setting(config: Config, world_size: int) -> Setting:
+def _setting(config: Config, world_size: int, host_computes: bool) -> Setting:
     group_size, inner = config.shard_group_size or world_size, config.reshard_after_forward
     if world_size % group_size:
         raise ValueError(
@@ -130,7 +142,7 @@ def _setting(config: Config, world_size: int) -> Setting:
             "parameters are sharded"
         )
     sizes = {DP_SHARD: group_size, DP_REPLICATE: world_size // group_size, DP_INNER: num_inner}
-    return read_setting(config, sizes)
+    return read_setting(config, sizes, host_computes=host_computes)
 
 
 def _units(model_or_num_params: nn.Module | float, config: Config, setting: Setting) -> list[UnitPlan]:

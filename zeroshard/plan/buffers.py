@@ -47,6 +47,8 @@ class Setting:
     tiers: Tiers = ON_DEVICE
     device_fraction: float = 0.0
     """The share of the trained parameters whose optimizer states stay on the device, 0 to 1."""
+    host_computes: bool = False
+    """True for ranks on the CPU, whose device is host memory."""
     steps_in_backward: bool = False
     """True if units may step during the backward."""
 

@@ -29,9 +29,9 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.disk import DiskTier
 from zeroshard.stepping.halfway import Arguments
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
-from zeroshard.stepping.parts import Parts, Tier
-from zeroshard.stepping.rounding import Rounding
-from zeroshard.stepping.widening import Widening, load_states_wide
+from zeroshard.stepping.parts import Parts, Tier, is_known
+from zeroshard.stepping.rounding import Rounding, RoundsItself
+from zeroshard.stepping.widening import InPlace, Widening, load_states_wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,14 @@ def _tiers(runtime: Runtime, optimizer: Optimizer, rounding: Rounding | None) ->
         tiers.append(DiskTier(optimizer, in_files, runtime.context.memory))
     if rounding is not None:
         starts = {p: start for unit in runtime.units for p, start in unit.starts().items()}
-        tiers.append(Widening(starts, rounding))
+        if isinstance(optimizer, RoundsItself) and is_known(
+            optimizer
+        ):  # another class may compute with values
+            in_place = InPlace(starts, rounding)
+            optimizer.bits_of = in_place.bits_of
+            tiers.append(in_place)
+        else:
+            tiers.append(Widening(starts, rounding))
     return tiers
 
 

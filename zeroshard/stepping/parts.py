@@ -113,8 +113,7 @@ def is_divisible(optimizer: Optimizer) -> bool:
     An optimizer that needs norms of all parameters may not. Nor may a class that is not known: it may count
     steps by group.
     """
-    is_known = type(optimizer).__module__.partition(".")[0] in ("torch", "zeroshard", "bitsandbytes")
-    return is_known and not isinstance(optimizer, UsesNorms)
+    return is_known(optimizer) and not isinstance(optimizer, UsesNorms)
 
 
 def _divide(optimizer: Optimizer, unit_of: Mapping[ShardedParameter, int]) -> list[Groups]:
@@ -128,6 +127,11 @@ def _divide(optimizer: Optimizer, unit_of: Mapping[ShardedParameter, int]) -> li
             if gradient_of(p) is not None:
                 parts.setdefault(unit_of[p], [[] for _ in groups])[number].append(p)
     return list(parts.values())
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """True for a class of a library whose steps are known to treat each parameter by itself."""
+    return type(optimizer).__module__.partition(".")[0] in ("torch", "zeroshard", "bitsandbytes")
 
 
 @contextmanager
