@@ -139,7 +139,8 @@ class FlatBuffer:
         for original, *others in zip(self.originals, self.sharded, self.unsharded, strict=True):
             carry_attributes(original.parameter, *others)
         self._source, self._copied = Source(self.main), Source(self.main)
-        self._copy = self._make_copy()
+        self.copy = self._make_copy()
+        """The main parameters in the compute dtype, if gathers start from such a copy; else None."""
         self._second: Tensor | None = None
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
         self._num_views = 0
@@ -265,8 +266,8 @@ class FlatBuffer:
             values: main parameters where they are now.
         """
         self.changed()
-        if self._copy is not None:
-            self._copy_over(values, self._copy)
+        if self.copy is not None:
+            self._copy_over(values, self.copy)
             self._copied.follow()
 
     def take_back(self, index: int) -> None:
@@ -306,8 +307,8 @@ class FlatBuffer:
             self._context.meter.add(self.full_bytes)
         if self._second is not None:
             return Gather(axes[self.plan.regathers[0].axis], Part(self.full, self._second, self.tag))
-        own = self.main.detach() if self._copy is None else self._copy
-        is_in_place = self._copy is not None and self.is_resident
+        own = self.main.detach() if self.copy is None else self.copy
+        is_in_place = self.copy is not None and self.is_resident
         is_near = own.dtype == self.full.dtype and self.plan.gather_tier is Tier.DEVICE
         if not is_in_place and not (is_near and self.is_partial):
             own = self._copy_over(own, self.full[self.main_span.slice])
@@ -316,8 +317,8 @@ class FlatBuffer:
 
     def follow_main(self) -> None:
         """Copy main parameters that were written into the copy from which gathers start."""
-        if self._copy is not None and self._copied.has_changed:
-            self._copy_over(self.main.detach(), self._copy)
+        if self.copy is not None and self._copied.has_changed:
+            self._copy_over(self.main.detach(), self.copy)
             self._copied.follow()
         self._source.follow()
 
@@ -382,7 +383,7 @@ class FlatBuffer:
         """Forget all values; tensors that others hold keep theirs."""
         self.drop_second()
         self.full = self.main = self.main.new_empty(0)
-        self._copy = None
+        self.copy = None
         self._source = Source(self.main)
         self.sharded, self.unsharded, self.originals = (), (), ()
 
