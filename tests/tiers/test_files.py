@@ -247,6 +247,16 @@ def test_a_file_that_was_truncated_is_damaged_for_good(swap, size):
         swap.read(extents[0], memory_of(extents[0])).wait()
 
 
+def test_a_file_that_was_truncated_does_not_grow_again_with_zeros(swap):
+    extent = swap.allocate(2 * BLOCK)
+    swap.write(extent, memory_of(extent, 1)).wait()
+    os.truncate(swap.paths[0], 0)
+    with pytest.raises(RuntimeError, match="expected 8192 bytes, got 0: the file was truncated"):
+        swap.allocate(BLOCK)
+    with pytest.raises(RuntimeError, match="the file was truncated"):
+        swap.read(extent, memory_of(extent)).wait()
+
+
 def test_a_file_that_ends_while_it_is_read_is_an_error(swap, monkeypatch):
     extent = swap.allocate(3 * BLOCK)
     swap.write(extent, memory_of(extent, 1)).wait()

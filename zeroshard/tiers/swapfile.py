@@ -51,6 +51,7 @@ class SwapFile:
         """
         check_folder(folder)
         place = place_in(folder)
+        remove_leftovers(place)  # first, as they may fill the disk
         try:
             self._lock, self.path = _create_locked(place, rank)
             try:
@@ -66,7 +67,6 @@ class SwapFile:
         self._damage = ""
         self._lengths = threading.Lock()
         """Held where `end` and the length of the file must agree."""
-        remove_leftovers(place)
 
     @property
     def is_direct(self) -> bool:
@@ -99,10 +99,11 @@ class SwapFile:
         """Make the file `end` bytes long, with blocks on the disk for all of them.
 
         Raises:
-            RuntimeError: there is not enough space. The file is as before.
+            RuntimeError: there is not enough space, and the file is as before; or the file was damaged.
         """
         if end <= self.end:
             return
+        self._check()
         try:
             os.posix_fallocate(self._lock, self.end, end - self.end)
         except OSError as error:
@@ -123,8 +124,9 @@ class SwapFile:
     def give_back(self, end: int) -> None:
         """Cut the file to `end` bytes again, after a reservation that is not used."""
         with self._lengths:
-            os.ftruncate(self._lock, end)
-            self.end = end
+            if end < self.end:  # it must not make a file longer that somebody has truncated
+                os.ftruncate(self._lock, end)
+                self.end = end
 
     def read(self, into: memoryview, offset: int) -> None:
         """Read as many bytes as `into` has.
