@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original
 from zeroshard.sharding.storage import allocate, count_views, release
 from zeroshard.sharding.views import flat_of, move_onto, shaped, unsharded_over
+from zeroshard.tiers.hostpool import HostMeter
 
 
 @dataclass(slots=True)
@@ -57,6 +58,7 @@ class Context:
     streams: Streams
     meter: Meter
     state: ModuleState
+    host: HostMeter = field(default_factory=HostMeter)
 
     @property
     def axis(self) -> Axis:
