@@ -113,6 +113,11 @@ class Trace:
         block = self._allocator.pin(f"{memory.nbytes} pinned bytes of {caller()}", self.timeline.current)
         self._remember(memory.untyped_storage(), block)
 
+    def device_bytes(self) -> int:
+        """Bytes of the tensors on the device that have been seen and are alive."""
+        on_device = [reference() for key, reference in self._ends.items() if not self._is_on_host(key)]
+        return sum(storage.nbytes() for storage in on_device if storage is not None)
+
     def report(self, finding: Finding) -> None:
         self.findings[finding] += 1
 

@@ -14,22 +14,23 @@ from tests.pretend.scenario import Bench, add, scenario
 from tests.pretend.scenarios.models import Residual
 from tests.pretend.scenarios.plain import BF16
 from tests.pretend.scenarios.uneven import fused
+from tests.pretend.trace import Trace
 from zeroshard.forwards import activations
 
 HOST: dict[str, Any] = {"offload": {"activations": "cpu"}}
 
 
 @contextmanager
-def _of_any_size() -> Iterator[None]:
+def of_any_size() -> Iterator[None]:
     """Inside, engines move tensors of any size, such as those of small models."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(activations, "LEAST_BYTES", 1)
         yield
 
 
-def num_copies(bench: Bench) -> tuple[int, int]:
+def num_copies(trace: Trace) -> tuple[int, int]:
     """The numbers of copies so far: to the host, and back."""
-    kernels = bench.trace.kernels.items()
+    kernels = trace.kernels.items()
     to_host, to_device = (
         sum(n for (stream, _), n in kernels if stream == s) for s in ("to_host", "to_device")
     )
@@ -39,9 +40,9 @@ def num_copies(bench: Bench) -> tuple[int, int]:
 def _offloaded(run: Callable[[Bench], None]) -> Callable[[Bench], None]:
     @functools.wraps(run)
     def runs(bench: Bench) -> None:
-        with _of_any_size():
+        with of_any_size():
             run(bench)
-        assert min(num_copies(bench)) > 0, "expected copies to the host, and back"
+        assert min(num_copies(bench.trace)) > 0, "expected copies to the host, and back"
         assert bench.engine.memory_report().host > 0
 
     return runs
