@@ -161,11 +161,7 @@ class Activations:
 
     def _may_move(self, tensor: Tensor) -> bool:
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        return (
-            is_plain
-            and tensor.device.type == self._copies.device.type
-            and not (tensor.is_conj() or tensor.is_neg())
-        )
+        return is_plain and tensor.device == self._copies.device and not (tensor.is_conj() or tensor.is_neg())
 
     def warn(self, name: str) -> None:
         """Warn once that a checkpoint of the model's own is around a unit."""
