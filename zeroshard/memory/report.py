@@ -31,7 +31,7 @@ class ModelStates:
     peak_unsharded: int
     """The largest `unsharded` since the engine was made or `reset_memory_report()`."""
     host: int = 0
-    """Values that are offloaded to host memory."""
+    """Host memory for offloaded values, with the buffers that are kept for the next step."""
     pinned: int = 0
     """The part of `host` that is pinned."""
     nvme: int = 0
@@ -45,7 +45,7 @@ class ModelStates:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport(ProcessMemory, ModelStates):
-    """Bytes of this rank: model states by kind, and the whole process. Activations are in the latter only."""
+    """Bytes of this rank: model states by kind, and the whole process, which has its activations too."""
 
     rank: int
     """This rank among the data-parallel ranks."""
@@ -88,14 +88,15 @@ def measure(runtime: Runtime, optimizer: Optimizer | None) -> MemoryReport:
     states = _by_tier(_states(runtime, optimizer), context.memory)
     on_host = [kind[Tier.HOST] for kind in (parameters, gradients, states)]
     staging = context.memory.staging_bytes
+    pinned_staging = staging if context.device.type == "cuda" else 0
     return MemoryReport(
         parameters=parameters[Tier.DEVICE].all,
         gradients=gradients[Tier.DEVICE].all + runtime.reducer.local_bytes,
         optimizer=states[Tier.DEVICE].all,
         unsharded=context.meter.now,
         peak_unsharded=context.meter.peak,
-        host=sum(held.all for held in on_host) + staging,
-        pinned=sum(held.pinned for held in on_host) + (staging if context.device.type == "cuda" else 0),
+        host=sum(held.all for held in on_host) + staging + context.host.num_bytes,
+        pinned=sum(held.pinned for held in on_host) + pinned_staging + context.host.pinned,
         nvme=context.memory.nvme_bytes,
         rank=context.axes.dp.rank,
         num_ranks=context.axes.dp.size,
