@@ -69,6 +69,7 @@ bench: setup-dev  ## Measure step time, memory, checkpoints and optimizers on th
 	"$(PYTHON)" benchmarks/memory.py $(ARGS)
 	"$(PYTHON)" benchmarks/checkpoint.py
 	"$(PYTHON)" benchmarks/optimizers.py
+	"$(PYTHON)" benchmarks/main_dtype.py
 
 test-gpu: setup-dev  ## Run the tests that need a GPU
 	"$(PYTHON)" -m pytest -m gpu $(ARGS)
