@@ -139,6 +139,7 @@ class ElementWise8bit(BlockwiseOptimizer):
     """
 
     bits_of: BitsOf = staticmethod(no_bits)
+    """The random bits of bfloat16 parameters, which are stepped as they are; see `RoundsItself`."""
 
     def __init__(self, params: Params, defaults: dict[str, Any], min_8bit_size: int) -> None:
         super().__init__(params, {"min_8bit_size": min_8bit_size, **defaults})
