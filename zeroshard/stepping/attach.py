@@ -70,8 +70,9 @@ def attach(
             optimizer.norms_of = NormsOverRanks(runtime.buffers, runtime.context.axis)
         units = [unit.starts() for unit in runtime.units]
         tiers = _tiers(runtime, optimizer, rounding)
-        if tiers or runtime.context.setting.steps_in_backward:
-            parts.append(Parts(optimizer, [list(unit) for unit in units], tiers))
+        setting = runtime.context.setting
+        if tiers or setting.steps_in_backward or setting.num_threads is not None:
+            parts.append(Parts(optimizer, [list(unit) for unit in units], tiers, setting.num_threads))
         if rounding is not None:
             load_states_wide(optimizer, [p for unit in units for p in unit])
     return parts
