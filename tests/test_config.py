@@ -73,6 +73,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
             "optimizer": "none",
             "parameters": "none",
             "activations": "none",
+            "step_in_backward": False,
             "device_fraction": 0.0,
             "nvme_path": None,
             "num_threads": None,

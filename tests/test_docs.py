@@ -19,10 +19,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").g
 CONFIG_ROWS = re.findall(
     r"^\| `([\w.]+)` \| `([^`]+)` \| ", (ROOT / "docs/reference.md").read_text(encoding="utf-8"), re.MULTILINE
 )
-PLANNED = (
-    *("offload.optimizer", "offload.parameters", "offload.device_fraction", "offload.nvme_path"),
-    *("offload.num_threads", "mesh.", "pipeline."),
-)
+PLANNED = ("mesh.", "pipeline.")
 """Keys that `initialize` refuses in this version; the page names them in a sentence."""
 
 
