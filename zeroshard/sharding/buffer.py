@@ -27,7 +27,7 @@ from zeroshard.lazy.deferred import has_memory, is_stored, read_part
 from zeroshard.parameters.attributes import carry_attributes
 from zeroshard.parameters.original import retire
 from zeroshard.parameters.sharded import ShardedParameter, describe_unit
-from zeroshard.parameters.state import ModuleState
+from zeroshard.parameters.state import ModuleState, Phase
 from zeroshard.parameters.unsharded import DataNote
 from zeroshard.plan.buffers import BufferPlan, Setting
 from zeroshard.plan.layout import Span
@@ -268,7 +268,8 @@ class FlatBuffer:
             values: main parameters where they are now.
         """
         self.changed()
-        if self.copy is not None:
+        is_in_use = self.is_resident and self._context.state.phase is Phase.BACKWARD
+        if self.copy is not None and not is_in_use:
             self._copy_over(values, self.copy)
             self._copied.follow()
 

@@ -269,6 +269,11 @@ class Unit:
         """True for a frozen unit: the graph decides if a backward gathers its parameters."""
         return self.backward_needs_parameters and not self.is_resident and not self.gradients
 
+    @property
+    def computes_with_main(self) -> bool:
+        """True if a forward or backward reads main parameters, with no copy in between."""
+        return any(buffer.plan.is_alias for buffer in self.buffers)
+
     # -- gradients ------------------------------------------------------------------------------------
 
     @property
