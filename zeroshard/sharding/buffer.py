@@ -293,6 +293,10 @@ class FlatBuffer:
             )
         view.copy_(values)
 
+    def read_ahead(self) -> None:
+        """Let the system read the values that the next gather starts from, if they lie in files."""
+        self._context.memory.fetch(self.main if self.copy is None else self.copy)
+
     def begin_gather(self) -> Gather | None:
         """Allocate `full` and write this rank's part, on the current stream.
 
