@@ -173,6 +173,7 @@ class FlatBuffer:
         main = full[own.slice]
         if not self.plan.is_alias:
             main = self._empty_main().zero_()
+            self._context.memory.rest(main)
         kept = Span(0, self.layout.total) if self.is_resident else own
         for index, original in enumerate(self.originals):
             whole = self.layout.parameter(index)
@@ -187,6 +188,7 @@ class FlatBuffer:
                     part = place.intersect(own)
                     main[part.shifted(-own.start).slice].copy_(data[part.shifted(-place.start).slice])
             original.parameter.data = original.parameter.new_empty(0)
+            self._context.memory.rest(main)
         return full, main
 
     def _empty_main(self) -> Tensor:
@@ -258,6 +260,14 @@ class FlatBuffer:
         self._source.changed()
         self._copied.changed()
 
+    def write(self, values: Tensor) -> None:
+        """Write main parameters, [n] of any dtype on any device."""
+        self._copy_over(values, self.main)
+
+    def rest(self) -> None:
+        """Take main parameters in files out of host memory, after somebody has read or written them."""
+        self._context.memory.rest(self.main)
+
     def stepped(self, values: Tensor) -> None:
         """Note that main parameters were written while they were on another tier.
 
@@ -323,9 +333,11 @@ class FlatBuffer:
 
     def _copy_over(self, values: Tensor, target: Tensor) -> Tensor:
         """Copy values of any tier and dtype, on the current stream; the device of the target casts them."""
+        memory = self._context.memory
+        memory.fetch(values)
         target.copy_(values.to(target.device, non_blocking=True))
-        self._context.memory.rest(values)
-        self._context.memory.rest(target)
+        memory.rest(values)
+        memory.rest(target)
         return target
 
     def free(self, keep_second: bool) -> None:

@@ -172,6 +172,8 @@ class _Block:
         """The states in the files, at rest."""
         self._places: dict[Key, tuple[int, Tensor]] = {}
         """The first byte of each state in its extent, and its tensor at rest."""
+        self._held: set[Key] = set()
+        """The states that are views of host memory now, or are to go back into the files."""
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -189,21 +191,23 @@ class _Block:
         for index, parameter in enumerate(self.buffer.sharded):
             _set_values(parameter, values[self.buffer.sharded_span(index).slice])
         for (parameter, name), (start, resting) in self._places.items():
-            value = states[parameter].get(name)
+            value = states.get(parameter, {}).get(name)
             if isinstance(value, Tensor) and value.data_ptr() == resting.data_ptr():
                 value.data = _over(packed, start, resting)
+                self._held.add((parameter, name))
 
     def rest(self, states: Mapping[Any, dict[str, Any]]) -> None:
-        """Make parameters and states views of the files again."""
+        """Make parameters and states views of the files again; after an exception, those that were held."""
         for index, parameter in enumerate(self.buffer.sharded):
             _set_values(parameter, self.buffer.main[self.buffer.sharded_span(index).slice])
-        for (parameter, name), (_, resting) in self._places.items():
-            value = states[parameter].get(name) if parameter in states else None
-            if isinstance(value, Tensor) and value.shape == resting.shape and value.dtype == resting.dtype:
+        held, self._held = self._held, set()
+        for parameter, name in held:
+            value, (_, resting) = states.get(parameter, {}).get(name), self._places[parameter, name]
+            if isinstance(value, Tensor) and _is_alike(value, resting):
                 value.data = resting
 
     def pack(self, packed: Tensor, states: Mapping[Any, dict[str, Any]], memory: TierMemory) -> bool:
-        """Put states that are not in `packed` into the files, together with those that are.
+        """Put states that are not in `packed` into their places there, or into new ones in the files.
 
         Returns:
             True if the states have got another extent, which holds their present values.
@@ -215,12 +219,32 @@ class _Block:
             for name, value in states[parameter].items()
             if isinstance(value, Tensor) and _is_large(value, parameter)
         }
-        starts = {key: start for key, (start, _) in self._places.items()}
-        first = packed.data_ptr() if packed.numel() else 0
-        if present.keys() == starts.keys() and all(
-            value.data_ptr() == first + starts[key] for key, value in present.items()
-        ):
+        is_moved = not self._fill(packed, present)
+        if is_moved:
+            self._move(present, memory)
+        self._held = set(present)
+        return is_moved
+
+    def _fill(self, packed: Tensor, present: Mapping[Key, Tensor]) -> bool:
+        """Copy states into their places; False, and nothing is copied, if they are others than before."""
+        if present.keys() != self._places.keys():
             return False
+        new: list[tuple[Tensor, Tensor]] = []
+        for key, value in present.items():
+            start, resting = self._places[key]
+            target = _over(packed, start, resting)
+            if not _is_alike(value, resting):
+                return False
+            if value.data_ptr() != target.data_ptr():
+                if value.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr():
+                    return False  # states have changed places
+                new.append((target, value))
+        for target, value in new:
+            target.copy_(value)
+        return True
+
+    def _move(self, present: Mapping[Key, Tensor], memory: TierMemory) -> None:
+        """Write states into a new extent, side by side."""
         starts, end = {}, 0
         for key, value in present.items():
             starts[key] = end
@@ -229,18 +253,22 @@ class _Block:
         values = memory.host(extent.padded)
         for key, value in present.items():
             _over(values, starts[key], value).copy_(value)
+            memory.rest(value)
         memory.swap.write(extent, values).wait()
         self._states, self.states_extent = memory.swap.map(extent), extent
         self._places = {
             key: (starts[key], _over(self._states, starts[key], value)) for key, value in present.items()
         }
-        return True
 
 
 def _is_large(value: Tensor, parameter: ShardedParameter) -> bool:
-    """True for a state with a value for each element, or for each block of elements, of a slice."""
+    """True for a state with values for each element, or for each block of elements, of a slice."""
     num = parameter.numel()
-    return value.dim() > 0 and value.numel() in (num, -(-num // BLOCK)) and num > 0
+    return value.dim() > 0 and value.shape[-1] in (num, -(-num // BLOCK)) and value.numel() > 0
+
+
+def _is_alike(value: Tensor, other: Tensor) -> bool:
+    return value.shape == other.shape and value.dtype == other.dtype and value.device == other.device
 
 
 def _over(memory: Tensor, start: int, like: Tensor) -> Tensor:

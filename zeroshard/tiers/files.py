@@ -175,6 +175,17 @@ class Swap:
         """Return the extent that a tensor of `map` shows, or a view of one; None for other memory."""
         return self._mapped.get(tensor.untyped_storage().data_ptr()) if tensor.is_cpu else None
 
+    def check(self, extent: Extent) -> None:
+        """Check that the files have the values of an extent, before they are read through a mapping.
+
+        Raises:
+            RuntimeError: a file was removed or truncated, or the last write has failed.
+        """
+        for number in {chunk.file for chunk in extent.chunks}:
+            self._files[number].check()
+        if (write := self._writes.get(extent)) is not None:
+            write.wait()
+
     def _free_mapped(self, extent: Extent) -> None:
         self._mapped = {at: other for at, other in self._mapped.items() if other is not extent}
         if self._finalizer.alive:

@@ -80,6 +80,11 @@ class TierMemory:
             let_go(tensor)
 
     def fetch(self, tensor: Tensor) -> None:
-        """Let the system read a tensor in files ahead of its use."""
-        if self.is_in_files(tensor):
+        """Let the system read a tensor in files ahead of its use.
+
+        Raises:
+            RuntimeError: its values are lost; the message names the file.
+        """
+        if self._swap is not None and (extent := self._swap.extent_of(tensor)) is not None:
+            self._swap.check(extent)
             read_ahead(tensor)
