@@ -59,8 +59,8 @@ class Checkpointing:
                 strings, dataclasses as dicts, enums as their values, NamedTuples as tuples.
             blocking: True returns when the checkpoint is there, False when its values are copied. A thread
                 then writes it beside further training. A failure is raised, on all ranks, by a later step,
-                save or load; with sharded parameters also by a forward. Values on the nvme tier are not
-                copied, since they may not fit into memory: then the call returns when the checkpoint is there.
+                save or load; with sharded parameters also by a forward. With values on the nvme
+                tier, which may not fit into memory, the call returns when the checkpoint is there.
             optimizer: False leaves out the states of the optimizer and of the LR scheduler.
 
         Raises:

@@ -14,6 +14,7 @@ import zeroshard
 from tests.checkpoint import runs
 from tests.distributed.training import numbers
 from tests.tiers.test_offload import BF16_MAIN, FILES, OPTIMIZERS, offload
+from zeroshard.checkpoint import files
 
 BEFORE, AFTER = range(3), range(3, 6)
 
@@ -265,8 +266,7 @@ def save_in_background(folder):
     engine = runs.start({"stage": 3, **offload(folder)}, OPTIMIZERS["AdamW"])
     runs.train(engine, range(1))
     engine.save_checkpoint(folder / "saved", "one", blocking=False)
-    is_there = (folder / "saved" / "one").is_dir()
-    return is_there, engine._saver._thread is None, engine._saver._copies._blocks
+    return files.find(folder / "saved").is_dir(), engine._saver._thread is None, engine._saver._copies._blocks
 
 
 def test_a_save_of_values_in_files_copies_nothing_into_memory(ranks, tmp_path):
