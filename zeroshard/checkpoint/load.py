@@ -119,9 +119,10 @@ def load(
 def _restore(parts: Parts, plan: _Plan, weights_only: bool) -> None:
     """Take over everything that was found; nothing of it needs another rank."""
     runtime, stored = parts.runtime, plan.stored
-    targets = (
-        {} if parts.optimizer is None else make_targets(parts.optimizer, plan.states, runtime.context.memory)
-    )
+    memory = runtime.context.memory
+    targets = {} if parts.optimizer is None else make_targets(parts.optimizer, plan.states, memory)
+    for tensor in (*(b.main for b in runtime.buffers), *(t for s in targets.values() for t in s.values())):
+        memory.renew(tensor)
     _read_tensors(runtime, plan, targets)
     _restore_optimizer(parts.optimizer, plan, targets)
     if plan.groups:

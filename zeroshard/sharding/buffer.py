@@ -299,6 +299,15 @@ class FlatBuffer:
             )
         view.copy_(values)
 
+    def check(self) -> None:
+        """Check the values that a gather starts from.
+
+        Raises:
+            RuntimeError: they are lost; the message names their file.
+        """
+        copy = None if self._copied.has_changed else self._copy
+        self._context.memory.check(self.main if copy is None else copy)
+
     def begin_gather(self) -> Gather | None:
         """Allocate `full` and write this rank's part, on the current stream.
 
@@ -335,6 +344,7 @@ class FlatBuffer:
         """Copy values of any tier and dtype, on the current stream; the device of the target casts them."""
         memory = self._context.memory
         memory.fetch(values)
+        memory.check(target)
         target.copy_(values.to(target.device, non_blocking=True))
         memory.rest(values)
         memory.rest(target)

@@ -61,7 +61,7 @@ class DiskTier:
         Args:
             parts: the parameters that will be fetched together, in their order.
         """
-        self._settle()  # a step may have failed halfway
+        self._settle()  # of steps during the backward
         self._parts = [self._blocks(part) for part in parts]
         self._read_ahead()
 
@@ -72,28 +72,21 @@ class DiskTier:
         Raises:
             RuntimeError: a file could not be read or written; the message names it.
         """
-        blocks = self._blocks(parameters)
-        if self._ahead is None or self._ahead[0] != blocks:
-            self._ahead = self._read(blocks)
-        (_, staging), self._ahead = self._ahead, None
-        staging.wait()
-        self._parts = self._parts[1:]
-        self._read_ahead()
-        places = staging.divide(blocks)
         optimizer = self._optimizer()
         assert optimizer is not None, "it takes a step"
-        states = optimizer.state
+        blocks, states = self._blocks(parameters), optimizer.state
         try:
+            staging = self._fetch(blocks)
+            places = staging.divide(blocks)
             for block, (main, packed) in zip(blocks, places, strict=True):
                 block.hold(main, packed, states)
             yield
             with torch.no_grad():
                 for block, (main, packed) in zip(blocks, places, strict=True):
-                    block.buffer.stepped(main.view(block.buffer.plan.main_dtype)[: block.numel])
-                    staging.transfers.append(self._memory.swap.write(block.main_extent, main))
-                    is_moved = block.pack(packed, states, self._memory)
-                    if not is_moved and block.states_extent is not None:
-                        staging.transfers.append(self._memory.swap.write(block.states_extent, packed))
+                    self._write_back(block, main, packed, staging)
+        except BaseException:
+            self._abandon()
+            raise
         finally:
             for block in blocks:
                 block.rest(states)
@@ -106,10 +99,39 @@ class DiskTier:
         """
         self._settle()
 
+    def _fetch(self, blocks: list[_Block]) -> _Staging:
+        """Wait for the blocks of a part, and begin to read those of the next one."""
+        if self._ahead is None or self._ahead[0] != blocks:
+            self._ahead = self._read(blocks)
+        (_, staging), self._ahead = self._ahead, None
+        staging.wait()
+        self._parts = self._parts[1:]
+        self._read_ahead()
+        return staging
+
+    def _write_back(self, block: _Block, main: Tensor, packed: Tensor, staging: _Staging) -> None:
+        optimizer, swap = self._optimizer(), self._memory.swap
+        assert optimizer is not None, "it takes a step"
+        block.buffer.stepped(main.view(block.buffer.plan.main_dtype)[: block.numel])
+        staging.transfers.append(swap.write(block.main_extent, main))
+        is_moved = block.pack(packed, optimizer.state, self._memory)
+        if not is_moved and block.states_extent is not None:
+            staging.transfers.append(swap.write(block.states_extent, packed))
+
     def _settle(self) -> None:
         self._parts, self._ahead = [], None
+        try:
+            for staging in self._staging:
+                staging.wait()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """End all transfers. Reads of an extent whose write has failed will raise its error."""
+        self._parts, self._ahead = [], None
         for staging in self._staging:
-            staging.wait()
+            staging.join()
 
     def _blocks(self, parameters: Sequence[ShardedParameter]) -> list[_Block]:
         blocks = (self._block_of.get(p) for p in parameters)
@@ -141,11 +163,15 @@ class _Staging:
 
     def wait(self) -> None:
         """Wait for the transfers; raise the error of the first that failed, after all have ended."""
+        for transfer in self.join():
+            transfer.wait()
+
+    def join(self) -> list[Transfer]:
+        """Wait for the transfers, and return them without their errors."""
         transfers, self.transfers = self.transfers, []
         for transfer in transfers:
             transfer.join()
-        for transfer in transfers:
-            transfer.wait()
+        return transfers
 
     def reserve(self, num_bytes: int, memory: TierMemory) -> None:
         if self.memory.numel() < num_bytes:
