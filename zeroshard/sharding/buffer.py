@@ -176,6 +176,7 @@ class FlatBuffer:
         main = full[own.slice]
         if not self.plan.is_alias:
             main = self._empty_main().zero_()
+            self._context.memory.rest(main)
         kept = Span(0, self.layout.total) if self.is_resident else own
         for index, original in enumerate(self.originals):
             whole = self.layout.parameter(index)
@@ -190,6 +191,7 @@ class FlatBuffer:
                     part = place.intersect(own)
                     main[part.shifted(-own.start).slice].copy_(data[part.shifted(-place.start).slice])
             original.parameter.data = original.parameter.new_empty(0)
+            self._context.memory.rest(main)
         return full, main
 
     def _empty_main(self) -> Tensor:
@@ -261,6 +263,14 @@ class FlatBuffer:
         self._source.changed()
         self._copied.changed()
 
+    def write(self, values: Tensor) -> None:
+        """Write main parameters, [n] of any dtype on any device."""
+        self._copy_over(values, self.main)
+
+    def rest(self) -> None:
+        """Take main parameters in files out of host memory, after somebody has read or written them."""
+        self._context.memory.rest(self.main)
+
     def stepped(self, values: Tensor) -> None:
         """Note that main parameters were written while they were on another tier.
 
@@ -297,6 +307,15 @@ class FlatBuffer:
         """Let the system read the values that the next gather starts from, if they lie in files."""
         self._context.memory.fetch(self.main if self.copy is None else self.copy)
 
+    def check(self) -> None:
+        """Check the values that a gather starts from.
+
+        Raises:
+            RuntimeError: they are lost; the message names their file.
+        """
+        copy = None if self._copied.has_changed else self.copy
+        self._context.memory.check(self.main if copy is None else copy)
+
     def begin_gather(self) -> Gather | None:
         """Allocate `full` and write this rank's part, on the current stream.
 
@@ -331,9 +350,12 @@ class FlatBuffer:
 
     def _copy_over(self, values: Tensor, target: Tensor) -> Tensor:
         """Copy values of any tier and dtype, on the current stream; the device of the target casts them."""
+        memory = self._context.memory
+        memory.fetch(values)
+        memory.check(target)
         target.copy_(values.to(target.device, non_blocking=True))
-        self._context.memory.rest(values)
-        self._context.memory.rest(target)
+        memory.rest(values)
+        memory.rest(target)
         return target
 
     def free(self, keep_second: bool) -> None:

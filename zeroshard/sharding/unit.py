@@ -193,8 +193,10 @@ class Unit:
         """Start to gather, unless the full parameters are there or on their way."""
         if self.state is not UnitState.SHARDED:
             return
-        self._move(UnitState.GATHERING)
         needed = [buffer for buffer in self.buffers if buffer.is_stale or not buffer.is_resident]
+        for buffer in needed:
+            buffer.check()
+        self._move(UnitState.GATHERING)
         with torch.no_grad(), self._stream.after_compute():
             gathers = [gather for buffer in needed if (gather := buffer.begin_gather()) is not None]
             for axis in dict.fromkeys(gather.axis for gather in gathers):

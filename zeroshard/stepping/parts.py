@@ -19,11 +19,14 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradient
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded, set_gradient
 from zeroshard.stepping.norms import UsesNorms
 
 Groups = list[list[ShardedParameter]]
 """Parameters by the groups of their optimizer."""
+
+_OTHERS = -1
+"""The number of the part of parameters that are in no unit."""
 
 
 class Tier(Protocol):
@@ -84,7 +87,10 @@ class Parts:
     def _step(self, optimizer: Optimizer) -> None:
         """Step all parameters that have a gradient."""
         divided = _divide(optimizer, self._unit_of)
-        parts = [[p for group in groups for p in group if gradient_of(p) is not None] for groups in divided]
+        parts = [
+            [p for group in groups for p in only_sharded(group) if gradient_of(p) is not None]
+            for groups in divided
+        ]
         for tier in self._tiers:
             tier.begin_step(parts)
         for groups, part in zip(divided, parts, strict=True):
@@ -124,15 +130,18 @@ def is_divisible(optimizer: Optimizer) -> bool:
 
 
 def _divide(optimizer: Optimizer, unit_of: Mapping[ShardedParameter, int]) -> list[Groups]:
-    """The parts of a step: one for each unit, or one for all parameters if the optimizer is not divisible."""
+    """The parts of a step: one for each unit, or one for all parameters if the optimizer is not divisible.
+
+    Parameters that are in no unit, such as ignored ones, are a part together.
+    """
     groups = [group["params"] for group in optimizer.param_groups]
     if not is_divisible(optimizer):
         return [groups]
     parts: dict[int, Groups] = {}
     for number, parameters in enumerate(groups):
         for p in parameters:
-            if gradient_of(p) is not None:
-                parts.setdefault(unit_of[p], [[] for _ in groups])[number].append(p)
+            if p not in unit_of or gradient_of(p) is not None:
+                parts.setdefault(unit_of.get(p, _OTHERS), [[] for _ in groups])[number].append(p)
     return list(parts.values())
 
 

@@ -175,6 +175,30 @@ class Swap:
         """Return the extent that a tensor of `map` shows, or a view of one; None for other memory."""
         return self._mapped.get(tensor.untyped_storage().data_ptr()) if tensor.is_cpu else None
 
+    def check(self, extent: Extent) -> None:
+        """Check that the files have the values of an extent, before they are read through a mapping.
+
+        Raises:
+            RuntimeError: a file was removed or truncated, or the last write has failed.
+        """
+        self._check_files(extent)
+        if (write := self._writes.get(extent)) is not None:
+            write.wait()
+
+    def renew(self, extent: Extent) -> None:
+        """Forget the error of the last write, since all values will be written through the mapping.
+
+        Raises:
+            RuntimeError: a file was removed or truncated.
+        """
+        self._check_files(extent)
+        self._join(extent)
+        self._writes[extent] = Transfer(())
+
+    def _check_files(self, extent: Extent) -> None:
+        for number in {chunk.file for chunk in extent.chunks}:
+            self._files[number].check()
+
     def _free_mapped(self, extent: Extent) -> None:
         self._mapped = {at: other for at, other in self._mapped.items() if other is not extent}
         if self._finalizer.alive:

@@ -152,7 +152,7 @@ class SwapFile:
     def _move(self, call: Callable[..., int], verb: str, memory: memoryview, offset: int) -> None:
         done = 0
         while done < len(memory):
-            self._check()
+            self.check()
             try:
                 moved = call(self._data, [memory[done:]], offset + done)
             except OSError as error:
@@ -169,8 +169,8 @@ class SwapFile:
                 )
             done += moved
 
-    def _check(self) -> None:
-        """Raise an error if somebody has removed or truncated the file; its values are lost then for good.
+    def check(self) -> None:
+        """Raise a RuntimeError if somebody has removed or truncated the file; its values are lost for good.
 
         A write behind the new end would otherwise make the file long again, with zeros before it.
         """
