@@ -108,7 +108,7 @@ class SwapFile:
         """
         if end <= self.end:
             return
-        self._check()
+        self.check()
         try:
             os.posix_fallocate(self._lock, self.end, end - self.end)
         except OSError as error:
