@@ -223,8 +223,11 @@ def memory_table(memory: zeroshard.MemoryReport, engine: zeroshard.Engine, world
     ]
     for kind, ours, ddp in rows:
         table.add_row(kind, f"{ours / MIB:,.2f}", f"{ddp / MIB:,.2f}")
+    for place, ours in (("in host memory", memory.host), ("in files", memory.nvme)):
+        if ours:
+            table.add_row(place, f"{ours / MIB:,.2f}", "")
     table.add_section()
-    table.add_row("all", f"{held_bytes(memory) / MIB:,.2f}", f"{sum(ddp for *_, ddp in rows) / MIB:,.2f}")
+    table.add_row("all on the device", f"{held_bytes(memory) / MIB:,.2f}", f"{sum(ddp for *_, ddp in rows) / MIB:,.2f}")
     return table
 
 

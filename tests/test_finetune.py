@@ -163,7 +163,8 @@ def test_two_ranks_learn_and_show_the_memory_they_held(
     assert after < before - 1
     rows = re.findall(r"│ (\w[\w, ]*\w) +│ +([\d.]+) │ +([\d.]+) │", ended.printed)
     held = {kind: (float(ours), float(ddp)) for kind, ours, ddp in rows}
-    assert list(held) == ["parameters", "gradients", "optimizer states", "gathered for use, at most", "all"]
+    kinds = ["parameters", "gradients", "optimizer states", "gathered for use, at most", "all on the device"]
+    assert list(held) == kinds
     for kind in ("parameters", "gradients", "optimizer states"):
         ours, ddp = held[kind]
         assert ours == pytest.approx(ddp / 2, rel=0.1, abs=0.01)
