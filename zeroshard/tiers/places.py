@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zeroshard.plan.tiers import Tier
 from zeroshard.tiers.files import Swap
+from zeroshard.tiers.heap import return_freed_memory
 from zeroshard.tiers.mapped import let_go, read_ahead
 from zeroshard.tiers.memory import host_memory
 
@@ -50,6 +51,7 @@ class TierMemory:
     def swap(self) -> Swap:
         """The files of this rank."""
         if self._swap is None:
+            return_freed_memory()  # units that come from files and go are to leave nothing behind
             self._swap = self._open_swap()
         return self._swap
 
