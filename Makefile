@@ -70,6 +70,7 @@ bench: setup-dev  ## Measure step time, memory, checkpoints, optimizers on the C
 	"$(PYTHON)" benchmarks/checkpoint.py
 	"$(PYTHON)" benchmarks/optimizers.py
 	"$(PYTHON)" benchmarks/nvme.py
+	"$(PYTHON)" benchmarks/main_dtype.py
 
 test-gpu: setup-dev  ## Run the tests that need a GPU
 	"$(PYTHON)" -m pytest -m gpu $(ARGS)

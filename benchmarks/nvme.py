@@ -135,7 +135,7 @@ def main() -> int:
         "nvme",
         {"summary": {key: median._asdict() for key, median in rows.items()}, "seconds": seconds},
         settings={key: value for key, value in vars(args).items() if key != "folder"},
-        compared="the same bytes in the same parts; direct I/O and blocks that were written before, on both sides",
+        compared="the same bytes in the same parts; direct I/O and blocks that were written before",
     )
     console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
     return int(ratio.value < LEAST_RATIO)

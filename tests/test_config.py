@@ -73,6 +73,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
             "optimizer": "none",
             "parameters": "none",
             "activations": "none",
+            "step_in_backward": False,
             "device_fraction": 0.0,
             "nvme_path": None,
             "num_threads": None,
@@ -152,7 +153,7 @@ WRONG_VALUES = [
     *wrong("precision.loss_scale", 0, -2, NAN, INF, True, "static", "128"),
     *wrong("offload.optimizer", None, "gpu", True),
     *wrong("offload.parameters", None, "disk"),
-    *wrong("offload.activations", None, "disk", ["cpu"]),
+    *wrong("offload.activations", None, "disk", "nvme", ["cpu"]),
     *wrong("offload.device_fraction", -0.1, 1.1, NAN, None, True, "0.5"),
     *wrong("offload.nvme_path", "", 3, True, b"/nvme"),
     *wrong("offload.num_threads", 0, *AN_INTEGER),
@@ -329,7 +330,12 @@ def test_not_resharding_after_forward_is_allowed_at_every_stage(stage):
     assert Config(stage=stage, reshard_after_forward=False).reshard_after_forward is False
 
 
-@pytest.mark.parametrize("tier", ["optimizer", "parameters", "activations"])
+def test_activations_of_compiled_units_stay_on_the_device():
+    message = refusal(Config.from_dict, {"compile": True, "offload": {"activations": "cpu"}})
+    assert message == "offload.activations='cpu' needs compile to be False, got True"
+
+
+@pytest.mark.parametrize("tier", ["optimizer", "parameters"])
 def test_an_nvme_tier_needs_a_path(tier):
     message = refusal(Config.from_dict, {"offload": {tier: "nvme"}})
     assert message == f"offload.{tier}='nvme' needs offload.nvme_path to be a path, got None"
@@ -444,7 +450,7 @@ offloads = st.builds(
     Offload,
     optimizer=tiers,
     parameters=tiers,
-    activations=tiers,
+    activations=st.just("none"),
     device_fraction=st.floats(0, 1),
     nvme_path=st.text(min_size=1),
     num_threads=st.none() | counts,
@@ -477,7 +483,13 @@ configs = st.builds(
         num_chunks=counts,
     ),
     watchdog_s=st.floats(0, 1e6, exclude_min=True),
-) | st.builds(Config, stage=st.integers(0, 2), precision=precisions, clip_grad_norm=st.none() | positive)
+) | st.builds(
+    Config,
+    stage=st.integers(0, 2),
+    precision=precisions,
+    clip_grad_norm=st.none() | positive,
+    offload=st.builds(Offload, activations=st.sampled_from(["none", "cpu"])),
+)
 
 
 @given(configs)
@@ -583,6 +595,8 @@ def test_what_this_version_has_is_supported(stage):
         require_supported(Config(stage=stage, nonfinite=nonfinite))
     for dtype in (None, "bf16", "fp32", "fp64"):
         require_supported(Config(stage=stage, precision=Precision(main_dtype=dtype)))
+    for recompute in ("none", "unit"):
+        require_supported(Config(stage=stage, recompute=recompute, offload=Offload(activations="cpu")))
     for reshard in (True, False):
         require_supported(Config(stage=stage, reshard_after_forward=reshard, num_prefetch=0))
     for units in (["Block"], lambda module: True):
@@ -594,8 +608,6 @@ def test_what_this_version_has_is_supported(stage):
 @pytest.mark.parametrize(
     ("options", "listed"),
     [
-        ({"offload": {"optimizer": "cpu"}}, "offload.optimizer='cpu'"),
-        ({"offload": {"activations": "cpu"}}, "offload.activations='cpu'"),
         ({"mesh": {"pp": 2}}, "mesh.pp=2"),
         ({"mesh": {"tp": 2}}, "mesh.tp=2"),
         ({"pipeline": {"schedule": "gpipe"}}, "pipeline.schedule='gpipe'"),
@@ -612,9 +624,21 @@ def test_all_that_is_missing_is_listed_at_once():
     config = Config(
         mesh=Mesh(pp=2),
         precision=Precision(main_dtype="fp16"),
-        offload=Offload(optimizer="nvme", nvme_path="scratch"),
     )
     assert refusal(require_supported, config) == (
-        "not available in zeroshard yet: precision.main_dtype=float16, "
-        "offload.optimizer='nvme', offload.nvme_path='scratch', mesh.pp=2"
+        "not available in zeroshard yet: precision.main_dtype=float16, mesh.pp=2"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({"stage": 2}, "stage to be 3, got 2"),
+        ({"clip_grad_norm": 1.0}, "clip_grad_norm to be None, got 1.0"),
+        ({"nonfinite": "skip"}, "nonfinite to be 'report', got 'skip'"),
+        ({"precision": "fp16"}, "precision.param_dtype to be another dtype than float16, got float16"),
+    ],
+)
+def test_nothing_that_needs_all_gradients_goes_with_steps_in_the_backward(options, needed):
+    message = refusal(Config.from_dict, {"offload": {"step_in_backward": True}} | options)
+    assert message == f"offload.step_in_backward=True needs {needed}"

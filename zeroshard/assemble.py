@@ -17,6 +17,7 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams, has_streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, require_supported
+from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.guards.additions import guard_additions
 from zeroshard.guards.copies import guard_copies
@@ -104,6 +105,8 @@ def shard_over(
         compile_forwards(units, changes)
     if config.recompute == "unit":
         recompute_forwards(units, changes)
+    if config.offload.activations == "cpu":
+        offload_activations(units, changes, context, warns=config.recompute == "none")
     leave_untraced()
     runtime = Runtime(
         units,
@@ -140,6 +143,8 @@ def read_setting(config: Config, sizes: Mapping[str, int], *, host_computes: boo
         sizes=sizes,
         tiers=Tiers.of(offload.optimizer, offload.parameters, host_computes=host_computes),
         device_fraction=offload.device_fraction,
+        host_computes=host_computes,
+        num_threads=offload.num_threads,
         steps_in_backward=offload.step_in_backward,
     )
 

@@ -4,8 +4,10 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 import warnings
+from contextlib import closing
 
 import hypothesis.strategies as st
 import pytest
@@ -63,7 +65,19 @@ def test_every_extent_keeps_the_bytes_that_were_written_last(tmp_path, acts, num
     folders = [tmp_path / str(number) for number in range(num_folders)]
     for folder in folders:
         folder.mkdir(exist_ok=True)
-    swap, expected, transfers = Swap(folders, 0, num_threads=2), {}, []
+    with closing(Swap(folders, 0, num_threads=2)) as swap:
+        extents = follow(swap, acts)
+        for extent, values in extents.items():
+            if values is not None:
+                assert torch.equal(content_of(swap, extent), values[: extent.num_bytes])
+        sizes = [path.stat().st_size for folder in folders for path in paths_in(folder)]
+        assert (len(sizes), sum(sizes)) == (num_folders, swap.num_bytes)
+    assert not any(list(folder.iterdir()) for folder in folders)
+
+
+def follow(swap, acts):
+    """Allocate, write and free; return the values that each extent should have, None before a write."""
+    expected, transfers = {}, []
     for number, (act, num_bytes, which) in enumerate(acts):
         if act == "allocate" or not expected:
             expected[swap.allocate(num_bytes)] = None
@@ -75,16 +89,26 @@ def test_every_extent_keeps_the_bytes_that_were_written_last(tmp_path, acts, num
         else:
             expected[extent] = memory_of(extent, seed=number)
             transfers.append(swap.write(extent, expected[extent]))
-    for extent, values in expected.items():
-        if values is not None:
-            assert torch.equal(content_of(swap, extent), values[: extent.num_bytes])
     for transfer in transfers:
         transfer.wait()
         assert transfer.is_over()
-    sizes = [path.stat().st_size for folder in folders for path in paths_in(folder)]
-    assert (len(sizes), sum(sizes)) == (num_folders, swap.num_bytes)
-    swap.close()
-    assert not any(list(folder.iterdir()) for folder in folders)
+    return expected
+
+
+def test_a_file_that_grows_while_it_is_written_is_not_taken_for_a_truncated_one(swap, monkeypatch):
+    extent, fstat, size_is_known = swap.allocate(BLOCK), os.fstat, threading.Event()
+
+    def slow(descriptor):
+        status = fstat(descriptor)
+        size_is_known.set()
+        time.sleep(0.05)
+        return status
+
+    monkeypatch.setattr(os, "fstat", slow)
+    transfer = swap.write(extent, memory_of(extent, 1))
+    size_is_known.wait()
+    swap.allocate(BLOCK)
+    transfer.wait()
 
 
 def test_a_freed_extent_makes_room_for_one_of_the_same_size_whose_values_are_its_own(swap):
@@ -158,6 +182,43 @@ def test_a_failed_write_is_an_error_of_its_extent_alone_until_a_later_one_succee
     assert torch.equal(content_of(swap, lost), memory_of(lost, 3))
 
 
+def test_nobody_uses_the_memory_any_more_when_a_failed_transfer_was_waited_for(swap, monkeypatch):
+    extent = swap.allocate(6 * BLOCK)
+
+    def slow(fd, buffers, offset):
+        if offset == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        time.sleep(0.1)
+        return len(buffers[0])
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    transfer = swap.write(extent, memory_of(extent))
+    with pytest.raises(RuntimeError, match="Input/output error"):
+        transfer.wait()
+    assert transfer.is_over()
+
+
+@pytest.mark.parametrize("frees", [False, True])
+def test_transfers_of_one_place_on_the_disk_are_done_in_order(swap, monkeypatch, frees):
+    extent, pwritev, calls = swap.allocate(BLOCK), os.pwritev, []
+
+    def first_is_slow(fd, buffers, offset):
+        calls.append(offset)
+        if len(calls) == 1:
+            time.sleep(0.1)
+        return pwritev(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", first_is_slow)
+    first = swap.write(extent, memory_of(extent, 1))
+    if frees:
+        swap.free(extent)
+        extent = swap.allocate(BLOCK)
+    swap.write(extent, memory_of(extent, 2)).wait()
+    first.wait()
+    assert torch.equal(content_of(swap, extent), memory_of(extent, 2))
+    assert calls == [0, 0]
+
+
 def test_a_failed_read_can_be_tried_again(swap, monkeypatch):
     extent = swap.allocate(BLOCK)
     swap.write(extent, memory_of(extent, 1)).wait()
@@ -184,6 +245,16 @@ def test_a_file_that_was_truncated_is_damaged_for_good(swap, size):
     os.truncate(swap.paths[0], 6 * BLOCK)
     with pytest.raises(RuntimeError, match=message):
         swap.read(extents[0], memory_of(extents[0])).wait()
+
+
+def test_a_file_that_was_truncated_does_not_grow_again_with_zeros(swap):
+    extent = swap.allocate(2 * BLOCK)
+    swap.write(extent, memory_of(extent, 1)).wait()
+    os.truncate(swap.paths[0], 0)
+    with pytest.raises(RuntimeError, match="expected 8192 bytes, got 0: the file was truncated"):
+        swap.allocate(BLOCK)
+    with pytest.raises(RuntimeError, match="the file was truncated"):
+        swap.read(extent, memory_of(extent)).wait()
 
 
 def test_a_file_that_ends_while_it_is_read_is_an_error(swap, monkeypatch):

@@ -99,6 +99,22 @@ def test_a_limit_of_the_system_is_told_and_changes_nothing(tmp_path, size):
     file.remove()
 
 
+def test_a_reservation_that_fails_in_its_middle_is_given_back(tmp_path, monkeypatch):
+    file = SwapFile(tmp_path, 0)
+    file.reserve(BLOCK)
+    reserve = os.posix_fallocate
+
+    def partly(descriptor, offset, length):
+        reserve(descriptor, offset, length // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", partly)
+    with pytest.raises(RuntimeError, match="No space left on device"):
+        file.reserve(9 * BLOCK)
+    assert file.path.stat().st_size == BLOCK
+    file.remove()
+
+
 def test_a_write_beyond_a_limit_of_the_system_is_told(tmp_path):
     file = SwapFile(tmp_path, 0)
     file.reserve(4 * BLOCK)
@@ -122,6 +138,12 @@ def test_a_path_that_is_no_folder_is_an_error_of_the_user(tmp_path, path):
     ) as error:
         SwapFile(tmp_path / path, 0)
     assert {"missing": "does not exist", "file": "is no folder"}[path] in str(error.value)
+
+
+def test_a_file_in_the_place_of_our_folder_is_an_error_of_the_user(tmp_path):
+    place_in(tmp_path).touch()
+    with pytest.raises(ValueError, match=rf"nvme_path: .*{place_in(tmp_path)} is no folder"):
+        SwapFile(tmp_path, 0)
 
 
 def test_a_folder_that_may_not_be_written_to_is_an_error_of_the_user():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from zeroshard.lazy.deferred import has_memory, is_stored, read_part
 from zeroshard.parameters.attributes import carry_attributes
 from zeroshard.parameters.original import retire
 from zeroshard.parameters.sharded import ShardedParameter, describe_unit
-from zeroshard.parameters.state import ModuleState
+from zeroshard.parameters.state import ModuleState, Phase
 from zeroshard.parameters.unsharded import DataNote
 from zeroshard.plan.buffers import BufferPlan, Setting
 from zeroshard.plan.layout import Span
@@ -35,6 +35,7 @@ from zeroshard.plan.originals import Original
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.storage import allocate, count_views, release
 from zeroshard.sharding.views import flat_of, move_onto, shaped, unsharded_over
+from zeroshard.tiers.hostpool import HostMeter
 from zeroshard.tiers.places import TierMemory
 
 
@@ -62,6 +63,7 @@ class Context:
     memory: TierMemory
     meter: Meter
     state: ModuleState
+    host: HostMeter = field(default_factory=HostMeter)
 
     @property
     def axis(self) -> Axis:
@@ -139,7 +141,8 @@ class FlatBuffer:
         for original, *others in zip(self.originals, self.sharded, self.unsharded, strict=True):
             carry_attributes(original.parameter, *others)
         self._source, self._copied = Source(self.main), Source(self.main)
-        self._copy = self._make_copy()
+        self.copy = self._make_copy()
+        """The main parameters in the compute dtype, if gathers start from such a copy; else None."""
         self._second: Tensor | None = None
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
         self._num_views = 0
@@ -275,8 +278,9 @@ class FlatBuffer:
             values: main parameters where they are now.
         """
         self.changed()
-        if self._copy is not None:
-            self._copy_over(values, self._copy)
+        is_in_use = self.is_resident and self._context.state.phase is Phase.BACKWARD
+        if self.copy is not None and not is_in_use:
+            self._copy_over(values, self.copy)
             self._copied.follow()
 
     def take_back(self, index: int) -> None:
@@ -299,13 +303,17 @@ class FlatBuffer:
             )
         view.copy_(values)
 
+    def read_ahead(self) -> None:
+        """Let the system read the values that the next gather starts from, if they lie in files."""
+        self._context.memory.fetch(self.main if self.copy is None else self.copy)
+
     def check(self) -> None:
         """Check the values that a gather starts from.
 
         Raises:
             RuntimeError: they are lost; the message names their file.
         """
-        copy = None if self._copied.has_changed else self._copy
+        copy = None if self._copied.has_changed else self.copy
         self._context.memory.check(self.main if copy is None else copy)
 
     def begin_gather(self) -> Gather | None:
@@ -325,8 +333,8 @@ class FlatBuffer:
             self._context.meter.add(self.full_bytes)
         if self._second is not None:
             return Gather(axes[self.plan.regathers[0].axis], Part(self.full, self._second, self.tag))
-        own = self.main.detach() if self._copy is None else self._copy
-        is_in_place = self._copy is not None and self.is_resident
+        own = self.main.detach() if self.copy is None else self.copy
+        is_in_place = self.copy is not None and self.is_resident
         is_near = own.dtype == self.full.dtype and self.plan.gather_tier is Tier.DEVICE
         if not is_in_place and not (is_near and self.is_partial):
             own = self._copy_over(own, self.full[self.main_span.slice])
@@ -335,8 +343,8 @@ class FlatBuffer:
 
     def follow_main(self) -> None:
         """Copy main parameters that were written into the copy from which gathers start."""
-        if self._copy is not None and self._copied.has_changed:
-            self._copy_over(self.main.detach(), self._copy)
+        if self.copy is not None and self._copied.has_changed:
+            self._copy_over(self.main.detach(), self.copy)
             self._copied.follow()
         self._source.follow()
 
@@ -404,7 +412,7 @@ class FlatBuffer:
         """Forget all values; tensors that others hold keep theirs."""
         self.drop_second()
         self.full = self.main = self.main.new_empty(0)
-        self._copy = None
+        self.copy = None
         self._source = Source(self.main)
         self.sharded, self.unsharded, self.originals = (), (), ()
 

@@ -229,7 +229,7 @@ class Reducer:
 
     def _end_reduction(self, unit: Unit) -> None:
         """Step a unit at once, if that is wanted and this rank has had all of its gradients."""
-        if self.step_unit is None or not unit.gradients or unit.is_resident or self._has_more:
+        if self.step_unit is None or not unit.gradients or unit.computes_with_main or self._has_more:
             return
         if all(all(gradients.used) and not gradients.is_early for gradients in unit.gradients):
             for gradients in unit.gradients:

@@ -29,9 +29,9 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.disk import DiskTier
 from zeroshard.stepping.halfway import Arguments
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
-from zeroshard.stepping.parts import Parts, Tier
-from zeroshard.stepping.rounding import Rounding
-from zeroshard.stepping.widening import Widening, load_states_wide
+from zeroshard.stepping.parts import Parts, Tier, is_known
+from zeroshard.stepping.rounding import Rounding, RoundsItself
+from zeroshard.stepping.widening import InPlace, Widening, load_states_wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,9 @@ def attach(
             optimizer.norms_of = NormsOverRanks(runtime.buffers, runtime.context.axis)
         units = [unit.starts() for unit in runtime.units]
         tiers = _tiers(runtime, optimizer, rounding)
-        if tiers or runtime.context.setting.steps_in_backward:
-            parts.append(Parts(optimizer, [list(unit) for unit in units], tiers))
+        setting = runtime.context.setting
+        if tiers or setting.steps_in_backward or setting.num_threads is not None:
+            parts.append(Parts(optimizer, [list(unit) for unit in units], tiers, setting.num_threads))
         if rounding is not None:
             load_states_wide(optimizer, [p for unit in units for p in unit])
     return parts
@@ -85,7 +86,14 @@ def _tiers(runtime: Runtime, optimizer: Optimizer, rounding: Rounding | None) ->
         tiers.append(DiskTier(optimizer, in_files, runtime.context.memory))
     if rounding is not None:
         starts = {p: start for unit in runtime.units for p, start in unit.starts().items()}
-        tiers.append(Widening(starts, rounding))
+        if isinstance(optimizer, RoundsItself) and is_known(
+            optimizer
+        ):  # another class may compute with values
+            in_place = InPlace(starts, rounding)
+            optimizer.bits_of = in_place.bits_of
+            tiers.append(in_place)
+        else:
+            tiers.append(Widening(starts, rounding))
     return tiers
 
 

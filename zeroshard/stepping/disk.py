@@ -186,6 +186,7 @@ class _Staging:
 
     def reserve(self, num_bytes: int, memory: TierMemory) -> None:
         if self.memory.numel() < num_bytes:
+            memory.staging_bytes += num_bytes - self.memory.nbytes
             self.memory = self.memory.new_empty(0)  # before the larger one is taken
             self.memory = memory.host(num_bytes)
 

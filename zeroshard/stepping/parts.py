@@ -52,11 +52,17 @@ class Parts:
         optimizer: an optimizer over sharded parameters.
         units: lists of parameters that are fetched together.
         tiers: the tiers that they pass on the way to the optimizer, the farthest one first.
+        num_threads: threads of a step on the host; None: those that torch has anyway.
     """
 
     def __init__(
-        self, optimizer: Optimizer, units: Sequence[Sequence[ShardedParameter]], tiers: Sequence[Tier]
+        self,
+        optimizer: Optimizer,
+        units: Sequence[Sequence[ShardedParameter]],
+        tiers: Sequence[Tier],
+        num_threads: int | None = None,
     ) -> None:
+        self._num_threads = num_threads
         self._unit_of = {p: number for number, unit in enumerate(units) for p in unit}
         self._tiers = tuple(tiers)
         # Below torch's hooks, which are to run once.
@@ -108,6 +114,7 @@ class Parts:
 
     def _step_part(self, optimizer: Optimizer, groups: Groups, part: list[ShardedParameter]) -> None:
         with _without_hooks(optimizer), _only(optimizer, groups), ExitStack() as stack:
+            stack.enter_context(_threads(self._num_threads))
             for tier in self._tiers:
                 stack.enter_context(tier.fetched(part))
             self._own_step(optimizer)
@@ -119,8 +126,7 @@ def is_divisible(optimizer: Optimizer) -> bool:
     An optimizer that needs norms of all parameters may not. Nor may a class that is not known: it may count
     steps by group.
     """
-    is_known = type(optimizer).__module__.partition(".")[0] in ("torch", "zeroshard", "bitsandbytes")
-    return is_known and not isinstance(optimizer, UsesNorms)
+    return is_known(optimizer) and not isinstance(optimizer, UsesNorms)
 
 
 def _divide(optimizer: Optimizer, unit_of: Mapping[ShardedParameter, int]) -> list[Groups]:
@@ -137,6 +143,24 @@ def _divide(optimizer: Optimizer, unit_of: Mapping[ShardedParameter, int]) -> li
             if p not in unit_of or gradient_of(p) is not None:
                 parts.setdefault(unit_of.get(p, _OTHERS), [[] for _ in groups])[number].append(p)
     return list(parts.values())
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """True for a class of a library whose steps are known to treat each parameter by itself."""
+    return type(optimizer).__module__.partition(".")[0] in ("torch", "zeroshard", "bitsandbytes")
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Compute with so many threads on the host; None: with as many as before."""
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        if number is not None:
+            torch.set_num_threads(before)
 
 
 @contextmanager

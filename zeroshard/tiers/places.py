@@ -38,6 +38,13 @@ class TierMemory:
     def __init__(self, device: torch.device, open_swap: Callable[[], Swap]) -> None:
         self.device, self._open_swap = device, open_swap
         self._swap: Swap | None = None
+        self.staging_bytes = 0
+        """Bytes of host buffers through which units of files pass."""
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Bytes of the files, those that are free again included."""
+        return 0 if self._swap is None else self._swap.num_bytes
 
     @property
     def swap(self) -> Swap:
