@@ -17,6 +17,8 @@ from tests.tiers.test_offload import BF16_MAIN, FILES, OPTIMIZERS, offload
 from zeroshard.checkpoint import files
 
 BEFORE, AFTER = range(3), range(3, 6)
+LONG = [("AdamW", 1), ("AdamW", 2), ("8-bit", 1), ("8-bit", 3), ("8-bit", 4)]
+"""Optimizers and numbers of ranks."""
 
 
 def layouts(folder):
@@ -41,15 +43,15 @@ def save(folder, make):
     return found
 
 
-def load(folder, make, convert=None):
+def load(folder, make):
     """By layouts of the checkpoint and of the run: the state that was loaded, and states in memory."""
     found = {}
     for name, config in layouts(folder).items():
         for saved in layouts(folder):
             if saved.endswith("2") and name.endswith("2"):
                 continue
-            engine = runs.start(config, OPTIMIZERS[convert or make], seed=1)
-            engine.load_checkpoint(folder / "saved", saved, convert_states=convert is not None)
+            engine = runs.start(config, OPTIMIZERS[make], seed=1)
+            engine.load_checkpoint(folder / "saved", saved)
             memory = engine._runtime.context.memory
             outside = [
                 f"{p.fqn}/{key}"
@@ -64,20 +66,21 @@ def load(folder, make, convert=None):
     return found
 
 
-@pytest.mark.parametrize("make", ["AdamW", pytest.param("8-bit", marks=pytest.mark.long)])
-def test_what_one_tier_saved_goes_on_in_another(ranks, tmp_path, make):
+@pytest.mark.parametrize(
+    ("make", "num_ranks"), [("AdamW", 3), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
+)
+def test_what_one_tier_saved_goes_on_in_another(ranks, tmp_path, make, num_ranks):
     states = ranks(2, save, tmp_path, make, timeout=120)[0]
     stop = states["device, stage 1"]
     for name, state in states.items():
         assert not runs.differences(state, stop), name
-    for num_ranks in (2, 3):
-        ends = []
-        for name, (loaded, end, outside) in ranks(num_ranks, load, tmp_path, make, timeout=300)[0].items():
-            assert not outside, name
-            assert not runs.differences(loaded, stop), name
-            ends.append((name, end))
-        for name, end in ends[1:]:
-            assert not runs.differences(end, ends[0][1]), name
+    ends = []
+    for name, (loaded, end, outside) in ranks(num_ranks, load, tmp_path, make, timeout=300)[0].items():
+        assert not outside, name
+        assert not runs.differences(loaded, stop), name
+        ends.append((name, end))
+    for name, end in ends[1:]:
+        assert not runs.differences(end, ends[0][1]), name
 
 
 def convert(folder):

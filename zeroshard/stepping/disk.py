@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.comm.streams import Mark, mark_here
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradient
 from zeroshard.plan.layout import BLOCK
@@ -113,6 +114,7 @@ class DiskTier:
         optimizer, swap = self._optimizer(), self._memory.swap
         assert optimizer is not None, "it takes a step"
         block.buffer.stepped(main.view(block.buffer.plan.main_dtype)[: block.numel])
+        staging.copies.append(mark_here(self._memory.device))
         staging.transfers.append(swap.write(block.main_extent, main))
         is_moved = block.pack(packed, optimizer.state, self._memory)
         if not is_moved and block.states_extent is not None:
@@ -146,6 +148,7 @@ class DiskTier:
         staging = self._staging.pop(0)
         self._staging.append(staging)
         staging.wait()
+        staging.wait_for_copies()
         staging.reserve(sum(block.num_bytes for block in blocks), self._memory)
         for block, (main, packed) in zip(blocks, staging.divide(blocks), strict=True):
             staging.transfers.append(self._memory.swap.read(block.main_extent, main))
@@ -160,11 +163,19 @@ class _Staging:
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.transfers: list[Transfer] = []
+        self.copies: list[Mark] = []
+        """The ends of copies to the device, which may be under way long after the files have all values."""
 
     def wait(self) -> None:
         """Wait for the transfers; raise the error of the first that failed, after all have ended."""
         for transfer in self.join():
             transfer.wait()
+
+    def wait_for_copies(self) -> None:
+        """Let the host wait until the device has read the memory."""
+        copies, self.copies = self.copies, []
+        for mark in copies:
+            mark.synchronize()
 
     def join(self) -> list[Transfer]:
         """Wait for the transfers, and return them without their errors."""
