@@ -152,7 +152,7 @@ WRONG_VALUES = [
     *wrong("precision.loss_scale", 0, -2, NAN, INF, True, "static", "128"),
     *wrong("offload.optimizer", None, "gpu", True),
     *wrong("offload.parameters", None, "disk"),
-    *wrong("offload.activations", None, "disk", ["cpu"]),
+    *wrong("offload.activations", None, "disk", "nvme", ["cpu"]),
     *wrong("offload.device_fraction", -0.1, 1.1, NAN, None, True, "0.5"),
     *wrong("offload.nvme_path", "", 3, True, b"/nvme"),
     *wrong("offload.num_threads", 0, *AN_INTEGER),
@@ -329,7 +329,12 @@ def test_not_resharding_after_forward_is_allowed_at_every_stage(stage):
     assert Config(stage=stage, reshard_after_forward=False).reshard_after_forward is False
 
 
-@pytest.mark.parametrize("tier", ["optimizer", "parameters", "activations"])
+def test_activations_of_compiled_units_stay_on_the_device():
+    message = refusal(Config.from_dict, {"compile": True, "offload": {"activations": "cpu"}})
+    assert message == "offload.activations='cpu' needs compile to be False, got True"
+
+
+@pytest.mark.parametrize("tier", ["optimizer", "parameters"])
 def test_an_nvme_tier_needs_a_path(tier):
     message = refusal(Config.from_dict, {"offload": {tier: "nvme"}})
     assert message == f"offload.{tier}='nvme' needs offload.nvme_path to be a path, got None"
@@ -444,7 +449,7 @@ offloads = st.builds(
     Offload,
     optimizer=tiers,
     parameters=tiers,
-    activations=tiers,
+    activations=st.just("none"),
     device_fraction=st.floats(0, 1),
     nvme_path=st.text(min_size=1),
     num_threads=st.none() | counts,
@@ -477,7 +482,13 @@ configs = st.builds(
         num_chunks=counts,
     ),
     watchdog_s=st.floats(0, 1e6, exclude_min=True),
-) | st.builds(Config, stage=st.integers(0, 2), precision=precisions, clip_grad_norm=st.none() | positive)
+) | st.builds(
+    Config,
+    stage=st.integers(0, 2),
+    precision=precisions,
+    clip_grad_norm=st.none() | positive,
+    offload=st.builds(Offload, activations=st.sampled_from(["none", "cpu"])),
+)
 
 
 @given(configs)
@@ -583,6 +594,8 @@ def test_what_this_version_has_is_supported(stage):
         require_supported(Config(stage=stage, nonfinite=nonfinite))
     for dtype in (None, "bf16", "fp32", "fp64"):
         require_supported(Config(stage=stage, precision=Precision(main_dtype=dtype)))
+    for recompute in ("none", "unit"):
+        require_supported(Config(stage=stage, recompute=recompute, offload=Offload(activations="cpu")))
     for reshard in (True, False):
         require_supported(Config(stage=stage, reshard_after_forward=reshard, num_prefetch=0))
     for units in (["Block"], lambda module: True):
@@ -595,7 +608,7 @@ def test_what_this_version_has_is_supported(stage):
     ("options", "listed"),
     [
         ({"offload": {"optimizer": "cpu"}}, "offload.optimizer='cpu'"),
-        ({"offload": {"activations": "cpu"}}, "offload.activations='cpu'"),
+        ({"offload": {"parameters": "cpu"}}, "offload.parameters='cpu'"),
         ({"mesh": {"pp": 2}}, "mesh.pp=2"),
         ({"mesh": {"tp": 2}}, "mesh.tp=2"),
         ({"pipeline": {"schedule": "gpipe"}}, "pipeline.schedule='gpipe'"),

@@ -17,6 +17,7 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams, has_streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, require_supported
+from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.guards.additions import guard_additions
 from zeroshard.guards.copies import guard_copies
@@ -104,6 +105,8 @@ def shard_over(
         compile_forwards(units, changes)
     if config.recompute == "unit":
         recompute_forwards(units, changes)
+    if config.offload.activations == "cpu":
+        offload_activations(units, changes, context, warns=config.recompute == "none")
     leave_untraced()
     runtime = Runtime(
         units,

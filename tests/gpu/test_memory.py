@@ -61,3 +61,41 @@ def test_a_forward_of_stage_3_holds_few_units_at_a_time(ranks, num_ranks):
     for grown, unit in ranks(num_ranks, peak_of_gathered, process_group=False, timeout=300):
         assert grown <= 4 * unit + SLACK  # this one, the one before, the next, the root
         assert grown < DEPTH * unit
+
+
+NARROW, BATCH = 256, 1 << 15
+"""Of a model whose gradients take little memory beside its activations."""
+OF_AN_INPUT = BATCH * NARROW * 4
+"""Bytes of a block's input in fp32. A block saves it, the input of `up`, and four times as much twice."""
+
+
+def with_activations(tier, recompute):
+    """(peak of a backward beyond what is there at rest, norm of the gradients, pinned bytes)."""
+    engine = start(build(NARROW, DEPTH), 1, recompute=recompute, offload={"activations": tier})
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(BATCH, NARROW, generator=generator).to(device_of(engine))
+    for _ in range(3):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        engine.backward(engine(inputs).square().mean())
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        norm = engine.clip_grad_norm_(1e9).item()
+        engine.zero_grad()
+    return peak, norm, engine.memory_report().pinned
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=gpus(1))])
+@pytest.mark.parametrize(
+    ("recompute", "of_a_block", "fewest"), [("none", 10 * OF_AN_INPUT, 5), ("unit", OF_AN_INPUT, 3)]
+)
+def test_activations_on_the_host_are_not_on_the_device(ranks, num_ranks, recompute, of_a_block, fewest):
+    (kept, expected, _), (moved, norm, pinned) = (
+        ranks(num_ranks, with_activations, tier, recompute, process_group=False, timeout=300)[0]
+        for tier in ("none", "cpu")
+    )
+    assert norm == expected
+    # The device has what two blocks have saved, and what is on its way.
+    assert fewest * of_a_block <= kept - moved <= DEPTH * of_a_block
+    assert fewest * of_a_block <= pinned <= DEPTH * of_a_block

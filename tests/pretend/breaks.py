@@ -103,16 +103,20 @@ def _free_without_wait(bench: Bench, patch: pytest.MonkeyPatch) -> None:
 # -- streams -------------------------------------------------------------------------------------------------
 
 
-@_must_show(Kind.RACE, scenarios=("stage0_bf16_clip", "stage3", "hybrid"))
-def _no_after_compute(bench: Bench, patch: pytest.MonkeyPatch) -> None:
-    """Side streams do not wait for what compute has made, or still uses."""
+def _ignore_compute(streams: str | tuple[str, ...], patch: pytest.MonkeyPatch) -> None:
     wait_stream = Stream.wait_stream
 
     def waits(stream: Stream, other: Stream) -> None:
-        if not stream.name.startswith(("gather", "reduce")):
+        if not stream.name.startswith(streams):
             wait_stream(stream, other)
 
     patch.setattr(Stream, "wait_stream", waits)
+
+
+@_must_show(Kind.RACE, scenarios=("stage0_bf16_clip", "stage3", "hybrid"))
+def _no_after_compute(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Side streams do not wait for what compute has made, or still uses."""
+    _ignore_compute(("gather", "reduce"), patch)
 
 
 @_must_show(Kind.RACE, scenarios=("stage1", "stage3"))
@@ -126,6 +130,33 @@ def _streams_of_communicators(bench: Bench, patch: pytest.MonkeyPatch) -> None:
             function(*args, async_op=True, **kwargs)
 
         patch.setattr(transport, name, issue, raising=False)
+
+
+# -- copies to the host and back -----------------------------------------------------------------------------
+
+
+@_must_show(Kind.REUSE, scenarios=("offloaded_stage3", "offloaded_stage1_recompute"))
+def _no_wait_for_copies_to_the_host(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Activations are freed while they are copied to the host."""
+    _ignore_marks_of("to_host", patch)
+
+
+@_must_show(Kind.RACE, scenarios=("offloaded_stage3", "offloaded_stage1_recompute"))
+def _no_wait_for_copies_to_the_device(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Backward uses activations while they are on their way back."""
+    _ignore_marks_of("to_device", patch)
+
+
+@_must_show(Kind.RACE, scenarios=("offloaded_stage3",))
+def _copies_before_compute(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Activations are copied before compute has made them."""
+    _ignore_compute("to_host", patch)
+
+
+@_must_show(Kind.REUSE, scenarios=("offloaded_stage3",))
+def _copies_back_before_compute(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Activations come back into memory that compute still uses for others."""
+    _ignore_compute("to_device", patch)
 
 
 # -- orders --------------------------------------------------------------------------------------------------

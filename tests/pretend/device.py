@@ -23,6 +23,7 @@ from tests.pretend.clocks import Event, Stream, Timeline
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
 from zeroshard.comm import background, collectives, mesh, streams
+from zeroshard.tiers import hostpool
 
 _resize = torch.UntypedStorage.resize_
 
@@ -54,6 +55,16 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
     for name, method in inspect.getmembers(collectives.Axis, inspect.isfunction):
         if not name.startswith("_") and "label" in inspect.signature(method).parameters:
             patch.setattr(collectives.Axis, name, _labelling(method, transport))
+
+    host_memory = hostpool.host_memory
+
+    def pinned(num_bytes: int, pinned: bool) -> torch.Tensor:
+        with trace.paused():
+            memory = host_memory(num_bytes, False)
+        trace.pin(memory)
+        return memory
+
+    patch.setattr(hostpool, "host_memory", pinned)
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         before = storage.nbytes()

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tests.pretend.clocks import Point, Stream
+from tests.pretend.clocks import Clock, Point, Stream
 from tests.pretend.findings import Finding, Kind
 
 
@@ -52,10 +52,12 @@ class _Hazard(NamedTuple):
 class Block:
     """Memory between an allocation and its end."""
 
-    __slots__ = ("_checked", "_hazards", "is_freed", "name", "reads", "stream", "writes")
+    __slots__ = ("_checked", "_hazards", "is_freed", "is_pinned", "name", "reads", "stream", "writes")
 
-    def __init__(self, name: str, stream: str, hazards: dict[str, _Hazard]) -> None:
-        self.name, self.stream = name, stream
+    def __init__(
+        self, name: str, stream: str, hazards: dict[str, _Hazard], *, is_pinned: bool = False
+    ) -> None:
+        self.name, self.stream, self.is_pinned = name, stream, is_pinned
         self.is_freed = False
         self.writes: list[Access] = []
         """Those that no later write covers."""
@@ -111,11 +113,23 @@ class Allocator:
         """Memory that was there before anyone looked: it is no reuse."""
         return Block(name, stream.name, {})
 
+    def pin(self, name: str, stream: Stream) -> Block:
+        """Memory of the host that streams copy from and to."""
+        return Block(name, stream.name, {}, is_pinned=True)
+
+    def access_on_host(self, block: Block, access: Access, host: Clock) -> None:
+        """Note that the host itself reads or writes pinned memory; `host` is what it has waited for."""
+        for before in block.accesses() if access.writes else block.writes:
+            if before.span.overlaps(access.span) and not host.covers(*before.point):
+                self._report(Finding(Kind.RACE, f"{block.name}: {access} is not ordered after the {before}"))
+
     def free(self, block: Block) -> None:
         """Give the block back to the stream that it belongs to; a second call does nothing."""
         if block.is_freed:
             return
         block.is_freed = True
+        if block.is_pinned:  # torch waits for the copies before it gives such memory to anybody
+            return
         pool = self._freed[block.stream]
         for access in block.accesses():
             stream, tick = access.point

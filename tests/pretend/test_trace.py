@@ -200,3 +200,64 @@ def test_findings_name_memory_and_code(trace: Trace, side: Stream) -> None:
     text = next(iter(trace.findings)).text
     assert text.startswith("full of 'blocks.0': ")
     assert "torch/optim(" in text
+
+
+# -- memory of the host --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pinned(trace: Trace) -> torch.Tensor:
+    with trace.paused():
+        memory = torch.empty(3)
+    trace.pin(memory)
+    return memory
+
+
+def test_the_host_reads_pinned_memory_only_when_it_has_waited_for_the_copy(
+    trace: Trace, side: Stream, pinned: torch.Tensor
+) -> None:
+    x = torch.zeros(3)
+    side.wait_stream(trace.timeline.default)
+    with side:
+        pinned.copy_(x, non_blocking=True)
+    assert kinds(trace) == set()
+    side.synchronize()
+    values = pinned + 1
+    assert kinds(trace) == set()
+    values.add_(x.shape[0])  # is on the host
+    pinned.copy_(x, non_blocking=True)
+    pinned.sum()
+    assert kinds(trace) == {Kind.RACE}
+
+
+def test_the_host_writes_to_pinned_memory_only_when_copies_from_it_are_over(
+    trace: Trace, side: Stream, pinned: torch.Tensor
+) -> None:
+    x = torch.empty(3)
+    pinned.fill_(1)
+    side.wait_stream(trace.timeline.default)
+    with side:
+        x.copy_(pinned, non_blocking=True)
+    pinned.sum()
+    assert kinds(trace) == set()
+    pinned.fill_(2)
+    assert kinds(trace) == {Kind.RACE}
+
+
+def test_two_streams_race_for_pinned_memory(trace: Trace, side: Stream, pinned: torch.Tensor) -> None:
+    x, y = torch.zeros(3), torch.zeros(3)
+    side.wait_stream(trace.timeline.default)
+    with side:
+        pinned.copy_(x, non_blocking=True)
+    y.copy_(pinned, non_blocking=True)
+    assert kinds(trace) == {Kind.RACE}
+
+
+def test_a_copy_that_the_host_waits_for_is_found(trace: Trace, pinned: torch.Tensor) -> None:
+    torch.zeros(3).copy_(pinned)
+    assert kinds(trace) == {Kind.SYNC}
+
+
+def test_a_kernel_cannot_use_memory_of_the_host(trace: Trace, pinned: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="on the device and on the host"):
+        torch.zeros(3) + pinned

@@ -30,9 +30,9 @@ from tests.pretend.signatures import (
     NO_KERNEL,
     READ_BACK,
     Region,
+    Signature,
     regions_of,
     signature_of,
-    tensors_of,
 )
 
 
@@ -108,6 +108,16 @@ class Trace:
         for tensor in tensors:
             self._remember(tensor.untyped_storage(), None)
 
+    def pin(self, memory: Tensor) -> None:
+        """This is memory of the host that streams copy from and to, and the host must not touch meanwhile."""
+        block = self._allocator.pin(f"{memory.nbytes} pinned bytes of {caller()}", self.timeline.current)
+        self._remember(memory.untyped_storage(), block)
+
+    def device_bytes(self) -> int:
+        """Bytes of the tensors on the device that have been seen and are alive."""
+        on_device = [reference() for key, reference in self._ends.items() if not self._is_on_host(key)]
+        return sum(storage.nbytes() for storage in on_device if storage is not None)
+
     def report(self, finding: Finding) -> None:
         self.findings[finding] += 1
 
@@ -144,8 +154,12 @@ class Trace:
         out = func(*args, **kwargs)
         known = {region.key for region in (*reads, *writes)}
         made = [region for region in regions_of(out) if region.key not in known]
-        if known and all(self._blocks.get(key, self) is None for key in known):
-            self.put_on_host(tensors_of(out))
+        if known and all(self._is_on_host(key) for key in known):
+            self._note_on_host(signature.name.removeprefix("aten::"), reads, writes)
+            for region in made:
+                self._remember(region.storage, None)
+        elif any(self._is_pinned(key) for key in known) and not self._is_copy(signature, args, kwargs):
+            raise RuntimeError(f"{signature.name} of tensors on the device and on the host at {caller()}")
         elif signature.name in ALLOCATE_ONLY:
             for region in made:
                 self._allocate(region.storage)
@@ -184,12 +198,38 @@ class Trace:
                     self._allocator.access(block, stream, Access(point, what, is_write, region.span))
         return point
 
+    def _is_pinned(self, key: int) -> bool:
+        block = self._blocks.get(key)
+        return block is not None and block.is_pinned
+
+    def _is_on_host(self, key: int) -> bool:
+        return self._blocks.get(key, self) is None or self._is_pinned(key)
+
+    def _is_copy(self, signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """True for a copy between device and host; the host waits for it unless it is asked not to."""
+        if signature.name != "aten::copy_":
+            return False
+        if not (kwargs.get("non_blocking") or args[2:3] == (True,)):
+            self.report(Finding(Kind.SYNC, f"copy_ at {caller()}"))
+        return True
+
+    def _note_on_host(self, name: str, reads: Iterable[Region], writes: Iterable[Region]) -> None:
+        """An operation that the host itself does at once."""
+        for regions, is_write in ((reads, False), (writes, True)):
+            for region in regions:
+                block = self._blocks.get(region.key)
+                if block is not None:
+                    access = Access(Point("the host", 0), f"{name} at {caller()}", is_write, region.span)
+                    self._allocator.access_on_host(block, access, self.timeline.host)
+
     def read_on_host(self, tensor: Tensor, name: str) -> None:
         """The host takes the values of a tensor past all operations: tolist(), numpy(), cpu()."""
         if threading.current_thread() is threading.main_thread() and not self.is_paused:
             regions = regions_of(tensor)
             self.await_values(regions)
-            if any(self.block_of(region.storage) is not None for region in regions):
+            if all(self._is_on_host(region.key) for region in regions):
+                self._note_on_host(name, regions, ())
+            elif any(self.block_of(region.storage) is not None for region in regions):
                 self._read_back(name, regions)
 
     def resized(self, storage: torch.UntypedStorage, before: int, after: int) -> None:

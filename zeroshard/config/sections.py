@@ -94,7 +94,9 @@ class Offload(Checked):
     # Tier of main parameters and optimizer states; the optimizer step runs there.
     optimizer: Annotated[str, rules.TIER] = "none"
     parameters: Annotated[str, rules.TIER] = "none"  # tier of the sharded parameters between uses
-    activations: Annotated[str, rules.TIER] = "none"  # tier of activations between forward and backward
+    # "cpu": tensors that backward needs are on the host between forward and backward of their unit; with
+    # recompute="unit", its inputs.
+    activations: Annotated[str, rules.choice("none", "cpu")] = "none"
     # Part of the offloaded optimizer states that stays on the device, 0 to 1.
     device_fraction: Annotated[float, rules.FRACTION] = 0.0
     nvme_path: Annotated[str | None, rules.PATH] = None  # directory for the files of the nvme tier
@@ -102,7 +104,7 @@ class Offload(Checked):
     num_threads: Annotated[int | None, rules.integer(1)] = None
 
     def _requirements(self) -> list[Requirement]:
-        has_path, tiers = self.nvme_path is not None, ("optimizer", "parameters", "activations")
+        has_path, tiers = self.nvme_path is not None, ("optimizer", "parameters")
         uses = {tier: getattr(self, tier) == "nvme" for tier in tiers}
         return [Requirement(used, tier, has_path, "nvme_path", "a path") for tier, used in uses.items()]
 
@@ -196,6 +198,7 @@ class Config(Checked):
         sharded = (self.stage >= 1, "stage", ">= 1")
         stage_3 = (self.stage == 3, "stage", "3")
         pipelined = (self.mesh.pp > 1, "mesh.pp", ">= 2")
+        not_compiled = (not self.compile, "compile", "False")
         regroups = not isinstance(self.reshard_after_forward, bool)
         param_dtype, main_dtype = self.precision.param_dtype, self.precision.main_dtype
         not_half = (param_dtype != torch.float16, "precision.param_dtype", "another dtype than float16")
@@ -204,6 +207,8 @@ class Config(Checked):
             Requirement(self.shard_group_size is not None, "shard_group_size", *sharded),
             Requirement(regroups, "reshard_after_forward", *stage_3),
             Requirement(self.offload.parameters != "none", "offload.parameters", *stage_3),
+            # The backward of compiled code may write to the memory of saved tensors.
+            Requirement(self.offload.activations != "none", "offload.activations", *not_compiled),
             Requirement(self.pipeline.num_chunks > 1, "pipeline.num_chunks", *pipelined),
             Requirement(self.pipeline.split is not None, "pipeline.split", *pipelined),
             # Gradients of ignored parameters are neither unscaled nor widened.
@@ -263,7 +268,12 @@ _NOT_YET: tuple[Checked, ...] = (Mesh(), Pipeline())
 _AVAILABLE: dict[str, tuple[object, ...]] = {
     "offload.activations": ("none",),
     "precision.main_dtype": (None, torch.float32, torch.float64, torch.bfloat16),
-} | {key: (value,) for section in _NOT_YET for key, value in flat(section).items()}
+} | {
+    key: (value,)
+    for section in _NOT_YET
+    for key, value in flat(section).items()
+    if key != "offload.activations"
+}
 
 
 def require_supported(config: Config) -> None:

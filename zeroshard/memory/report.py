@@ -28,7 +28,7 @@ class ModelStates:
     peak_unsharded: int
     """The largest `unsharded` since the engine was made or `reset_memory_report()`."""
     host: int = 0
-    """Values that are offloaded to host memory."""
+    """Host memory for offloaded values, with the buffers that are kept for the next step."""
     pinned: int = 0
     """The part of `host` that is pinned."""
     nvme: int = 0
@@ -42,7 +42,7 @@ class ModelStates:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport(ProcessMemory, ModelStates):
-    """Bytes of this rank: model states by kind, and the whole process. Activations are in the latter only."""
+    """Bytes of this rank: model states by kind, and the whole process, which has its activations too."""
 
     rank: int
     """This rank among the data-parallel ranks."""
@@ -86,6 +86,8 @@ def measure(runtime: Runtime, optimizer: Optimizer | None) -> MemoryReport:
         optimizer=_storage_bytes(_states(runtime, optimizer)),
         unsharded=context.meter.now,
         peak_unsharded=context.meter.peak,
+        host=context.host.num_bytes,
+        pinned=context.host.pinned,
         rank=context.axes.dp.rank,
         num_ranks=context.axes.dp.size,
         device=str(context.device),

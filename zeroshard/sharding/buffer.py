@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ from zeroshard.plan.originals import Original
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.storage import allocate, count_views, release
 from zeroshard.sharding.views import flat_of, move_onto, shaped, unsharded_over
+from zeroshard.tiers.hostpool import HostMeter
 from zeroshard.tiers.places import TierMemory
 
 
@@ -62,6 +63,7 @@ class Context:
     memory: TierMemory
     meter: Meter
     state: ModuleState
+    host: HostMeter = field(default_factory=HostMeter)
 
     @property
     def axis(self) -> Axis:

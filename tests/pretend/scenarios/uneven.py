@@ -130,7 +130,7 @@ class _Fuse(torch.autograd.Function):
         return gradient, None
 
 
-def _fused(model: nn.Module, block: nn.Module) -> set[str]:
+def fused(model: nn.Module, block: nn.Module) -> set[str]:
     """What is put into the result makes the block raise there."""
     blows: set[str] = set()
     block.register_forward_pre_hook(lambda module, args: (_Fuse.apply(args[0], blows),))
@@ -140,7 +140,7 @@ def _fused(model: nn.Module, block: nn.Module) -> set[str]:
 def _exceptions(stage: int) -> Callable[[Bench], None]:
     def run(bench: Bench) -> None:
         model = bench.gpt(4)
-        blows = _fused(model, model.blocks[2])
+        blows = fused(model, model.blocks[2])
         bench.start(model, stage=stage, precision=BF16)
         bench.train(2)
         for where in ("forward", "backward"):
@@ -164,7 +164,7 @@ for _stage in (1, 2, 3):
 def prefetched_in_vain(bench: Bench) -> None:
     """A forward ends in an exception while a gather is under way, and forward begins again."""
     model = bench.gpt(5)
-    blows = _fused(model, model.blocks[1])
+    blows = fused(model, model.blocks[1])
     bench.start(model, stage=3, num_prefetch=2, precision=BF16)
     bench.train(2)
     blows.add("forward")
@@ -179,7 +179,7 @@ def prefetched_in_vain(bench: Bench) -> None:
 def step_after_a_failed_forward(bench: Bench) -> None:
     """A forward fails while a gather is under way, and the optimizer steps with the gradients before it."""
     model = bench.gpt(5)
-    blows = _fused(model, model.blocks[1])
+    blows = fused(model, model.blocks[1])
     engine = bench.start(model, stage=3, num_prefetch=2)
     bench.train(1)
     engine.backward(bench.loss(5))

@@ -1,0 +1,100 @@
+"""Activations that are on the host between forward and backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pretend.scenario import Bench, add, scenario
+from tests.pretend.scenarios.models import Residual
+from tests.pretend.scenarios.plain import BF16
+from tests.pretend.scenarios.uneven import fused
+from tests.pretend.trace import Trace
+from zeroshard.forwards import activations
+
+HOST: dict[str, Any] = {"offload": {"activations": "cpu"}}
+
+
+@contextmanager
+def of_any_size() -> Iterator[None]:
+    """Inside, engines move tensors of any size, such as those of small models."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "LEAST_BYTES", 1)
+        yield
+
+
+def num_copies(trace: Trace) -> tuple[int, int]:
+    """The numbers of copies so far: to the host, and back."""
+    kernels = trace.kernels.items()
+    to_host, to_device = (
+        sum(n for (stream, _), n in kernels if stream == s) for s in ("to_host", "to_device")
+    )
+    return to_host, to_device
+
+
+def _offloaded(run: Callable[[Bench], None]) -> Callable[[Bench], None]:
+    @functools.wraps(run)
+    def runs(bench: Bench) -> None:
+        with of_any_size():
+            run(bench)
+        assert min(num_copies(bench.trace)) > 0, "expected copies to the host, and back"
+        assert bench.engine.memory_report().host > 0
+
+    return runs
+
+
+def _trained(**config: Any) -> Callable[[Bench], None]:
+    def run(bench: Bench) -> None:
+        bench.start(bench.gpt(5), precision=BF16, **HOST, **config)
+        bench.train(3)
+
+    return _offloaded(run)
+
+
+for _stage in (1, 3):
+    add(f"offloaded_stage{_stage}", _trained(stage=_stage))
+    add(f"offloaded_stage{_stage}_recompute", _trained(stage=_stage, recompute="unit"))
+
+
+@scenario()
+@_offloaded
+def offloaded_graphs_of_all_kinds(bench: Bench) -> None:
+    """Two forwards in one backward, units called twice, graphs that are kept, dropped and differentiated."""
+    bench.start(Residual(4), stage=3, **HOST)
+    order = [0, 1, 0, 2, 3, 1]
+    for number in range(2):
+        x = bench.values(number).requires_grad_()
+        (gradient,) = torch.autograd.grad(bench.engine(x).square().sum(), x, create_graph=True)
+        both = bench.engine(x, (), order).square().mean() + bench.engine(x + 1).square().mean()
+        bench.engine(x)
+        loss = gradient.square().mean() + both
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with torch.no_grad():
+            bench.engine(x)
+        bench.engine.step()
+
+
+@scenario()
+@_offloaded
+def offloaded_exceptions(bench: Bench) -> None:
+    model = bench.gpt(5)
+    blows = fused(model, model.blocks[2])
+    bench.start(model, stage=3, **HOST)
+    bench.train(2)
+    held = bench.engine.memory_report().host
+    for where in ("forward", "backward"):
+        blows.add(where)
+        try:
+            bench.engine.backward(bench.loss(9))
+        except LookupError:
+            blows.clear()
+        assert not blows, "it was raised"
+        bench.engine.zero_grad()
+        bench.train(1, first=20)
+    assert bench.engine.memory_report().host == held, "buffers came back"
