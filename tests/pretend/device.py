@@ -12,7 +12,7 @@ import functools
 import gc
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +22,11 @@ import torch
 from tests.pretend.clocks import Event, Stream, Timeline
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
-from zeroshard.comm import background, collectives, mesh, streams
-from zeroshard.tiers import hostpool
+from zeroshard.checkpoint.hostcopies import HostCopies
+from zeroshard.comm import background, collectives, mesh, moves, streams
+from zeroshard.stepping import rounding
+from zeroshard.tiers import files, hostpool, places
+from zeroshard.tiers.files import Swap
 
 _resize = torch.UntypedStorage.resize_
 
@@ -56,24 +59,89 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
         if not name.startswith("_") and "label" in inspect.signature(method).parameters:
             patch.setattr(collectives.Axis, name, _labelling(method, transport))
 
-    host_memory = hostpool.host_memory
-
-    def pinned(num_bytes: int, pinned: bool) -> torch.Tensor:
-        with trace.paused():
-            memory = host_memory(num_bytes, False)
-        trace.pin(memory)
-        return memory
-
-    patch.setattr(hostpool, "host_memory", pinned)
-
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         before = storage.nbytes()
         trace.resized(storage, before, size)
         return _resize(storage, size)
 
     patch.setattr(torch.UntypedStorage, "resize_", resize)
+    _install_host(patch, trace)
     for name in ("cpu", "numpy", "tolist"):
         patch.setattr(torch.Tensor, name, _reading(getattr(torch.Tensor, name), trace))
+
+
+def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
+    """Tell of memory of the host, which torch cannot tell from that of the pretend device."""
+    map_ranges, reserve = files.map_ranges, HostCopies._reserve
+
+    def pinning(module: Any, is_kept: bool) -> None:
+        host_memory = module.host_memory
+
+        def pinned(num_bytes: int, pinned: bool) -> torch.Tensor:
+            with trace.paused():
+                memory: torch.Tensor = host_memory(num_bytes, False)
+            if num_bytes:
+                trace.pin(memory, is_kept=is_kept)
+            return memory
+
+        patch.setattr(module, "host_memory", pinned)
+
+    pinning(hostpool, True)
+    pinning(places, False)
+
+    def mapped(*args: Any) -> torch.Tensor:
+        memory = map_ranges(*args)
+        trace.put_on_host([memory])
+        return memory
+
+    def reserved(copies: HostCopies, total: int, **kwargs: bool) -> None:
+        reserve(copies, total, **kwargs)
+        for block in copies._blocks:
+            trace.pin(block)
+
+    def moving(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
+        if trace.is_on_host(tensor) is on_host:
+            return tensor
+        with trace.paused():
+            moved = torch.empty_like(tensor, requires_grad=False)
+        if on_host:
+            trace.put_on_host([moved])
+        return moved.copy_(tensor, non_blocking=not on_host)
+
+    round_up_or_down = rounding._round
+
+    def rounded(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+        if trace.is_on_host(values):  # so are the bits, which were made for their device
+            trace.put_on_host([bits])
+        return round_up_or_down(values, bits)
+
+    patch.setattr(rounding, "_round", rounded)
+    patch.setattr(files, "map_ranges", mapped)
+    patch.setattr(HostCopies, "_reserve", reserved)
+    patch.setattr(moves, "to_device", lambda tensor, device: moving(tensor, on_host=False))
+    patch.setattr(moves, "beside", lambda tensor, other: moving(tensor, on_host=trace.is_on_host(other)))
+    patch.setattr(moves, "by_device", lambda tensors: _by_device(tensors, trace))
+    for name, is_write in (("read", True), ("write", False)):
+        patch.setattr(Swap, name, _transferring(getattr(Swap, name), trace, is_write))
+
+
+def _by_device(tensors: Sequence[torch.Tensor], trace: Trace) -> list[list[int]]:
+    groups: dict[bool, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault(trace.is_on_host(tensor), []).append(index)
+    return list(groups.values())
+
+
+def _transferring(method: Callable[..., Any], trace: Trace, is_write: bool) -> Callable[..., Any]:
+    """The method of the files, by which threads of the host read or write memory."""
+
+    @functools.wraps(method)
+    def transfer(swap: Swap, extent: files.Extent, memory: torch.Tensor) -> Any:
+        trace.touch(memory, f"Swap.{method.__name__}", writes=is_write)
+        with trace.paused():
+            return method(swap, extent, memory)
+
+    return transfer
 
 
 def _reading(method: Callable[..., Any], trace: Trace) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Axis, Part
 from zeroshard.comm.mesh import Axes
-from zeroshard.comm.streams import Streams
+from zeroshard.comm.streams import Mark, Streams, mark_here
 from zeroshard.lazy.deferred import has_memory, is_stored, read_part
 from zeroshard.parameters.attributes import carry_attributes
 from zeroshard.parameters.original import retire
@@ -132,7 +132,7 @@ class FlatBuffer:
             values = self._take_over()
             own = values[self.main_span.slice]
             self.full = values.to(self.plan.compute_dtype)
-            self.main = own if self.plan.is_alias else self._copy_over(own, self._empty_main())
+            self.main = own if self.plan.is_alias else self._empty_main().copy_(own)
         for original in self.originals:
             retire(original.parameter, original.fqn)
         self.data_note = DataNote(context.state)
@@ -141,6 +141,8 @@ class FlatBuffer:
         for original, *others in zip(self.originals, self.sharded, self.unsharded, strict=True):
             carry_attributes(original.parameter, *others)
         self._source, self._copied = Source(self.main), Source(self.main)
+        self._copies: list[Mark] = []
+        """The ends of copies out of host memory, which the host must not write to before."""
         self._copy = self._make_copy()
         self._second: Tensor | None = None
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
@@ -313,6 +315,7 @@ class FlatBuffer:
         is_near = own.dtype == self.full.dtype and self.plan.gather_tier is Tier.DEVICE
         if not is_in_place and not (is_near and self.is_partial):
             own = self._copy_over(own, self.full[self.main_span.slice])
+            del self._copies[:-1]  # this stream has begun after them
         (exchange,) = self.plan.gathers or (None,)
         return Gather(axes[exchange.axis], Part(self.full, own, self.tag)) if exchange else None
 
@@ -324,11 +327,27 @@ class FlatBuffer:
         self._source.follow()
 
     def _copy_over(self, values: Tensor, target: Tensor) -> Tensor:
-        """Copy values of any tier and dtype, on the current stream; the device of the target casts them."""
-        target.copy_(values.to(target.device, non_blocking=True))
+        """Copy values of any tier and dtype, on the current stream; a device beside the host casts them."""
+        target.copy_(values, non_blocking=True)
+        if self.plan.main_tier is not Tier.DEVICE:
+            mark = mark_here(self._context.device)
+            if mark.event is not None:
+                self._copies.append(mark)
+                self._context.state.reads_main = True
         self._context.memory.rest(values)
         self._context.memory.rest(target)
         return target
+
+    @property
+    def is_copied(self) -> bool:
+        """True if streams may still copy values of this buffer out of host memory."""
+        return bool(self._copies)
+
+    def await_copies(self) -> None:
+        """Let the host wait for the copies out of host memory, before it writes there."""
+        copies, self._copies = self._copies, []
+        for mark in copies:
+            mark.synchronize()
 
     def free(self, keep_second: bool) -> None:
         """Give the storage of `full` back; nothing may still be writing to it.
@@ -383,6 +402,7 @@ class FlatBuffer:
     def release(self) -> None:
         """Forget all values; tensors that others hold keep theirs."""
         self.drop_second()
+        self.await_copies()
         self.full = self.main = self.main.new_empty(0)
         self._copy = None
         self._source = Source(self.main)

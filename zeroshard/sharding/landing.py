@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zeroshard.comm.streams import Mark, has_streams
+from zeroshard.comm import streams
+from zeroshard.comm.streams import Mark
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.storage import count_views
@@ -16,7 +17,9 @@ from zeroshard.sharding.storage import count_views
 
 def leaves_device(buffer: FlatBuffer, context: Context) -> bool:
     """True if the optimizer reads gradients in host memory, and the device is another one."""
-    return buffer.trainable and buffer.plan.main_tier is not Tier.DEVICE and has_streams(context.device)
+    return (
+        buffer.trainable and buffer.plan.main_tier is not Tier.DEVICE and streams.has_streams(context.device)
+    )
 
 
 class Landing:

@@ -63,7 +63,7 @@ class Runtime(Passes):
         self.reducer.drop_deferred()
 
     def settle(self) -> None:
-        """Wait for every exchange under way, and clean up after an exception.
+        """Wait for every exchange and copy under way, and clean up after an exception.
 
         Raises:
             RuntimeError: a forward or backward is running.
@@ -77,6 +77,8 @@ class Runtime(Passes):
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
                 unit.wait()
+        for buffer in self._offloaded:
+            buffer.await_copies()
 
     def _forget_gradient(self, parameter: ShardedParameter) -> None:
         """Forget the sum of gradients of one parameter that was not reduced yet."""
