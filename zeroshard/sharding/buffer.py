@@ -262,16 +262,20 @@ class FlatBuffer:
         self._source.changed()
         self._copied.changed()
 
-    def stepped(self, values: Tensor) -> None:
+    def stepped(self, values: Tensor) -> Mark:
         """Note that main parameters were written while they were on another tier.
 
         Args:
             values: main parameters where they are now.
+
+        Returns:
+            The mark up to which the device may read them there.
         """
         self.changed()
         if self._copy is not None:
-            self._copy_over(values, self._copy)
+            self._move(values, self._copy)
             self._copied.follow()
+        return mark_here(self._context.device)
 
     def take_back(self, index: int) -> None:
         """Make an unsharded parameter a view of `full` again, if `set_()` gave it other memory.
@@ -327,16 +331,20 @@ class FlatBuffer:
         self._source.follow()
 
     def _copy_over(self, values: Tensor, target: Tensor) -> Tensor:
-        """Copy values of any tier and dtype, on the current stream; a device beside the host casts them."""
-        target.copy_(values, non_blocking=True)
+        """Copy main parameters, or their copy, on the current stream; note it if they lie on the host."""
+        self._move(values, target)
         if self.plan.main_tier is not Tier.DEVICE:
             mark = mark_here(self._context.device)
             if mark.event is not None:
                 self._copies.append(mark)
                 self._context.state.reads_main = True
+        return target
+
+    def _move(self, values: Tensor, target: Tensor) -> None:
+        """Copy values of any tier and dtype, on the current stream; a device beside the host casts them."""
+        target.copy_(values, non_blocking=True)
         self._context.memory.rest(values)
         self._context.memory.rest(target)
-        return target
 
     @property
     def is_copied(self) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.comm.streams import Mark
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradient
 from zeroshard.plan.layout import BLOCK
@@ -86,7 +87,8 @@ class DiskTier:
             yield
             with torch.no_grad():
                 for block, (main, packed) in zip(blocks, places, strict=True):
-                    block.buffer.stepped(main.view(block.buffer.plan.main_dtype)[: block.numel])
+                    values = main.view(block.buffer.plan.main_dtype)[: block.numel]
+                    staging.copies.append(block.buffer.stepped(values))
                     staging.transfers.append(self._memory.swap.write(block.main_extent, main))
                     is_moved = block.pack(packed, states, self._memory)
                     if not is_moved and block.states_extent is not None:
@@ -130,14 +132,19 @@ class DiskTier:
 
 
 class _Staging:
-    """One host buffer, and the transfers that use it."""
+    """One host buffer, with the copies and transfers that use it."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.transfers: list[Transfer] = []
+        self.copies: list[Mark] = []
+        """The ends of copies to the device."""
 
     def wait(self) -> None:
-        """Wait for the transfers; raise the error of the first that failed, after all have ended."""
+        """Wait for copies and transfers; raise the error of the first that failed, after all have ended."""
+        copies, self.copies = self.copies, []
+        for copy in copies:
+            copy.synchronize()
         transfers, self.transfers = self.transfers, []
         for transfer in transfers:
             transfer.join()

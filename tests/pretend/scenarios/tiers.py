@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add
+from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add, scenario
 from tests.pretend.scenarios.plain import BF16, READS_NORM
 from zeroshard.optim import LAMB
 
@@ -198,3 +199,19 @@ _add(
     stage=3,
     may_sync=("optim/layerwise.py",),
 )
+
+
+@scenario()
+def host_dropped(bench: Bench) -> None:
+    """Engines go while copies from and to the host are under way; one is closed, and another one goes on."""
+    for parameters in ("none", "cpu"):
+        bench.start(bench.gpt(2), stage=3, offload={**HOST, "parameters": parameters})
+        bench.engine.backward(bench.loss(0))
+        bench.loss(1)
+        bench.engine = None
+        gc.collect()
+    model = bench.gpt(2)
+    for number in range(2):
+        bench.start(model, stage=1, precision=BF16, offload=HOST)
+        bench.train(2, 2 * number)
+        bench.engine.close()
