@@ -174,13 +174,16 @@ def _gradients_are_freed_under_their_copies(bench: Bench, patch: pytest.MonkeyPa
     patch.setattr(SideStream, "hold", lambda side, tensor, *, most: side.mark())
 
 
-@_must_show(Kind.REUSE, scenarios=("host_stage3_bf16",))
+@_must_show(Kind.REUSE, scenarios=("files_stage1",))
 def _no_wait_for_older_gradients(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Compute uses the memory of older gradients before they have been copied to the host."""
     _ignore_marks_of("to_host", patch)
 
 
-@_must_show(Kind.RACE, scenarios=("host_stage3", "host_edited", "host_saved", "parameters_on_host_edited"))
+@_must_show(
+    Kind.RACE,
+    scenarios=("host_edited", "host_edited_stage1", "parameters_on_host_edited", "host_saved_stage1"),
+)
 def _no_wait_before_the_host_writes(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """The host changes main parameters while gathers copy them to the device."""
     patch.setattr(FlatBuffer, "await_copies", lambda buffer: None)

@@ -23,6 +23,7 @@ from tests.pretend.clocks import Event, Stream, Timeline
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
 from zeroshard.checkpoint.hostcopies import HostCopies
+from zeroshard.checkpoint.reader import TensorReader
 from zeroshard.comm import background, collectives, mesh, moves, streams
 from zeroshard.stepping import rounding
 from zeroshard.tiers import files, hostpool, places
@@ -66,28 +67,16 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
 
     patch.setattr(torch.UntypedStorage, "resize_", resize)
     _install_host(patch, trace)
+    _install_moves(patch, trace)
     for name in ("cpu", "numpy", "tolist"):
         patch.setattr(torch.Tensor, name, _reading(getattr(torch.Tensor, name), trace))
 
 
 def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     """Tell of memory of the host, which torch cannot tell from that of the pretend device."""
-    map_ranges, reserve = files.map_ranges, HostCopies._reserve
-
-    def pinning(module: Any, is_kept: bool) -> None:
-        host_memory = module.host_memory
-
-        def pinned(num_bytes: int, pinned: bool) -> torch.Tensor:
-            with trace.paused():
-                memory: torch.Tensor = host_memory(num_bytes, False)
-            if num_bytes:
-                trace.pin(memory, is_kept=is_kept)
-            return memory
-
-        patch.setattr(module, "host_memory", pinned)
-
-    pinning(hostpool, True)
-    pinning(places, False)
+    for module, is_kept in ((hostpool, True), (places, False)):
+        patch.setattr(module, "host_memory", _pinning(module.host_memory, trace, is_kept=is_kept))
+    map_ranges, reserve, round_ = files.map_ranges, HostCopies._reserve, rounding._round
 
     def mapped(*args: Any) -> torch.Tensor:
         memory = map_ranges(*args)
@@ -99,7 +88,26 @@ def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
         for block in copies._blocks:
             trace.pin(block)
 
-    def moving(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
+    def rounded(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+        if trace.is_on_host(values):  # so are the bits, which were made for their device
+            trace.put_on_host([bits])
+        return round_(values, bits)
+
+    patch.setattr(files, "map_ranges", mapped)
+    patch.setattr(HostCopies, "_reserve", reserved)
+    patch.setattr(rounding, "_round", rounded)
+    for owner, name, is_write in (
+        (Swap, "read", True),
+        (Swap, "write", False),
+        (TensorReader, "_read_run", True),
+    ):
+        patch.setattr(owner, name, _touching(getattr(owner, name), trace, is_write))
+
+
+def _install_moves(patch: pytest.MonkeyPatch, trace: Trace) -> None:
+    """Let values of kernels move between device and host, whose tensors are all on the CPU."""
+
+    def move(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
         if trace.is_on_host(tensor) is on_host:
             return tensor
         with trace.paused():
@@ -108,40 +116,42 @@ def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
             trace.put_on_host([moved])
         return moved.copy_(tensor, non_blocking=not on_host)
 
-    round_up_or_down = rounding._round
+    def by_device(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+        groups: dict[bool, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            groups.setdefault(trace.is_on_host(tensor), []).append(index)
+        return list(groups.values())
 
-    def rounded(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-        if trace.is_on_host(values):  # so are the bits, which were made for their device
-            trace.put_on_host([bits])
-        return round_up_or_down(values, bits)
-
-    patch.setattr(rounding, "_round", rounded)
-    patch.setattr(files, "map_ranges", mapped)
-    patch.setattr(HostCopies, "_reserve", reserved)
-    patch.setattr(moves, "to_device", lambda tensor, device: moving(tensor, on_host=False))
-    patch.setattr(moves, "beside", lambda tensor, other: moving(tensor, on_host=trace.is_on_host(other)))
-    patch.setattr(moves, "by_device", lambda tensors: _by_device(tensors, trace))
-    for name, is_write in (("read", True), ("write", False)):
-        patch.setattr(Swap, name, _transferring(getattr(Swap, name), trace, is_write))
+    patch.setattr(moves, "to_device", lambda tensor, device: move(tensor, on_host=False))
+    patch.setattr(moves, "beside", lambda tensor, other: move(tensor, on_host=trace.is_on_host(other)))
+    patch.setattr(moves, "by_device", by_device)
 
 
-def _by_device(tensors: Sequence[torch.Tensor], trace: Trace) -> list[list[int]]:
-    groups: dict[bool, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault(trace.is_on_host(tensor), []).append(index)
-    return list(groups.values())
+def _pinning(host_memory: Callable[..., torch.Tensor], trace: Trace, *, is_kept: bool) -> Callable[..., Any]:
+    """The function that allocates memory of the host."""
+
+    def pinned(num_bytes: int, pinned: bool) -> torch.Tensor:
+        with trace.paused():
+            memory = host_memory(num_bytes, False)
+        if num_bytes:
+            trace.pin(memory, is_kept=is_kept)
+        return memory
+
+    return pinned
 
 
-def _transferring(method: Callable[..., Any], trace: Trace, is_write: bool) -> Callable[..., Any]:
-    """The method of the files, by which threads of the host read or write memory."""
+def _touching(method: Callable[..., Any], trace: Trace, is_write: bool) -> Callable[..., Any]:
+    """The method by which the host reads or writes the memory of its last argument past all operations."""
 
     @functools.wraps(method)
-    def transfer(swap: Swap, extent: files.Extent, memory: torch.Tensor) -> Any:
-        trace.touch(memory, f"Swap.{method.__name__}", writes=is_write)
+    def touch(*args: Any) -> Any:
+        if not trace.is_on_host(args[-1]):
+            return method(*args)
+        trace.touch(args[-1], method.__name__, writes=is_write)
         with trace.paused():
-            return method(swap, extent, memory)
+            return method(*args)
 
-    return transfer
+    return touch
 
 
 def _reading(method: Callable[..., Any], trace: Trace) -> Callable[..., Any]:

@@ -167,24 +167,37 @@ class Trace:
         self.await_values([*reads, *writes])
         self._refuse_freed(signature.name, [*reads, *writes])
         out = func(*args, **kwargs)
+        self._sort(signature.name, args, kwargs, reads, writes, out)
+        return out
+
+    def _sort(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        reads: list[Region],
+        writes: list[Region],
+        out: Any,
+    ) -> None:
+        """Note an operation by the memory that it uses: of the device, of the host, or of both."""
+        short = name.removeprefix("aten::")
         known = {region.key for region in (*reads, *writes)}
         made = [region for region in regions_of(out) if region.key not in known]
         if known and all(self._is_on_host(key) for key in known):
-            self._note_on_host(signature.name.removeprefix("aten::"), reads, writes)
+            self._note_on_host(short, reads, writes)
             for region in made:
                 self._remember(region.storage, None)
-        elif signature.name in COPIES and any(self._is_on_host(key) for key in known):
-            self._copy(signature.name.removeprefix("aten::"), reads, writes, _is_async(args, kwargs))
+        elif name in COPIES and any(self._is_on_host(key) for key in known):
+            self._copy(short, reads, writes, _is_async(args, kwargs))
         elif any(self._is_on_host(key) for key in known):
-            self._mix(signature.name.removeprefix("aten::"), [*args, *kwargs.values()], reads, writes, made)
-        elif signature.name in ALLOCATE_ONLY:
+            self._mix(short, [*args, *kwargs.values()], reads, writes, made)
+        elif name in ALLOCATE_ONLY:
             for region in made:
                 self._allocate(region.storage)
-        elif signature.name in READ_BACK:
-            self._read_back(signature.name.removeprefix("aten::"), reads)
-        elif signature.name not in NO_KERNEL:
-            self.note(signature.name.removeprefix("aten::"), reads, [*writes, *made], made)
-        return out
+        elif name in READ_BACK:
+            self._read_back(short, reads)
+        elif name not in NO_KERNEL:
+            self.note(short, reads, [*writes, *made], made)
 
     def note(
         self,
@@ -237,8 +250,7 @@ class Trace:
         numbers = [region for region in reads if self._is_on_host(region.key)]
         is_written = any(self._is_on_host(region.key) for region in writes)
         if is_written or "foreach" in name or any(tensor.dim() for tensor in on_host):
-            where = [(tuple(t.shape), self.is_on_host(t)) for t in tensors_of(values)]
-            raise RuntimeError(f"{name} of tensors on the device and on the host at {caller()}: {where}")
+            raise RuntimeError(f"{name} of tensors on the device and on the host at {caller()}")
         self._note_on_host(name, numbers, ())
         self.note(name, [region for region in reads if region not in numbers], [*writes, *made], made)
 

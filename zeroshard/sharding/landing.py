@@ -1,8 +1,8 @@
 """Reduced gradients leave the device for host memory, where the optimizer reads them.
 
 The copies run on a stream of their own, beside the rest of the backward. The host waits for them before it
-adds to them or hands them to the parameters. Values of a few buffers are on their way at a time: compute waits
-for older copies, so that their memory on the device is free again within the backward.
+adds to them or hands them to the parameters. Values of a few buffers are on their way at a time: compute
+waits for older copies, so that their memory on the device is free again within the backward.
 """
 
 from __future__ import annotations

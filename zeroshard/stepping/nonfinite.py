@@ -19,7 +19,7 @@ _NUM_SHOWN = 3
 def all_finite(runtime: Runtime) -> bool:
     """True if no gradient holds inf or nan on any rank; one exchange."""
     groups = by_device(own_gradients(runtime))
-    is_bad = any([not bool(_probe(group).isfinite().all()) for group in groups])
+    is_bad = not all(bool(_probe(group).isfinite().all()) for group in groups)
     return not runtime.context.axes.dp.any([is_bad], "agreement on whether gradients are finite")()[0]
 
 

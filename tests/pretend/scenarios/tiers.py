@@ -190,6 +190,7 @@ for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE), ("files"
     _add(f"{_name}_shown", _offload, _shown, stage=3, precision=BF16, may_sync=_FULL)
     _add(f"{_name}_named", _offload, _named, stage=3, precision=BF16, may_sync=("zeroshard/byname.py",))
     _add(f"{_name}_saved", _offload, _saved, stage=3, precision=BF16, may_sync=("zeroshard/checkpoint/",))
+_add("host_saved_stage1", HOST, _saved, stage=1, precision=BF16, may_sync=("zeroshard/checkpoint/",))
 _add("host_edited_stage1", HOST, _edited, stage=1, precision=BF16)
 _add("fraction_skips", _FRACTION, _overflowing, stage=3, nonfinite="skip", may_sync=READS_NORM)
 _add(
