@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroshard.comm import streams
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import watch
 from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world
 from zeroshard.comm.pool import BufferPool
-from zeroshard.comm.streams import Streams, has_streams
+from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, require_supported
 from zeroshard.forwards.activations import offload_activations
@@ -73,7 +74,7 @@ def shard_over(
     record_resets(module)
     check_values(module)
     ignored = find_ignored(module, config.ignored)
-    setting = read_setting(config, axes.sizes, host_computes=not has_streams(device))
+    setting = read_setting(config, axes.sizes, host_computes=not streams.has_streams(device))
     plans = plan_units(specs, setting)
     context = Context(
         axes=axes,

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.blockwise import is_codes, is_scales
 from zeroshard.checkpoint.tensors import read_model
+from zeroshard.comm import moves
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit.blocks import Quantized
 from zeroshard.optim.eightbit.codebook import codebook
@@ -209,21 +210,25 @@ class _Place:
             self.sharded.grad = values
 
     def gather(self, own: Tensor) -> Tensor:
-        """Gather a whole tensor, in the parameter's shape, from the slices [n] of the ranks; collective."""
+        """Gather a whole tensor, in the parameter's shape, from the slices [n] of the ranks; collective.
+
+        The result lies on the device that computes, wherever the slices do.
+        """
         shape = self.buffer.shapes[self.index]
         wide = torch.promote_types(own.dtype, torch.float32) if own.dtype.is_floating_point else own.dtype
+        device = self.runtime.context.device
         if not self.buffer.is_partial:
-            return own.detach().to(wide, copy=True).view(shape)
+            return moves.to_device(own.detach().to(wide, copy=True), device).view(shape)
         axis = self.runtime.context.axis
         spans = [self.buffer.layout.owned(self.index, rank) for rank in range(axis.size)]
-        whole = torch.empty(shape.numel(), dtype=wide, device=own.device)
+        whole = torch.empty(shape.numel(), dtype=wide, device=device)
         longest = max(span.size for span in spans)
         step = min(longest, max(1, _GATHERED_BYTES // (axis.size * own.element_size())))
         for at in range(0, longest, step or 1):
-            piece = torch.zeros(step, dtype=own.dtype, device=own.device)
+            piece = torch.zeros(step, dtype=own.dtype, device=device)
             part = own.detach()[at : at + step]
             piece[: part.numel()].copy_(part)
-            pieces = torch.empty(axis.size * step, dtype=own.dtype, device=own.device)
+            pieces = torch.empty(axis.size * step, dtype=own.dtype, device=device)
             label = f"all-gather of '{self.sharded.fqn}'"
             axis.all_gather(
                 pieces.view(torch.uint8), piece.view(torch.uint8), tag=self.buffer.tag, label=label
@@ -237,7 +242,8 @@ class _Place:
     def cut(self, values: Tensor) -> Tensor:
         """This rank's slice of a full tensor, [n], on its device."""
         start = self.buffer.start(self.index)
-        return values.detach().reshape(-1)[start : start + self.sharded.numel()].to(self.sharded.device)
+        part = values.detach().reshape(-1)[start : start + self.sharded.numel()]
+        return moves.beside(part, self.buffer.main)
 
     def digest(self, values: Any) -> bytes:
         """A digest of a full tensor, which ranks compare.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from tests.pretend.clocks import Stream
 from tests.pretend.findings import Kind
@@ -19,7 +20,9 @@ from tests.pretend.scenario import Bench
 from zeroshard.comm import collectives, streams
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.handles import Handle
-from zeroshard.comm.streams import Mark, SideStream
+from zeroshard.comm.streams import Mark, SideStream, Streams
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.landing import Landing
 from zeroshard.sharding.unit import Unit
 
 Damage = Callable[[Bench, pytest.MonkeyPatch], None]
@@ -157,6 +160,53 @@ def _copies_before_compute(bench: Bench, patch: pytest.MonkeyPatch) -> None:
 def _copies_back_before_compute(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Activations come back into memory that compute still uses for others."""
     _ignore_compute("to_device", patch)
+
+
+@_must_show(Kind.RACE, scenarios=("host_stage3_bf16", "fraction_stage3_clip"))
+def _no_wait_for_gradients_on_the_host(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """The optimizer reads gradients while they are copied to the host."""
+    patch.setattr(Landing, "wait", lambda landing: None)
+
+
+@_must_show(Kind.REUSE, scenarios=("host_stage3_bf16", "host_stage1_bf16"))
+def _gradients_are_freed_under_their_copies(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Reduced gradients leave the device while they are copied to the host."""
+    patch.setattr(SideStream, "hold", lambda side, tensor, *, most: side.mark())
+
+
+@_must_show(Kind.REUSE, scenarios=("files_stage1",))
+def _no_wait_for_older_gradients(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Compute uses the memory of older gradients before they have been copied to the host."""
+    _ignore_marks_of("to_host", patch)
+
+
+@_must_show(
+    Kind.RACE,
+    scenarios=("host_edited", "host_edited_stage1", "parameters_on_host_edited", "host_saved_stage1"),
+)
+def _no_wait_before_the_host_writes(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """The host changes main parameters while gathers copy them to the device."""
+    patch.setattr(FlatBuffer, "await_copies", lambda buffer: None)
+
+
+@_must_show(Kind.RACE, scenarios=("files_stage3",))
+def _no_wait_for_stepped_values(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Files are read into memory whose stepped values are still copied to the device."""
+    stepped = FlatBuffer.stepped
+
+    def steps(buffer: FlatBuffer, values: Tensor) -> Mark:
+        stepped(buffer, values)
+        return Mark(None)
+
+    patch.setattr(FlatBuffer, "stepped", steps)
+
+
+@_must_show(Kind.FREED, scenarios=("host_dropped",))
+def _no_wait_at_the_end(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """An engine goes, and the memory of the host with it, while copies are under way."""
+    patch.setattr(Streams, "synchronize", lambda streams: None)
+    patch.setattr(FlatBuffer, "await_copies", lambda buffer: None)
+    patch.setattr(Landing, "wait", lambda landing: None)
 
 
 # -- orders --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import functools
 import gc
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +22,12 @@ import torch
 from tests.pretend.clocks import Event, Stream, Timeline
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
-from zeroshard.comm import background, collectives, mesh, streams
-from zeroshard.tiers import hostpool
+from zeroshard.checkpoint.hostcopies import HostCopies
+from zeroshard.checkpoint.reader import TensorReader
+from zeroshard.comm import background, collectives, mesh, moves, streams
+from zeroshard.stepping import rounding
+from zeroshard.tiers import files, hostpool, places
+from zeroshard.tiers.files import Swap
 
 _resize = torch.UntypedStorage.resize_
 
@@ -56,24 +60,98 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
         if not name.startswith("_") and "label" in inspect.signature(method).parameters:
             patch.setattr(collectives.Axis, name, _labelling(method, transport))
 
-    host_memory = hostpool.host_memory
-
-    def pinned(num_bytes: int, pinned: bool) -> torch.Tensor:
-        with trace.paused():
-            memory = host_memory(num_bytes, False)
-        trace.pin(memory)
-        return memory
-
-    patch.setattr(hostpool, "host_memory", pinned)
-
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         before = storage.nbytes()
         trace.resized(storage, before, size)
         return _resize(storage, size)
 
     patch.setattr(torch.UntypedStorage, "resize_", resize)
+    _install_host(patch, trace)
+    _install_moves(patch, trace)
     for name in ("cpu", "numpy", "tolist"):
         patch.setattr(torch.Tensor, name, _reading(getattr(torch.Tensor, name), trace))
+
+
+def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
+    """Tell of memory of the host, which torch cannot tell from that of the pretend device."""
+    for module, is_kept in ((hostpool, True), (places, False)):
+        patch.setattr(module, "host_memory", _pinning(module.host_memory, trace, is_kept=is_kept))
+    map_ranges, reserve, round_ = files.map_ranges, HostCopies._reserve, rounding._round
+
+    def mapped(*args: Any) -> torch.Tensor:
+        memory = map_ranges(*args)
+        trace.put_on_host([memory])
+        return memory
+
+    def reserved(copies: HostCopies, total: int, **kwargs: bool) -> None:
+        reserve(copies, total, **kwargs)
+        for block in copies._blocks:
+            trace.pin(block)
+
+    def rounded(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+        if trace.is_on_host(values):  # so are the bits, which were made for their device
+            trace.put_on_host([bits])
+        return round_(values, bits)
+
+    patch.setattr(files, "map_ranges", mapped)
+    patch.setattr(HostCopies, "_reserve", reserved)
+    patch.setattr(rounding, "_round", rounded)
+    for owner, name, is_write in (
+        (Swap, "read", True),
+        (Swap, "write", False),
+        (TensorReader, "_read_run", True),
+    ):
+        patch.setattr(owner, name, _touching(getattr(owner, name), trace, is_write))
+
+
+def _install_moves(patch: pytest.MonkeyPatch, trace: Trace) -> None:
+    """Let values of kernels move between device and host, whose tensors are all on the CPU."""
+
+    def move(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
+        if trace.is_on_host(tensor) is on_host:
+            return tensor
+        with trace.paused():
+            moved = torch.empty_like(tensor, requires_grad=False)
+        if on_host:
+            trace.put_on_host([moved])
+        return moved.copy_(tensor, non_blocking=not on_host)
+
+    def by_device(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+        groups: dict[bool, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            groups.setdefault(trace.is_on_host(tensor), []).append(index)
+        return list(groups.values())
+
+    patch.setattr(moves, "to_device", lambda tensor, device: move(tensor, on_host=False))
+    patch.setattr(moves, "beside", lambda tensor, other: move(tensor, on_host=trace.is_on_host(other)))
+    patch.setattr(moves, "by_device", by_device)
+
+
+def _pinning(host_memory: Callable[..., torch.Tensor], trace: Trace, *, is_kept: bool) -> Callable[..., Any]:
+    """The function that allocates memory of the host."""
+
+    def pinned(num_bytes: int, pinned: bool) -> torch.Tensor:
+        with trace.paused():
+            memory = host_memory(num_bytes, False)
+        if num_bytes:
+            trace.pin(memory, is_kept=is_kept)
+        return memory
+
+    return pinned
+
+
+def _touching(method: Callable[..., Any], trace: Trace, is_write: bool) -> Callable[..., Any]:
+    """The method by which the host reads or writes the memory of its last argument past all operations."""
+
+    @functools.wraps(method)
+    def touch(*args: Any) -> Any:
+        if not trace.is_on_host(args[-1]):
+            return method(*args)
+        trace.touch(args[-1], method.__name__, writes=is_write)
+        with trace.paused():
+            return method(*args)
+
+    return touch
 
 
 def _reading(method: Callable[..., Any], trace: Trace) -> Callable[..., Any]:

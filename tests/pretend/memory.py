@@ -52,13 +52,18 @@ class _Hazard(NamedTuple):
 class Block:
     """Memory between an allocation and its end."""
 
-    __slots__ = ("_checked", "_hazards", "is_freed", "is_pinned", "name", "reads", "stream", "writes")
+    __slots__ = (
+        *("_checked", "_hazards", "is_freed", "is_kept", "is_pinned", "name", "reads", "stream"),
+        "writes",
+    )
 
     def __init__(
         self, name: str, stream: str, hazards: dict[str, _Hazard], *, is_pinned: bool = False
     ) -> None:
         self.name, self.stream, self.is_pinned = name, stream, is_pinned
         self.is_freed = False
+        self.is_kept = True
+        """False for pinned memory that goes back to the system with its last tensor, whoever uses it."""
         self.writes: list[Access] = []
         """Those that no later write covers."""
         self.reads: dict[tuple[str, Span], Access] = {}
@@ -113,9 +118,11 @@ class Allocator:
         """Memory that was there before anyone looked: it is no reuse."""
         return Block(name, stream.name, {})
 
-    def pin(self, name: str, stream: Stream) -> Block:
+    def pin(self, name: str, stream: Stream, *, is_kept: bool = True) -> Block:
         """Memory of the host that streams copy from and to."""
-        return Block(name, stream.name, {}, is_pinned=True)
+        block = Block(name, stream.name, {}, is_pinned=True)
+        block.is_kept = is_kept
+        return block
 
     def access_on_host(self, block: Block, access: Access, host: Clock) -> None:
         """Note that the host itself reads or writes pinned memory; `host` is what it has waited for."""
@@ -123,12 +130,21 @@ class Allocator:
             if before.span.overlaps(access.span) and not host.covers(*before.point):
                 self._report(Finding(Kind.RACE, f"{block.name}: {access} is not ordered after the {before}"))
 
-    def free(self, block: Block) -> None:
-        """Give the block back to the stream that it belongs to; a second call does nothing."""
+    def free(self, block: Block, host: Clock | None = None) -> None:
+        """Give the block back to the stream that it belongs to; a second call does nothing.
+
+        Args:
+            block: the block.
+            host: what the host has waited for; for memory of the host.
+        """
         if block.is_freed:
             return
         block.is_freed = True
         if block.is_pinned:  # torch waits for the copies before it gives such memory to anybody
+            for access in () if block.is_kept else block.accesses():
+                if not (host or Clock()).covers(*access.point):
+                    text = f"{block.name}: its end is not ordered after the {access}"
+                    self._report(Finding(Kind.FREED, text))
             return
         pool = self._freed[block.stream]
         for access in block.accesses():

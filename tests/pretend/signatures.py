@@ -37,6 +37,9 @@ READ_BACK = frozenset(
 )
 """Operations whose result the host needs before it goes on."""
 
+COPIES = frozenset(("aten::copy_", "aten::_foreach_copy_"))
+"""Operations that move values between device and host."""
+
 
 class Signature(NamedTuple):
     """An operation's schema, as far as memory is concerned."""

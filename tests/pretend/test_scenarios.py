@@ -11,6 +11,10 @@ LONG = {
     *("stage0_accumulate", "stage1_accumulate", "stage3_bf16_main_accumulate", "hybrid_accumulate"),
     *("stage0_bf16_clip", "stage1_bf16_clip", "stage3_bf16_wire", "stage3_prefetch0", "stage3_prefetch3"),
     *("stage3_tied", "stage3_llama", "adapters", "frozen_branches", "experts_stage3", "sizes_differ_stage3"),
+    *("parameters_on_host", "parameters_on_host_bf16", "parameters_on_host_accumulate", "files_stage3"),
+    *("host_stage2_one_rank_bf16", "parameters_on_host_one_rank", "host_saved", "host_edited_stage1"),
+    *(f"{tier}_{act}" for tier in ("parameters_on_host", "files") for act in ("edited", "shown")),
+    *(f"{tier}_{act}" for tier in ("parameters_on_host", "files") for act in ("named", "saved")),
     *("averages_after_step_stage3", "two_optimizers_stage3", "one_parameter_by_name", "engines_dropped"),
 }
 """Scenarios of features that have another scenario, alone or together with something else."""

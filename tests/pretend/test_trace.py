@@ -261,3 +261,52 @@ def test_a_copy_that_the_host_waits_for_is_found(trace: Trace, pinned: torch.Ten
 def test_a_kernel_cannot_use_memory_of_the_host(trace: Trace, pinned: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="on the device and on the host"):
         torch.zeros(3) + pinned
+
+
+def test_a_copy_that_the_host_waits_for_lets_it_write_to_pinned_memory(
+    trace: Trace, pinned: torch.Tensor
+) -> None:
+    with trace.syncs_allowed():
+        torch.zeros(3).copy_(pinned)
+    pinned.fill_(1)
+    assert kinds(trace) == set()
+
+
+def test_the_host_may_write_to_another_part_of_pinned_memory(trace: Trace, pinned: torch.Tensor) -> None:
+    torch.zeros(1).copy_(pinned[:1], non_blocking=True)
+    pinned[1:].fill_(1)
+    assert kinds(trace) == set()
+    trace.touch(pinned, "read of a file", writes=True)
+    assert kinds(trace) == {Kind.RACE}
+
+
+def test_the_host_waits_for_a_copy_into_pageable_memory_and_not_for_one_out_of_it(trace: Trace) -> None:
+    with trace.paused():
+        memory = torch.zeros(3)
+    trace.put_on_host([memory])
+    torch.zeros(3).copy_(memory, non_blocking=True)
+    memory.fill_(1)
+    assert kinds(trace) == set()
+    memory.copy_(torch.zeros(3), non_blocking=True)
+    assert kinds(trace) == {Kind.SYNC}
+
+
+def test_pinned_memory_that_nobody_keeps_ends_only_after_its_copies(trace: Trace) -> None:
+    x = torch.zeros(3)
+    for is_kept in (True, False):
+        with trace.paused():
+            memory = torch.zeros(3)
+        trace.pin(memory, is_kept=is_kept)
+        x.copy_(memory, non_blocking=True)
+        del memory
+        assert kinds(trace) == (set() if is_kept else {Kind.FREED})
+
+
+def test_a_kernel_takes_a_number_of_the_host_and_not_in_a_list(trace: Trace) -> None:
+    number = torch.tensor(2.0)
+    trace.put_on_host([number])
+    x = torch.zeros(3)
+    x.mul_(number)
+    assert kinds(trace) == set()
+    with pytest.raises(RuntimeError, match="on the device and on the host"):
+        torch._foreach_mul_([x], number)

@@ -27,12 +27,13 @@ from tests.pretend.orders import Collective
 from tests.pretend.places import caller
 from tests.pretend.signatures import (
     ALLOCATE_ONLY,
+    COPIES,
     NO_KERNEL,
     READ_BACK,
     Region,
-    Signature,
     regions_of,
     signature_of,
+    tensors_of,
 )
 
 
@@ -108,10 +109,20 @@ class Trace:
         for tensor in tensors:
             self._remember(tensor.untyped_storage(), None)
 
-    def pin(self, memory: Tensor) -> None:
-        """This is memory of the host that streams copy from and to, and the host must not touch meanwhile."""
-        block = self._allocator.pin(f"{memory.nbytes} pinned bytes of {caller()}", self.timeline.current)
+    def pin(self, memory: Tensor, *, is_kept: bool = True) -> None:
+        """This is memory of the host that streams copy from and to, and the host must not touch meanwhile.
+
+        Args:
+            memory: all of a storage.
+            is_kept: True if copies keep the memory, as torch's own pinned memory, until they are over.
+        """
+        name = f"{memory.nbytes} pinned bytes of {caller()}"
+        block = self._allocator.pin(name, self.timeline.current, is_kept=is_kept)
         self._remember(memory.untyped_storage(), block)
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """True for memory of the host."""
+        return self._is_on_host(tensor.untyped_storage()._cdata)
 
     def device_bytes(self) -> int:
         """Bytes of the tensors on the device that have been seen and are alive."""
@@ -146,28 +157,47 @@ class Trace:
             (writes if is_written else reads).extend(regions_of(value))
         if signature.name == "aten::lift_fresh":  # torch.tensor() has made it
             fresh = [region for region in reads if region.key not in self._blocks]
-            self.note("tensor", (), fresh, fresh)
+            if caller().startswith("torch/optim"):  # a step's number, which optimizers keep on the host
+                for region in fresh:
+                    self._remember(region.storage, None)
+            else:
+                self.note("tensor", (), fresh, fresh)
         if signature.is_view or signature.name.startswith("c10d"):
             return func(*args, **kwargs)
         self.await_values([*reads, *writes])
         self._refuse_freed(signature.name, [*reads, *writes])
         out = func(*args, **kwargs)
+        self._sort(signature.name, args, kwargs, reads, writes, out)
+        return out
+
+    def _sort(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        reads: list[Region],
+        writes: list[Region],
+        out: Any,
+    ) -> None:
+        """Note an operation by the memory that it uses: of the device, of the host, or of both."""
+        short = name.removeprefix("aten::")
         known = {region.key for region in (*reads, *writes)}
         made = [region for region in regions_of(out) if region.key not in known]
         if known and all(self._is_on_host(key) for key in known):
-            self._note_on_host(signature.name.removeprefix("aten::"), reads, writes)
+            self._note_on_host(short, reads, writes)
             for region in made:
                 self._remember(region.storage, None)
-        elif any(self._is_pinned(key) for key in known) and not self._is_copy(signature, args, kwargs):
-            raise RuntimeError(f"{signature.name} of tensors on the device and on the host at {caller()}")
-        elif signature.name in ALLOCATE_ONLY:
+        elif name in COPIES and any(self._is_on_host(key) for key in known):
+            self._copy(short, reads, writes, _is_async(args, kwargs))
+        elif any(self._is_on_host(key) for key in known):
+            self._mix(short, [*args, *kwargs.values()], reads, writes, made)
+        elif name in ALLOCATE_ONLY:
             for region in made:
                 self._allocate(region.storage)
-        elif signature.name in READ_BACK:
-            self._read_back(signature.name.removeprefix("aten::"), reads)
-        elif signature.name not in NO_KERNEL:
-            self.note(signature.name.removeprefix("aten::"), reads, [*writes, *made], made)
-        return out
+        elif name in READ_BACK:
+            self._read_back(short, reads)
+        elif name not in NO_KERNEL:
+            self.note(short, reads, [*writes, *made], made)
 
     def note(
         self,
@@ -205,13 +235,29 @@ class Trace:
     def _is_on_host(self, key: int) -> bool:
         return self._blocks.get(key, self) is None or self._is_pinned(key)
 
-    def _is_copy(self, signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """True for a copy between device and host; the host waits for it unless it is asked not to."""
-        if signature.name != "aten::copy_":
-            return False
-        if not (kwargs.get("non_blocking") or args[2:3] == (True,)):
-            self.report(Finding(Kind.SYNC, f"copy_ at {caller()}"))
-        return True
+    def _copy(self, name: str, reads: list[Region], writes: list[Region], is_async: bool) -> None:
+        """Values go from the device to the host, or back; the host waits for it unless it is asked not to."""
+        self.note(name, reads, writes)
+        is_pageable = any(self._blocks.get(region.key, self) is None for region in writes)
+        if is_pageable or not is_async:
+            self._wait_here(name)
+
+    def _mix(
+        self, name: str, values: Any, reads: list[Region], writes: list[Region], made: list[Region]
+    ) -> None:
+        """A kernel that gets numbers of the host, 0-dim tensors; it can use no other memory of the host."""
+        on_host = [tensor for tensor in tensors_of(values) if self.is_on_host(tensor)]
+        numbers = [region for region in reads if self._is_on_host(region.key)]
+        is_written = any(self._is_on_host(region.key) for region in writes)
+        if is_written or "foreach" in name or any(tensor.dim() for tensor in on_host):
+            raise RuntimeError(f"{name} of tensors on the device and on the host at {caller()}")
+        self._note_on_host(name, numbers, ())
+        self.note(name, [region for region in reads if region not in numbers], [*writes, *made], made)
+
+    def touch(self, tensor: Tensor, name: str, *, writes: bool) -> None:
+        """The host reads or writes its memory past all operations."""
+        regions = regions_of(tensor)
+        self._note_on_host(name, () if writes else regions, regions if writes else ())
 
     def _note_on_host(self, name: str, reads: Iterable[Region], writes: Iterable[Region]) -> None:
         """An operation that the host itself does at once."""
@@ -242,13 +288,16 @@ class Trace:
             self._allocate(storage, after)
 
     def _read_back(self, name: str, reads: Iterable[Region]) -> None:
-        where = caller()
-        if where.startswith("torch/optim"):
+        if caller().startswith("torch/optim"):
             return  # of a step's number, which optimizers keep on the host
         self.note(name, reads, ())
+        self._wait_here(name)
+
+    def _wait_here(self, name: str) -> None:
+        """The host waits for all that the current stream was given."""
         self.timeline.current.synchronize()
         if not self._thread.num_permits:
-            self.report(Finding(Kind.SYNC, f"{name} at {where}"))
+            self.report(Finding(Kind.SYNC, f"{name} at {caller()}"))
 
     def _refuse_freed(self, name: str, regions: Iterable[Region]) -> None:
         """An operation would crash the process: its memory is really gone."""
@@ -290,7 +339,11 @@ class Trace:
         self._ends.pop(key, None)
         self.arriving.pop(key, None)
         if (block := self._blocks.pop(key, None)) is not None:
-            self._allocator.free(block)
+            self._allocator.free(block, self.timeline.host)
+
+
+def _is_async(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return bool(kwargs.get("non_blocking") or any(args[2:]))
 
 
 class TraceMode(TorchDispatchMode):

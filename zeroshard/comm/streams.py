@@ -9,11 +9,13 @@ they are issued (see `Axis`), so a mark that follows one on its side stream cove
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 import torch
+from torch import Tensor
 
 _HIGH_PRIORITY = -1
 """torch.Stream: 0 is the default, a negative number is higher. A collective then need not wait until the
@@ -61,6 +63,8 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device=device, priority=_HIGH_PRIORITY) if has_streams(device) else None
+        self._held: deque[tuple[Tensor, Mark]] = deque()
+        """Tensors that this stream reads, and the ends of its reads."""
 
     @contextmanager
     def after_compute(self) -> Iterator[None]:
@@ -80,6 +84,29 @@ class SideStream:
         """Return the mark after the work on this stream so far."""
         return Mark(None if self._stream is None else self._stream.record_event(), self._device)
 
+    def hold(self, tensor: Tensor, *, most: int) -> Mark:
+        """Keep the memory of a tensor until the work on this stream so far, which reads it, is over.
+
+        Args:
+            tensor: a tensor of the current stream, which is going to let it go.
+            most: the number of tensors that are kept; the current stream waits for the reads of older ones.
+
+        Returns:
+            The mark after the work so far; see `let_go`.
+        """
+        mark = self.mark()
+        self._held.append((tensor, mark))
+        while len(self._held) > most:
+            self._held[0][1].wait()
+            self._held.popleft()
+        return mark
+
+    def let_go(self, mark: Mark) -> None:
+        """Let tensors go that were held up to a mark, which the host has waited for."""
+        if any(other is mark for _, other in self._held):
+            while self._held.popleft()[1] is not mark:
+                pass
+
 
 @dataclass(frozen=True, slots=True)
 class Streams:
@@ -94,6 +121,11 @@ class Streams:
         """Let the current stream wait for all side streams."""
         for field in fields(self):
             getattr(self, field.name).join()
+
+    def synchronize(self) -> None:
+        """Let the host wait for all side streams."""
+        for field in fields(self):
+            getattr(self, field.name).mark().synchronize()
 
     @staticmethod
     def on(device: torch.device) -> Streams:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm import moves
 from zeroshard.comm.collectives import Axis
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.sharded import ShardedParameter
@@ -114,7 +115,8 @@ def _slice(one: _Shown) -> Tensor | None:
     start = one.buffer.start(one.at)
     size = one.buffer.sharded_span(one.at).size
     part = gradient.detach().reshape(-1)[start : start + size]
-    return part.to(one.buffer.plan.main_dtype, copy=True)
+    part = part.to(one.buffer.plan.main_dtype, copy=True)
+    return moves.beside(part, one.buffer.main)
 
 
 def _digest(gradient: Tensor | None) -> bytes:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from zeroshard.comm import moves
 from zeroshard.stepping.norms import Norms, whole_norms
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -92,7 +93,12 @@ class LayerWise(Optimizer):
         sizes = [len(part.parameters) for part in parts]
         for part, weight, other in zip(parts, weight_norms.split(sizes), norms.split(sizes), strict=True):
             ratio = self._trust_ratio(part.group, weight, other)
-            part.trust = torch.where((weight > 0) & (other > 0), ratio, 1.0).unbind()
+            trust = torch.where((weight > 0) & (other > 0), ratio, 1.0)
+            places: dict[int, Tensor] = {}
+            for group in moves.by_device(part.parameters):
+                own = moves.beside(trust, part.parameters[group[0]]).unbind()
+                places |= {index: own[index] for index in group}
+            part.trust = [places[index] for index in range(len(part.parameters))]
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a hyperparameter that is out of its range."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Axis, Part
 from zeroshard.comm.mesh import Axes
-from zeroshard.comm.streams import Streams
+from zeroshard.comm.streams import Mark, Streams, mark_here
 from zeroshard.lazy.deferred import has_memory, is_stored, read_part
 from zeroshard.parameters.attributes import carry_attributes
 from zeroshard.parameters.original import retire
@@ -132,7 +132,7 @@ class FlatBuffer:
             values = self._take_over()
             own = values[self.main_span.slice]
             self.full = values.to(self.plan.compute_dtype)
-            self.main = own if self.plan.is_alias else self._copy_over(own, self._empty_main())
+            self.main = own if self.plan.is_alias else self._empty_main().copy_(own)
         for original in self.originals:
             retire(original.parameter, original.fqn)
         self.data_note = DataNote(context.state)
@@ -141,6 +141,8 @@ class FlatBuffer:
         for original, *others in zip(self.originals, self.sharded, self.unsharded, strict=True):
             carry_attributes(original.parameter, *others)
         self._source, self._copied = Source(self.main), Source(self.main)
+        self._copies: list[Mark] = []
+        """The ends of copies out of host memory, which the host must not write to before."""
         self.copy = self._make_copy()
         """The main parameters in the compute dtype, if gathers start from such a copy; else None."""
         self._second: Tensor | None = None
@@ -280,7 +282,7 @@ class FlatBuffer:
         self.changed()
         is_in_use = self.is_resident and self._context.state.phase is Phase.BACKWARD
         if self.copy is not None and not is_in_use:
-            self._copy_over(values, self.copy)
+            self._move(values, self.copy)
             self._copied.follow()
 
     def take_back(self, index: int) -> None:
@@ -338,6 +340,7 @@ class FlatBuffer:
         is_near = own.dtype == self.full.dtype and self.plan.gather_tier is Tier.DEVICE
         if not is_in_place and not (is_near and self.is_partial):
             own = self._copy_over(own, self.full[self.main_span.slice])
+            del self._copies[:-1]  # this stream has begun after them
         (exchange,) = self.plan.gathers or (None,)
         return Gather(axes[exchange.axis], Part(self.full, own, self.tag)) if exchange else None
 
@@ -349,14 +352,34 @@ class FlatBuffer:
         self._source.follow()
 
     def _copy_over(self, values: Tensor, target: Tensor) -> Tensor:
+        """Copy main parameters, or their copy, on the current stream; note it if they lie on the host."""
+        self._move(values, target)
+        if self.plan.main_tier is not Tier.DEVICE:
+            mark = mark_here(self._context.device)
+            if mark.event is not None:
+                self._copies.append(mark)
+                self._context.state.reads_main = True
+        return target
+
+    def _move(self, values: Tensor, target: Tensor) -> None:
         """Copy values of any tier and dtype, on the current stream; the device of the target casts them."""
         memory = self._context.memory
         memory.fetch(values)
         memory.check(target)
-        target.copy_(values.to(target.device, non_blocking=True))
+        target.copy_(values.to(target.device, non_blocking=True), non_blocking=True)
         memory.rest(values)
         memory.rest(target)
-        return target
+
+    @property
+    def is_copied(self) -> bool:
+        """True if streams may still copy values of this buffer out of host memory."""
+        return bool(self._copies)
+
+    def await_copies(self) -> None:
+        """Let the host wait for the copies out of host memory, before it writes there."""
+        copies, self._copies = self._copies, []
+        for mark in copies:
+            mark.synchronize()
 
     def free(self, keep_second: bool) -> None:
         """Give the storage of `full` back; nothing may still be writing to it.
@@ -411,6 +434,7 @@ class FlatBuffer:
     def release(self) -> None:
         """Forget all values; tensors that others hold keep theirs."""
         self.drop_second()
+        self.await_copies()
         self.full = self.main = self.main.new_empty(0)
         self.copy = None
         self._source = Source(self.main)

@@ -20,6 +20,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
+from zeroshard.comm import moves
 from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
 
@@ -80,7 +81,8 @@ def _write_own(buffer: FlatBuffer, index: int) -> None:
     """Write the edited elements of this rank's slice; the others keep their value to the last bit."""
     span = buffer.sharded_span(index)
     own = buffer.main[span.slice]
-    seen = buffer.full[span.shifted(buffer.main_span.start).slice].to(own.device)
+    seen = moves.beside(buffer.full[span.shifted(buffer.main_span.start).slice], own)
+    buffer.await_copies()
     is_edited = seen != own.to(seen.dtype)
     if not buffer.is_stale:
         own.copy_(torch.where(is_edited, seen.to(own.dtype), own))

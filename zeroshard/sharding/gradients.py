@@ -351,10 +351,12 @@ class ReducedGradients(Gradients):
         if self.unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
             result.mul_(self.unscale)
         is_first = self._reduced is None and not self.is_kept
-        if self._landing is not None:
-            result = self._landing.land(result if self.is_kept else result.to(self.buffer.plan.main_dtype))
         grads = [gradient_of(parameter) for parameter in self.buffer.sharded] if is_first else [None]
-        if all(gradient is not None for gradient in grads):
+        has_all = all(gradient is not None for gradient in grads)
+        if self._landing is not None:
+            is_addend = has_all or not is_first  # a sum is rounded once
+            result = self._landing.land(result if is_addend else result.to(self.buffer.plan.main_dtype))
+        if has_all:
             self._wait_on_host()
             for gradient, own in zip(grads, self._own_slices, strict=True):
                 gradient.add_(result[own])  # type: ignore[union-attr]

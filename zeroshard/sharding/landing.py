@@ -1,22 +1,29 @@
 """Reduced gradients leave the device for host memory, where the optimizer reads them.
 
 The copies run on a stream of their own, beside the rest of the backward. The host waits for them before it
-adds to them or hands them to the parameters.
+adds to them or hands them to the parameters. Values of a few buffers are on their way at a time: compute
+waits for older copies, so that their memory on the device is free again within the backward.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from zeroshard.comm.streams import Mark, has_streams
+from zeroshard.comm import streams
+from zeroshard.comm.streams import Mark
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.storage import count_views
 
+_MOST_UNDER_WAY = 2
+"""Reduced gradients of flat buffers that hold memory on the device while they are copied."""
+
 
 def leaves_device(buffer: FlatBuffer, context: Context) -> bool:
     """True if the optimizer reads gradients in host memory, and the device is another one."""
-    return buffer.trainable and buffer.plan.main_tier is not Tier.DEVICE and has_streams(context.device)
+    return (
+        buffer.trainable and buffer.plan.main_tier is not Tier.DEVICE and streams.has_streams(context.device)
+    )
 
 
 class Landing:
@@ -32,21 +39,23 @@ class Landing:
     def __init__(self, context: Context, size: int) -> None:
         self._context, self._size = context, size
         self._memory: list[Tensor] = []
-        self._under_way: list[tuple[Tensor, Mark]] = []
-        """Values on the device and the end of their copies; they stay until the host has waited."""
+        self._under_way: list[Mark] = []
+        """The ends of copies that the host has not waited for."""
 
     def land(self, values: Tensor) -> Tensor:
         """Start to copy `values`, [size]; return the host's tensor, to be read after `wait`."""
         target = self._find(values)
-        with self._context.streams.to_host.after_compute():
+        to_host = self._context.streams.to_host
+        with to_host.after_compute():
             target.copy_(values, non_blocking=True)
-        self._under_way.append((values, self._context.streams.to_host.mark()))
+        self._under_way.append(to_host.hold(values, most=_MOST_UNDER_WAY))
         return target
 
     def wait(self) -> None:
         """Let the host wait until all values have landed."""
-        for _, mark in self._under_way:
+        for mark in self._under_way:
             mark.synchronize()
+            self._context.streams.to_host.let_go(mark)
         self._under_way.clear()
 
     def _find(self, values: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.parameters.state import Phase
+from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import Context, FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.order import UnitOrder
@@ -34,6 +35,7 @@ class ShardedModule:
         placements = context.setting.placements
         makes_same_calls = placements.frees_parameters and context.axes.dp_replicate.size == 1
         self.order = UnitOrder(units, is_common=makes_same_calls)
+        self._offloaded = [buffer for buffer in self.buffers if buffer.plan.main_tier is not Tier.DEVICE]
         self._last: frozenset[Unit] = frozenset()
         """The units that the last forward with a backward ended with."""
 
@@ -125,14 +127,17 @@ class ShardedModule:
         for unit in reversed(self.order.of_reductions()):  # the same on all ranks; about that of a forward
             unit.refresh()
         self.state.reads_main = any(unit.state is UnitState.GATHERING for unit in self.units)
+        self.state.reads_main |= any(buffer.is_copied for buffer in self._offloaded)
 
     def finish_gathers(self) -> None:
-        """Wait for the gathers that read main parameters, before these change."""
+        """Wait for the gathers that read main parameters, before these change; on the host, it waits."""
         if self.state.reads_main:
             self.state.reads_main = False
             for unit in self.units:
                 if unit.state is UnitState.GATHERING:
                     unit.wait()
+            for buffer in self._offloaded:
+                buffer.await_copies()
 
     def _owns_memory(self, tensor: Tensor) -> bool:
         """True if a tensor lies in the memory of unsharded parameters."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.comm.streams import mark_here
 from zeroshard.comm.watch.ledger import REDUCE, STEP
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parameters.sharded import ShardedParameter
@@ -27,7 +28,7 @@ class Runtime(Passes):
         super().__init__(*args, **kwargs)
         self._answer_parameters(self.finish_gathers, self._forget_gradient)
         # An engine that is dropped may have gathers under way, into memory that goes with it.
-        weakref.finalize(self, _drain, self.context).atexit = False
+        weakref.finalize(self, _drain, self.context, bool(self._offloaded)).atexit = False
 
     def before_step(self) -> None:
         """Make the gradients ready for an optimizer: reduce what was deferred.
@@ -63,7 +64,7 @@ class Runtime(Passes):
         self.reducer.drop_deferred()
 
     def settle(self) -> None:
-        """Wait for every exchange under way, and clean up after an exception.
+        """Wait for every exchange and copy under way, and clean up after an exception.
 
         Raises:
             RuntimeError: a forward or backward is running.
@@ -77,6 +78,8 @@ class Runtime(Passes):
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
                 unit.wait()
+        for buffer in self._offloaded:
+            buffer.await_copies()
 
     def _forget_gradient(self, parameter: ShardedParameter) -> None:
         """Forget the sum of gradients of one parameter that was not reduced yet."""
@@ -92,6 +95,9 @@ class Runtime(Passes):
             self.put_away()
 
 
-def _drain(context: Context) -> None:
+def _drain(context: Context, is_offloaded: bool) -> None:
     context.axes.drain(DRAIN_S)
     context.streams.join()
+    if is_offloaded:  # host memory goes back to the system at once
+        context.streams.synchronize()
+        mark_here(context.device).synchronize()

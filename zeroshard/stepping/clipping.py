@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zeroshard.comm import moves
 from zeroshard.parameters.sharded import gradient_of
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.norms import sum_of_powers
@@ -57,15 +58,16 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place; a product is rounded once, to the dtype of its tensor.
 
     Args:
-        tensors: tensors of any floating-point dtypes, on one device.
-        factor: 0-dim, float32.
+        tensors: tensors of any floating-point dtypes, on any devices.
+        factor: 0-dim, float32; if tensors lie on another device, the host waits for it.
     """
-    runs = contiguous_runs(tensors)
-    if alike := [run for run in runs if run.dtype == factor.dtype]:
-        torch._foreach_mul_(alike, factor)
-    for run in runs:
-        if run.dtype != factor.dtype:
-            run.mul_(factor.view(1))  # a 0-dim factor would be rounded to the dtype of the run first
+    for group in by_device(tensors):
+        own, runs = moves.beside(factor, group[0]), contiguous_runs(group)
+        if alike := [run for run in runs if run.dtype == own.dtype]:
+            torch._foreach_mul_(alike, own)
+        for run in runs:
+            if run.dtype != own.dtype:
+                run.mul_(own.view(1))  # a 0-dim factor would be rounded to the dtype of the run first
 
 
 @torch.no_grad()
@@ -82,17 +84,30 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
     Returns:
         0-dim, float32.
     """
-    axis, own = runtime.context.axis, own_gradients(runtime)
+    axis, device = runtime.context.axis, runtime.context.device
+    groups = by_device(own_gradients(runtime))
     if math.isinf(order):
-        largest = torch.zeros(axis.size, dtype=torch.float64, device=runtime.context.device)
-        if parts := [tensor for tensor in own if tensor.numel()]:
-            largest[axis.rank] = torch.stack([tensor.abs().max().double() for tensor in parts]).max()
+        largest = torch.zeros(axis.size, dtype=torch.float64, device=device)
+        for group in groups:
+            found = moves.to_device(_largest(group), device)
+            torch.maximum(largest[axis.rank], found, out=largest[axis.rank])
         return axis.sum(largest, "largest gradients").max().float()
-    total = torch.zeros((), dtype=torch.float64, device=runtime.context.device)
-    if own:
-        total += sum_of_powers(own, order).sum()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for group in groups:
+        total += moves.to_device(sum_of_powers(group, order).sum(), device)
     total = axis.sum(total, f"sum of the gradient norms to the power of {order:g}")
     return (total.sqrt() if order == 2.0 else total.pow(1.0 / order)).float()
+
+
+def _largest(tensors: Sequence[Tensor]) -> Tensor:
+    """0-dim, float64: the largest magnitude; 0 without any element."""
+    found = [tensor.abs().max().double() for tensor in tensors if tensor.numel()]
+    return torch.stack(found).max() if found else tensors[0].new_zeros((), dtype=torch.float64)
+
+
+def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return tensors in groups of one device: main parameters and their gradients may lie on the host."""
+    return [[tensors[index] for index in group] for group in moves.by_device(tensors)]
 
 
 def own_gradients(runtime: Runtime) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.stepping.clipping import global_norm, own_gradients
+from zeroshard.stepping.clipping import by_device, global_norm, own_gradients
 from zeroshard.stepping.norms import foreach_norm
 
 _NUM_SHOWN = 3
@@ -18,10 +18,14 @@ _NUM_SHOWN = 3
 @torch.no_grad()
 def all_finite(runtime: Runtime) -> bool:
     """True if no gradient holds inf or nan on any rank; one exchange."""
-    own = own_gradients(runtime)
-    probe = summed if runtime.context.device.type == "cpu" else largest
-    is_bad = bool(own) and not bool(probe(own).isfinite().all())
+    groups = by_device(own_gradients(runtime))
+    is_bad = not all(bool(_probe(group).isfinite().all()) for group in groups)
     return not runtime.context.axes.dp.any([is_bad], "agreement on whether gradients are finite")()[0]
+
+
+def _probe(tensors: Sequence[Tensor]) -> Tensor:
+    """Values that are all finite if and only if each element of tensors on one device is."""
+    return (summed if tensors[0].is_cpu else largest)(tensors)
 
 
 def summed(tensors: Sequence[Tensor]) -> Tensor:

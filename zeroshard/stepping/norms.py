@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from zeroshard.comm import moves
 from zeroshard.comm.collectives import Axis
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
@@ -106,7 +107,12 @@ class NormsOverRanks:
     @torch.no_grad()
     def __call__(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
         own = [tensor[self._slice(p)] for p, tensor in zip(parameters, tensors, strict=True)]
-        return self._axis.sum(sum_of_squares(own), "sum of the squared norms of parameters").sqrt()
+        squares: dict[int, Tensor] = {}
+        for group in moves.by_device(own):
+            found = moves.to_device(sum_of_squares([own[index] for index in group]), self._axis.device)
+            squares |= zip(group, found.unbind(), strict=True)
+        total = torch.stack([squares[index] for index in range(len(own))])
+        return self._axis.sum(total, "sum of the squared norms of parameters").sqrt()
 
     def _slice(self, parameter: Tensor) -> slice:
         own = self._own.get(parameter) if isinstance(parameter, ShardedParameter) else None

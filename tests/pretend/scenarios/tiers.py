@@ -1,0 +1,218 @@
+"""Main parameters, gradients and optimizer states on the host or in files; all values are as without it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add, scenario
+from tests.pretend.scenarios.plain import BF16, READS_NORM
+from zeroshard.optim import LAMB
+
+HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
+NARROW = BF16 | {"main_dtype": "bfloat16"}
+READS_FACTOR = ("stepping/clipping.py",)
+"""The host waits for the norm: it scales the gradients that lie there."""
+
+Train = Callable[[Bench], list[Tensor]]
+"""Returns losses."""
+
+
+def plainly(bench: Bench, steps: int = 3) -> list[Tensor]:
+    losses = []
+    for number in range(steps):
+        loss = bench.loss(number)
+        bench.engine.backward(loss)
+        bench.engine.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def _values(
+    bench: Bench, model: nn.Module, train: Train, optimizer: MakeOptimizer, config: dict[str, Any]
+) -> list[Tensor]:
+    torch.manual_seed(1)
+    engine = bench.start(copy.deepcopy(model), optimizer, **config)
+    losses = train(bench)
+    with bench.trace.syncs_allowed():
+        return losses + [value.clone() for value in engine.full_state_dict().values()]
+
+
+def _add(
+    name: str,
+    offload: dict[str, Any],
+    train: Train = plainly,
+    *,
+    optimizer: MakeOptimizer = adamw,
+    num_ranks: int = 2,
+    may_sync: Iterable[str] = (),
+    **config: Any,
+) -> None:
+    """A scenario that trains a language model with and without offload, and compares all values."""
+
+    def run(bench: Bench) -> None:
+        is_in_files = "nvme" in offload.values()
+        tiers = offload | ({"nvme_path": str(bench.folder)} if is_in_files else {})
+        model = bench.gpt(5 if is_in_files else 2)  # more units than buffers of a step
+        moved = _values(bench, model, train, optimizer, config | {"offload": tiers})
+        assert {"to_host"} <= {stream for stream, _ in bench.trace.kernels}, "gradients leave the device"
+        plain = _values(bench, model, train, optimizer, config)
+        with bench.trace.syncs_allowed():
+            assert all(torch.equal(one, other) for one, other in zip(moved, plain, strict=True))
+
+    add(name, run, num_ranks=num_ranks, may_sync=may_sync)
+
+
+for _stage in (1, 2, 3):
+    _add(f"host_stage{_stage}", HOST, stage=_stage)
+    _add(f"host_stage{_stage}_bf16", HOST, stage=_stage, precision=BF16)
+_add("host_stage3_bf16_main", HOST, stage=3, precision=NARROW)
+
+
+def _accumulated(bench: Bench) -> list[Tensor]:
+    return plainly(bench, 4)
+
+
+def _edited(bench: Bench) -> list[Tensor]:
+    """Parameters are edited between steps and forwards, and shown whole, and read by name."""
+    losses = []
+    for number in range(2):
+        losses += plainly(bench, 1)
+        with torch.no_grad():
+            for parameter in bench.engine.parameters():
+                parameter.clamp_(-0.1, 0.1)
+        losses.append(bench.loss(number).detach())
+        with torch.no_grad():
+            for parameter in bench.engine.parameters():
+                parameter.mul_(0.9)
+    return losses
+
+
+def _shown(bench: Bench) -> list[Tensor]:
+    losses = []
+    for number in range(2):
+        bench.engine.backward(bench.loss(number))
+        with bench.engine.unsharded(write_back=True), torch.no_grad():
+            bench.engine.module.blocks[0].mlp[0].weight.mul_(0.5)
+            for parameter in bench.engine.parameters():
+                parameter.grad.mul_(0.5)
+        bench.engine.step()
+        with bench.engine.unsharded():
+            pass
+        losses.append(bench.loss(number).detach())
+    return losses
+
+
+def _named(bench: Bench) -> list[Tensor]:
+    engine = bench.engine
+    name = next(name for name, parameter in engine.named_parameters() if len(parameter.full_shape) > 1)
+    for number in range(2):
+        engine.backward(bench.loss(number))
+        engine.set_full_gradient(name, engine.full_gradient(name) / 2)
+        engine.step()
+        engine.set_full_parameter(name, engine.full_parameter(name) * 0.5)
+        states = engine.full_optimizer_state(name)
+        engine.set_full_optimizer_state(name, {"exp_avg": states["exp_avg"] * 0.5})
+    return plainly(bench, 1)
+
+
+def _saved(bench: Bench) -> list[Tensor]:
+    folder = bench.folder / ("moved" if bench.engine.config.offload.optimizer != "none" else "plain")
+    losses = plainly(bench, 1)
+    bench.engine.save_checkpoint(folder, blocking=False)
+    losses += plainly(bench, 2)
+    bench.engine.load_checkpoint(folder)
+    return losses + plainly(bench, 1)
+
+
+def _overflowing(bench: Bench) -> list[Tensor]:
+    """One of the steps is left out."""
+    losses = plainly(bench, 1)
+    loss = bench.loss(1)
+    bench.engine.backward(loss * (float("inf") if bench.rank else 1.0))
+    bench.engine.step()
+    return losses + plainly(bench, 1)
+
+
+_WHOLE = {"parameters": "cpu", **HOST}
+_FRACTION = {**HOST, "device_fraction": 0.5}
+_FULL = ("full/parameters.py", "full/gradients.py", "stepping/clipping.py")
+
+_add("host_stage3_one_rank", HOST, stage=3, num_ranks=1)
+_add("host_stage2_one_rank_bf16", HOST, stage=2, num_ranks=1, precision=BF16)
+for _stage in (2, 3):
+    _add(
+        f"host_stage{_stage}_clip_accumulate",
+        HOST,
+        _accumulated,
+        stage=_stage,
+        precision=NARROW,
+        gradient_accumulation_steps=2,
+        clip_grad_norm=0.01,
+        may_sync=READS_FACTOR,
+    )
+    _add(
+        f"fraction_stage{_stage}_clip",
+        _FRACTION,
+        stage=_stage,
+        precision=BF16,
+        clip_grad_norm=0.01,
+        may_sync=READS_FACTOR,
+    )
+for _name, _precision in (("", {}), ("_bf16", BF16), ("_bf16_main", NARROW)):
+    _add(f"parameters_on_host{_name}", _WHOLE, stage=3, precision=_precision)
+_add("parameters_on_host_one_rank", _WHOLE, stage=3, precision=BF16, num_ranks=1)
+_add(
+    "parameters_on_host_accumulate",
+    _WHOLE,
+    _accumulated,
+    stage=3,
+    precision=BF16,
+    gradient_accumulation_steps=2,
+)
+_add("files_stage1", FILES, stage=1, precision=BF16)
+_add("files_stage3", FILES, stage=3)
+_add(
+    "files_stage3_clip",
+    {**FILES, "parameters": "cpu"},
+    stage=3,
+    precision=NARROW,
+    clip_grad_norm=0.01,
+    may_sync=READS_FACTOR,
+)
+for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE), ("files", FILES)):
+    _add(f"{_name}_edited", _offload, _edited, stage=3, precision=BF16)
+    _add(f"{_name}_shown", _offload, _shown, stage=3, precision=BF16, may_sync=_FULL)
+    _add(f"{_name}_named", _offload, _named, stage=3, precision=BF16, may_sync=("zeroshard/byname.py",))
+    _add(f"{_name}_saved", _offload, _saved, stage=3, precision=BF16, may_sync=("zeroshard/checkpoint/",))
+_add("host_saved_stage1", HOST, _saved, stage=1, precision=BF16, may_sync=("zeroshard/checkpoint/",))
+_add("host_edited_stage1", HOST, _edited, stage=1, precision=BF16)
+_add("fraction_skips", _FRACTION, _overflowing, stage=3, nonfinite="skip", may_sync=READS_NORM)
+_add(
+    "fraction_lamb",
+    _FRACTION,
+    optimizer=lambda p: LAMB(p, 1e-3),
+    stage=3,
+    may_sync=("optim/layerwise.py",),
+)
+
+
+@scenario()
+def host_dropped(bench: Bench) -> None:
+    """Engines go while copies from and to the host are under way; one is closed, and another one goes on."""
+    for parameters in ("none", "cpu"):
+        bench.start(bench.gpt(2), stage=3, offload={**HOST, "parameters": parameters})
+        bench.engine.backward(bench.loss(0))
+        bench.loss(1)
+        bench.engine = None
+        gc.collect()
+    model = bench.gpt(2)
+    for number in range(2):
+        bench.start(model, stage=1, precision=BF16, offload=HOST)
+        bench.train(2, 2 * number)
+        bench.engine.close()
