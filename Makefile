@@ -64,11 +64,13 @@ lint: setup-dev  ## Check style, format and types
 	"$(PYTHON)" -m ruff format --check .
 	"$(PYTHON)" -m mypy --strict zeroshard
 
-bench: setup-dev  ## Measure step time, memory, checkpoints and optimizers on the CPU
+bench: setup-dev  ## Measure step time, memory, checkpoints, optimizers on the CPU, and the disk
 	"$(PYTHON)" benchmarks/step_time.py $(ARGS)
 	"$(PYTHON)" benchmarks/memory.py $(ARGS)
 	"$(PYTHON)" benchmarks/checkpoint.py
 	"$(PYTHON)" benchmarks/optimizers.py
+	"$(PYTHON)" benchmarks/nvme.py
+	"$(PYTHON)" benchmarks/main_dtype.py
 
 test-gpu: setup-dev  ## Run the tests that need a GPU
 	"$(PYTHON)" -m pytest -m gpu $(ARGS)

@@ -73,6 +73,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
             "optimizer": "none",
             "parameters": "none",
             "activations": "none",
+            "step_in_backward": False,
             "device_fraction": 0.0,
             "nvme_path": None,
             "num_threads": None,
@@ -607,8 +608,6 @@ def test_what_this_version_has_is_supported(stage):
 @pytest.mark.parametrize(
     ("options", "listed"),
     [
-        ({"offload": {"optimizer": "cpu"}}, "offload.optimizer='cpu'"),
-        ({"offload": {"parameters": "cpu"}}, "offload.parameters='cpu'"),
         ({"mesh": {"pp": 2}}, "mesh.pp=2"),
         ({"mesh": {"tp": 2}}, "mesh.tp=2"),
         ({"pipeline": {"schedule": "gpipe"}}, "pipeline.schedule='gpipe'"),
@@ -625,9 +624,21 @@ def test_all_that_is_missing_is_listed_at_once():
     config = Config(
         mesh=Mesh(pp=2),
         precision=Precision(main_dtype="fp16"),
-        offload=Offload(optimizer="nvme", nvme_path="scratch"),
     )
     assert refusal(require_supported, config) == (
-        "not available in zeroshard yet: precision.main_dtype=float16, "
-        "offload.optimizer='nvme', offload.nvme_path='scratch', mesh.pp=2"
+        "not available in zeroshard yet: precision.main_dtype=float16, mesh.pp=2"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({"stage": 2}, "stage to be 3, got 2"),
+        ({"clip_grad_norm": 1.0}, "clip_grad_norm to be None, got 1.0"),
+        ({"nonfinite": "skip"}, "nonfinite to be 'report', got 'skip'"),
+        ({"precision": "fp16"}, "precision.param_dtype to be another dtype than float16, got float16"),
+    ],
+)
+def test_nothing_that_needs_all_gradients_goes_with_steps_in_the_backward(options, needed):
+    message = refusal(Config.from_dict, {"offload": {"step_in_backward": True}} | options)
+    assert message == f"offload.step_in_backward=True needs {needed}"

@@ -19,8 +19,8 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").g
 CONFIG_ROWS = re.findall(
     r"^\| `([\w.]+)` \| `([^`]+)` \| ", (ROOT / "docs/reference.md").read_text(encoding="utf-8"), re.MULTILINE
 )
-PLANNED = ("offload.", "mesh.", "pipeline.")
-"""Sections that `initialize` refuses in this version; the page names them in a sentence."""
+PLANNED = ("mesh.", "pipeline.")
+"""Keys that `initialize` refuses in this version; the page names them in a sentence."""
 
 
 def anchors(page: Path) -> set[str]:

@@ -407,6 +407,7 @@ def test_rank_that_had_fewer_batches_and_saves_is_told_so_too(
             assert advice in ending.last_line
 
 
+@pytest.mark.long
 @STAGES
 def test_exception_in_the_loader_of_one_rank_is_told_to_the_others(
     run: Forks, stages: tuple[int, ...]
@@ -468,6 +469,7 @@ def test_rank_that_is_killed_ends_another_that_is_busy_with_its_own(run: Forks) 
         assert f"rank {dead} has exited" in ending.output
 
 
+@pytest.mark.long
 def test_rank_that_has_ended_its_script_lets_others_go_on_alone(run: Forks) -> None:
     alone = [GO_ON_ALONE.replace("LONGER", str(rank)) for rank in (0, 1)]
     for pair in run(*[script(TRAIN, part, watchdog_s=2.0) for part in alone]):
@@ -482,6 +484,7 @@ def test_rank_that_never_comes_to_initialize_is_missed_in_our_words(run: Forks) 
     assert "rank 0 of 2" in waiting.last_line
 
 
+@pytest.mark.long
 def test_evaluation_and_saving_on_rank_0_alone_tell_that_all_ranks_must_call_it(run: Forks) -> None:
     calls = ("engine(x)", "engine.full_state_dict()", "engine.save_checkpoint(f'/tmp/{os.getpid()}')")
     alone = [f"\nif rank == 0:\n    {call}\nelse:\n    time.sleep(60)\n" for call in calls]

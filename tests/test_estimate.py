@@ -306,8 +306,8 @@ def test_a_bad_config_and_an_unknown_unit_are_refused_as_they_are_by_initialize(
 @pytest.mark.parametrize(
     ("config", "listed"),
     [
-        ({"offload": {"optimizer": "cpu"}}, "offload.optimizer='cpu'"),
         ({"mesh": {"tp": 2}}, "mesh.tp=2"),
+        ({"mesh": {"pp": 2}}, "mesh.pp=2"),
     ],
 )
 def test_what_is_not_there_yet_is_refused_rather_than_left_out_of_the_sums(config, listed):

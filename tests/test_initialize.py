@@ -389,8 +389,6 @@ def test_wrong_types_and_impossible_combinations_are_refused(config, message):
 @pytest.mark.parametrize(
     ("config", "listed"),
     [
-        ({"offload": {"optimizer": "cpu"}}, "offload.optimizer='cpu'"),
-        ({"offload": {"parameters": "nvme", "nvme_path": "x"}}, "offload.parameters='nvme', "),
         ({"mesh": {"tp": 2}}, "mesh.tp=2"),
         ({"mesh": {"pp": 2}}, "mesh.pp=2"),
         ({"precision": {"main_dtype": "fp16"}}, "precision.main_dtype=float16"),

@@ -144,6 +144,9 @@ def read_setting(config: Config, sizes: Mapping[str, int], *, host_computes: boo
         sizes=sizes,
         tiers=Tiers.of(offload.optimizer, offload.parameters, host_computes=host_computes),
         device_fraction=offload.device_fraction,
+        host_computes=host_computes,
+        num_threads=offload.num_threads,
+        steps_in_backward=offload.step_in_backward,
     )
 
 

@@ -59,7 +59,8 @@ class Checkpointing:
                 strings, dataclasses as dicts, enums as their values, NamedTuples as tuples.
             blocking: True returns when the checkpoint is there, False when its values are copied. A thread
                 then writes it beside further training. A failure is raised, on all ranks, by a later step,
-                save or load; with sharded parameters also by a forward.
+                save or load; with sharded parameters also by a forward. With values on the nvme
+                tier, which may not fit into memory, the call returns when the checkpoint is there.
             optimizer: False leaves out the states of the optimizer and of the LR scheduler.
 
         Raises:
@@ -79,7 +80,8 @@ class Checkpointing:
         tag = f"step-{self.global_step}" if tag is None else tag
         parts = self._parts if optimizer else replace(self._parts, optimizer=None, lr_scheduler=None)
         snapshot = capture(parts, self._progress, dir, tag, client_state)
-        (self._saver.save if blocking else self._saver.start)(snapshot)
+        is_blocking = blocking or self._runtime.context.setting.tiers.has_files
+        (self._saver.save if is_blocking else self._saver.start)(snapshot)
 
     def load_checkpoint(
         self,

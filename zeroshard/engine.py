@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,7 @@ from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.tracers import refuse_proxies
 from zeroshard.stepping.attach import Judged, attach
+from zeroshard.stepping.early import EarlySteps
 from zeroshard.stepping.guard import StepGuard
 from zeroshard.stepping.halfway import Arguments, Halfway
 
@@ -69,13 +71,16 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         """Steps that were not taken because gradients were not finite."""
         self._guard = StepGuard(parts.runtime, parts.config)
         self._halfway = Halfway()
+        self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
         self._is_ready = False
         """True if `step()` has made the gradients ready for the optimizer."""
         weakref.finalize(self, saver.leave_alone)
         if parts.optimizer is not None:
             own = Judged(weakref.WeakMethod(self._judge_step), weakref.WeakMethod(self._count_step))
-            attach(parts.runtime, self._guard.rounding, parts.optimizer, engine=own)
+            steps = attach(parts.runtime, self._guard.rounding, parts.optimizer, engine=own)
+            if parts.config.offload.step_in_backward:
+                self._early = EarlySteps(parts.runtime, parts.optimizer, steps, self._halfway)
         refuse_wrappers([self], object.__setattr__)
         parts.runtime.changes.set(module, "zero_grad", EnginesOwn(self, module, "zero_grad"))
         if hasattr(module, "save_pretrained"):
@@ -121,7 +126,8 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
             self._runtime.reducer,
             not self._runtime.context.setting.placements.accumulates_locally,
         )
-        with reducer.deferring(not self._is_at_boundary, send=send), reducer.scaled(self.loss_scale):
+        early = self._early if self._early is not None and self._is_at_boundary else nullcontext()
+        with reducer.deferring(not self._is_at_boundary, send=send), reducer.scaled(self.loss_scale), early:
             self._factored(loss, divides=scale_wrt_gas).backward()
         return loss.detach()
 
@@ -171,7 +177,8 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
             self._micro_step += 1
             return False
         self._runtime.before_step()
-        if not self._runtime.has_gradients:
+        is_early = self._early is not None and self._early.end()
+        if not self._runtime.has_gradients and not is_early:
             warn_no_gradients()
             self._micro_step = 0
             self.zero_grad()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.agreement import check_agreement
-from zeroshard.assemble import open_data_parallel, shard_over
+from zeroshard.assemble import open_data_parallel, read_setting, shard_over
+from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts
 from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.collectives import Axis
@@ -21,15 +23,19 @@ from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, watch
 from zeroshard.comm.mesh import Axes, open_world, start_process_group
+from zeroshard.comm.streams import has_streams
 from zeroshard.config.sections import Config, require_supported
 from zeroshard.data.batches import collator
 from zeroshard.data.blocks import Blocks
 from zeroshard.data.loader import EpochLoader
 from zeroshard.engine import Engine, LossFunction
 from zeroshard.lazy.recorder import refuse_recording
+from zeroshard.memory.tiered import States, bytes_on_tiers, check_room
 from zeroshard.optim.adopt.overrides import forget, read_overrides
 from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, take_over
-from zeroshard.plan.wrapping import find_units
+from zeroshard.optim.statenames import num_bits, rule_of
+from zeroshard.plan.buffers import plan_units
+from zeroshard.plan.wrapping import UnitSpec, find_units
 
 
 class Initialized(NamedTuple):
@@ -90,6 +96,9 @@ def initialize(
     check_agreement(world, model, config, specs, optimizer, overrides, training_data)
     axes = open_data_parallel(config, world)
     close_at_exit(axes, *axes.members)
+    if config.offload.optimizer != "none" or config.offload.parameters != "none":
+        check = functools.partial(_check_room, specs, config, axes, device, optimizer)
+        on_all(axes.dp, "check of the room for offload", check)
     runtime, replacements = shard_over(model, specs, config, axes, device)
     if optimizer is not None:
         take_over(optimizer, replacements, overrides)
@@ -121,6 +130,19 @@ def _check_arguments(model: Any, training_data: Any, loss_fn: Any, tp_plan: Any)
         raise ValueError(f"training_data: expected a Dataset with a length above 0, got {training_data!r}")
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"loss_fn: expected a callable (output, targets) -> loss, got {loss_fn!r}")
+
+
+def _check_room(
+    specs: Sequence[UnitSpec], config: Config, axes: Axes, device: torch.device, optimizer: Optimizer | None
+) -> None:
+    """Refuse tiers that this node has no room for."""
+    setting = read_setting(config, axes.sizes, host_computes=not has_streams(device))
+    states = States(num=0)  # those of an optimizer that is not known are not counted
+    if optimizer is not None and (rule := rule_of(optimizer)) is not None:
+        largest = max((p for group in optimizer.param_groups for p in group["params"]), key=Tensor.numel)
+        states = States(num=len(rule.states), bits=num_bits(optimizer, largest))
+    tiers = bytes_on_tiers(plan_units(specs, setting), setting, config.gradient_accumulation_steps, states)
+    check_room(tiers, config.offload.nvme_path, axes.dp.size)
 
 
 def _open_world(config: Config, device: torch.device) -> Axis:

@@ -158,7 +158,7 @@ def state(engine: Engine, losses: list[float] | None = None) -> State:
             for key, value in saved.items():
                 parts = [holder[name][key] for holder in holders]
                 is_sharded = isinstance(value, Tensor) and value.dim()
-                tensors[name, key] = torch.cat(parts) if is_sharded else torch.as_tensor(parts[0])
+                tensors[name, key] = torch.cat(parts, -1) if is_sharded else torch.as_tensor(parts[0])
         values["groups"] = [
             {key: value for key, value in group.items() if key != "params"}
             | {"names": [p.fqn for p in group["params"]]}

@@ -236,6 +236,7 @@ def unequal(got, want):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_ranks", "config"), [(1, 0), pytest.param(4, HYBRID, marks=pytest.mark.long)])
 def test_states_are_converted_to_the_nearest_codes_and_back_at_another_layout(
     ranks, converted, num_ranks, config

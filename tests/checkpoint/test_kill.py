@@ -11,6 +11,7 @@ from tests.checkpoint.kill import Trial
 NUM_TRIALS, FIRST = 4, 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [FIRST, pytest.param(FIRST + 2, marks=pytest.mark.long)])
 def test_what_is_left_of_a_save_whose_ranks_were_killed_is_a_whole_checkpoint(first):
     command = [

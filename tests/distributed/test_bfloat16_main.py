@@ -301,6 +301,37 @@ def test_an_optimizer_of_torch_sees_one_unit_at_a_time_and_only_what_has_a_gradi
     assert ranks(2, in_units) == [(seen, 2)] * 2
 
 
+class Seeing(AdamW8bit):
+    """Tells the dtypes of the parameters that its steps change."""
+
+    seen: ClassVar = set()
+
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.seen.update(p.dtype for p in parameters if p.grad is not None)
+        return super().step(closure)
+
+
+def dtypes_seen(module):
+    """By a class that stands in a module."""
+    model, kind = build(), type("Seeing", (Seeing,), {"__module__": module})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = kind(model.parameters(), lr=1e-3)
+        torch.manual_seed(SEED)
+        engine = zeroshard.initialize(model, optimizer, {"stage": 2, "precision": BF16_MAIN}).engine
+    Seeing.seen.clear()
+    train(engine)
+    return unequal(engine, by_hand("AdamW8bit", build())), Seeing.seen
+
+
+@pytest.mark.parametrize(
+    ("module", "dtype"), [("zeroshard.seeing", torch.bfloat16), ("somewhere", torch.float32)]
+)
+def test_an_8bit_optimizer_steps_bfloat16_as_it_is_unless_nobody_knows_its_class(ranks, module, dtype):
+    assert ranks(2, dtypes_seen, module) == [([], {dtype})] * 2
+
+
 class Failing(torch.optim.SGD):
     """Fails after it has changed the parameters."""
 

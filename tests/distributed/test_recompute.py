@@ -315,6 +315,7 @@ def compiled(stage, recompute):
     return max(abs(a - b) / b for a, b in zip(losses, want.losses, strict=True)), far, graphs
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))),
     reason="torch.compile needs a C++ compiler on CPUs",

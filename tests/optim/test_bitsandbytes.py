@@ -391,6 +391,7 @@ def test_an_update_that_is_not_known_is_refused():
         check(optimizer)
 
 
+@pytest.mark.long
 def test_bitsandbytes_is_neither_imported_nor_needed_for_other_optimizers():
     code = (
         "import sys; sys.modules['bitsandbytes'] = None\n"

@@ -30,6 +30,9 @@ class Noting:
             self.is_gathered = True
             self.log.append(f"gather {self.name}")
 
+    def read_ahead(self):
+        self.is_read = True
+
     def reshard(self):
         self.is_gathered = False
 

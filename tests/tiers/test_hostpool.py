@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from zeroshard.tiers import hostpool
 from zeroshard.tiers.hostpool import HostMeter, HostPool, size_class
 
 PAGE, MB = 4096, 1 << 20
@@ -45,3 +46,19 @@ def test_all_buffers_are_never_more_than_were_in_use_at_once() -> None:
     pool.give(large)
     assert meter.num_bytes == 4 * MB + PAGE
     assert meter.pinned == 0
+
+
+def test_an_error_of_the_allocator_tells_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = HostMeter()
+    pool = HostPool(meter, pinned=True)
+
+    def fail(num_bytes: int, pinned: bool) -> None:
+        raise RuntimeError("CUDA error: out of memory\nmore lines")
+
+    monkeypatch.setattr(hostpool, "host_memory", fail)
+    with pytest.raises(RuntimeError, match=r"no 4096 bytes of pinned host memory .*\(torch: CUDA error: out"):
+        pool.take(10)
+    monkeypatch.undo()
+    pool = HostPool(meter, pinned=False)
+    pool.take(10)
+    assert (meter.num_bytes, meter.pinned) == (4096, 0)

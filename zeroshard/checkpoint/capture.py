@@ -229,6 +229,7 @@ def _build(
         aliases=reading.model.aliases,
         manifest=manifest,
         values=to_files(values) if runtime.context.axes.dp.rank == 0 else {},
+        memory=runtime.context.memory,
     )
 
 

@@ -16,6 +16,7 @@ from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.reader import Stored
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, parameter_slices
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.tiers.places import TierMemory
 
 _POLYNOMIAL = 0xEDB88320
 """The polynomial of crc32, the bit of the highest power last."""
@@ -37,14 +38,16 @@ def frozen_names(runtime: Runtime) -> list[str]:
 
 def measure_pieces(runtime: Runtime, names: Collection[str]) -> list[Piece]:
     """Checksums of this rank's slices of some parameters; over all ranks, each element once."""
-    return [_measure(part) for part in parameter_slices(runtime, names)]
+    return [_measure(part, runtime.context.memory) for part in parameter_slices(runtime, names)]
 
 
-def _measure(part: TensorSlice) -> Piece:
+def _measure(part: TensorSlice, memory: TierMemory) -> Piece:
     crc, step = 0, max(1, MAX_BOX_BYTES // part.data.element_size())
     for at in range(0, part.data.numel(), step):
-        raw = part.data[at : at + step].cpu().contiguous().view(torch.uint8)
-        crc = zlib.crc32(raw.numpy().data, crc)
+        values = part.data[at : at + step]
+        memory.fetch(values)
+        crc = zlib.crc32(values.cpu().contiguous().view(torch.uint8).numpy().data, crc)
+        memory.rest(values)
     return Piece(part.name, part.start, part.data.nbytes, crc)
 
 

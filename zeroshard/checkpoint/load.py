@@ -119,7 +119,10 @@ def load(
 def _restore(parts: Parts, plan: _Plan, weights_only: bool) -> None:
     """Take over everything that was found; nothing of it needs another rank."""
     runtime, stored = parts.runtime, plan.stored
-    targets = {} if parts.optimizer is None else make_targets(parts.optimizer, plan.states)
+    memory = runtime.context.memory
+    targets = {} if parts.optimizer is None else make_targets(parts.optimizer, plan.states, memory)
+    for tensor in (*(b.main for b in runtime.buffers), *(t for s in targets.values() for t in s.values())):
+        memory.renew(tensor)
     _read_tensors(runtime, plan, targets)
     _restore_optimizer(parts.optimizer, plan, targets)
     if plan.groups:
@@ -343,7 +346,7 @@ def _check_optimizer(stored: Stored, parts: Parts, convert_states: bool, hyperpa
 def _read_tensors(runtime: Runtime, plan: _Plan, targets: Targets) -> None:
     converted = {plan.names[p.fqn]: p for p, saved in plan.states.items() if saved.converted is not None}
     as_they_are = {p: targets[p] for p in targets.keys() - set(converted.values())}
-    with TensorReader(plan.stored) as reader:
+    with TensorReader(plan.stored, runtime.context.memory.rest) as reader:
         for part in held_slices(runtime, as_they_are, plan.names):
             if part.name in plan.stored.manifest.frozen:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +42,15 @@ def open_checkpoint(directory: Path) -> Stored:
 
 
 class TensorReader:
-    """Reads ranges of the tensors of a checkpoint; a context manager, which keeps files open."""
+    """Reads ranges of the tensors of a checkpoint; a context manager, which keeps files open.
 
-    def __init__(self, stored: Stored) -> None:
-        self._stored = stored
+    Args:
+        stored: the checkpoint.
+        rest: called with each piece of memory that was filled; see `TierMemory.rest`.
+    """
+
+    def __init__(self, stored: Stored, rest: Callable[[Tensor], None] = lambda _: None) -> None:
+        self._stored, self.rest = stored, rest
         self._files: dict[str, BinaryIO] = {}
         self._stack = ExitStack()
 
@@ -86,6 +92,7 @@ class TensorReader:
                 raise RuntimeError(f"{self._stored.directory / source.file}: ends too early")
             if not direct:
                 piece.copy_(raw)
+            self.rest(piece)
 
     def _open(self, name: str) -> BinaryIO:
         if name not in self._files:

@@ -18,6 +18,7 @@ from zeroshard.checkpoint.manifest import FileRecord, Manifest
 from zeroshard.checkpoint.tensors import TensorSlice
 from zeroshard.comm.background import BackgroundGroup, open_background_group
 from zeroshard.comm.collectives import Axis
+from zeroshard.tiers.places import TierMemory
 
 if TYPE_CHECKING:
     from zeroshard.checkpoint.writer import Written
@@ -41,6 +42,8 @@ class Snapshot:
     """The files with values of other kinds: written down at once, as further training changes the values."""
     wait: Callable[[], None] = lambda: None
     """Lets the host wait until the slices have their values."""
+    memory: TierMemory | None = None
+    """The memory of the rank, if slices may lie in files."""
 
     @property
     def num_bytes(self) -> int:
@@ -73,7 +76,7 @@ def write(snapshot: Snapshot, axis: Axis) -> None:
         written = on_all(
             axis,
             "writing of a checkpoint",
-            lambda: write_part(place.temporary, snapshot.slices, axis.rank),
+            lambda: write_part(place.temporary, snapshot.slices, axis.rank, snapshot.memory),
         )
         on_first(axis, "end of a checkpoint", lambda: _finish(snapshot, place, written))
     except RuntimeError:

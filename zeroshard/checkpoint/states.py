@@ -18,6 +18,7 @@ from zeroshard.checkpoint.files import MANIFEST, VALUES
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.reader import Stored, TensorReader
 from zeroshard.checkpoint.tensors import TensorSlice, state_name
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.adopt.bitsandbytes import is_bitsandbytes
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.blocks import Quantized, num_blocks
@@ -26,6 +27,7 @@ from zeroshard.optim.eightbit.states import ABSMAX
 from zeroshard.optim.statenames import num_bits, to_common
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.plan.layout import Span
+from zeroshard.tiers.places import TierMemory
 
 _PIECE = 1 << 16
 """Elements that are converted together, a multiple of BLOCK: a rank never holds more in both forms."""
@@ -207,26 +209,33 @@ def _dtypes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, torch.dtype]:
 # ------------------------------------------------------------------------------------------- restoring
 
 
-def make_targets(optimizer: Optimizer, states: SavedStates) -> Targets:
-    """Memory for all states of this rank; that of the present ones where they have the same form."""
+def make_targets(optimizer: Optimizer, states: SavedStates, memory: TierMemory) -> Targets:
+    """Memory for all states of this rank; that of the present ones where they have the same form.
+
+    New memory is on the tier of the parameter.
+    """
     targets: Targets = {}
     for parameter, saved in states.items():
         present = to_common(optimizer, optimizer.state.get(parameter, {}))
         targets[parameter] = {
             key: _make_target(
-                present.get(key), dtype, shape_of(key, saved.dtypes, parameter.shape), parameter
+                present.get(key), dtype, shape_of(key, saved.dtypes, parameter.shape), parameter, memory
             )
             for key, dtype in saved.dtypes.items()
         }
     return targets
 
 
-def _make_target(present: Any, dtype: torch.dtype, shape: tuple[int, ...], p: ShardedParameter) -> Tensor:
+def _make_target(
+    present: Any, dtype: torch.dtype, shape: tuple[int, ...], p: ShardedParameter, memory: TierMemory
+) -> Tensor:
     is_fit = isinstance(present, Tensor) and present.shape == shape
     if is_fit and (present.dtype == torch.uint8) == (dtype == torch.uint8):
         assert isinstance(present, Tensor)
         return present
-    return torch.empty(shape, dtype=dtype, device=p.device)
+    with past_guards():
+        tier = memory.tier_of(p.detach())
+    return memory.empty(math.prod(shape), dtype, tier).view(shape)
 
 
 def read_converted(
@@ -254,6 +263,7 @@ def read_converted(
                 Quantized(target, targets[key + ABSMAX][blocks_of(span).slice], book).store(values)
             else:
                 target.copy_(values)
+            reader.rest(target)
 
 
 def _read_values(

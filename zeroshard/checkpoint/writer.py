@@ -29,6 +29,7 @@ from zeroshard.checkpoint.files import naming
 from zeroshard.checkpoint.manifest import FileRecord
 from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of, tile, to_row
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
+from zeroshard.tiers.places import TierMemory
 
 
 class WrittenBox(NamedTuple):
@@ -52,20 +53,33 @@ class Written(NamedTuple):
     files: dict[str, FileRecord]
 
 
-def write_part(directory: Path, slices: Sequence[TensorSlice], rank: int) -> Written:
+def write_part(
+    directory: Path, slices: Sequence[TensorSlice], rank: int, memory: TierMemory | None = None
+) -> Written:
     """Write this rank's slices into a file of its own, fsynced.
+
+    Args:
+        directory: the directory of the checkpoint.
+        slices: the slices.
+        rank: this rank, for the name of the file.
+        memory: the memory of the rank, if slices may lie in files.
 
     Raises:
         OSError: with the name of the file.
+        RuntimeError: slices in files are lost; with the name of their file.
     """
     files, boxes, path = _CheckedFiles(), [], directory / file_of(rank)
     with files.create_stream(path, "wb") as file, path.open("rb") as written:
         for part in slices:
             for box, values in part.boxes(MAX_BOX_BYTES):
                 offset = file.tell()
+                if memory is not None:
+                    memory.fetch(values)
                 torch.save(_over_own_memory(values), cast(BinaryIO, file))
                 file.flush()
                 size = file.tell() - offset  # raises if a write has failed
+                if memory is not None:
+                    memory.rest(values)
                 place = StoredBox(box, rank, find_elements(written, values.nbytes))
                 boxes.append(WrittenBox(part.name, values.dtype, part.shape, place, offset, size))
         os.fsync(file.fileno())

@@ -94,6 +94,9 @@ class Offload(Checked):
     # Tier of main parameters and optimizer states; the optimizer step runs there.
     optimizer: Annotated[str, rules.TIER] = "none"
     parameters: Annotated[str, rules.TIER] = "none"  # tier of the sharded parameters between uses
+    # True steps each unit in the backward, as soon as its gradient is there: one backward for each
+    # micro-batch, and no gradients afterwards. With False all gradients are there until the step.
+    step_in_backward: bool = False
     # "cpu": tensors that backward needs are on the host between forward and backward of their unit; with
     # recompute="unit", its inputs.
     activations: Annotated[str, rules.choice("none", "cpu")] = "none"
@@ -202,11 +205,17 @@ class Config(Checked):
         regroups = not isinstance(self.reshard_after_forward, bool)
         param_dtype, main_dtype = self.precision.param_dtype, self.precision.main_dtype
         not_half = (param_dtype != torch.float16, "precision.param_dtype", "another dtype than float16")
+        unclipped = (self.clip_grad_norm is None, "clip_grad_norm", "None")
+        unjudged = (self.nonfinite == "report", "nonfinite", "'report'")
         not_narrow = (main_dtype != torch.bfloat16, "precision.main_dtype", "another dtype than bfloat16")
         return [
             Requirement(self.shard_group_size is not None, "shard_group_size", *sharded),
             Requirement(regroups, "reshard_after_forward", *stage_3),
             Requirement(self.offload.parameters != "none", "offload.parameters", *stage_3),
+            *(
+                Requirement(self.offload.step_in_backward, "offload.step_in_backward", *needed)
+                for needed in (stage_3, not_half, unclipped, unjudged)
+            ),
             # The backward of compiled code may write to the memory of saved tensors.
             Requirement(self.offload.activations != "none", "offload.activations", *not_compiled),
             Requirement(self.pipeline.num_chunks > 1, "pipeline.num_chunks", *pipelined),
@@ -266,14 +275,8 @@ Checked._whole = Config
 _NOT_YET: tuple[Checked, ...] = (Mesh(), Pipeline())
 # Keys that have only some of their values so far; of the sections above, only the defaults.
 _AVAILABLE: dict[str, tuple[object, ...]] = {
-    "offload.activations": ("none",),
     "precision.main_dtype": (None, torch.float32, torch.float64, torch.bfloat16),
-} | {
-    key: (value,)
-    for section in _NOT_YET
-    for key, value in flat(section).items()
-    if key != "offload.activations"
-}
+} | {key: (value,) for section in _NOT_YET for key, value in flat(section).items()}
 
 
 def require_supported(config: Config) -> None:

@@ -119,7 +119,7 @@ def _write_back(runtime: Runtime, opened: Opened, gradients: ShownGradients, mov
                 "expected the same on every rank. Nothing was written"
             )
     for buffer, whole in opened:
-        buffer.main.copy_(whole[buffer.main_span.slice])
+        buffer.write(whole[buffer.main_span.slice])
     gradients.write_back()
 
 

@@ -12,18 +12,15 @@ from torch import nn
 from zeroshard.assemble import read_setting
 from zeroshard.config.sections import Config, require_supported
 from zeroshard.memory.report import ModelStates
+from zeroshard.memory.tiered import States, bytes_on_tiers
 from zeroshard.memory.typical import typical_sizes
-from zeroshard.optim.eightbit.blocks import num_blocks
-from zeroshard.optim.eightbit.states import MIN_8BIT_SIZE
 from zeroshard.plan import traffic
-from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan, plan_buffer, plan_units
+from zeroshard.plan.buffers import Setting, UnitPlan, plan_buffer, plan_units, units_on_device
 from zeroshard.plan.originals import Original
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD
+from zeroshard.plan.tiers import Tier
 from zeroshard.plan.wrapping import find_units
 from zeroshard.tables import LINE, format_bytes, render
-
-ADAM_STATES = 2
-"""Tensors of optimizer state for each trained parameter (exp_avg, exp_avg_sq)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +73,7 @@ def estimate(
     config: Config | Mapping[str, Any] | None = None,
     *,
     optimizer_bits: int = 32,
+    host_computes: bool = False,
 ) -> Estimate:
     """Bytes per rank for training with an optimizer of Adam's kind (two states).
 
@@ -86,6 +84,7 @@ def estimate(
         config: stage, precision, units, accumulation, prefetch.
         optimizer_bits: 32 for states in the main dtype, as torch's AdamW has them; 8 for `AdamW8bit`. Counted
             without padding, on the rank that holds most.
+        host_computes: True for ranks on the CPU, for which host memory is the device.
 
     Raises:
         ValueError: fewer than 1 rank, or no multiple of the shard group; other bits than 8 and 32; a
@@ -102,22 +101,25 @@ def estimate(
     is_number = isinstance(model_or_num_params, int) and not isinstance(model_or_num_params, bool)
     if not (isinstance(model_or_num_params, nn.Module) or (is_number and model_or_num_params > 0)):
         raise ValueError(f"expected a model or a number of parameters, got {model_or_num_params!r}")
-    setting = _setting(config, world_size)
+    setting = _setting(config, world_size, host_computes)
     units = _units(model_or_num_params, config, setting)
     steps = config.gradient_accumulation_steps
-    buffers = [buffer for unit in units for buffer in unit.buffers]
     together = 1 + config.num_prefetch if setting.placements.kept else len(units)
+    tiers = bytes_on_tiers(units, setting, steps, States(bits=optimizer_bits))
+    device = tiers[Tier.DEVICE]
     return Estimate(
-        parameters=sum(map(traffic.parameter_bytes, buffers)),
-        gradients=sum(traffic.gradient_bytes(buffer, setting, steps) for buffer in buffers),
-        optimizer=_optimizer_bytes((b for b in buffers if b.trainable), setting, optimizer_bits),
+        parameters=device.parameters,
+        gradients=device.gradients,
+        optimizer=device.optimizer,
         unsharded=0,
         peak_unsharded=traffic.peak_unsharded_bytes(units, together),
+        host=tiers[Tier.HOST].total,
+        nvme=tiers[Tier.DISK].total,
         wire_bytes_per_step=traffic.wire_bytes(units, setting, steps),
     )
 
 
-def _setting(config: Config, world_size: int) -> Setting:
+def _setting(config: Config, world_size: int, host_computes: bool) -> Setting:
     group_size, inner = config.shard_group_size or world_size, config.reshard_after_forward
     if world_size % group_size:
         raise ValueError(
@@ -130,7 +132,7 @@ def _setting(config: Config, world_size: int) -> Setting:
             "parameters are sharded"
         )
     sizes = {DP_SHARD: group_size, DP_REPLICATE: world_size // group_size, DP_INNER: num_inner}
-    return read_setting(config, sizes)
+    return read_setting(config, sizes, host_computes=host_computes)
 
 
 def _units(model_or_num_params: nn.Module | float, config: Config, setting: Setting) -> list[UnitPlan]:
@@ -140,41 +142,21 @@ def _units(model_or_num_params: nn.Module | float, config: Config, setting: Sett
     sizes = typical_sizes(int(model_or_num_params))
     if not sizes.depth:  # neither the root nor the last: it is not kept
         return [_unit(0, setting), _unit(sizes.num_params, setting), _unit(0, setting)]
-    planned = {size: _unit(size, setting) for size in set(sizes.blocks)}
-    blocks = [planned[size] for size in sizes.blocks]
-    if sizes.is_tied:  # the root holds what the embedding and the head share
-        return [_unit(sizes.embedding, setting), *blocks]
-    head = _unit(sizes.embedding, setting)
-    embedding = replace(head, needs_parameters_in_backward=False)
-    return [_unit(0, setting), embedding, *blocks, head]
+    around = [sizes.embedding] if sizes.is_tied else [0, sizes.embedding]
+    counts = [*around, *sizes.blocks, *([] if sizes.is_tied else [sizes.embedding])]
+    on_device = replace(setting, tiers=setting.tiers.on_device)
+    planned: dict[tuple[int, bool], UnitPlan] = {}
+    plans = []
+    for key in zip(counts, units_on_device(counts, setting.device_fraction), strict=True):
+        if key not in planned:
+            planned[key] = _unit(key[0], on_device if key[1] else setting)
+        plans.append(planned[key])
+    if not sizes.is_tied:  # else the root holds what the embedding and the head share
+        plans[1] = replace(plans[1], needs_parameters_in_backward=False)
+    return plans
 
 
 def _unit(num_params: int, setting: Setting) -> UnitPlan:
     """Plan a unit of one float32 parameter with so many elements, or of none."""
     weight = nn.Parameter(torch.empty(num_params, device="meta"))
     return UnitPlan("", (plan_buffer([Original(weight, "", ())], setting),) if num_params else ())
-
-
-def _optimizer_bytes(buffers: Iterable[BufferPlan], setting: Setting, bits: int) -> int:
-    """Optimizer states of the rank that holds most."""
-    totals = [0] * setting.sizes[DP_SHARD]
-    for buffer in buffers:
-        for index, whole in enumerate(buffer.layout.sizes):
-            for rank in _steppers(buffer, index):
-                num = buffer.layout.owned(index, rank).size if buffer.is_partial else whole
-                if bits == 32:
-                    totals[rank] += num * buffer.wide_dtype.itemsize
-                elif whole < MIN_8BIT_SIZE:
-                    totals[rank] += num * torch.float32.itemsize
-                else:
-                    totals[rank] += num + num_blocks(num) * torch.float32.itemsize
-    return ADAM_STATES * max(totals)
-
-
-def _steppers(buffer: BufferPlan, index: int) -> range:
-    """The ranks that step a part of a parameter."""
-    layout = buffer.layout
-    if not buffer.is_partial:
-        return range(layout.num_ranks)
-    span, size = layout.parameter(index), max(1, layout.shard_size)
-    return range(span.start // size, -(-span.stop // size))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.memory.process import ProcessMemory, measure_process
+from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.tables import LINE, format_bytes, render
+from zeroshard.tiers.places import TierMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +80,24 @@ class MemoryReport(ProcessMemory, ModelStates):
 
 def measure(runtime: Runtime, optimizer: Optimizer | None) -> MemoryReport:
     """Add up the storages behind parameters, gradients and optimizer states, each once."""
-    resident = (b.full for b in runtime.buffers if b.is_resident)
-    grads = (p.grad for p in runtime.parameters if p.grad is not None)
     context = runtime.context
+    kept = (b.copy for b in runtime.buffers if b.copy is not None)
+    resident = (b.full for b in runtime.buffers if b.is_resident)
+    parameters = _by_tier([*(b.main for b in runtime.buffers), *kept, *resident], context.memory)
+    gradients = _by_tier((p.grad for p in runtime.parameters if p.grad is not None), context.memory)
+    states = _by_tier(_states(runtime, optimizer), context.memory)
+    on_host = [kind[Tier.HOST] for kind in (parameters, gradients, states)]
+    staging = context.memory.staging_bytes
+    pinned_staging = staging if context.device.type == "cuda" else 0
     return MemoryReport(
-        parameters=_storage_bytes([*(b.main for b in runtime.buffers), *resident]),
-        gradients=_storage_bytes(grads) + runtime.reducer.local_bytes,
-        optimizer=_storage_bytes(_states(runtime, optimizer)),
+        parameters=parameters[Tier.DEVICE].all,
+        gradients=gradients[Tier.DEVICE].all + runtime.reducer.local_bytes,
+        optimizer=states[Tier.DEVICE].all,
         unsharded=context.meter.now,
         peak_unsharded=context.meter.peak,
-        host=context.host.num_bytes,
-        pinned=context.host.pinned,
+        host=sum(held.all for held in on_host) + staging + context.host.num_bytes,
+        pinned=sum(held.pinned for held in on_host) + pinned_staging + context.host.pinned,
+        nvme=context.memory.nvme_bytes,
         rank=context.axes.dp.rank,
         num_ranks=context.axes.dp.size,
         device=str(context.device),
@@ -115,6 +125,22 @@ def _with_storage(tensor: Tensor) -> Iterator[Tensor]:
         yield from _with_storage(getattr(tensor, name))
 
 
-def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+class _Held(NamedTuple):
+    """Bytes of storages."""
+
+    all: int = 0
+    pinned: int = 0
+
+
+def _by_tier(tensors: Iterable[Tensor], memory: TierMemory) -> dict[Tier, _Held]:
+    """The bytes of the storages under tensors, each once, by their tier."""
+    found: dict[Tier, dict[int, _Held]] = {tier: {} for tier in Tier}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        is_pinned = memory.device.type == "cuda" and tensor.is_cpu and tensor.is_pinned()
+        held = _Held(storage.nbytes(), storage.nbytes() if is_pinned else 0)
+        found[memory.tier_of(tensor)][storage.data_ptr()] = held
+    return {
+        tier: _Held(sum(h.all for h in storages.values()), sum(h.pinned for h in storages.values()))
+        for tier, storages in found.items()
+    }

@@ -12,7 +12,6 @@ from zeroshard.optim.adopt import bitsandbytes
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.rule import Rule, rule_named
 from zeroshard.optim.eightbit.states import whole_size
-from zeroshard.parameters.sharded import ShardedParameter
 
 
 def to_common(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def rule_of(optimizer: Optimizer) -> Rule | None:
     return bitsandbytes.rule_of(optimizer) if is_theirs else rule_named(type(optimizer).__name__)
 
 
-def num_bits(optimizer: Optimizer, parameter: ShardedParameter) -> int:
+def num_bits(optimizer: Optimizer, parameter: Tensor) -> int:
     """8 if the states of a parameter are to be codes of a byte, else 32."""
     if bitsandbytes.is_bitsandbytes(optimizer):
         return bitsandbytes.num_bits(optimizer, parameter)

@@ -47,6 +47,12 @@ class Setting:
     tiers: Tiers = ON_DEVICE
     device_fraction: float = 0.0
     """The share of the trained parameters whose optimizer states stay on the device, 0 to 1."""
+    host_computes: bool = False
+    """True for ranks on the CPU, whose device is host memory."""
+    num_threads: int | None = None
+    """Threads of an optimizer step on the host; None: torch's own setting."""
+    steps_in_backward: bool = False
+    """True if units may step during the backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,11 @@ class Tiers:
         return Tiers(of(optimizer), of(parameters))
 
     @property
+    def has_files(self) -> bool:
+        """True if some values lie in files."""
+        return Tier.DISK in (self.optimizer, self.parameters)
+
+    @property
     def on_device(self) -> Tiers:
         """These tiers for a unit whose main parameters stay on the device."""
         return Tiers(Tier.DEVICE, self.parameters)

@@ -6,21 +6,34 @@ from collections.abc import Iterable, Sequence
 
 from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan
 from zeroshard.plan.exchange import bytes_sent
+from zeroshard.plan.tiers import Tier
 
 
-def parameter_bytes(buffer: BufferPlan) -> int:
-    """Bytes of main parameters, and of unsharded parameters that are always there."""
-    resident = buffer.layout.total * buffer.compute_dtype.itemsize if buffer.is_resident else 0
-    return resident + (0 if buffer.is_alias else buffer.main_size * buffer.main_dtype.itemsize)
+def parameter_bytes(buffer: BufferPlan, tier: Tier = Tier.DEVICE) -> int:
+    """Bytes on a tier: main parameters, their copy, and unsharded parameters that are always there."""
+    total = 0
+    if tier is Tier.DEVICE and buffer.is_resident:
+        total += buffer.layout.total * buffer.compute_dtype.itemsize
+    if tier is buffer.main_tier and not buffer.is_alias:
+        total += buffer.main_size * buffer.main_dtype.itemsize
+    if tier is buffer.copy_tier and not buffer.is_resident:
+        total += buffer.main_size * buffer.compute_dtype.itemsize
+    return total
 
 
-def gradient_bytes(buffer: BufferPlan, setting: Setting, num_micro_batches: int) -> int:
-    """Bytes of gradients before an optimizer step: of one micro-batch, or of the sum of several."""
-    if not buffer.trainable:
+def gradient_bytes(
+    buffer: BufferPlan, setting: Setting, num_micro_batches: int, tier: Tier = Tier.DEVICE
+) -> int:
+    """Bytes of gradients on a tier before an optimizer step: of one micro-batch, or of the sum of several.
+
+    Those of the tier of files are in host memory.
+    """
+    place = Tier.HOST if buffer.main_tier is Tier.DISK and not setting.host_computes else buffer.main_tier
+    if not buffer.trainable or tier is not (Tier.DEVICE if setting.host_computes else place):
         return 0
     if num_micro_batches == 1:
         return buffer.main_size * buffer.main_dtype.itemsize
-    is_local = setting.placements.accumulates_locally
+    is_local = setting.placements.accumulates_locally and tier is Tier.DEVICE
     return (buffer.layout.total if is_local else buffer.main_size) * buffer.wide_dtype.itemsize
 
 

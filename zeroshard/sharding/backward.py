@@ -194,3 +194,5 @@ class Backward:
                 unit.unshard()
                 self.lease.take(unit)
         self._num_gathered = max(self._num_gathered, num)
+        for unit in self._route[num : num + 1]:
+            unit.read_ahead()

@@ -27,7 +27,7 @@ from zeroshard.lazy.deferred import has_memory, is_stored, read_part
 from zeroshard.parameters.attributes import carry_attributes
 from zeroshard.parameters.original import retire
 from zeroshard.parameters.sharded import ShardedParameter, describe_unit
-from zeroshard.parameters.state import ModuleState
+from zeroshard.parameters.state import ModuleState, Phase
 from zeroshard.parameters.unsharded import DataNote
 from zeroshard.plan.buffers import BufferPlan, Setting
 from zeroshard.plan.layout import Span
@@ -143,7 +143,8 @@ class FlatBuffer:
         self._source, self._copied = Source(self.main), Source(self.main)
         self._copies: list[Mark] = []
         """The ends of copies out of host memory, which the host must not write to before."""
-        self._copy = self._make_copy()
+        self.copy = self._make_copy()
+        """The main parameters in the compute dtype, if gathers start from such a copy; else None."""
         self._second: Tensor | None = None
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
         self._num_views = 0
@@ -177,6 +178,7 @@ class FlatBuffer:
         main = full[own.slice]
         if not self.plan.is_alias:
             main = self._empty_main().zero_()
+            self._context.memory.rest(main)
         kept = Span(0, self.layout.total) if self.is_resident else own
         for index, original in enumerate(self.originals):
             whole = self.layout.parameter(index)
@@ -191,6 +193,7 @@ class FlatBuffer:
                     part = place.intersect(own)
                     main[part.shifted(-own.start).slice].copy_(data[part.shifted(-place.start).slice])
             original.parameter.data = original.parameter.new_empty(0)
+            self._context.memory.rest(main)
         return full, main
 
     def _empty_main(self) -> Tensor:
@@ -262,6 +265,16 @@ class FlatBuffer:
         self._source.changed()
         self._copied.changed()
 
+    def write(self, values: Tensor) -> None:
+        """Write main parameters, [n] of any dtype on any device."""
+        self._context.memory.check(self.main)
+        self.main.copy_(values)  # the host waits: it may read them at once
+        self.rest()
+
+    def rest(self) -> None:
+        """Take main parameters in files out of host memory, after somebody has read or written them."""
+        self._context.memory.rest(self.main)
+
     def stepped(self, values: Tensor) -> Mark:
         """Note that main parameters were written while they were on another tier.
 
@@ -272,8 +285,9 @@ class FlatBuffer:
             The mark up to which the device may read them there.
         """
         self.changed()
-        if self._copy is not None:
-            self._move(values, self._copy)
+        is_in_use = self.is_resident and self._context.state.phase is Phase.BACKWARD
+        if self.copy is not None and not is_in_use:
+            self._move(values, self.copy)
             self._copied.follow()
         return mark_here(self._context.device)
 
@@ -297,6 +311,19 @@ class FlatBuffer:
             )
         view.copy_(values)
 
+    def read_ahead(self) -> None:
+        """Let the system read the values that the next gather starts from, if they lie in files."""
+        self._context.memory.fetch(self.main if self.copy is None else self.copy)
+
+    def check(self) -> None:
+        """Check the values that a gather starts from.
+
+        Raises:
+            RuntimeError: they are lost; the message names their file.
+        """
+        copy = None if self._copied.has_changed else self.copy
+        self._context.memory.check(self.main if copy is None else copy)
+
     def begin_gather(self) -> Gather | None:
         """Allocate `full` and write this rank's part, on the current stream.
 
@@ -314,8 +341,8 @@ class FlatBuffer:
             self._context.meter.add(self.full_bytes)
         if self._second is not None:
             return Gather(axes[self.plan.regathers[0].axis], Part(self.full, self._second, self.tag))
-        own = self.main.detach() if self._copy is None else self._copy
-        is_in_place = self._copy is not None and self.is_resident
+        own = self.main.detach() if self.copy is None else self.copy
+        is_in_place = self.copy is not None and self.is_resident
         is_near = own.dtype == self.full.dtype and self.plan.gather_tier is Tier.DEVICE
         if not is_in_place and not (is_near and self.is_partial):
             own = self._copy_over(own, self.full[self.main_span.slice])
@@ -325,8 +352,8 @@ class FlatBuffer:
 
     def follow_main(self) -> None:
         """Copy main parameters that were written into the copy from which gathers start."""
-        if self._copy is not None and self._copied.has_changed:
-            self._copy_over(self.main.detach(), self._copy)
+        if self.copy is not None and self._copied.has_changed:
+            self._copy_over(self.main.detach(), self.copy)
             self._copied.follow()
         self._source.follow()
 
@@ -342,9 +369,12 @@ class FlatBuffer:
 
     def _move(self, values: Tensor, target: Tensor) -> None:
         """Copy values of any tier and dtype, on the current stream; a device beside the host casts them."""
+        memory = self._context.memory
+        memory.fetch(values)
+        memory.check(target)
         target.copy_(values, non_blocking=True)
-        self._context.memory.rest(values)
-        self._context.memory.rest(target)
+        memory.rest(values)
+        memory.rest(target)
 
     @property
     def is_copied(self) -> bool:
@@ -412,7 +442,7 @@ class FlatBuffer:
         self.drop_second()
         self.await_copies()
         self.full = self.main = self.main.new_empty(0)
-        self._copy = None
+        self.copy = None
         self._source = Source(self.main)
         self.sharded, self.unsharded, self.originals = (), (), ()
 

@@ -92,3 +92,4 @@ def _write_own(buffer: FlatBuffer, index: int) -> None:
             f"'{buffer.originals[index].fqn}' was edited in a forward that still computed with the values "
             "before an earlier edit: call the whole model's forward between the two edits"
         )
+    buffer.rest()

@@ -58,6 +58,8 @@ class Gradients:
         """Parameters that got a gradient since the last delivery, on this rank."""
         self.unscale = 1.0
         """One over the loss scale."""
+        self.is_early = False
+        """True if the gradients of this backward have been delivered, and stepped with, before its end."""
         self._is_narrow = buffer.plan.main_dtype != buffer.plan.wide_dtype
         self._held: dict[int, Tensor] = {}
         self._sums: list[Tensor | None] = []
@@ -85,7 +87,7 @@ class Gradients:
         Args:
             more: True if a later backward is to add to the gradients of this one.
         """
-        self.is_kept = more and self._is_narrow
+        self.is_kept, self.is_early = more and self._is_narrow, False
         self._sums = [None if self.is_kept else gradient_of(p) for p in self.buffer.sharded]
 
     def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
@@ -142,6 +144,12 @@ class Gradients:
             else:
                 set_gradient(parameter, flat if flat.dtype is dtype else flat.to(dtype))
         self._held, self._sums = {}, []
+
+    def deliver_early(self) -> None:
+        """Set `p.grad` before the end of the backward: this rank has all gradients of the buffer."""
+        used, self.is_early = self.used, True
+        self.deliver([True] * len(used))
+        self.used = used  # for the agreement of all ranks
 
     def drop(self) -> None:
         """Forget all gradients that are in no `p.grad` yet, after the reductions under way have ended."""
@@ -204,7 +212,7 @@ class ReducedGradients(Gradients):
         return sum(t.nbytes for t in (self._flat, self._reduced) if t is not None)
 
     def begin(self, more: bool) -> None:
-        self.is_kept = more and self._is_narrow
+        self.is_kept, self.is_early = more and self._is_narrow, False
 
     def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
         gradient = self._flatten(index, gradient)

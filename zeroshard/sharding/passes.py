@@ -87,6 +87,7 @@ class Passes(ShardedModule):
         self._is_local = all(plan.is_local for plan in plans)
         """True if there is nothing to gather, free or reduce: then only the root's outputs are watched."""
         self._num_prefetch = 0 if all(unit.is_resident for unit in units) else num_prefetch
+        self._reads_files = any(unit.reads_files for unit in units)
         self._output_dtype, self._keeps_units = output_dtype, not placements.kept
         self._calls, self._outputs = CallLog(units), OutputHooks(self._before_backward, self._before_again)
         self._called: list[Unit] = []
@@ -130,6 +131,9 @@ class Passes(ShardedModule):
                 upcoming.unshard()
                 if not upcoming.leases:
                     self.leases.ahead.take(upcoming)
+            if self._reads_files:
+                for upcoming in self.order.following(unit, self._num_prefetch + 1):
+                    upcoming.read_ahead()
         unit.wait()
         unit.slots.install()
         if not torch.is_grad_enabled():
@@ -340,6 +344,11 @@ class Passes(ShardedModule):
                 f"the gradient of '{gradients.buffer.originals[index].fqn}' came from outside of the "
                 f"backward of {unit.described}, after its parameters were freed: return every tensor that "
                 "the loss depends on from the unit's forward"
+            )
+        if gradients.is_early:
+            raise RuntimeError(
+                f"{unit.described} got a gradient after it was stepped in this backward: set "
+                "offload.step_in_backward=False, and load the last checkpoint"
             )
         if reducer.under_way and not gradients.has_more:
             reducer.make_room()

@@ -10,7 +10,7 @@ that their order is the same on all ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple
@@ -93,6 +93,8 @@ class Reducer:
         """True if gradients that arrive now belong to an unscaled loss."""
         self.accumulates = True
         """False in a backward that gives no gradients to parameters: deferred sums stay deferred."""
+        self.step_unit: Callable[[Unit], None] | None = None
+        """Steps a unit whose gradients are reduced, during a backward that is the last one of its step."""
         self._is_open = False
         """True from the beginning of a backward that reduces to the agreement at its end."""
         self._is_tainted = False
@@ -212,13 +214,27 @@ class Reducer:
         unit.start_reduce()
         if unit.is_reducing:
             self.under_way.append(unit)
+        else:
+            self._end_reduction(unit)
 
     def _progress(self, but: int) -> None:
         """Bring all reductions under way, but the newest ones, to their next exchange."""
         if self.under_way:
             for unit in self.under_way[: len(self.under_way) - but]:
                 unit.progress_reduce()
+            ended = [unit for unit in self.under_way if not unit.is_reducing]
             self.under_way = [unit for unit in self.under_way if unit.is_reducing]
+            for unit in ended:
+                self._end_reduction(unit)
+
+    def _end_reduction(self, unit: Unit) -> None:
+        """Step a unit at once, if that is wanted and this rank has had all of its gradients."""
+        if self.step_unit is None or not unit.gradients or unit.computes_with_main or self._has_more:
+            return
+        if all(all(gradients.used) and not gradients.is_early for gradients in unit.gradients):
+            for gradients in unit.gradients:
+                gradients.deliver_early()
+            self.step_unit(unit)
 
     def _finish(self) -> None:
         """Bring all reductions under way to their end."""

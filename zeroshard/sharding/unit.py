@@ -20,6 +20,7 @@ from zeroshard.internals.nested import copy_tensors
 from zeroshard.parameters.sharded import ShardedParameter, describe_unit
 from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.plan.buffers import UnitPlan
+from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.edits import Edits
 from zeroshard.sharding.gradients import Gradients
@@ -143,6 +144,8 @@ class Unit:
         self.described = describe_unit(plan.name)
         self.buffers, self.gradients, self._stream = buffers, gradients, stream
         self.is_resident = plan.is_resident
+        self.reads_files = any(b.gather_tier is Tier.DISK and not b.is_resident for b in plan.buffers)
+        """True if gathers start from files."""
         self.is_compiled = False
         """True if nothing inside the module can be hooked."""
         self.backward_needs_parameters = plan.needs_parameters_in_backward
@@ -190,8 +193,10 @@ class Unit:
         """Start to gather, unless the full parameters are there or on their way."""
         if self.state is not UnitState.SHARDED:
             return
-        self._move(UnitState.GATHERING)
         needed = [buffer for buffer in self.buffers if buffer.is_stale or not buffer.is_resident]
+        for buffer in needed:
+            buffer.check()
+        self._move(UnitState.GATHERING)
         with torch.no_grad(), self._stream.after_compute():
             gathers = [gather for buffer in needed if (gather := buffer.begin_gather()) is not None]
             for axis in dict.fromkeys(gather.axis for gather in gathers):
@@ -199,6 +204,12 @@ class Unit:
                 self._handles.append(axis.all_gather_together(parts, label=f"all-gather of {self.described}"))
             if not gathers:  # at most a cast; the handles of gathers cover casts too
                 self._handles.append(self._stream.mark())
+
+    def read_ahead(self) -> None:
+        """Let the system read what the next gather starts from, if it lies in files."""
+        if self.reads_files and self.state is UnitState.SHARDED:
+            for buffer in self.buffers:
+                buffer.read_ahead()
 
     def wait(self) -> None:
         """Let compute wait for the full parameters; start their gather if nobody has."""
@@ -268,6 +279,11 @@ class Unit:
     def may_join_backward(self) -> bool:
         """True for a frozen unit: the graph decides if a backward gathers its parameters."""
         return self.backward_needs_parameters and not self.is_resident and not self.gradients
+
+    @property
+    def computes_with_main(self) -> bool:
+        """True if a forward or backward reads main parameters, with no copy in between."""
+        return any(buffer.plan.is_alias for buffer in self.buffers)
 
     # -- gradients ------------------------------------------------------------------------------------
 

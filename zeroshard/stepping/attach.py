@@ -29,9 +29,9 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.disk import DiskTier
 from zeroshard.stepping.halfway import Arguments
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
-from zeroshard.stepping.parts import Tier, step_in_parts
-from zeroshard.stepping.rounding import Rounding
-from zeroshard.stepping.widening import Widening, load_states_wide
+from zeroshard.stepping.parts import Parts, Tier, is_known
+from zeroshard.stepping.rounding import Rounding, RoundsItself
+from zeroshard.stepping.widening import InPlace, Widening, load_states_wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Judged:
 
 def attach(
     runtime: Runtime, rounding: Rounding | None, *optimizers: Optimizer, engine: Judged | None = None
-) -> None:
+) -> list[Parts]:
     """Follow optimizers over the sharded parameters, whoever steps them.
 
     Args:
@@ -55,9 +55,13 @@ def attach(
             after the last of them. Attach an optimizer that steps alone by itself.
         engine: the part of the engine that owns the optimizer, if there is one.
 
+    Returns:
+        The steps by part of each optimizer that steps so.
+
     Raises:
         ValueError: an optimizer is one of bitsandbytes, which `zeroshard.initialize` takes over.
     """
+    parts: list[Parts] = []
     together = _Together(optimizers)
     for optimizer in optimizers:
         _refuse_theirs(optimizer)
@@ -65,10 +69,13 @@ def attach(
         if isinstance(optimizer, UsesNorms):
             optimizer.norms_of = NormsOverRanks(runtime.buffers, runtime.context.axis)
         units = [unit.starts() for unit in runtime.units]
-        if tiers := _tiers(runtime, optimizer, rounding):
-            step_in_parts(optimizer, [list(unit) for unit in units], tiers)
+        tiers = _tiers(runtime, optimizer, rounding)
+        setting = runtime.context.setting
+        if tiers or setting.steps_in_backward or setting.num_threads is not None:
+            parts.append(Parts(optimizer, [list(unit) for unit in units], tiers, setting.num_threads))
         if rounding is not None:
             load_states_wide(optimizer, [p for unit in units for p in unit])
+    return parts
 
 
 def _tiers(runtime: Runtime, optimizer: Optimizer, rounding: Rounding | None) -> list[Tier]:
@@ -79,7 +86,14 @@ def _tiers(runtime: Runtime, optimizer: Optimizer, rounding: Rounding | None) ->
         tiers.append(DiskTier(optimizer, in_files, runtime.context.memory))
     if rounding is not None:
         starts = {p: start for unit in runtime.units for p, start in unit.starts().items()}
-        tiers.append(Widening(starts, rounding))
+        if isinstance(optimizer, RoundsItself) and is_known(
+            optimizer
+        ):  # another class may compute with values
+            in_place = InPlace(starts, rounding)
+            optimizer.bits_of = in_place.bits_of
+            tiers.append(in_place)
+        else:
+            tiers.append(Widening(starts, rounding))
     return tiers
 
 

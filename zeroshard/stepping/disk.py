@@ -12,6 +12,7 @@ side for each flat buffer.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -46,7 +47,7 @@ class DiskTier:
     """
 
     def __init__(self, optimizer: Optimizer, buffers: Sequence[FlatBuffer], memory: TierMemory) -> None:
-        self._memory, self._optimizer = memory, optimizer
+        self._memory, self._optimizer = memory, weakref.ref(optimizer)
         blocks = [_Block(buffer, memory) for buffer in buffers]
         self._block_of = {p: block for block in blocks for p in block.buffer.sharded}
         self._parts: list[list[_Block]] = []
@@ -61,7 +62,7 @@ class DiskTier:
         Args:
             parts: the parameters that will be fetched together, in their order.
         """
-        self._settle()  # a step may have failed halfway
+        self._settle()  # of steps during the backward
         self._parts = [self._blocks(part) for part in parts]
         self._read_ahead()
 
@@ -72,27 +73,21 @@ class DiskTier:
         Raises:
             RuntimeError: a file could not be read or written; the message names it.
         """
-        blocks = self._blocks(parameters)
-        if self._ahead is None or self._ahead[0] != blocks:
-            self._ahead = self._read(blocks)
-        (_, staging), self._ahead = self._ahead, None
-        staging.wait()
-        self._parts = self._parts[1:]
-        self._read_ahead()
-        places = staging.divide(blocks)
-        states = self._optimizer.state
+        optimizer = self._optimizer()
+        assert optimizer is not None, "it takes a step"
+        blocks, states = self._blocks(parameters), optimizer.state
         try:
+            staging = self._fetch(blocks)
+            places = staging.divide(blocks)
             for block, (main, packed) in zip(blocks, places, strict=True):
                 block.hold(main, packed, states)
             yield
             with torch.no_grad():
                 for block, (main, packed) in zip(blocks, places, strict=True):
-                    values = main.view(block.buffer.plan.main_dtype)[: block.numel]
-                    staging.copies.append(block.buffer.stepped(values))
-                    staging.transfers.append(self._memory.swap.write(block.main_extent, main))
-                    is_moved = block.pack(packed, states, self._memory)
-                    if not is_moved and block.states_extent is not None:
-                        staging.transfers.append(self._memory.swap.write(block.states_extent, packed))
+                    self._write_back(block, main, packed, staging)
+        except BaseException:
+            self._abandon()
+            raise
         finally:
             for block in blocks:
                 block.rest(states)
@@ -105,10 +100,40 @@ class DiskTier:
         """
         self._settle()
 
+    def _fetch(self, blocks: list[_Block]) -> _Staging:
+        """Wait for the blocks of a part, and begin to read those of the next one."""
+        if self._ahead is None or self._ahead[0] != blocks:
+            self._ahead = self._read(blocks)
+        (_, staging), self._ahead = self._ahead, None
+        staging.wait()
+        self._parts = self._parts[1:]
+        self._read_ahead()
+        return staging
+
+    def _write_back(self, block: _Block, main: Tensor, packed: Tensor, staging: _Staging) -> None:
+        optimizer, swap = self._optimizer(), self._memory.swap
+        assert optimizer is not None, "it takes a step"
+        values = main.view(block.buffer.plan.main_dtype)[: block.numel]
+        staging.copies.append(block.buffer.stepped(values))
+        staging.transfers.append(swap.write(block.main_extent, main))
+        is_moved = block.pack(packed, optimizer.state, self._memory)
+        if not is_moved and block.states_extent is not None:
+            staging.transfers.append(swap.write(block.states_extent, packed))
+
     def _settle(self) -> None:
         self._parts, self._ahead = [], None
+        try:
+            for staging in self._staging:
+                staging.wait()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """End all transfers. Reads of an extent whose write has failed will raise its error."""
+        self._parts, self._ahead = [], None
         for staging in self._staging:
-            staging.wait()
+            staging.join()
 
     def _blocks(self, parameters: Sequence[ShardedParameter]) -> list[_Block]:
         blocks = (self._block_of.get(p) for p in parameters)
@@ -142,17 +167,22 @@ class _Staging:
 
     def wait(self) -> None:
         """Wait for copies and transfers; raise the error of the first that failed, after all have ended."""
+        for transfer in self.join():
+            transfer.wait()
+
+    def join(self) -> list[Transfer]:
+        """Wait for copies and transfers, and return the transfers without their errors."""
         copies, self.copies = self.copies, []
         for copy in copies:
             copy.synchronize()
         transfers, self.transfers = self.transfers, []
         for transfer in transfers:
             transfer.join()
-        for transfer in transfers:
-            transfer.wait()
+        return transfers
 
     def reserve(self, num_bytes: int, memory: TierMemory) -> None:
         if self.memory.numel() < num_bytes:
+            memory.staging_bytes += num_bytes - self.memory.nbytes
             self.memory = self.memory.new_empty(0)  # before the larger one is taken
             self.memory = memory.host(num_bytes)
 
@@ -176,6 +206,8 @@ class _Block:
         """The states in the files, at rest."""
         self._places: dict[Key, tuple[int, Tensor]] = {}
         """The first byte of each state in its extent, and its tensor at rest."""
+        self._held: set[Key] = set()
+        """The states that are views of host memory now, or are to go back into the files."""
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -193,21 +225,23 @@ class _Block:
         for index, parameter in enumerate(self.buffer.sharded):
             _set_values(parameter, values[self.buffer.sharded_span(index).slice])
         for (parameter, name), (start, resting) in self._places.items():
-            value = states[parameter].get(name)
+            value = states.get(parameter, {}).get(name)
             if isinstance(value, Tensor) and value.data_ptr() == resting.data_ptr():
                 value.data = _over(packed, start, resting)
+                self._held.add((parameter, name))
 
     def rest(self, states: Mapping[Any, dict[str, Any]]) -> None:
-        """Make parameters and states views of the files again."""
+        """Make parameters and states views of the files again; after an exception, those that were held."""
         for index, parameter in enumerate(self.buffer.sharded):
             _set_values(parameter, self.buffer.main[self.buffer.sharded_span(index).slice])
-        for (parameter, name), (_, resting) in self._places.items():
-            value = states[parameter].get(name) if parameter in states else None
-            if isinstance(value, Tensor) and value.shape == resting.shape and value.dtype == resting.dtype:
+        held, self._held = self._held, set()
+        for parameter, name in held:
+            value, (_, resting) = states.get(parameter, {}).get(name), self._places[parameter, name]
+            if isinstance(value, Tensor) and _is_alike(value, resting):
                 value.data = resting
 
     def pack(self, packed: Tensor, states: Mapping[Any, dict[str, Any]], memory: TierMemory) -> bool:
-        """Put states that are not in `packed` into the files, together with those that are.
+        """Put states that are not in `packed` into their places there, or into new ones in the files.
 
         Returns:
             True if the states have got another extent, which holds their present values.
@@ -219,12 +253,32 @@ class _Block:
             for name, value in states[parameter].items()
             if isinstance(value, Tensor) and _is_large(value, parameter)
         }
-        starts = {key: start for key, (start, _) in self._places.items()}
-        first = packed.data_ptr() if packed.numel() else 0
-        if present.keys() == starts.keys() and all(
-            value.data_ptr() == first + starts[key] for key, value in present.items()
-        ):
+        is_moved = not self._fill(packed, present)
+        if is_moved:
+            self._move(present, memory)
+        self._held = set(present)
+        return is_moved
+
+    def _fill(self, packed: Tensor, present: Mapping[Key, Tensor]) -> bool:
+        """Copy states into their places; False, and nothing is copied, if they are others than before."""
+        if present.keys() != self._places.keys():
             return False
+        new: list[tuple[Tensor, Tensor]] = []
+        for key, value in present.items():
+            start, resting = self._places[key]
+            target = _over(packed, start, resting)
+            if not _is_alike(value, resting):
+                return False
+            if value.data_ptr() != target.data_ptr():
+                if value.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr():
+                    return False  # states have changed places
+                new.append((target, value))
+        for target, value in new:
+            target.copy_(value)
+        return True
+
+    def _move(self, present: Mapping[Key, Tensor], memory: TierMemory) -> None:
+        """Write states into a new extent, side by side."""
         starts, end = {}, 0
         for key, value in present.items():
             starts[key] = end
@@ -233,18 +287,22 @@ class _Block:
         values = memory.host(extent.padded)
         for key, value in present.items():
             _over(values, starts[key], value).copy_(value)
+            memory.rest(value)
         memory.swap.write(extent, values).wait()
         self._states, self.states_extent = memory.swap.map(extent), extent
         self._places = {
             key: (starts[key], _over(self._states, starts[key], value)) for key, value in present.items()
         }
-        return True
 
 
 def _is_large(value: Tensor, parameter: ShardedParameter) -> bool:
-    """True for a state with a value for each element, or for each block of elements, of a slice."""
+    """True for a state with values for each element, or for each block of elements, of a slice."""
     num = parameter.numel()
-    return value.dim() > 0 and value.numel() in (num, -(-num // BLOCK)) and num > 0
+    return value.dim() > 0 and value.shape[-1] in (num, -(-num // BLOCK)) and value.numel() > 0
+
+
+def _is_alike(value: Tensor, other: Tensor) -> bool:
+    return value.shape == other.shape and value.dtype == other.dtype and value.device == other.device
 
 
 def _over(memory: Tensor, start: int, like: Tensor) -> Tensor:

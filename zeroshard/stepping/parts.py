@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
 from typing import Any, Protocol
@@ -19,11 +19,14 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from zeroshard.parameters.sharded import ShardedParameter, gradient_of
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded, set_gradient
 from zeroshard.stepping.norms import UsesNorms
 
 Groups = list[list[ShardedParameter]]
 """Parameters by the groups of their optimizer."""
+
+_OTHERS = -1
+"""The number of the part of parameters that are in no unit."""
 
 
 class Tier(Protocol):
@@ -42,65 +45,122 @@ class Tier(Protocol):
         """Note that all parts of a step are written back."""
 
 
-def step_in_parts(
-    optimizer: Optimizer, units: Sequence[Sequence[ShardedParameter]], tiers: Sequence[Tier]
-) -> None:
-    """Let an optimizer step part by part, whoever steps it. Its hooks run once a step, and see no tier.
+class Parts:
+    """The steps of an optimizer part by part, whoever takes them. Its hooks run once a step, and see no tier.
 
     Args:
         optimizer: an optimizer over sharded parameters.
         units: lists of parameters that are fetched together.
         tiers: the tiers that they pass on the way to the optimizer, the farthest one first.
+        num_threads: threads of a step on the host; None: those that torch has anyway.
     """
-    unit_of = {p: number for number, unit in enumerate(units) for p in unit}
-    # Below torch's hooks, which are to run once.
-    own_step = inspect.unwrap(type(optimizer).step, stop=lambda function: not hasattr(function, "hooked"))
 
-    @functools.wraps(optimizer.step)  # with the mark of an LR scheduler that has wrapped it
-    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Call the closure once, then step each part; return the loss of the closure, or None."""
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what such a scheduler looks at
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with _without_hooks(optimizer):
-            divided = _divide(optimizer, unit_of)
-            parts = [
-                [p for group in groups for p in group if gradient_of(p) is not None] for groups in divided
-            ]
-            for tier in tiers:
-                tier.begin_step(parts)
-            for groups, part in zip(divided, parts, strict=True):
-                with ExitStack() as stack:
-                    stack.enter_context(_only(optimizer, groups))
-                    for tier in tiers:
-                        stack.enter_context(tier.fetched(part))
-                    own_step(optimizer)
-        for tier in tiers:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        units: Sequence[Sequence[ShardedParameter]],
+        tiers: Sequence[Tier],
+        num_threads: int | None = None,
+    ) -> None:
+        self._num_threads = num_threads
+        self._unit_of = {p: number for number, unit in enumerate(units) for p in unit}
+        self._tiers = tuple(tiers)
+        # Below torch's hooks, which are to run once.
+        self._own_step = inspect.unwrap(
+            type(optimizer).step, stop=lambda function: not hasattr(function, "hooked")
+        )
+
+        @functools.wraps(optimizer.step)  # with the mark of an LR scheduler that has wrapped it
+        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            """Call the closure once, then step each part; return the loss of the closure, or None."""
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # what such a scheduler looks at
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step(optimizer)
+            return loss
+
+        hooked = Optimizer.profile_hook_step(step)
+        optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+
+    def _step(self, optimizer: Optimizer) -> None:
+        """Step all parameters that have a gradient."""
+        divided = _divide(optimizer, self._unit_of)
+        parts = [
+            [p for group in groups for p in only_sharded(group) if gradient_of(p) is not None]
+            for groups in divided
+        ]
+        for tier in self._tiers:
+            tier.begin_step(parts)
+        for groups, part in zip(divided, parts, strict=True):
+            self._step_part(optimizer, groups, part)
+        for tier in self._tiers:
             tier.end_step()
-        return loss
 
-    hooked = Optimizer.profile_hook_step(step)
-    optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+    def step_unit(self, optimizer: Optimizer, unit: Collection[ShardedParameter]) -> None:
+        """Step the parameters of one unit ahead of the step of the others, and take their gradients away.
+
+        Args:
+            optimizer: an optimizer for which `is_divisible`.
+            unit: parameters with gradients; those of other optimizers are left alone.
+        """
+        groups = [[p for p in group["params"] if p in unit] for group in optimizer.param_groups]
+        part = [p for group in groups for p in group]
+        if part:
+            self._step_part(optimizer, groups, part)
+            for p in part:
+                set_gradient(p, None)
+
+    def _step_part(self, optimizer: Optimizer, groups: Groups, part: list[ShardedParameter]) -> None:
+        with _without_hooks(optimizer), _only(optimizer, groups), ExitStack() as stack:
+            stack.enter_context(_threads(self._num_threads))
+            for tier in self._tiers:
+                stack.enter_context(tier.fetched(part))
+            self._own_step(optimizer)
+
+
+def is_divisible(optimizer: Optimizer) -> bool:
+    """True if an optimizer may step its parameters one unit after the other.
+
+    An optimizer that needs norms of all parameters may not. Nor may a class that is not known: it may count
+    steps by group.
+    """
+    return is_known(optimizer) and not isinstance(optimizer, UsesNorms)
 
 
 def _divide(optimizer: Optimizer, unit_of: Mapping[ShardedParameter, int]) -> list[Groups]:
-    """The parts of a step: one for each unit, or one for all parameters.
+    """The parts of a step: one for each unit, or one for all parameters if the optimizer is not divisible.
 
-    An optimizer that needs norms of all parameters gets one part. So does a class that is not known: it may
-    count steps by group.
+    Parameters that are in no unit, such as ignored ones, are a part together.
     """
     groups = [group["params"] for group in optimizer.param_groups]
-    is_known = type(optimizer).__module__.partition(".")[0] in ("torch", "zeroshard", "bitsandbytes")
-    if not is_known or isinstance(optimizer, UsesNorms):
+    if not is_divisible(optimizer):
         return [groups]
     parts: dict[int, Groups] = {}
     for number, parameters in enumerate(groups):
         for p in parameters:
-            if gradient_of(p) is not None:
-                parts.setdefault(unit_of[p], [[] for _ in groups])[number].append(p)
+            if p not in unit_of or gradient_of(p) is not None:
+                parts.setdefault(unit_of.get(p, _OTHERS), [[] for _ in groups])[number].append(p)
     return list(parts.values())
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """True for a class of a library whose steps are known to treat each parameter by itself."""
+    return type(optimizer).__module__.partition(".")[0] in ("torch", "zeroshard", "bitsandbytes")
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Compute with so many threads on the host; None: with as many as before."""
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        if number is not None:
+            torch.set_num_threads(before)
 
 
 @contextmanager

@@ -1,15 +1,17 @@
-"""The tier of main parameters of bfloat16: an optimizer steps them in float32.
+"""The tiers of main parameters of bfloat16: an optimizer steps them in float32, or rounds by itself.
 
-For the time of a step a parameter holds its values and its gradient in float32. It is the same object in the
-same group, so neither the optimizer nor its states need to know. Then the values are rounded stochastically
-into the main parameter.
+`Widening` serves any optimizer. For the time of a step a parameter holds its values and its gradient in
+float32. It is the same object in the same group, so neither the optimizer nor its states need to know. Then
+the values are rounded stochastically into the main parameter.
+
+`InPlace` serves an optimizer that `RoundsItself`: nothing is copied.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.optim import Optimizer
 
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
-from zeroshard.stepping.rounding import Rounding, round_into
+from zeroshard.stepping.rounding import Bits, Rounding, round_into
 
 
 class Widening:
@@ -51,6 +53,30 @@ class Widening:
         finally:
             for p, (main, grad) in zip(parameters, narrow, strict=True):
                 _hold(p, main, grad)
+
+    def end_step(self) -> None:
+        """Count a step."""
+        self._rounding.step += 1
+
+
+class InPlace:
+    """Leaves parameters as they are, and tells the optimizer their random bits. Arguments as `Widening`."""
+
+    def __init__(self, starts: Mapping[ShardedParameter, int], rounding: Rounding) -> None:
+        self._starts, self._rounding = starts, rounding
+
+    def bits_of(self, parameter: Tensor) -> Bits | None:
+        """Return the random bits of a main parameter in this step; None for any other tensor."""
+        if not isinstance(parameter, ShardedParameter) or parameter not in self._starts:
+            return None
+        return Bits(self._rounding.key(parameter.fqn), self._starts[parameter])
+
+    def begin_step(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
+        """Do nothing: there is nothing to fetch ahead."""
+
+    def fetched(self, parameters: Sequence[ShardedParameter]) -> AbstractContextManager[None]:
+        """Fetch nothing."""
+        return nullcontext()
 
     def end_step(self) -> None:
         """Count a step."""

@@ -4,8 +4,8 @@
     file 0             0          2         4
     file 1             1          3
 
-A chunk is what one thread reads or writes with one call. The chunks of an extent go to the files in turns,
-and those in one file lie side by side.
+A chunk is what one thread reads or writes with one call. Each goes to the file with the least bytes, so files
+take turns, and none is ever ahead of another by more than a chunk.
 """
 
 from __future__ import annotations
@@ -43,18 +43,17 @@ def chunk_size(padded: int, num_parts: int, least: int, most: int) -> int:
     return min(most, max(least, round_up(-(-padded // num_parts), least)))
 
 
-def cut(padded: int, size: int, first: int, ends: Sequence[int]) -> tuple[Chunk, ...]:
+def cut(padded: int, size: int, ends: Sequence[int]) -> tuple[Chunk, ...]:
     """Cut an extent into chunks behind the present ends of the files.
 
     Args:
         padded: bytes of the extent.
         size: bytes of a chunk; the last one may be smaller.
-        first: the number of the file that the first chunk goes to.
         ends: for each file, the offset at which free space begins.
     """
     chunks, offsets = [], list(ends)
-    for index, start in enumerate(range(0, padded, size)):
-        file = (first + index) % len(offsets)
+    for start in range(0, padded, size):
+        file = offsets.index(min(offsets))
         num_bytes = min(size, padded - start)
         chunks.append(Chunk(file, offsets[file], start, num_bytes))
         offsets[file] += num_bytes

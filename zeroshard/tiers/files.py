@@ -121,6 +121,11 @@ class Swap:
         """Bytes in the files, those of freed extents too."""
         return sum(file.end for file in self._files) if self._finalizer.alive else 0
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files, for messages and reports."""
+        return [file.path for file in self._files]
+
     def allocate(self, num_bytes: int) -> Extent:
         """Reserve space on the disk. It has no values before the first write.
 
@@ -141,7 +146,7 @@ class Swap:
         """Make the files longer for a new extent; on all disks or on none."""
         ends = [file.end for file in self._files]
         size = chunk_size(padded, self._num_threads, round_up(LEAST_CHUNK, self.alignment), MOST_CHUNK)
-        chunks = cut(padded, size, ends.index(min(ends)), ends)
+        chunks = cut(padded, size, ends)
         try:
             for file, end in zip(self._files, ends_after(chunks, ends), strict=True):
                 file.reserve(end)
@@ -169,6 +174,30 @@ class Swap:
     def extent_of(self, tensor: Tensor) -> Extent | None:
         """Return the extent that a tensor of `map` shows, or a view of one; None for other memory."""
         return self._mapped.get(tensor.untyped_storage().data_ptr()) if tensor.is_cpu else None
+
+    def check(self, extent: Extent) -> None:
+        """Check that the files have the values of an extent, before they are read through a mapping.
+
+        Raises:
+            RuntimeError: a file was removed or truncated, or the last write has failed.
+        """
+        self._check_files(extent)
+        if (write := self._writes.get(extent)) is not None:
+            write.wait()
+
+    def renew(self, extent: Extent) -> None:
+        """Forget the error of the last write, since all values will be written through the mapping.
+
+        Raises:
+            RuntimeError: a file was removed or truncated.
+        """
+        self._check_files(extent)
+        self._join(extent)
+        self._writes[extent] = Transfer(())
+
+    def _check_files(self, extent: Extent) -> None:
+        for number in {chunk.file for chunk in extent.chunks}:
+            self._files[number].check()
 
     def _free_mapped(self, extent: Extent) -> None:
         self._mapped = {at: other for at, other in self._mapped.items() if other is not extent}

@@ -79,7 +79,7 @@ class HostPool:
             self._bytes_free -= dropped
             self._meter.add(-dropped, pinned=self._pinned)
         if buffer is None:
-            buffer = host_memory(size, self._pinned)
+            buffer = self._allocate(size)
             self._meter.add(size, pinned=self._pinned)
         self._bytes_in_use += size
         return buffer
@@ -89,6 +89,16 @@ class HostPool:
         self._bytes_in_use -= buffer.nbytes
         self._bytes_free += buffer.nbytes
         self._free.append(buffer)
+
+    def _allocate(self, size: int) -> Tensor:
+        try:
+            return host_memory(size, self._pinned)
+        except RuntimeError as error:
+            kind = "pinned host memory" if self._pinned else "host memory"
+            raise RuntimeError(
+                f"no {size} bytes of {kind} for offloaded values, which have {self._meter.num_bytes} bytes: "
+                f"offload less, or use smaller micro-batches (torch: {str(error).splitlines()[0]})"
+            ) from error
 
     def _find(self, size: int) -> Tensor | None:
         for place in reversed(range(len(self._free))):

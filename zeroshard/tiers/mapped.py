@@ -77,15 +77,17 @@ def let_go(tensor: Tensor) -> None:
     """Take the pages of a mapped tensor out of this process; the files keep the values.
 
     Args:
-        tensor: a tensor over a mapping, or a part of it; other tensors would lose their values.
+        tensor: a contiguous tensor over a mapping; other tensors would lose their values.
     """
-    storage = tensor.untyped_storage()
-    advise = ctypes.CDLL(None).madvise
-    advise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), mmap.MADV_DONTNEED)
+    _advise(tensor, mmap.MADV_DONTNEED)
 
 
 def read_ahead(tensor: Tensor) -> None:
-    """Let the system read the pages of a mapped tensor, beside the caller."""
-    storage = tensor.untyped_storage()
-    advise = ctypes.CDLL(None).madvise
-    advise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), mmap.MADV_WILLNEED)
+    """Let the system read the pages of a contiguous mapped tensor, beside the caller."""
+    _advise(tensor, mmap.MADV_WILLNEED)
+
+
+def _advise(tensor: Tensor, advice: int) -> None:
+    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - start
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)

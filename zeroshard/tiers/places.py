@@ -38,6 +38,13 @@ class TierMemory:
     def __init__(self, device: torch.device, open_swap: Callable[[], Swap]) -> None:
         self.device, self._open_swap = device, open_swap
         self._swap: Swap | None = None
+        self.staging_bytes = 0
+        """Bytes of host buffers through which units of files pass."""
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Bytes of the files, those that are free again included."""
+        return 0 if self._swap is None else self._swap.num_bytes
 
     @property
     def swap(self) -> Swap:
@@ -80,6 +87,29 @@ class TierMemory:
             let_go(tensor)
 
     def fetch(self, tensor: Tensor) -> None:
-        """Let the system read a tensor in files ahead of its use."""
+        """Let the system read a tensor in files ahead of its use.
+
+        Raises:
+            RuntimeError: its values are lost; the message names the file.
+        """
         if self.is_in_files(tensor):
+            self.check(tensor)
             read_ahead(tensor)
+
+    def check(self, tensor: Tensor) -> None:
+        """Check a tensor before its use: one that shows a truncated file would end the process.
+
+        Raises:
+            RuntimeError: its values are lost; the message names the file.
+        """
+        if self._swap is not None and (extent := self._swap.extent_of(tensor)) is not None:
+            self._swap.check(extent)
+
+    def renew(self, tensor: Tensor) -> None:
+        """Prepare memory whose values will all be written through tensors, after earlier writes have failed.
+
+        Raises:
+            RuntimeError: a file was removed or truncated; the message names it.
+        """
+        if self._swap is not None and (extent := self._swap.extent_of(tensor)) is not None:
+            self._swap.renew(extent)

@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import platform
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,7 @@ from uuid import uuid4
 from zeroshard.tables import format_bytes
 
 SETTING = "offload.nvme_path"
+_EXPECTED = f"{SETTING}: expected an existing folder that this process may write to"
 _SUFFIX = ".swap"
 _REMEDY = f"Free space there, or set {SETTING} to a folder on a larger disk."
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -31,7 +33,7 @@ _ALIGNMENTS = (4096, 16384, 65536)
 """Sizes of a block that direct I/O may ask for: that of drives and most file systems first."""
 _IN_MEMORY = ("tmpfs", "ramfs")
 _ATTEMPTS = 100
-"""Others that end or clean up may remove the folder, or a file that is not locked yet; each time is brief."""
+"""Others that end or clean up may remove the folder, or a file that is not locked yet."""
 
 
 class SwapFile:
@@ -47,11 +49,10 @@ class SwapFile:
         Raises:
             ValueError: the folder is not there or no folder, may not be written to, or has no file locks.
         """
-        place = folder / f"zeroshard-swap-{os.getuid()}"
+        check_folder(folder)
+        place = place_in(folder)
+        remove_leftovers(place)  # first, as they may fill the disk
         try:
-            if not folder.is_dir():
-                reason = "it is no folder" if folder.exists() else "it does not exist"
-                raise NotADirectoryError(errno.ENOTDIR, reason)
             self._lock, self.path = _create_locked(place, rank)
             try:
                 self._data, self.alignment = self._open_data()
@@ -60,12 +61,12 @@ class SwapFile:
                 self.remove()
                 raise
         except OSError as error:
-            expected = f"{SETTING}: expected an existing folder that this process may write to"
-            raise ValueError(f"{expected}, got {str(folder)!r}: {error.strerror}") from error
+            raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: {error.strerror}") from error
         self.end = 0
         """Bytes that are reserved."""
         self._damage = ""
-        remove_leftovers(place)
+        self._lengths = threading.Lock()
+        """Held where `end` and the length of the file must agree."""
 
     @property
     def descriptor(self) -> int:
@@ -103,17 +104,19 @@ class SwapFile:
         """Make the file `end` bytes long, with blocks on the disk for all of them.
 
         Raises:
-            RuntimeError: there is not enough space. The file is as before.
+            RuntimeError: there is not enough space, and the file is as before; or the file was damaged.
         """
         if end <= self.end:
             return
+        self.check()
         try:
             os.posix_fallocate(self._lock, self.end, end - self.end)
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self._lock, self.end)
             raise RuntimeError(self._describe_refusal(end - self.end, error)) from error
-        self.end = end
+        with self._lengths:
+            self.end = end
 
     def _describe_refusal(self, num_bytes: int, error: OSError) -> str:
         free = os.statvfs(self.path.parent)
@@ -125,8 +128,10 @@ class SwapFile:
 
     def give_back(self, end: int) -> None:
         """Cut the file to `end` bytes again, after a reservation that is not used."""
-        os.ftruncate(self._lock, end)
-        self.end = end
+        with self._lengths:
+            if end < self.end:  # it must not make a file longer that somebody has truncated
+                os.ftruncate(self._lock, end)
+                self.end = end
 
     def read(self, into: memoryview, offset: int) -> None:
         """Read as many bytes as `into` has.
@@ -147,7 +152,7 @@ class SwapFile:
     def _move(self, call: Callable[..., int], verb: str, memory: memoryview, offset: int) -> None:
         done = 0
         while done < len(memory):
-            self._check()
+            self.check()
             try:
                 moved = call(self._data, [memory[done:]], offset + done)
             except OSError as error:
@@ -164,16 +169,16 @@ class SwapFile:
                 )
             done += moved
 
-    def _check(self) -> None:
-        """Raise an error if somebody has removed or truncated the file; its values are lost then for good.
+    def check(self) -> None:
+        """Raise a RuntimeError if somebody has removed or truncated the file; its values are lost for good.
 
         A write behind the new end would otherwise make the file long again, with zeros before it.
         """
-        if not self._damage:
+        with self._lengths:
             status = os.fstat(self._lock)
             if status.st_nlink == 0:
                 self._damage = "the file was removed while it was in use"
-            elif status.st_size < self.end:
+            elif status.st_size < self.end and not self._damage:
                 self._damage = f"expected {self.end} bytes, got {status.st_size}: the file was truncated"
         if self._damage:
             raise RuntimeError(f"{self.path}: {self._damage}. {self._describe_loss()}")
@@ -200,6 +205,18 @@ class SwapFile:
             self.path.parent.rmdir()
 
 
+def check_folder(folder: Path) -> None:
+    """Raise a ValueError unless there is such a folder: a new one may lie on another disk than was meant."""
+    if not folder.is_dir():
+        reason = "it is no folder" if folder.exists() else "it does not exist"
+        raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: {reason}")
+
+
+def place_in(folder: Path) -> Path:
+    """Return the folder for the files of this user."""
+    return folder / f"zeroshard-swap-{os.getuid()}"
+
+
 def _raise_unless_invalid(error: OSError) -> None:
     """Raise all errors but the one that tells of a missing kind of I/O."""
     if error.errno != errno.EINVAL:
@@ -214,10 +231,10 @@ def _create_locked(place: Path, rank: int) -> tuple[int, Path]:
     """
     for _ in range(_ATTEMPTS):
         path = place / f"{platform.node()[:64]}-{os.getpid()}-rank{rank}-{uuid4().hex[:8]}{_SUFFIX}"
-        place.mkdir(mode=0o700, exist_ok=True)
         try:
+            place.mkdir(mode=0o700, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # one that ended has removed the folder
+        except (FileExistsError, FileNotFoundError):  # another that ended has removed the folder
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -228,7 +245,7 @@ def _create_locked(place: Path, rank: int) -> tuple[int, Path]:
         if os.fstat(descriptor).st_nlink:  # none has taken it for a leftover before it was locked
             return descriptor, path
         os.close(descriptor)
-    raise OSError(errno.EBUSY, f"other processes removed {_ATTEMPTS} new files")
+    raise OSError(errno.EBUSY, f"{place} is no folder, or others removed {_ATTEMPTS} new files")
 
 
 def remove_leftovers(place: Path) -> None:

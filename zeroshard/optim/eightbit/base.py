@@ -13,7 +13,8 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit import states
 from zeroshard.optim.eightbit.ranges import RANGES, check_ranges
 from zeroshard.optim.eightbit.rule import Rule
-from zeroshard.optim.eightbit.step import take_step
+from zeroshard.optim.eightbit.step import take_rounded_step, take_step
+from zeroshard.stepping.rounding import Bits, BitsOf, no_bits
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -99,19 +100,27 @@ class BlockwiseOptimizer(Optimizer):
         """Raise ValueError for a hyperparameter that is out of its range."""
         check_ranges(group, {**RANGES, **self.rule.ranges})
 
-    def _step_by_rule(self, parameter: Tensor, gradient: Tensor, settings: Mapping[str, Any]) -> None:
+    def _step_by_rule(
+        self, parameter: Tensor, gradient: Tensor, settings: Mapping[str, Any], bits: Bits | None = None
+    ) -> None:
         """Take a parameter and its states through one step; a step that fails is not counted.
 
         Args:
             gradient: [n], float32; replaced by the update where the rule gives that.
             settings: the hyperparameters of this step.
+            bits: the random bits of a bfloat16 parameter, which is rounded stochastically; its gradient may
+                have any dtype.
         """
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state.update(states.begin(self.rule, parameter, settings["min_8bit_size"]))
-        step, values = int(state["step"]) + 1, states.flat(parameter)
+        step = int(state["step"]) + 1
         numbers = self.rule.numbers(settings, step)
-        take_step(self.rule, values, gradient, states.read(self.rule, state), numbers)
+        values, held = states.flat(parameter, is_widened=bits is None), states.read(self.rule, state)
+        if bits is None:
+            take_step(self.rule, values, gradient, held, numbers)
+        else:
+            take_rounded_step(self.rule, values, gradient, held, numbers, bits)
         state["step"] = step
         if values.data_ptr() != parameter.data_ptr():
             parameter.copy_(values.view(parameter.shape))
@@ -128,6 +137,9 @@ class ElementWise8bit(BlockwiseOptimizer):
     Raises:
         ValueError: a hyperparameter is out of the range that the rule has for it.
     """
+
+    bits_of: BitsOf = staticmethod(no_bits)
+    """The random bits of bfloat16 parameters, which are stepped as they are; see `RoundsItself`."""
 
     def __init__(self, params: Params, defaults: dict[str, Any], min_8bit_size: int) -> None:
         super().__init__(params, {"min_8bit_size": min_8bit_size, **defaults})
@@ -165,5 +177,7 @@ class ElementWise8bit(BlockwiseOptimizer):
                             f"expected a dense, real gradient, got one of {gradient.dtype} and layout "
                             f"{gradient.layout}"
                         )
-                    self._step_by_rule(parameter, states.flat(gradient), self.settings(parameter, group))
+                    bits = self.bits_of(parameter)
+                    flat = states.flat(gradient, is_widened=bits is None)
+                    self._step_by_rule(parameter, flat, self.settings(parameter, group), bits)
         return loss

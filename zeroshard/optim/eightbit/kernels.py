@@ -7,12 +7,12 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
+import torch
 from numba.extending import overload
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -20,11 +20,10 @@ from torch.autograd.graph import increment_version
 from zeroshard.optim.eightbit.blocks import Quantized
 from zeroshard.optim.eightbit.rule import Rule, Scalars, root, sign
 from zeroshard.optim.eightbit.simd import dequantize_block, largest_of_block, quantize_block
-from zeroshard.optim.eightbit.threads import over_blocks
 from zeroshard.plan.layout import BLOCK
-
-_compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False)
-
+from zeroshard.stepping.bfloat16 import NUM_WORDS, compiled, round_block, widen_block
+from zeroshard.stepping.rounding import Bits
+from zeroshard.stepping.threads import over_blocks
 
 # Their forms for numbers, in the same roundings.
 overload(root)(lambda x: lambda x: np.sqrt(x))
@@ -64,24 +63,25 @@ def _loop_3(update: Any) -> Any:
 @cache
 def _compile(rule: Rule) -> Any:
     """The update of a block, (changed, other, states, scalars), both of parameter and gradient, [256]."""
-    update = given = _compiled(rule.update)
+    update = given = compiled(rule.update)
     if rule.gives_update:
-        update = _compiled(lambda g, p, states, scalars: given(p, g, states, scalars))
-    return _compiled((_loop_1, _loop_2, _loop_3)[len(rule.states) - 1](update))
+        update = compiled(lambda g, p, states, scalars: given(p, g, states, scalars))
+    return compiled((_loop_1, _loop_2, _loop_3)[len(rule.states) - 1](update))
 
 
 # Quantized states are tuples by codes, absmax, and values, table and num_lower of the codebooks.
 
 
-@_compiled
+@compiled
 def _step_block(
     update: Any, changed: Any, other: Any, scalars: Any, states: Any, quantized: Any, at: int
 ) -> None:
+    """Step one block of parameter and gradient, both [256], float32."""
     codes, absmax, values, tables, num_lower = quantized
     start, end = at * BLOCK, (at + 1) * BLOCK
     for state in range(len(codes)):
         dequantize_block(states[state], codes[state][start:end], values[state], absmax[state][at])
-    update(changed[start:end], other[start:end], states, scalars)
+    update(changed, other, states, scalars)
     for state in range(len(codes)):
         largest = largest_of_block(states[state])
         inverse = np.float32(1) / largest
@@ -91,44 +91,89 @@ def _step_block(
         absmax[state][at] = largest
 
 
-@_compiled
+@compiled
 def _step_blocks(
     update: Any, changed: Any, other: Any, scalars: Any, quantized: Any, first: int, last: int
 ) -> None:
     """Step whole blocks from first to before last."""
     states = np.empty((len(quantized[0]), BLOCK), np.float32)
     for block in range(first, last):
-        _step_block(update, changed, other, scalars, states, quantized, block)
+        start, end = block * BLOCK, (block + 1) * BLOCK
+        _step_block(update, changed[start:end], other[start:end], scalars, states, quantized, block)
 
 
-def step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[Quantized], scalars: Scalars) -> None:
+@compiled
+def _step_narrow_blocks(
+    update: Any,
+    narrow: tuple[Any, Any],
+    scalars: Any,
+    quantized: Any,
+    bits: tuple[Any, int],
+    first: int,
+    last: int,
+) -> None:
+    """Step whole blocks of parameter and gradient in bfloat16, widened and rounded in the caches."""
+    changed, other = narrow
+    key, place = bits
+    states, words = np.empty((len(quantized[0]), BLOCK), np.float32), np.empty(NUM_WORDS, np.uint64)
+    p, g = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    for block in range(first, last):
+        start, end = block * BLOCK, (block + 1) * BLOCK
+        widen_block(p.view(np.uint32), changed[start:end])
+        widen_block(g.view(np.uint32), other[start:end])
+        _step_block(update, p, g, scalars, states, quantized, block)
+        round_block(changed[start:end], p.view(np.uint32), words, key, place + start)
+
+
+def step(
+    rule: Rule,
+    p: Tensor,
+    g: Tensor,
+    states: Sequence[Quantized],
+    scalars: Scalars,
+    bits: Bits | None = None,
+) -> None:
     """One step of a slice that starts on a block.
 
     Args:
         rule: how it changes.
-        p: [n], float32, contiguous.
+        p: [n], float32, contiguous; bfloat16 if there are `bits`.
         g: the same; replaced by the update where the rule gives that.
         states: of [n].
         scalars: the rule's numbers of this step.
+        bits: the random bits of a bfloat16 parameter; only for a rule that gives no update.
     """
+    assert bits is None or not rule.gives_update, "an update is not rounded"
     update, numbers = _compile(rule), tuple(map(np.float32, scalars))
     changed, other = (g, p) if rule.gives_update else (p, g)
     whole = p.numel() // BLOCK
     if whole:
-        fixed = (update, changed.numpy(), other.numpy(), numbers, _arrays(states))
-        over_blocks(lambda first, last: _step_blocks(*fixed, first, last), whole)
+        over_blocks(_work(update, changed, other, numbers, states, bits), whole)
     if p.numel() % BLOCK:
         rest, last = slice(whole * BLOCK, None), [state.part(whole, whole + 1) for state in states]
-        _step_cut_block(update, changed[rest], other[rest], numbers, last)
+        bits = bits and bits._replace(start=bits.start + whole * BLOCK)
+        _step_cut_block(update, changed[rest], other[rest], numbers, last, bits)
     increment_version(changed)  # numpy does not count changes, by which replicated parameters are followed
 
 
+def _work(
+    update: Any, changed: Tensor, other: Tensor, numbers: Any, states: Sequence[Quantized], bits: Bits | None
+) -> Callable[[int, int], None]:
+    """The function that steps whole blocks, (first, last)."""
+    if bits is None:
+        fixed = (update, changed.numpy(), other.numpy(), numbers, _arrays(states))
+        return lambda first, last: _step_blocks(*fixed, first, last)
+    narrow = changed.view(torch.uint16).numpy(), other.view(torch.uint16).numpy()
+    given = (update, narrow, numbers, _arrays(states), (np.uint64(bits.key), bits.start))
+    return lambda first, last: _step_narrow_blocks(*given, first, last)
+
+
 def _step_cut_block(
-    update: Any, changed: Tensor, other: Tensor, numbers: Any, states: Sequence[Quantized]
+    update: Any, changed: Tensor, other: Tensor, numbers: Any, states: Sequence[Quantized], bits: Bits | None
 ) -> None:
     """Step the last block of a parameter, filled up with zeros."""
     filled, whole = _filled(changed, 0), [s._replace(codes=_filled(s.codes, s.book.zero)) for s in states]
-    _step_blocks(update, filled.numpy(), _filled(other, 0).numpy(), numbers, _arrays(whole), 0, 1)
+    _work(update, filled, _filled(other, 0), numbers, whole, bits)(0, 1)
     changed.copy_(filled[: changed.numel()])
     for state, one in zip(states, whole, strict=True):
         state.codes.copy_(one.codes[: changed.numel()])

@@ -56,6 +56,7 @@ def whole_size(parameter: Tensor) -> int:
     return parameter.full_shape.numel() if isinstance(parameter, ShardedParameter) else parameter.numel()
 
 
-def flat(tensor: Tensor | nn.Parameter) -> Tensor:
-    """[n], float32, contiguous, no part of a graph; the same memory where it is so already."""
-    return tensor.detach().reshape(-1).float()
+def flat(tensor: Tensor | nn.Parameter, *, is_widened: bool = True) -> Tensor:
+    """[n], contiguous, no part of a graph, float32 if it is widened; the same memory where possible."""
+    values = tensor.detach().reshape(-1)
+    return values.float() if is_widened else values

@@ -6,16 +6,16 @@ torch operations do it a chunk at a time: slower, and on the CPU with the same b
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from functools import cache
-from importlib import import_module
 
+import torch
 from torch import Tensor
 
+from zeroshard.internals.libraries import is_usable
 from zeroshard.optim.eightbit.blocks import Quantized, State, num_blocks
 from zeroshard.optim.eightbit.rule import Numbers, Rule
 from zeroshard.plan.layout import BLOCK
+from zeroshard.stepping.rounding import Bits, round_into
 
 _CHUNK = 1 << 10
 """Blocks that are worked on together on the CPU; more let their scratch memory out of the caches."""
@@ -45,6 +45,32 @@ def take_step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers
         step_in_chunks(rule, p, g, states, numbers)
 
 
+def take_rounded_step(
+    rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers: Numbers, bits: Bits
+) -> None:
+    """Change a parameter of bfloat16, in the bits of `take_step` in float32 followed by `round_into`.
+
+    On the CPU the compiled pass widens and rounds a block in the caches. Elsewhere the parameter is widened.
+
+    Args:
+        rule: the rule of the update, which gives no update.
+        p: [n], bfloat16, contiguous, on any device; from the start of a block.
+        g: [n], of any dtype, contiguous.
+        states: the states of the rule, each of [n], in its order.
+        numbers: the hyperparameters of this step.
+        bits: the random bits of the parameter.
+    """
+    quantized = [state for state in states if isinstance(state, Quantized)]
+    if p.is_cpu and g.dtype is torch.bfloat16 and quantized and _has("numba"):
+        from zeroshard.optim.eightbit import kernels
+
+        kernels.step(rule, p, g, quantized, rule.scalars(numbers), bits)
+    else:
+        wide = p.float()
+        take_step(rule, wide, g.float(), states, numbers)
+        round_into(p, wide, *bits)
+
+
 def step_in_chunks(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers: Numbers) -> None:
     """Take a step in torch operations, on any device; arguments as `take_step`."""
     scalars = rule.scalars(numbers)
@@ -58,16 +84,5 @@ def step_in_chunks(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], nu
             state.store(value)
 
 
-@cache
 def _has(library: str) -> bool:
-    """True if the library that makes steps fast is there and works; warn once if not."""
-    try:
-        import_module(library)
-    except Exception as error:  # a library that was built for another one may raise anything
-        warnings.warn(
-            f"8-bit optimizer states without {library} ({error}): steps take several times as long. "
-            f"pip install {library}",
-            stacklevel=2,
-        )
-        return False
-    return True
+    return is_usable(library, "8-bit optimizer states")

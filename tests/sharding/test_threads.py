@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from zeroshard.optim.eightbit.threads import over_blocks
+from zeroshard.stepping.threads import over_blocks
 
 
 @pytest.fixture

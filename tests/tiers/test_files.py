@@ -1,0 +1,385 @@
+"""Extents keep their bytes; what goes wrong is one error for whoever waits, and holds up nobody else."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from contextlib import closing
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from zeroshard.tiers import files
+from zeroshard.tiers.files import Swap
+from zeroshard.tiers.memory import host_memory
+
+BLOCK = 4096
+
+
+@pytest.fixture
+def swap(tmp_path):
+    with_small_chunks = Swap([tmp_path], rank=3)
+    yield with_small_chunks
+    with_small_chunks.close()
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """An extent of some blocks has several chunks."""
+    monkeypatch.setattr(files, "LEAST_CHUNK", BLOCK)
+    monkeypatch.setattr(files, "MOST_CHUNK", 2 * BLOCK)
+
+
+def memory_of(extent, seed=None):
+    """Memory for an extent, with random bytes if there is a seed."""
+    memory = host_memory(extent.padded, pinned=False)
+    if seed is not None:
+        memory.random_(generator=torch.Generator().manual_seed(seed))
+    return memory
+
+
+def content_of(swap, extent):
+    memory = memory_of(extent)
+    swap.read(extent, memory).wait()
+    return memory[: extent.num_bytes]
+
+
+def paths_in(folder):
+    return sorted(folder.glob("zeroshard-swap-*/*"))
+
+
+SIZES = st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 9 * BLOCK + 17])
+ACTS = st.lists(
+    st.tuples(st.sampled_from(["allocate", "write", "free"]), SIZES, st.integers(0, 7)), max_size=20
+)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(acts=ACTS, num_folders=st.integers(1, 3))
+def test_every_extent_keeps_the_bytes_that_were_written_last(tmp_path, acts, num_folders):
+    folders = [tmp_path / str(number) for number in range(num_folders)]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    with closing(Swap(folders, 0, num_threads=2)) as swap:
+        extents = follow(swap, acts)
+        for extent, values in extents.items():
+            if values is not None:
+                assert torch.equal(content_of(swap, extent), values[: extent.num_bytes])
+        sizes = [path.stat().st_size for folder in folders for path in paths_in(folder)]
+        assert (len(sizes), sum(sizes)) == (num_folders, swap.num_bytes)
+    assert not any(list(folder.iterdir()) for folder in folders)
+
+
+def follow(swap, acts):
+    """Allocate, write and free; return the values that each extent should have, None before a write."""
+    expected, transfers = {}, []
+    for number, (act, num_bytes, which) in enumerate(acts):
+        if act == "allocate" or not expected:
+            expected[swap.allocate(num_bytes)] = None
+            continue
+        extent = list(expected)[which % len(expected)]
+        if act == "free":
+            swap.free(extent)
+            del expected[extent]
+        else:
+            expected[extent] = memory_of(extent, seed=number)
+            transfers.append(swap.write(extent, expected[extent]))
+    for transfer in transfers:
+        transfer.wait()
+        assert transfer.is_over()
+    return expected
+
+
+def test_a_file_that_grows_while_it_is_written_is_not_taken_for_a_truncated_one(swap, monkeypatch):
+    extent, fstat, size_is_known = swap.allocate(BLOCK), os.fstat, threading.Event()
+
+    def slow(descriptor):
+        status = fstat(descriptor)
+        size_is_known.set()
+        time.sleep(0.05)
+        return status
+
+    monkeypatch.setattr(os, "fstat", slow)
+    transfer = swap.write(extent, memory_of(extent, 1))
+    size_is_known.wait()
+    swap.allocate(BLOCK)
+    transfer.wait()
+
+
+def test_a_freed_extent_makes_room_for_one_of_the_same_size_whose_values_are_its_own(swap):
+    first, other = swap.allocate(10 * BLOCK + 1), swap.allocate(BLOCK)
+    swap.write(other, memory_of(other, 1)).wait()
+    swap.write(first, memory_of(first, 2))  # nobody waits for it but `free`
+    size = swap.num_bytes
+    swap.free(first)
+    second = swap.allocate(11 * BLOCK)
+    assert swap.num_bytes == size == 12 * BLOCK
+    with pytest.raises(RuntimeError, match="written before it is read"):
+        swap.read(second, memory_of(second))
+    with pytest.raises(ValueError, match="not freed"):
+        swap.free(first)
+    with pytest.raises(ValueError, match="not freed"):
+        swap.write(first, memory_of(first))
+    assert torch.equal(content_of(swap, other), memory_of(other, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda memory: memory[1:], "begins on a page"),
+        (lambda memory: memory[:BLOCK], r"uint8 tensor of \[8192\]"),
+        (lambda memory: memory.view(torch.float32), "float32"),
+        (lambda memory: memory.view(2, -1), r"\[2, "),
+        (lambda memory: memory[::2], "contiguous"),
+        (lambda memory: memory.to("meta"), "on meta"),
+    ],
+)
+def test_memory_that_direct_io_cannot_use_is_refused(swap, change, message):
+    extent = swap.allocate(BLOCK + 1)
+    memory = host_memory(5 * BLOCK, pinned=False)
+    swap.write(extent, memory).wait()
+    for transfer in (swap.read, swap.write):
+        with pytest.raises(ValueError, match=message):
+            transfer(extent, change(memory))
+
+
+def test_values_are_whole_where_the_system_moves_less_than_it_was_asked_for(swap, monkeypatch):
+    def short(call):
+        return lambda fd, buffers, offset: call(fd, [buffers[0][:BLOCK]], offset)
+
+    extent = swap.allocate(8 * BLOCK)
+    monkeypatch.setattr(os, "pwritev", short(os.pwritev))
+    monkeypatch.setattr(os, "preadv", short(os.preadv))
+    swap.write(extent, memory_of(extent, 5)).wait()
+    assert torch.equal(content_of(swap, extent), memory_of(extent, 5))
+
+
+def test_a_failed_write_is_an_error_of_its_extent_alone_until_a_later_one_succeeds(swap, monkeypatch):
+    lost, other = swap.allocate(6 * BLOCK), swap.allocate(6 * BLOCK)
+    pwritev, bad = os.pwritev, lost.chunks[1].offset
+
+    def full(fd, buffers, offset):
+        if offset == bad:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwritev(fd, buffers, offset)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "pwritev", full)
+        transfers = [swap.write(lost, memory_of(lost, 1)), swap.write(other, memory_of(other, 2))]
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=rf"{swap.paths[0]}.*No space left.*offload\.nvme_path"):
+                transfers[0].wait()
+        transfers[1].wait()
+    with pytest.raises(RuntimeError, match="No space left"):
+        swap.read(lost, memory_of(lost))
+    assert torch.equal(content_of(swap, other), memory_of(other, 2))
+    swap.write(lost, memory_of(lost, 3)).wait()
+    assert torch.equal(content_of(swap, lost), memory_of(lost, 3))
+
+
+def test_nobody_uses_the_memory_any_more_when_a_failed_transfer_was_waited_for(swap, monkeypatch):
+    extent = swap.allocate(6 * BLOCK)
+
+    def slow(fd, buffers, offset):
+        if offset == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        time.sleep(0.1)
+        return len(buffers[0])
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    transfer = swap.write(extent, memory_of(extent))
+    with pytest.raises(RuntimeError, match="Input/output error"):
+        transfer.wait()
+    assert transfer.is_over()
+
+
+@pytest.mark.parametrize("frees", [False, True])
+def test_transfers_of_one_place_on_the_disk_are_done_in_order(swap, monkeypatch, frees):
+    extent, pwritev, calls = swap.allocate(BLOCK), os.pwritev, []
+
+    def first_is_slow(fd, buffers, offset):
+        calls.append(offset)
+        if len(calls) == 1:
+            time.sleep(0.1)
+        return pwritev(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", first_is_slow)
+    first = swap.write(extent, memory_of(extent, 1))
+    if frees:
+        swap.free(extent)
+        extent = swap.allocate(BLOCK)
+    swap.write(extent, memory_of(extent, 2)).wait()
+    first.wait()
+    assert torch.equal(content_of(swap, extent), memory_of(extent, 2))
+    assert calls == [0, 0]
+
+
+def test_a_failed_read_can_be_tried_again(swap, monkeypatch):
+    extent = swap.allocate(BLOCK)
+    swap.write(extent, memory_of(extent, 1)).wait()
+
+    def broken(fd, buffers, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "preadv", broken)
+        with pytest.raises(RuntimeError, match=r"could not read 4096 bytes at 0: Input/output error\. Check"):
+            swap.read(extent, memory_of(extent)).wait()
+    assert torch.equal(content_of(swap, extent), memory_of(extent, 1))
+
+
+@pytest.mark.parametrize("size", [0, BLOCK, 3 * BLOCK + 100])
+def test_a_file_that_was_truncated_is_damaged_for_good(swap, size):
+    extents = [swap.allocate(2 * BLOCK) for _ in range(3)]
+    for extent in extents:
+        swap.write(extent, memory_of(extent, 1)).wait()
+    os.truncate(swap.paths[0], size)
+    message = rf"{swap.paths[0]}: expected 24576 bytes, got {size}: the file was truncated\..*checkpoint"
+    with pytest.raises(RuntimeError, match=message):
+        swap.write(extents[2], memory_of(extents[2], 1)).wait()  # would leave zeros before it
+    os.truncate(swap.paths[0], 6 * BLOCK)
+    with pytest.raises(RuntimeError, match=message):
+        swap.read(extents[0], memory_of(extents[0])).wait()
+
+
+def test_a_file_that_was_truncated_does_not_grow_again_with_zeros(swap):
+    extent = swap.allocate(2 * BLOCK)
+    swap.write(extent, memory_of(extent, 1)).wait()
+    os.truncate(swap.paths[0], 0)
+    with pytest.raises(RuntimeError, match="expected 8192 bytes, got 0: the file was truncated"):
+        swap.allocate(BLOCK)
+    with pytest.raises(RuntimeError, match="the file was truncated"):
+        swap.read(extent, memory_of(extent)).wait()
+
+
+def test_a_file_that_ends_while_it_is_read_is_an_error(swap, monkeypatch):
+    extent = swap.allocate(3 * BLOCK)
+    swap.write(extent, memory_of(extent, 1)).wait()
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 100)
+    with pytest.raises(
+        RuntimeError, match=r"expected to read \d+ bytes at \d+, got 0\. Values in it are lost"
+    ):
+        swap.read(extent, memory_of(extent)).wait()
+
+
+def test_a_file_that_was_removed_is_an_error(swap):
+    extent = swap.allocate(BLOCK)
+    swap.write(extent, memory_of(extent, 1)).wait()
+    swap.paths[0].unlink()
+    with pytest.raises(RuntimeError, match="the file was removed while it was in use"):
+        swap.read(extent, memory_of(extent)).wait()
+
+
+def test_a_full_disk_is_told_at_once_and_takes_nothing_on_the_others(tmp_path, monkeypatch):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    swap = Swap(folders, 0)
+    kept = swap.allocate(4 * BLOCK)
+    swap.write(kept, memory_of(kept, 1)).wait()
+    reserve, calls = os.posix_fallocate, []
+
+    def full(fd, offset, length):
+        calls.append(length)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    message = (
+        rf"{swap.paths[1]}: could not reserve 40\.0 KiB \(40960 bytes\) more: No space left.* free.*nvme_path"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        swap.allocate(20 * BLOCK)
+    assert swap.num_bytes == sum(path.stat().st_size for path in swap.paths) == 4 * BLOCK
+    later = swap.allocate(20 * BLOCK)
+    swap.write(later, memory_of(later, 2)).wait()
+    assert torch.equal(content_of(swap, kept), memory_of(kept, 1))
+    assert torch.equal(content_of(swap, later), memory_of(later, 2))
+    swap.close()
+
+
+def test_close_waits_removes_and_may_be_called_again(tmp_path):
+    swap = Swap([tmp_path], 0)
+    extent = swap.allocate(50 * BLOCK)
+    transfer = swap.write(extent, memory_of(extent, 1))
+    swap.close()
+    assert transfer.is_over()
+    transfer.wait()
+    assert not list(tmp_path.iterdir())
+    swap.close()
+    assert swap.num_bytes == 0
+    for call in (lambda: swap.allocate(1), lambda: swap.read(extent, memory_of(extent))):
+        with pytest.raises(RuntimeError, match="Expected an open Swap"):
+            call()
+
+
+def test_files_go_with_their_swap_even_if_a_thread_of_it_finds_the_garbage(tmp_path):
+    swap = Swap([tmp_path], 0)
+    del swap
+    assert not list(tmp_path.iterdir())
+    swap = Swap([tmp_path], 0)
+    swap._threads.submit(swap.close).result(timeout=20)
+    swap._threads.shutdown()
+    for _ in range(2000):
+        if not list(tmp_path.iterdir()):
+            break
+        time.sleep(0.01)
+    assert not list(tmp_path.iterdir())
+
+
+SCRIPT = """
+import os, sys, torch
+from zeroshard.tiers.files import Swap
+from zeroshard.tiers.memory import host_memory
+
+swap = Swap([sys.argv[1]], 0)
+extent, memory = swap.allocate(5000), host_memory(8192, False).fill_(9)
+swap.write(extent, memory).wait()
+child = os.fork()
+if not child:
+    try:
+        swap.read(extent, memory)
+    except RuntimeError as error:
+        print(error, flush=True)
+    sys.exit(3)  # with all that happens at exit
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+Swap([sys.argv[1]], 1).close()  # the lock is still there
+swap.read(extent, memory.zero_()).wait()
+assert memory[:5000].eq(9).all() and swap.paths[0].exists()
+swap.write(extent, memory)
+raise LookupError("the end")
+"""
+
+
+def test_a_forked_process_leaves_the_files_alone_and_an_exception_removes_them(tmp_path):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "LookupError: the end" in result.stderr
+    assert "AssertionError" not in result.stderr
+    assert result.stdout.startswith("Expected an open Swap, got one that was closed, or that of a parent")
+    assert not list(tmp_path.iterdir())
+
+
+def test_engines_and_ranks_share_a_folder_without_a_warning(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swaps = [Swap([tmp_path], rank) for rank in (0, 0, 1)]
+    assert len(paths_in(tmp_path)) == 3
+    for swap in swaps:
+        extent = swap.allocate(BLOCK)
+        swap.write(extent, memory_of(extent, 1)).wait()
+        assert torch.equal(content_of(swap, extent), memory_of(extent, 1))
+        swap.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("folders", "num_threads"), [([], 1), (["."], 0)])
+def test_a_swap_needs_a_folder_and_a_thread(folders, num_threads):
+    with pytest.raises(ValueError, match="Expected a folder and a thread"):
+        Swap(folders, 0, num_threads)

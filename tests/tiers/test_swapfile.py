@@ -1,0 +1,229 @@
+"""A swap file belongs to a live process: it is locked, and removed by others only after a kill."""
+
+import errno
+import fcntl
+import mmap
+import os
+import resource
+import signal
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from zeroshard.tiers import swapfile
+from zeroshard.tiers.swapfile import SwapFile, file_system, place_in, warn_of_slow_place
+
+BLOCK = 4096
+
+
+@contextmanager
+def another_process(folder, num_bytes):
+    """A process that holds a file in `folder`: yields its id and the path; it is killed at the end."""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process == 0:
+        file = SwapFile(folder, rank=1)
+        file.reserve(num_bytes)
+        os.write(writer, os.fsencode(file.path))
+        signal.pause()
+    try:
+        yield process, Path(os.fsdecode(os.read(reader, 4096)))
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(reader)
+        os.close(writer)
+
+
+def test_the_file_of_a_killed_process_is_removed_by_the_next_one_with_one_warning(tmp_path):
+    with another_process(tmp_path, 3 * BLOCK) as (process, path):
+        assert f"-{process}-rank1-" in path.name
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            SwapFile(tmp_path, 0).remove()
+        assert path.exists()
+    assert path.exists()
+    with pytest.warns(
+        UserWarning, match=r"removed 12\.0 KiB in 1 file\(s\) of processes that were killed"
+    ) as told:
+        file = SwapFile(tmp_path, 0)
+    assert len(told) == 1
+    assert list(place_in(tmp_path).iterdir()) == [file.path]
+    file.remove()
+
+
+def test_only_swap_files_are_removed(tmp_path):
+    place = place_in(tmp_path)
+    place.mkdir()
+    (place / "notes.txt").write_text("mine")
+    (tmp_path / "target").write_text("mine")
+    (place / "x-1-rank0-0.swap").symlink_to(tmp_path / "target")
+    SwapFile(tmp_path, 0).remove()
+    assert (place / "notes.txt").exists()
+    assert (tmp_path / "target").exists()
+
+
+def test_a_file_that_another_process_took_for_a_leftover_is_made_again(tmp_path, monkeypatch):
+    flock, taken = fcntl.flock, []
+
+    def late(descriptor, operation):
+        if not taken:  # somebody was faster
+            taken.extend(place_in(tmp_path).iterdir())
+            taken[0].unlink()
+            taken[0].parent.rmdir()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    file = SwapFile(tmp_path, 0)
+    assert file.path.exists()
+    assert file.path != taken[0]
+    file.remove()
+
+
+@pytest.mark.parametrize("size", [1, BLOCK - 1, 3 * BLOCK])
+def test_a_limit_of_the_system_is_told_and_changes_nothing(tmp_path, size):
+    file = SwapFile(tmp_path, 0)
+    file.reserve(BLOCK)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK + size, limits[1]))
+    try:
+        with pytest.raises(
+            RuntimeError, match=rf"{file.path}: could not reserve 16\.0 KiB .*: File too large"
+        ):
+            file.reserve(5 * BLOCK)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.end == file.path.stat().st_size == BLOCK
+    file.remove()
+
+
+def test_a_reservation_that_fails_in_its_middle_is_given_back(tmp_path, monkeypatch):
+    file = SwapFile(tmp_path, 0)
+    file.reserve(BLOCK)
+    reserve = os.posix_fallocate
+
+    def partly(descriptor, offset, length):
+        reserve(descriptor, offset, length // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", partly)
+    with pytest.raises(RuntimeError, match="No space left on device"):
+        file.reserve(9 * BLOCK)
+    assert file.path.stat().st_size == BLOCK
+    file.remove()
+
+
+def test_a_write_beyond_a_limit_of_the_system_is_told(tmp_path):
+    file = SwapFile(tmp_path, 0)
+    file.reserve(4 * BLOCK)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * BLOCK, limits[1]))
+    try:
+        with pytest.raises(
+            RuntimeError, match=r"could not write 16384 bytes at 0: File too large\. Free space"
+        ):
+            file.write(memoryview(mmap.mmap(-1, 4 * BLOCK)), 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.remove()
+
+
+@pytest.mark.parametrize("path", ["missing", "file"])
+def test_a_path_that_is_no_folder_is_an_error_of_the_user(tmp_path, path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match=rf"offload\.nvme_path: expected an existing folder .*{path}'"
+    ) as error:
+        SwapFile(tmp_path / path, 0)
+    assert {"missing": "does not exist", "file": "is no folder"}[path] in str(error.value)
+
+
+def test_a_file_in_the_place_of_our_folder_is_an_error_of_the_user(tmp_path):
+    place_in(tmp_path).touch()
+    with pytest.raises(ValueError, match=rf"nvme_path: .*{place_in(tmp_path)} is no folder"):
+        SwapFile(tmp_path, 0)
+
+
+def test_a_folder_that_may_not_be_written_to_is_an_error_of_the_user():
+    with pytest.raises(ValueError, match=r"offload\.nvme_path: expected .* may write to, got '/proc'"):
+        SwapFile(Path("/proc"), 0)
+
+
+@pytest.mark.parametrize("code", [errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch, code):
+    def refuse(descriptor, operation):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ValueError, match="has no file locks"):
+        SwapFile(tmp_path, 0)
+    assert not list(place_in(tmp_path).iterdir())
+
+
+def open_without_direct(open_, flag):
+    def refuse(path, flags, *args):
+        if flags & flag:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return open_(path, flags, *args)
+
+    return refuse
+
+
+def test_files_pass_through_the_page_cache_where_there_is_no_direct_io(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "open", open_without_direct(os.open, os.O_DIRECT))
+    file = SwapFile(tmp_path, 0)
+    assert (file.is_direct, file.alignment) == (False, BLOCK)
+    file.reserve(BLOCK)
+    source, into = mmap.mmap(-1, BLOCK), mmap.mmap(-1, BLOCK)
+    source[:5] = b"bytes"
+    file.write(memoryview(source), 0)
+    file.read(memoryview(into), 0)
+    assert into[:] == source[:]
+    file.remove()
+
+
+def test_blocks_are_as_large_as_direct_io_asks_for(tmp_path, monkeypatch):
+    pwrite = os.pwrite
+
+    def coarse(descriptor, block, offset):
+        if len(block) % 16384 or offset % 16384:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return pwrite(descriptor, block, offset)
+
+    monkeypatch.setattr(os, "pwrite", coarse)
+    file = SwapFile(tmp_path, 0)
+    assert file.alignment == 16384
+    assert file.path.stat().st_size == 0
+    file.remove()
+
+
+def test_a_disk_that_is_full_from_the_start_is_no_disk_without_direct_io(tmp_path, monkeypatch):
+    def full(descriptor, block, offset):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(ValueError, match="No space left on device"):
+        SwapFile(tmp_path, 0)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_direct", "message"),
+    [
+        ("tmpfs", True, r"lies in memory \(tmpfs\), so this tier saves none"),
+        ("overlay", False, r"\(overlay\) has no direct I/O"),
+        (None, False, r"\(of unknown type\) has no direct I/O"),
+    ],
+)
+def test_one_warning_tells_of_a_place_that_is_no_fast_disk(tmp_path, monkeypatch, kind, is_direct, message):
+    monkeypatch.setattr(swapfile, "file_system", lambda folder: kind)
+    with pytest.warns(UserWarning, match=message) as told:
+        warn_of_slow_place(tmp_path, is_direct=is_direct)
+    assert len(told) == 1
+
+
+def test_the_type_of_a_file_system_is_that_of_its_mount():
+    assert file_system(Path("/proc")) == "proc"
+    assert file_system(Path("/dev/shm")) == "tmpfs"

@@ -1,0 +1,134 @@
+"""Bytes of a rank on each tier, from the plans of its units, and the check that a node has room for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.optim.eightbit.blocks import num_blocks
+from zeroshard.optim.eightbit.states import MIN_8BIT_SIZE
+from zeroshard.plan import traffic
+from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan
+from zeroshard.plan.placement import DP_SHARD
+from zeroshard.plan.tiers import Tier
+from zeroshard.stepping.disk import NUM_BUFFERS
+from zeroshard.tiers.budget import check_budget
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The states of an optimizer for each element of a trained parameter."""
+
+    num: int = 2
+    """Tensors of states; those of Adam are exp_avg and exp_avg_sq."""
+    bits: int = 32
+    """32 for the main dtype, at least float32; 8 for codes and their scales."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierBytes:
+    """Bytes of a rank on one tier, by kind."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int = 0
+    """Host buffers through which units of files pass."""
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers
+
+
+def bytes_on_tiers(
+    units: Sequence[UnitPlan], setting: Setting, num_micro_batches: int, states: States
+) -> dict[Tier, TierBytes]:
+    """Return the bytes on each tier between a backward and its step.
+
+    Args:
+        units: the plans of all units.
+        setting: the setting of the plans.
+        num_micro_batches: micro-batches in a step.
+        states: the states of the optimizer; counted without padding, on the rank that holds most.
+    """
+    buffers = [buffer for unit in units for buffer in unit.buffers]
+    return {
+        tier: TierBytes(
+            parameters=sum(traffic.parameter_bytes(buffer, tier) for buffer in buffers),
+            gradients=_gradient_bytes(units, setting, num_micro_batches, tier),
+            optimizer=_state_bytes((b for b in buffers if b.main_tier is tier), setting, states),
+            buffers=_staging_bytes(units, setting, states) if tier is Tier.HOST else 0,
+        )
+        for tier in Tier
+    }
+
+
+def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier: Tier) -> int:
+    each = [sum(traffic.gradient_bytes(b, setting, num, tier) for b in unit.buffers) for unit in units]
+    if not setting.steps_in_backward or num > 1:
+        return sum(each)
+    return sum(sorted(each)[-2:])  # of the unit that is stepped, and of the one that is reduced
+
+
+def _staging_bytes(units: Sequence[UnitPlan], setting: Setting, states: States) -> int:
+    """Bytes of the buffers of the tier of files, for its largest unit."""
+    parts = []
+    for unit in units:
+        trained = [b for b in unit.buffers if b.trainable and b.main_tier is Tier.DISK]
+        main = sum(b.main_size * b.main_dtype.itemsize for b in trained)
+        parts.append(main + _state_bytes(trained, setting, states))
+    return NUM_BUFFERS * max(parts, default=0)
+
+
+def _state_bytes(buffers: Iterable[BufferPlan], setting: Setting, states: States) -> int:
+    """Optimizer states of the rank that holds most."""
+    totals = [0] * setting.sizes[DP_SHARD]
+    for buffer in buffers:
+        for index, whole in enumerate(buffer.layout.sizes) if buffer.trainable else ():
+            for rank in _steppers(buffer, index):
+                num = buffer.layout.owned(index, rank).size if buffer.is_partial else whole
+                if states.bits == 32:
+                    totals[rank] += num * buffer.wide_dtype.itemsize
+                elif whole < MIN_8BIT_SIZE:
+                    totals[rank] += num * torch.float32.itemsize
+                else:
+                    totals[rank] += num + num_blocks(num) * torch.float32.itemsize
+    return states.num * max(totals)
+
+
+def _steppers(buffer: BufferPlan, index: int) -> range:
+    """The ranks that step a part of a parameter."""
+    layout = buffer.layout
+    if not buffer.is_partial:
+        return range(layout.num_ranks)
+    span, size = layout.parameter(index), max(1, layout.shard_size)
+    return range(span.start // size, -(-span.stop // size))
+
+
+def check_room(tiers: dict[Tier, TierBytes], nvme_path: str | None, num_ranks: int) -> None:
+    """Refuse what this node has no room for, before any memory is taken. Call it on all ranks.
+
+    Args:
+        tiers: the bytes of a rank.
+        nvme_path: `Config.offload.nvme_path`.
+        num_ranks: the ranks of the job, for a launcher that does not tell those on this node.
+
+    Raises:
+        ValueError: a folder is not there.
+        RuntimeError: the node has less; the message tells the bytes of each kind.
+    """
+    host, disk = tiers[Tier.HOST], tiers[Tier.DISK]
+    needed = {
+        "main parameters and copies of them": host.parameters,
+        "gradients": host.gradients,
+        "optimizer states": host.optimizer,
+        "buffers for the units in files": host.buffers,
+    }
+    if host.total or disk.total:
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        folders = nvme_path.split(":") if nvme_path is not None and disk.total else []
+        check_budget({k: v for k, v in needed.items() if v}, disk.total, folders, on_node)

@@ -1,0 +1,173 @@
+"""The memory and disk space that tiers need, compared with what this node has, before any is taken.
+
+The kernel hands out more memory than there is, and ends processes later. So a job that cannot fit is refused
+at its start, with what would need less.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from zeroshard.tables import format_bytes
+from zeroshard.tiers.swapfile import SETTING, check_folder, place_in, remove_leftovers
+
+
+class Alternative(NamedTuple):
+    """A change of the config, and the bytes that a rank would need with it."""
+
+    setting: str
+    """The line to write, as in 'offload.optimizer="nvme"'."""
+    host: int
+    nvme: int
+
+
+class Node(NamedTuple):
+    """Bytes that are free on a node."""
+
+    host: int
+    """Memory: the least of what the system has and what the limits of control groups leave."""
+    disks: Mapping[tuple[str, ...], int]
+    """Free bytes of each disk, by the folders that lie on it."""
+
+
+def check_budget(
+    needed: Mapping[str, int],
+    nvme: int,
+    folders: Sequence[str | Path],
+    num_ranks_on_node: int,
+    alternatives: Sequence[Alternative] = (),
+) -> None:
+    """Refuse what this node has no room for. Call it on all ranks before one of them allocates.
+
+    Files of processes that were killed are removed from the folders first, as their space is free.
+
+    Args:
+        needed: for each kind of values, the bytes of host memory that a rank will allocate.
+        nvme: bytes that a rank will reserve on disks, the same in each folder.
+        folders: those of the nvme tier; none if `nvme` is 0.
+        num_ranks_on_node: the ranks that share this node.
+        alternatives: settings to name in the error.
+
+    Raises:
+        ValueError: a folder is not there.
+        RuntimeError: the node has less. The message has the bytes of each kind, and the settings.
+    """
+    disks: dict[int, list[str]] = {}
+    for folder in map(Path, folders):
+        check_folder(folder)
+        remove_leftovers(place_in(folder))
+        disks.setdefault(os.stat(folder).st_dev, []).append(str(folder))
+    free = {tuple(paths): shutil.disk_usage(paths[0]).free for paths in disks.values()}
+    problem = describe_shortage(needed, nvme, num_ranks_on_node, Node(host_bytes_free(), free), alternatives)
+    if problem:
+        raise RuntimeError(problem)
+
+
+def describe_shortage(
+    needed: Mapping[str, int],
+    nvme: int,
+    num_ranks: int,
+    node: Node,
+    alternatives: Sequence[Alternative] = (),
+) -> str:
+    """Return the text of the error, or "" if everything fits; pure. See `check_budget`."""
+    lines = []
+    if sum(needed.values()) * num_ranks > node.host:
+        total = format_bytes(sum(needed.values()) * num_ranks)
+        lines += [f"Expected {total} of host memory on this node, got {format_bytes(node.host)} free:"]
+        lines += [
+            f"  {kind}: {format_bytes(num_bytes)} on each of {num_ranks} rank(s)"
+            for kind, num_bytes in needed.items()
+        ]
+    for folders, asked, free in _disks(nvme, num_ranks, node):
+        if asked > free:
+            lines += [
+                f"{SETTING}: expected {format_bytes(asked)} on the disk of {', '.join(folders)} "
+                f"for {num_ranks} rank(s), got {format_bytes(free)} free"
+            ]
+    if lines and alternatives:
+        lines.append("Each rank would need less with:")
+        lines += [_describe(alternative, num_ranks, node) for alternative in alternatives]
+    return "\n".join(lines)
+
+
+def _disks(nvme: int, num_ranks: int, node: Node) -> Iterator[tuple[tuple[str, ...], int, int]]:
+    """Yield the folders on each disk, the bytes that all ranks need there, and the free ones."""
+    num_folders = sum(map(len, node.disks))
+    for folders, free in node.disks.items():
+        yield folders, -(-nvme * num_ranks * len(folders) // num_folders), free
+
+
+def _describe(alternative: Alternative, num_ranks: int, node: Node) -> str:
+    has_memory = alternative.host * num_ranks <= node.host
+    has_disks = all(asked <= free for _, asked, free in _disks(alternative.nvme, num_ranks, node))
+    return (
+        f"  {alternative.setting}: {format_bytes(alternative.host)} of host memory, "
+        f"{format_bytes(alternative.nvme)} of files"
+        f"{'' if has_memory and has_disks else '; still too much'}"
+    )
+
+
+def host_bytes_free() -> int:
+    """Return the bytes that this process can allocate in host memory without ending another one."""
+    import psutil  # when tiers are asked for, not with the package
+
+    free: int = psutil.virtual_memory().available
+    with suppress(OSError):
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+        free = min([free, *limits_of_groups(groups, Path("/sys/fs/cgroup"))])
+    return max(0, free)
+
+
+class _Files(NamedTuple):
+    """The names in which a version of control groups tells about memory."""
+
+    limit: str
+    usage: str
+    cache: str
+    """A line of memory.stat: pages of files that nobody has used lately, which the kernel drops first."""
+
+
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def limits_of_groups(groups: str, root: Path) -> Iterator[int]:
+    """Yield the bytes that each limit on the memory of this process leaves.
+
+    A container sees its own group as the root, but under version 1 the path that the host gave it. So folders
+    that are not there are passed over, and the root is always read.
+
+    Args:
+        groups: the content of /proc/self/cgroup.
+        root: the folder of all groups.
+    """
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, files = (root / "memory", _V1) if controllers else (root, _V2)
+        folder = base / path.strip("/")
+        while folder.is_relative_to(base):
+            left = _left_in(folder, files)
+            if left is not None:
+                yield left
+            folder = folder.parent
+
+
+def _left_in(folder: Path, files: _Files) -> int | None:
+    """Return the bytes that the limit of a group leaves; None if it has none."""
+    try:
+        limit = (folder / files.limit).read_text(encoding="utf-8").strip()
+        if limit == "max":
+            return None
+        usage = int((folder / files.usage).read_text(encoding="utf-8"))
+        stat = (folder / "memory.stat").read_text(encoding="utf-8").split()
+    except OSError:
+        return None
+    return int(limit) - usage + int(dict(zip(stat[::2], stat[1::2], strict=True)).get(files.cache, 0))
