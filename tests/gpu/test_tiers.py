@@ -47,7 +47,7 @@ def test_the_host_steps_to_the_values_of_the_device(ranks, num_ranks, stage, pre
         for plain, moved, difference in ranks(
             num_ranks, losses_and_weights, stage, precision, offload, process_group=False, timeout=300
         ):
-            # A CPU may round the last bit of a step in another way, which bfloat16 can turn into one of its own.
+            # A CPU may round the last bit in another way, which bfloat16 can turn into one of its own.
             assert moved == pytest.approx(plain, rel=1e-2 if precision else 1e-6)
             assert difference <= (1e-3 if precision else 1e-6)
 
@@ -58,6 +58,7 @@ def bytes_held(offload):
     engine = start(model, 3, offload=offload)
     num = sum(buffer.main.numel() for buffer in engine._runtime.buffers)
     del model
+    gc.collect()
     before = held_bytes().pinned
     train_there(engine, range(2))
     gc.collect()
