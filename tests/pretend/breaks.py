@@ -20,7 +20,8 @@ from tests.pretend.scenario import Bench
 from zeroshard.comm import collectives, streams
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.handles import Handle
-from zeroshard.comm.streams import Mark, SideStream, Streams
+from zeroshard.comm.streams import Mark, SideStream
+from zeroshard.sharding import runtime
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.landing import Landing
 from zeroshard.sharding.unit import Unit
@@ -204,7 +205,7 @@ def _no_wait_for_stepped_values(bench: Bench, patch: pytest.MonkeyPatch) -> None
 @_must_show(Kind.FREED, scenarios=("host_dropped",))
 def _no_wait_at_the_end(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """An engine goes, and the memory of the host with it, while copies are under way."""
-    patch.setattr(Streams, "synchronize", lambda streams: None)
+    patch.setattr(runtime, "mark_here", lambda device: Mark(None))
     patch.setattr(FlatBuffer, "await_copies", lambda buffer: None)
     patch.setattr(Landing, "wait", lambda landing: None)
 

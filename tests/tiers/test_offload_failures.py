@@ -19,7 +19,6 @@ from torch import nn
 import zeroshard
 from tests.checkpoint import runs
 from tests.tiers.test_offload import FILES, OPTIMIZERS, offload
-from zeroshard.stepping import disk
 
 ROOT = Path(__file__).parents[2]
 
@@ -263,41 +262,3 @@ def warm_up(folder):
     runs.train(engine, range(2))
     engine.save_checkpoint(folder / "saved", "warm")
     engine.load_checkpoint(folder / "saved", "warm")
-
-
-# -------------------------------------------------------------------------------------------------- devices
-
-
-class Copies:
-    """The marks after copies to the device, each of which ends only when the host waits for it."""
-
-    def __init__(self):
-        self.made, self.ended = 0, set()
-
-    def mark_here(self, _):
-        self.made += 1
-        return mock.Mock(synchronize=lambda number=self.made: self.ended.add(number))
-
-
-def read_over(folder):
-    """By read into a host buffer: the number of copies that were begun, and those that have ended."""
-    copies, found = Copies(), []
-    reserve = disk._Staging.reserve
-
-    def watched(staging, *args):
-        found.append((copies.made, set(copies.ended)))
-        reserve(staging, *args)
-
-    with (
-        mock.patch.object(disk, "mark_here", copies.mark_here),
-        mock.patch.object(disk._Staging, "reserve", watched),
-    ):
-        runs.train(start(folder), range(3))
-    return copies.made, found
-
-
-def test_a_host_buffer_is_read_into_after_the_device_has_copied_from_it(ranks, tmp_path):
-    [(num_copies, found)] = ranks(1, read_over, tmp_path)
-    assert num_copies > disk.NUM_BUFFERS
-    for made, ended in found:
-        assert set(range(1, made - disk.NUM_BUFFERS + 2)) <= ended

@@ -122,11 +122,6 @@ class Streams:
         for field in fields(self):
             getattr(self, field.name).join()
 
-    def synchronize(self) -> None:
-        """Let the host wait for all side streams."""
-        for field in fields(self):
-            getattr(self, field.name).mark().synchronize()
-
     @staticmethod
     def on(device: torch.device) -> Streams:
         """Make the side streams of a device; on CPU their work runs at once."""

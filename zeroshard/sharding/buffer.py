@@ -133,6 +133,7 @@ class FlatBuffer:
             own = values[self.main_span.slice]
             self.full = values.to(self.plan.compute_dtype)
             self.main = own if self.plan.is_alias else self._empty_main().copy_(own)
+        self.rest()
         for original in self.originals:
             retire(original.parameter, original.fqn)
         self.data_note = DataNote(context.state)
@@ -267,23 +268,29 @@ class FlatBuffer:
 
     def write(self, values: Tensor) -> None:
         """Write main parameters, [n] of any dtype on any device."""
-        self._copy_over(values, self.main)
+        self._context.memory.check(self.main)
+        self.main.copy_(values)  # the host waits: it may read them at once
+        self.rest()
 
     def rest(self) -> None:
         """Take main parameters in files out of host memory, after somebody has read or written them."""
         self._context.memory.rest(self.main)
 
-    def stepped(self, values: Tensor) -> None:
+    def stepped(self, values: Tensor) -> Mark:
         """Note that main parameters were written while they were on another tier.
 
         Args:
             values: main parameters where they are now.
+
+        Returns:
+            The mark up to which the device may read them there.
         """
         self.changed()
         is_in_use = self.is_resident and self._context.state.phase is Phase.BACKWARD
         if self.copy is not None and not is_in_use:
             self._move(values, self.copy)
             self._copied.follow()
+        return mark_here(self._context.device)
 
     def take_back(self, index: int) -> None:
         """Make an unsharded parameter a view of `full` again, if `set_()` gave it other memory.
@@ -362,11 +369,13 @@ class FlatBuffer:
         return target
 
     def _move(self, values: Tensor, target: Tensor) -> None:
-        """Copy values of any tier and dtype, on the current stream; the device of the target casts them."""
+        """Copy values of any tier and dtype, on the current stream; a device beside the host casts them."""
         memory = self._context.memory
         memory.fetch(values)
         memory.check(target)
-        target.copy_(values.to(target.device, non_blocking=True), non_blocking=True)
+        if values.is_cpu and not target.is_cpu:  # torch would cast on the host, and wait
+            values = values.to(target.device, non_blocking=True)
+        target.copy_(values, non_blocking=True)
         memory.rest(values)
         memory.rest(target)
 

@@ -99,5 +99,4 @@ def _drain(context: Context, is_offloaded: bool) -> None:
     context.axes.drain(DRAIN_S)
     context.streams.join()
     if is_offloaded:  # host memory goes back to the system at once
-        context.streams.synchronize()
         mark_here(context.device).synchronize()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.comm.streams import Mark, mark_here
+from zeroshard.comm.streams import Mark
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradient
 from zeroshard.plan.layout import BLOCK
@@ -113,8 +113,8 @@ class DiskTier:
     def _write_back(self, block: _Block, main: Tensor, packed: Tensor, staging: _Staging) -> None:
         optimizer, swap = self._optimizer(), self._memory.swap
         assert optimizer is not None, "it takes a step"
-        block.buffer.stepped(main.view(block.buffer.plan.main_dtype)[: block.numel])
-        staging.copies.append(mark_here(self._memory.device))
+        values = main.view(block.buffer.plan.main_dtype)[: block.numel]
+        staging.copies.append(block.buffer.stepped(values))
         staging.transfers.append(swap.write(block.main_extent, main))
         is_moved = block.pack(packed, optimizer.state, self._memory)
         if not is_moved and block.states_extent is not None:
@@ -148,7 +148,6 @@ class DiskTier:
         staging = self._staging.pop(0)
         self._staging.append(staging)
         staging.wait()
-        staging.wait_for_copies()
         staging.reserve(sum(block.num_bytes for block in blocks), self._memory)
         for block, (main, packed) in zip(blocks, staging.divide(blocks), strict=True):
             staging.transfers.append(self._memory.swap.read(block.main_extent, main))
@@ -158,27 +157,24 @@ class DiskTier:
 
 
 class _Staging:
-    """One host buffer, and the transfers that use it."""
+    """One host buffer, with the copies and transfers that use it."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.transfers: list[Transfer] = []
         self.copies: list[Mark] = []
-        """The ends of copies to the device, which may be under way long after the files have all values."""
+        """The ends of copies to the device."""
 
     def wait(self) -> None:
-        """Wait for the transfers; raise the error of the first that failed, after all have ended."""
+        """Wait for copies and transfers; raise the error of the first that failed, after all have ended."""
         for transfer in self.join():
             transfer.wait()
 
-    def wait_for_copies(self) -> None:
-        """Let the host wait until the device has read the memory."""
-        copies, self.copies = self.copies, []
-        for mark in copies:
-            mark.synchronize()
-
     def join(self) -> list[Transfer]:
-        """Wait for the transfers, and return them without their errors."""
+        """Wait for copies and transfers, and return the transfers without their errors."""
+        copies, self.copies = self.copies, []
+        for copy in copies:
+            copy.synchronize()
         transfers, self.transfers = self.transfers, []
         for transfer in transfers:
             transfer.join()

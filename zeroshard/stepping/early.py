@@ -67,6 +67,8 @@ class EarlySteps:
         if not self._has_stepped:
             self._has_stepped = True
             self._halfway.begin((optimizer,), {})
+        for gradients in unit.gradients:
+            gradients.buffer.await_copies()
         parameters = {p for gradients in unit.gradients for p in gradients.buffer.sharded}
         with torch.no_grad(), past_guards():
             self._parts.step_unit(optimizer, parameters)

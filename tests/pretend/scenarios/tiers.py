@@ -141,7 +141,7 @@ def _overflowing(bench: Bench) -> list[Tensor]:
 
 _WHOLE = {"parameters": "cpu", **HOST}
 _FRACTION = {**HOST, "device_fraction": 0.5}
-_FULL = ("full/parameters.py", "full/gradients.py", "stepping/clipping.py")
+_FULL = ("full/parameters.py", "full/gradients.py", "sharding/buffer.py(write)")
 
 _add("host_stage3_one_rank", HOST, stage=3, num_ranks=1)
 _add("host_stage2_one_rank_bf16", HOST, stage=2, num_ranks=1, precision=BF16)
@@ -191,6 +191,8 @@ for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE), ("files"
     _add(f"{_name}_named", _offload, _named, stage=3, precision=BF16, may_sync=("zeroshard/byname.py",))
     _add(f"{_name}_saved", _offload, _saved, stage=3, precision=BF16, may_sync=("zeroshard/checkpoint/",))
 _add("host_saved_stage1", HOST, _saved, stage=1, precision=BF16, may_sync=("zeroshard/checkpoint/",))
+for _name, _offload in (("host", _FRACTION), ("files", FILES)):
+    _add(f"{_name}_stepped_in_backward", {**_offload, "step_in_backward": True}, stage=3, precision=BF16)
 _add("host_edited_stage1", HOST, _edited, stage=1, precision=BF16)
 _add("fraction_skips", _FRACTION, _overflowing, stage=3, nonfinite="skip", may_sync=READS_NORM)
 _add(
