@@ -32,10 +32,11 @@ from zeroshard.plan.ignored import find_ignored
 from zeroshard.plan.placement import DP_SHARD, place
 from zeroshard.plan.tiers import Tiers
 from zeroshard.plan.wrapping import UnitSpec, find_units
-from zeroshard.sharding.buffer import Context, FlatBuffer, Meter
+from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
-from zeroshard.sharding.gradients import gradients_of
+from zeroshard.sharding.context import Context, Meter
 from zeroshard.sharding.hooks import hook
+from zeroshard.sharding.reduced import gradients_of
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.tiers.places import TierMemory, open_swap

@@ -38,8 +38,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.comm import streams
 from zeroshard.internals.autograd import is_in_backward, is_transformed, outermost_checkpoint
-from zeroshard.sharding.buffer import Context
 from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Context
 from zeroshard.sharding.storage import count_views
 from zeroshard.sharding.unit import Unit
 from zeroshard.tiers.hostcopies import HostCopies, HostCopy

@@ -14,61 +14,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Axis, Part
-from zeroshard.comm.mesh import Axes
-from zeroshard.comm.streams import Mark, Streams, mark_here
+from zeroshard.comm.streams import Mark, mark_here
 from zeroshard.lazy.deferred import has_memory, is_stored, read_part
 from zeroshard.parameters.attributes import carry_attributes
 from zeroshard.parameters.original import retire
 from zeroshard.parameters.sharded import ShardedParameter, describe_unit
-from zeroshard.parameters.state import ModuleState, Phase
+from zeroshard.parameters.state import Phase
 from zeroshard.parameters.unsharded import DataNote
-from zeroshard.plan.buffers import BufferPlan, Setting
+from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original
 from zeroshard.plan.tiers import Tier
+from zeroshard.sharding.context import Context
 from zeroshard.sharding.storage import allocate, count_views, release
 from zeroshard.sharding.views import flat_of, move_onto, shaped, unsharded_over
-from zeroshard.tiers.hostpool import HostMeter
-from zeroshard.tiers.places import TierMemory
-
-
-@dataclass(slots=True)
-class Meter:
-    """Bytes of unsharded parameters that are not there at rest."""
-
-    now: int = 0
-    peak: int = 0
-
-    def add(self, num_bytes: int) -> None:
-        """Add bytes to the present number; a negative number takes them away."""
-        self.now += num_bytes
-        self.peak = max(self.peak, self.now)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """The objects that the buffers of one engine share."""
-
-    axes: Axes
-    setting: Setting
-    device: torch.device
-    streams: Streams
-    memory: TierMemory
-    meter: Meter
-    state: ModuleState
-    host: HostMeter = field(default_factory=HostMeter)
-
-    @property
-    def axis(self) -> Axis:
-        """The ranks over which states are sharded."""
-        return self.axes.dp_shard
 
 
 class Source:

@@ -12,7 +12,8 @@ from torch import Tensor
 from zeroshard.comm import streams
 from zeroshard.comm.streams import Mark
 from zeroshard.plan.tiers import Tier
-from zeroshard.sharding.buffer import Context, FlatBuffer
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.context import Context
 from zeroshard.sharding.storage import count_views
 
 _MOST_UNDER_WAY = 2

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.parameters.state import Phase
 from zeroshard.plan.tiers import Tier
-from zeroshard.sharding.buffer import Context, FlatBuffer
+from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Context
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.storage import share_storage
 from zeroshard.sharding.unit import Unit, UnitInfo, UnitState

@@ -33,9 +33,9 @@ from zeroshard.internals.autograd import (
 from zeroshard.internals.nested import cast_outputs
 from zeroshard.parameters.state import Phase
 from zeroshard.sharding.backward import Backward
-from zeroshard.sharding.buffer import Context
 from zeroshard.sharding.calls import CallLog
 from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Context
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.lease import Leases
 from zeroshard.sharding.module import ShardedModule

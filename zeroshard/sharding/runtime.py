@@ -13,7 +13,7 @@ from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Phase
 from zeroshard.plan.tiers import Tier
-from zeroshard.sharding.buffer import Context
+from zeroshard.sharding.context import Context
 from zeroshard.sharding.passes import Passes
 from zeroshard.sharding.unit import UnitState
 

@@ -1,0 +1,47 @@
+"""The objects that the buffers of one engine share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from zeroshard.comm.collectives import Axis
+from zeroshard.comm.mesh import Axes
+from zeroshard.comm.streams import Streams
+from zeroshard.parameters.state import ModuleState
+from zeroshard.plan.buffers import Setting
+from zeroshard.tiers.hostpool import HostMeter
+from zeroshard.tiers.places import TierMemory
+
+
+@dataclass(slots=True)
+class Meter:
+    """Bytes of unsharded parameters that are not there at rest."""
+
+    now: int = 0
+    peak: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Add bytes to the present number; a negative number takes them away."""
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """The objects that the buffers of one engine share."""
+
+    axes: Axes
+    setting: Setting
+    device: torch.device
+    streams: Streams
+    memory: TierMemory
+    meter: Meter
+    state: ModuleState
+    host: HostMeter = field(default_factory=HostMeter)
+
+    @property
+    def axis(self) -> Axis:
+        """The ranks over which states are sharded."""
+        return self.axes.dp_shard

@@ -1,0 +1,308 @@
+"""The gradients of one flat buffer on their way from autograd to the optimizer.
+
+    autograd's gradient  --pack-->  flat [total]  --reduce-scatter-->  reduced [shard]  --deliver-->  p.grad
+
+`flat` holds each gradient times 1/N in the reduce dtype and lives from the first gradient of a backward
+to the end of the reduction. Under deferral (no_sync; accumulation where gradients are replicated) it
+holds plain sums, at least in float32, and lives on to the next backward; then it is scaled and reduced once.
+`reduced` lives on, too, if p.grad is narrower than float32 and a later backward of the same step is known to
+come. A p.grad never has the loss scale in it; `flat` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.collectives import Channel
+from zeroshard.comm.pool import BufferPool
+from zeroshard.parameters.sharded import gradient_of, set_gradient
+from zeroshard.plan.exchange import Collective, Exchange
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.context import Context
+from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.landing import Landing, leaves_device
+
+
+class GradientState(Enum):
+    """The states of the gradients of a buffer within a backward."""
+
+    EMPTY = "empty"
+    PACKING = "packing"
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+
+
+_MOVES = {
+    GradientState.EMPTY: {GradientState.PACKING, GradientState.REDUCING},
+    GradientState.PACKING: {GradientState.REDUCING, GradientState.EMPTY},
+    # A layer used inside and outside a reentrant checkpoint gets gradients twice in one backward: the second
+    # share is packed while the first is still reduced, and is reduced by itself.
+    GradientState.REDUCING: {GradientState.REDUCED, GradientState.PACKING},
+    GradientState.REDUCED: {GradientState.EMPTY, GradientState.PACKING, GradientState.REDUCING},
+}
+
+
+class ReducedGradients(Gradients):
+    """Pack, walk through the exchanges of the plan, deliver."""
+
+    def __init__(self, buffer: FlatBuffer, context: Context, pool: BufferPool, tag: int) -> None:
+        super().__init__(buffer)
+        self._context, self._pool, self._tag = context, pool, tag
+        self._reduce_dtype = buffer.plan.reduce_dtype
+        self._scale = 1.0 / context.axes.dp.size
+        self._factor: Tensor | None = None
+        """[1], on the device: the value of `_scale`."""
+        num = len(buffer.sharded)
+        self._slices = [buffer.layout.parameter(index).slice for index in range(num)]
+        self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
+        self.state = GradientState.EMPTY
+        self._arrived = [False] * num
+        self._filled = [False] * num
+        self._flat: Tensor | None = None
+        self._is_deferred = False
+        self._zeros = tuple(gap.slice for gap in buffer.layout.gaps)
+        """The padding of `flat`: zeros from the pool, and nothing else is written there."""
+        self._reduction: Iterator[bool] | None = None
+        self._is_exchanging = False
+        self._reduced: Tensor | None = None
+        self._landing = Landing(context, buffer.plan.main_size) if leaves_device(buffer, context) else None
+
+    @property
+    def has_deferred(self) -> bool:
+        return self._is_deferred or self._reduced is not None
+
+    @property
+    def has_more(self) -> bool:  # type: ignore[override]
+        return self.state is GradientState.PACKING
+
+    @property
+    def is_reducing(self) -> bool:  # type: ignore[override]
+        return self._reduction is not None
+
+    @property
+    def local_bytes(self) -> int:
+        return sum(t.nbytes for t in (self._flat, self._reduced) if t is not None)
+
+    def begin(self, more: bool) -> None:
+        self.is_kept, self.is_early = more and self._is_narrow, False
+
+    def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
+        gradient = self._flatten(index, gradient)
+        if not self._arrived[index]:
+            self._arrived[index] = True
+            self.num_missing -= 1
+        self.used[index] = True
+        self._move(GradientState.PACKING)
+        if self._flat is None:
+            self._is_deferred = defer
+            self._flat = self._take(self.buffer.plan.wide_dtype if defer else self._reduce_dtype)
+        target = self._flat[self._slices[index]]
+        scale = 1.0 if self._is_deferred else self._scale
+        if self._filled[index]:
+            target.add_(gradient, alpha=scale)
+        elif scale == 1.0:
+            target.copy_(gradient)
+        else:
+            self._write_scaled(target, gradient)
+        self._filled[index] = True
+
+    def _write_scaled(self, target: Tensor, gradient: Tensor) -> None:
+        """Write `gradient` times 1/N into `target`: one kernel on an accelerator, with any dtypes."""
+        if gradient.dtype == target.dtype:
+            torch.mul(gradient, self._scale, out=target)
+        elif target.is_cpu:  # a product of two dtypes would make a copy first, in new memory
+            target.copy_(gradient).mul_(self._scale)
+        else:
+            if self._factor is None:  # with one dimension, unlike a number, it takes part in type promotion
+                wide = torch.promote_types(gradient.dtype, target.dtype)
+                self._factor = torch.full((1,), self._scale, dtype=wide, device=target.device)
+            torch.mul(gradient, self._factor, out=target)
+
+    def start_reduce(self) -> None:
+        self.complete()
+        self._move(GradientState.REDUCING)
+        self._arrived = [False] * len(self._arrived)
+        self.num_missing = len(self._arrived)
+        self._reduction = self._reduce(self._finish_packing())
+        self._advance()
+
+    def _reduce(self, flat: Tensor) -> Iterator[bool]:
+        """Walk through the exchanges of the plan, from `flat` to the gradients that the optimizer reads.
+
+        Yields:
+            True while an exchange is under way, False before another one.
+        """
+        plan, axes = self.buffer.plan, self._context.axes
+        in_place = plan.main_size == plan.layout.total and flat.dtype == plan.wide_dtype
+        if in_place:
+            result = flat
+            self._pool.forget(flat)
+        else:
+            result = torch.empty(plan.main_size, dtype=plan.wide_dtype, device=flat.device)
+            if not plan.reductions:  # it only leaves the device
+                result.copy_(flat)
+                self._pool.give(flat, self._zeros)
+        scattered: list[Tensor] = []
+        """This rank's parts of `result`, each inside the one before it."""
+        for number, exchange in enumerate(plan.reductions):
+            axis = axes[exchange.axis]
+            if number:
+                yield False
+            if exchange.collective is Collective.REDUCE_SCATTER:
+                whole = scattered[-1] if scattered else result
+                is_result = plan.is_partial and not scattered
+                part = whole if is_result else whole.chunk(axis.size)[axis.rank]
+                yield from self._exchange(exchange, flat if not scattered else whole, part)
+                if not scattered and not in_place:
+                    self._pool.give(flat, self._zeros)
+                scattered.append(part)
+            else:
+                part = scattered.pop()
+                yield from self._exchange(exchange, scattered[-1] if scattered else result, part)
+        self._absorb(result)
+
+    def _exchange(self, exchange: Exchange, whole: Tensor, part: Tensor) -> Iterator[bool]:
+        """Scatter the sums of `whole` into `part`, or gather `whole` from the parts."""
+        axis, of = self._context.axes[exchange.axis], f"of the gradients of {self.buffer.describe()}"
+        with self._context.streams.reduce.after_compute():
+            if exchange.collective is Collective.REDUCE_SCATTER:
+                label = f"reduce-scatter {of}"
+                handle = axis.reduce_scatter(whole, part, self._pool, tag=self._tag, label=label)
+            else:
+                handle = axis.all_gather(
+                    whole, part, tag=self._tag, label=f"all-gather {of}", channel=Channel.REDUCE
+                )
+        yield True
+        handle.wait()
+
+    def _take(self, dtype: torch.dtype) -> Tensor:
+        """A flat buffer whose padding is zero."""
+        return self._pool.take(dtype, self.buffer.layout.total, self._zeros)
+
+    def _finish_packing(self) -> Tensor:
+        """The flat gradients, scaled, in the reduce dtype, with zeros where none arrived."""
+        flat, self._flat = self._take(self._reduce_dtype) if self._flat is None else self._flat, None
+        missing = [flat[part] for part, filled in zip(self._slices, self._filled, strict=True) if not filled]
+        if missing:
+            torch._foreach_zero_(missing)
+        self._filled = [False] * len(self._filled)
+        if not self._is_deferred:
+            return flat
+        self._is_deferred = False
+        flat.mul_(self._scale)
+        if flat.dtype == self._reduce_dtype:
+            return flat
+        reduced = self._take(self._reduce_dtype).copy_(flat)
+        self._pool.give(flat, self._zeros)
+        return reduced
+
+    def settle(self) -> None:
+        if self._is_exchanging:
+            self._advance()
+
+    def progress(self) -> None:
+        self.settle()
+        self._advance()
+
+    def complete(self) -> None:
+        while self.is_reducing:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Go on to the next `yield` of the reduction, or to its end."""
+        if self._reduction is not None:
+            state = next(self._reduction, None)
+            self._is_exchanging = state is True
+            if state is None:
+                self._reduction = None
+                if self.state is GradientState.REDUCING:
+                    self._move(GradientState.REDUCED)
+
+    def _absorb(self, result: Tensor) -> None:
+        """Keep reduced gradients until the ranks have agreed on which parameters were used."""
+        if self.unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
+            result.mul_(self.unscale)
+        is_first = self._reduced is None and not self.is_kept
+        grads = [gradient_of(parameter) for parameter in self.buffer.sharded] if is_first else [None]
+        has_all = all(gradient is not None for gradient in grads)
+        if self._landing is not None:
+            is_addend = has_all or not is_first  # a sum is rounded once
+            result = self._landing.land(result if is_addend else result.to(self.buffer.plan.main_dtype))
+        if has_all:
+            self._wait_on_host()
+            for gradient, own in zip(grads, self._own_slices, strict=True):
+                gradient.add_(result[own])  # type: ignore[union-attr]
+            return
+        if self._reduced is None:
+            total = result
+        else:
+            self._wait_on_host()
+            total = self._reduced.add_(result)
+        self._reduced = total if self.is_kept else total.to(self.buffer.plan.main_dtype)
+
+    def keep_deferred(self) -> None:
+        self._arrived = [False] * len(self._arrived)
+        self.num_missing = len(self._arrived)
+
+    def deliver(self, used: Sequence[bool]) -> None:
+        self.complete()
+        if self.is_kept:
+            return
+        self._move(GradientState.EMPTY)
+        self._wait_on_host()
+        reduced, self._reduced = self._reduced, None
+        self.used = [False] * len(self.used)
+        if reduced is None:  # they were added as they arrived
+            return
+        for index, parameter in enumerate(self.buffer.sharded):
+            if not used[index]:
+                continue
+            gradient = reduced[self._own_slices[index]]
+            if (total := gradient_of(parameter)) is None:
+                set_gradient(parameter, gradient)
+            else:
+                total.add_(gradient)
+
+    def _wait_on_host(self) -> None:
+        if self._landing is not None:
+            self._landing.wait()
+
+    def drop(self) -> None:
+        self.complete()
+        self._wait_on_host()
+        super().drop()
+        num = len(self.used)
+        if self._flat is not None:
+            self._pool.forget(self._flat)
+        self._flat = self._reduced = None
+        self._is_deferred = False
+        self._arrived, self._filled = [False] * num, [False] * num
+        self.num_missing = num
+        self.state = GradientState.EMPTY
+
+    def forget(self, index: int) -> None:
+        super().forget(index)
+        self._filled[index] = False
+        if self._reduced is not None:
+            self._reduced[self._own_slices[index]].zero_()
+
+    def _move(self, state: GradientState) -> None:
+        if state is self.state:
+            return
+        if state not in _MOVES[self.state]:
+            where, now = self.buffer.describe(), self.state.value
+            raise RuntimeError(f"the gradients of {where} cannot go from {now} to {state.value}")
+        self.state = state
+
+
+def gradients_of(buffer: FlatBuffer, context: Context, pool: BufferPool) -> Gradients:
+    """Make the gradients of a trained buffer; their class follows from the exchanges of the plan."""
+    return (
+        ReducedGradients(buffer, context, pool, buffer.tag + 1)
+        if buffer.plan.reductions or leaves_device(buffer, context)
+        else Gradients(buffer)
+    )
