@@ -231,6 +231,9 @@ class _Block:
         for key, value in present.items():
             _over(values, starts[key], value).copy_(value)
         memory.swap.write(extent, values).wait()
+        for (parameter, name), value in present.items():
+            if value._is_view():  # of a tensor that would stay in memory with it
+                states[parameter][name] = value.data
         self._states, self.states_extent = memory.swap.map(extent), extent
         self._places = {
             key: (starts[key], _over(self._states, starts[key], value)) for key, value in present.items()
