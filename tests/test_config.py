@@ -72,6 +72,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
         "offload": {
             "optimizer": "none",
             "parameters": "none",
+            "step_in_backward": False,
             "activations": "none",
             "device_fraction": 0.0,
             "nvme_path": None,
@@ -607,8 +608,7 @@ def test_what_this_version_has_is_supported(stage):
 @pytest.mark.parametrize(
     ("options", "listed"),
     [
-        ({"offload": {"optimizer": "cpu"}}, "offload.optimizer='cpu'"),
-        ({"offload": {"parameters": "cpu"}}, "offload.parameters='cpu'"),
+        ({"offload": {"num_threads": 4}}, "offload.num_threads=4"),
         ({"mesh": {"pp": 2}}, "mesh.pp=2"),
         ({"mesh": {"tp": 2}}, "mesh.tp=2"),
         ({"pipeline": {"schedule": "gpipe"}}, "pipeline.schedule='gpipe'"),
@@ -625,9 +625,8 @@ def test_all_that_is_missing_is_listed_at_once():
     config = Config(
         mesh=Mesh(pp=2),
         precision=Precision(main_dtype="fp16"),
-        offload=Offload(optimizer="nvme", nvme_path="scratch"),
+        offload=Offload(num_threads=4),
     )
     assert refusal(require_supported, config) == (
-        "not available in zeroshard yet: precision.main_dtype=float16, "
-        "offload.optimizer='nvme', offload.nvme_path='scratch', mesh.pp=2"
+        "not available in zeroshard yet: precision.main_dtype=float16, offload.num_threads=4, mesh.pp=2"
     )

@@ -276,6 +276,7 @@ _NOT_YET: tuple[Checked, ...] = (Mesh(), Pipeline())
 # Keys that have only some of their values so far; of the sections above, only the defaults.
 _AVAILABLE: dict[str, tuple[object, ...]] = {
     "precision.main_dtype": (None, torch.float32, torch.float64, torch.bfloat16),
+    "offload.num_threads": (None,),
 } | {key: (value,) for section in _NOT_YET for key, value in flat(section).items()}
 
 
