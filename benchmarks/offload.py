@@ -18,7 +18,7 @@ import argparse
 import gc
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,21 @@ def bytes_of(engine: Any) -> dict[str, int]:
     }
 
 
+def build(
+    names: Sequence[str], setting: Setting, folder: Path, skipped: dict[str, str]
+) -> dict[str, tuple[Step, Any]]:
+    """Build the engines; a peer that cannot be built here is added to `skipped` with its error."""
+    built = {}
+    for name in names:
+        try:
+            built[name] = ENGINES[name](setting, folder)
+        except Exception as error:  # a compiler or a library is missing
+            if name in TIERS:
+                raise
+            skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return built
+
+
 def observe(steps: Mapping[str, Step], tokens: Tensor) -> dict[str, Recording]:
     """Take one more step of each engine with files, and record it."""
     recordings = {}
@@ -127,11 +142,11 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> Non
     console = record.console(quiet=rank != 0)
     reasons = {name: why_not(name, device, num_ranks) for name in names_of(args)}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
-    for name, reason in skipped.items():
-        console.print(f"without {name}: {reason}")
     setting = Setting(shape=shape_from(args), batch=args.batch, precision=args.precision, device=device)
     tokens = build_tokens(setting.shape, args.batch, rank, device)
-    built = {n: ENGINES[n](setting, folder) for n, reason in reasons.items() if reason is None}
+    built = build([name for name in reasons if name not in skipped], setting, folder, skipped)
+    for name, reason in skipped.items():
+        console.print(f"without {name}: {reason}")
     steps = {name: step for name, (step, _) in built.items()}
 
     _, losses = run_rounds(steps, tokens, args.warmup, lead_in=0, seed=0)

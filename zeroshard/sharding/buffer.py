@@ -35,8 +35,8 @@ from zeroshard.plan.originals import Original
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.storage import allocate, count_views, release
 from zeroshard.sharding.views import flat_of, move_onto, shaped, unsharded_over
-from zeroshard.tiers.places import TierMemory
 from zeroshard.tiers.hostpool import HostMeter
+from zeroshard.tiers.places import TierMemory
 
 
 @dataclass(slots=True)
