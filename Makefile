@@ -64,20 +64,25 @@ lint: setup-dev  ## Check style, format and types
 	"$(PYTHON)" -m ruff format --check .
 	"$(PYTHON)" -m mypy --strict zeroshard
 
-bench: setup-dev  ## Measure step time, memory, checkpoints, optimizers on the CPU, and the disk
+bench: setup-dev  ## Measure step time, memory, checkpoints, optimizers on the CPU, the disk, and offload
 	"$(PYTHON)" benchmarks/step_time.py $(ARGS)
 	"$(PYTHON)" benchmarks/memory.py $(ARGS)
 	"$(PYTHON)" benchmarks/checkpoint.py
 	"$(PYTHON)" benchmarks/optimizers.py
 	"$(PYTHON)" benchmarks/nvme.py
 	"$(PYTHON)" benchmarks/main_dtype.py
+	"$(PYTHON)" benchmarks/offload.py
+	"$(PYTHON)" benchmarks/offload_rss.py
 
 test-gpu: setup-dev  ## Run the tests that need a GPU
 	"$(PYTHON)" -m pytest -m gpu $(ARGS)
 
-bench-gpu: setup-dev  ## Measure step time and optimizers on GPUs
+bench-gpu: setup-dev  ## Measure step time, optimizers and offload on GPUs
 	"$(PYTHON)" benchmarks/step_time.py --device cuda $(ARGS)
 	"$(PYTHON)" benchmarks/optimizers.py --device cuda --seeds ""
+	"$(PYTHON)" benchmarks/offload.py --device cuda --ranks 1 --precision bf16 --dim 2048 --depth 8 --heads 16
+	"$(PYTHON)" benchmarks/offload_gpu.py --sizes 1B,7B,13B
+	"$(PYTHON)" benchmarks/offload_gpu.py --sizes largest --steps 2 --name offload_gpu_largest
 
 clean:  ## Remove caches and build output (not .venv)
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache loss.png

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard import Config
+from zeroshard import Config, Offload
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -53,6 +54,21 @@ def leaves(section: Any, prefix: str = "") -> dict[str, Any]:
 def test_the_table_of_the_config_has_every_key_and_its_default() -> None:
     expected = {key: value for key, value in leaves(Config()).items() if not key.startswith(PLANNED)}
     assert {key: ast.literal_eval(default) for key, default in CONFIG_ROWS} == expected
+
+
+def test_the_tables_of_offload_are_those_of_the_estimates() -> None:
+    page = (ROOT / "docs/offload.md").read_text(encoding="utf-8")
+    computed = runpy.run_path(str(ROOT / "benchmarks/offload_fit.py"))
+    for name in ("settings", "bytes"):
+        table = page.partition(f"<!-- {name}: ")[2].partition("-->\n")[2].partition("\n<!-- end")[0]
+        assert table == computed[f"{name}_table"]()
+
+
+def test_the_page_of_offload_has_every_key_and_its_default() -> None:
+    page = (ROOT / "docs/offload.md").read_text(encoding="utf-8").partition("\n## Keys\n")[2]
+    rows = re.findall(r"^\| `([a-z_]+)` \| `([^`]+)` \| ", page, re.MULTILINE)
+    expected = leaves(Offload())
+    assert {key: ast.literal_eval(default) for key, default in rows} == expected
 
 
 def train_as_the_readme_shows() -> tuple[int, float]:

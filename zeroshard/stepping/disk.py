@@ -255,7 +255,7 @@ class _Block:
         }
         is_moved = not self._fill(packed, present)
         if is_moved:
-            self._move(present, memory)
+            self._move(present, states, memory)
         self._held = set(present)
         return is_moved
 
@@ -277,7 +277,9 @@ class _Block:
             target.copy_(value)
         return True
 
-    def _move(self, present: Mapping[Key, Tensor], memory: TierMemory) -> None:
+    def _move(
+        self, present: Mapping[Key, Tensor], states: Mapping[Any, dict[str, Any]], memory: TierMemory
+    ) -> None:
         """Write states into a new extent, side by side."""
         starts, end = {}, 0
         for key, value in present.items():
@@ -289,6 +291,9 @@ class _Block:
             _over(values, starts[key], value).copy_(value)
             memory.rest(value)
         memory.swap.write(extent, values).wait()
+        for (parameter, name), value in present.items():
+            if value._is_view():  # of a tensor that would stay in memory with it
+                states[parameter][name] = value.data
         self._states, self.states_extent = memory.swap.map(extent), extent
         self._places = {
             key: (starts[key], _over(self._states, starts[key], value)) for key, value in present.items()

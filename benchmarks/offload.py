@@ -1,0 +1,199 @@
+"""Offload: step time, bytes on each tier and transfer rates of each setting, against no offload.
+
+    python benchmarks/offload.py --folder /mnt/nvme
+    python benchmarks/offload.py --device cuda --precision bf16 --ranks 1 --dim 2048 --depth 16 --heads 16
+
+All engines live in one process per rank and take turns step by step, in an order that is shuffled every
+round. Ratios of steps of the same round are compared. On CPU ranks host memory is the device, so "cpu" keeps
+everything where it was. An engine with files sets glibc's allocator for its whole process, so the one
+without offload has that setting too.
+
+After the timed rounds each engine with files takes one more step, whose reads, steps and writes are recorded
+and drawn. Values of `parameters="nvme"` are gathered through the page cache: those bytes do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import record
+from engines import Setting, Step
+from launch import inside_rank, leave, process_group, run_ranks
+from medians import median_of, median_ratio
+from model import add_shape_arguments, build_tokens, shape_from
+from offload_engines import BASE, ENGINES, TIERS, why_not
+from offload_timeline import Recording, draw, recorded
+from step_time import check_losses, mean_losses, run_rounds, slowest_rank
+
+LOSS_TOLERANCE = 2e-2
+"""Of the losses after warm-up; 8-bit states and bf16 main parameters differ in the third digit."""
+GIGABYTE = 1e9
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
+    parser.add_argument("--rounds", type=int, default=15, help="timed turns of each engine")
+    parser.add_argument("--warmup", type=int, default=3, help="rounds before the timed ones")
+    parser.add_argument("--engines", help=f"comma-separated, of {', '.join(ENGINES)}; default all")
+    parser.add_argument("--folder", type=Path, help="for the files; default the system's temporary one")
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--name", help="of the JSON and PNG files in benchmarks/results")
+    add_shape_arguments(parser)
+    args = parser.parse_args()
+    unknown = set(names_of(args)) - set(ENGINES)
+    if unknown or BASE not in names_of(args):
+        parser.error(f"Expected {BASE} and others of {', '.join(ENGINES)}, got {args.engines}")
+    return args
+
+
+def names_of(args: argparse.Namespace) -> list[str]:
+    """The engines that were asked for."""
+    return list(ENGINES) if args.engines is None else args.engines.split(",")
+
+
+def bytes_of(engine: Any) -> dict[str, int]:
+    """Bytes of a rank on each tier, between steps and as counted at the peak of gathered parameters."""
+    report = engine.memory_report()
+    return {
+        "device": report.total,
+        "gathered_at_peak": report.peak_unsharded,
+        "host": report.host,
+        "nvme": report.nvme,
+    }
+
+
+def build(
+    names: Sequence[str], setting: Setting, folder: Path, skipped: dict[str, str]
+) -> dict[str, tuple[Step, Any]]:
+    """Build the engines; a peer that cannot be built here is added to `skipped` with its error."""
+    built = {}
+    for name in names:
+        try:
+            built[name] = ENGINES[name](setting, folder)
+        except Exception as error:  # a compiler or a library is missing
+            if name in TIERS:
+                raise
+            skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return built
+
+
+def observe(steps: Mapping[str, Step], tokens: Tensor) -> dict[str, Recording]:
+    """Take one more step of each engine with files, and record it."""
+    recordings = {}
+    for name, step in steps.items():
+        if name in TIERS and TIERS[name].uses_files:
+            dist.barrier()
+            with recorded() as recording:
+                step(tokens)
+            recordings[name] = recording
+    return recordings
+
+
+def rates(recording: Recording) -> dict[str, float]:
+    """Bytes of one rank in one step, and their rate from the first read to the last write."""
+    read, written = recording.num_bytes("read"), recording.num_bytes("write")
+    seconds = recording.seconds
+    return {
+        "read": read,
+        "written": written,
+        "seconds": seconds,
+        "gb_per_s": (read + written) / seconds / GIGABYTE,
+    }
+
+
+def show(rows: list[dict[str, Any]], title: str, console: Console) -> None:
+    """Print a line for each engine."""
+    table = Table(title=title, caption="ratios: medians of pairs, 95% interval; MB of one rank")
+    for column in ("engine", "seconds per step", f"ratio to {BASE}", "device", "host", "nvme", "GB/s"):
+        table.add_column(column, justify="left" if column == "engine" else "right")
+    for row in rows:
+        median, ratio = row["median_s"], row["ratio"]
+        held, moved = row["bytes"], row["files"]
+        table.add_row(
+            row["engine"],
+            f"{median['value']:.4f}",
+            f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]",
+            *(f"{held[kind] / 1e6:.1f}" if held else "" for kind in ("device", "host", "nvme")),
+            f"{moved['gb_per_s']:.2f}" if moved else "",
+        )
+    console.print(table)
+
+
+def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> None:
+    """Build, warm up, check, time, record and report; runs on every rank."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    console = record.console(quiet=rank != 0)
+    reasons = {name: why_not(name, device, num_ranks) for name in names_of(args)}
+    skipped = {name: reason for name, reason in reasons.items() if reason is not None}
+    setting = Setting(shape=shape_from(args), batch=args.batch, precision=args.precision, device=device)
+    tokens = build_tokens(setting.shape, args.batch, rank, device)
+    built = build([name for name in reasons if name not in skipped], setting, folder, skipped)
+    for name, reason in skipped.items():
+        console.print(f"without {name}: {reason}")
+    steps = {name: step for name, (step, _) in built.items()}
+
+    _, losses = run_rounds(steps, tokens, args.warmup, lead_in=0, seed=0)
+    losses = mean_losses(losses)
+    check_losses(losses, LOSS_TOLERANCE, num_ranks)
+    gc.collect()
+    gc.freeze()  # so that no engine pays for walking the objects of the others
+    seconds, _ = run_rounds(steps, tokens, args.rounds, lead_in=0, seed=1)
+    gc.unfreeze()
+    times = slowest_rank(seconds)
+    recordings = observe(steps, tokens)
+    if rank == 0:
+        rows = [
+            {
+                "engine": name,
+                "median_s": median_of(times[name])._asdict(),
+                "ratio": median_ratio(times[name], times[BASE])._asdict(),
+                "loss_after_warmup": losses[name],
+                "bytes": bytes_of(engine) if engine is not None else None,
+                "files": rates(recordings[name]) if name in recordings else None,
+                "seconds": [round(value, 6) for value in times[name]],
+            }
+            for name, (_, engine) in built.items()
+        ]
+        num_params = sum(p.numel() for p in setting.model().parameters())
+        title = f"{num_params / 1e6:.1f} M parameters, {num_ranks} {device.type} ranks, {args.precision}"
+        show(rows, title, console)
+        stem = args.name or f"offload_{device.type}_{num_ranks}ranks_{args.precision}"
+        settings = {key: value for key, value in vars(args).items() if key != "folder"}
+        path = record.write(stem, rows, settings=settings, skipped=skipped, num_params=num_params)
+        drawn = {n: r for n, r in recordings.items() if n in ("nvme", "nvme-early", "nvme-8bit-bf16")}
+        if drawn:
+            draw(drawn, path.with_suffix(".png"))
+        console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
+    dist.barrier()
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    args = parse()
+    if inside_rank():
+        with process_group(args.device, args.threads) as device:
+            measure(args, device, args.folder)
+        leave()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        return run_ranks(__file__, [*sys.argv[1:], "--folder", folder], args.ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The engines of `offload.py`: zeroshard without offload, with each tier, and the peers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engines import Setting, Step, adamw, fsdp2_step, zeroshard_step
+from model import next_token_loss
+
+BASE = "none"
+"""The engine that the others are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """A setting of zeroshard."""
+
+    offload: dict[str, Any]
+    """`Config.offload`, without nvme_path."""
+    is_8bit: bool = False
+    """True for `AdamW8bit`."""
+    main_dtype: str | None = None
+    """`Config.precision.main_dtype`."""
+
+    @property
+    def uses_files(self) -> bool:
+        """True if values lie in files."""
+        return "nvme" in self.offload.values()
+
+
+def _tiers() -> dict[str, Tier]:
+    """The settings by name; a device that computes on the host has no other tier of parameters."""
+    cpu, nvme = {"optimizer": "cpu"}, {"optimizer": "nvme"}
+    early, all_nvme = {"step_in_backward": True}, {"parameters": "nvme"}
+    tiers = {
+        BASE: Tier(offload={}),
+        "cpu": Tier(offload=cpu),
+        "cpu-parameters": Tier(offload=cpu | {"parameters": "cpu"}),
+        "cpu-8bit-bf16": Tier(offload=cpu, is_8bit=True, main_dtype="bf16"),
+    }
+    for kind, rest in {
+        "": {},
+        "-8bit": {"is_8bit": True},
+        "-8bit-bf16": {"is_8bit": True, "main_dtype": "bf16"},
+    }.items():
+        tiers[f"nvme{kind}"] = Tier(offload=nvme, **rest)
+        tiers[f"nvme{kind}-early"] = Tier(offload=nvme | early, **rest)
+    tiers["nvme-parameters"] = Tier(offload=nvme | all_nvme)
+    tiers["nvme-parameters-early"] = Tier(offload=nvme | all_nvme | early)
+    return tiers
+
+
+TIERS = _tiers()
+
+
+def build_tier(setting: Setting, folder: Path, *, name: str) -> tuple[Step, Any]:
+    """Build an engine of zeroshard at stage 3; return its training step and the engine."""
+    import zeroshard as zs
+
+    tier, model = TIERS[name], setting.model()
+    offload = tier.offload | ({"nvme_path": str(folder)} if tier.uses_files else {})
+    precision = {"param_dtype": "bf16" if setting.bf16 else None, "main_dtype": tier.main_dtype}
+    optimizer = zs.optim.AdamW8bit(model.parameters(), lr=3e-4) if tier.is_8bit else adamw(model.parameters())
+    config = {"stage": 3, "offload": offload, "precision": precision}
+    engine = zs.initialize(model, optimizer, config).engine
+    return zeroshard_step(engine), engine
+
+
+def _fsdp2(setting: Setting, folder: Path) -> tuple[Step, Any]:
+    """torch `fully_shard` with parameters, gradients and optimizer on the host."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(setting.device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if setting.bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = setting.model()
+    for module in (*model.blocks, model):  # type: ignore[misc]
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+    return fsdp2_step(model, adamw(model.parameters())), None
+
+
+def _torchao(setting: Setting, folder: Path) -> tuple[Step, Any]:
+    """torchao's optimizer on the host, for a model on one device."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    model: nn.Module = setting.model()
+    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, fused=True)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        with setting.autocast():
+            logits = model(tokens[:, :-1])
+        loss = next_token_loss(logits, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, None
+
+
+def _deepspeed(setting: Setting, folder: Path, *, tier: str) -> tuple[Step, Any]:
+    """DeepSpeed ZeRO-Offload ("cpu") or ZeRO-Infinity ("nvme", parameters too), with its own CPU Adam."""
+    if setting.device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
+    import deepspeed as ds
+
+    pinned = {"pin_memory": setting.device.type == "cuda"}
+    place = {"device": tier, **pinned} | ({"nvme_path": str(folder)} if tier == "nvme" else {})
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": place}
+    if tier == "nvme":
+        zero["offload_optimizer"] = place | {"pipeline_read": True, "pipeline_write": True}
+        zero["offload_param"] = place
+    config = {
+        "train_micro_batch_size_per_gpu": setting.batch,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.01}},
+        "zero_optimization": zero,
+        "bf16": {"enabled": setting.bf16},
+        "aio": {"block_size": 1 << 20, "queue_depth": 16, "single_submit": False, "overlap_events": True},
+        "steps_per_print": 10**9,
+    }
+    model = setting.model()
+    engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = next_token_loss(engine(tokens[:, :-1]), tokens)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step, None
+
+
+Build = Callable[[Setting, Path], tuple[Step, Any]]
+
+ENGINES: dict[str, Build] = {
+    **{name: partial(build_tier, name=name) for name in TIERS},
+    "fsdp2-cpu": _fsdp2,
+    "torchao-cpu": _torchao,
+    "deepspeed-cpu": partial(_deepspeed, tier="cpu"),
+    "deepspeed-nvme": partial(_deepspeed, tier="nvme"),
+}
+
+
+def why_not(name: str, device: torch.device, num_ranks: int) -> str | None:
+    """The reason why an engine can't be part of a run, or None if it can."""
+    package = name.partition("-")[0]
+    if package in ("deepspeed", "torchao") and importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    if name in ("fsdp2-cpu", "torchao-cpu") and device.type == "cpu":
+        return "it needs an accelerator"
+    if name == "torchao-cpu" and num_ranks > 1:
+        return "it is an optimizer of one device"
+    if name == "cpu-parameters" and device.type == "cpu":
+        return "the same as cpu: host memory is the device"
+    return None
