@@ -227,7 +227,9 @@ def memory_table(memory: zeroshard.MemoryReport, engine: zeroshard.Engine, world
         if ours:
             table.add_row(place, f"{ours / MIB:,.2f}", "")
     table.add_section()
-    table.add_row("all on the device", f"{held_bytes(memory) / MIB:,.2f}", f"{sum(ddp for *_, ddp in rows) / MIB:,.2f}")
+    table.add_row(
+        "all on the device", f"{held_bytes(memory) / MIB:,.2f}", f"{sum(ddp for *_, ddp in rows) / MIB:,.2f}"
+    )
     return table
 
 
