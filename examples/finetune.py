@@ -175,7 +175,7 @@ def write(engine: zeroshard.Engine, tokenizer: Any, prompt: list[int], length: i
     length = min(length, num_positions(engine.module) - len(prompt))
     if length < 1:
         return ""
-    ids = torch.tensor([prompt], device=next(engine.parameters()).device)
+    ids = torch.tensor([prompt], device=engine.device)
     how = {"do_sample": sample, "temperature": TEMPERATURE} if sample else {"do_sample": False}
     engine.eval()
     with torch.random.fork_rng():

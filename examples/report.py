@@ -65,7 +65,7 @@ def show_run(
     batch = config.micro_batch_size * config.gradient_accumulation_steps * world_size
     name = args.model or "a small Llama with random weights, which reads bytes"
     adapters = f", adapters of rank {args.lora}" if args.lora else ""
-    device = next(engine.parameters()).device.type.upper()
+    device = engine.device.type.upper()
     processes = "1 process" if world_size == 1 else f"{world_size} processes"
     source = f"the documentation of {args.data}" if args.data in ("python", "zeroshard") else args.data
     documents = "1 document is" if held_out.num_documents == 1 else f"{held_out.num_documents} documents are"

@@ -37,16 +37,11 @@ def over_ranks(values: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def device_of(engine: zeroshard.Engine) -> torch.device:
-    """Return the device that the engine has put the model on."""
-    return next(engine.parameters()).device
-
-
 @torch.no_grad()
 def evaluate(engine: zeroshard.Engine, blocks: Blocks) -> float:
     """Return the mean loss over all labels of `blocks`; all ranks take equally many forwards."""
     engine.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=device_of(engine))
+    total = torch.zeros(2, dtype=torch.float64, device=engine.device)
     batches = evaluation_batches(
         blocks,
         engine.config.micro_batch_size,
@@ -99,7 +94,7 @@ class Trainer:
             The whole history, and the memory while the gradients exist: before the last optimizer step.
         """
         first = len(history.losses)
-        losses = torch.zeros(self._steps, device=device_of(self._engine))  # of this rank, from `first` on
+        losses = torch.zeros(self._steps, device=self._engine.device)  # of this rank, from `first` on
         batches, start, begin = self._forever(), time.perf_counter(), first
         with self._progress as progress:
             progress.begin(first)

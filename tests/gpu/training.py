@@ -67,7 +67,7 @@ def start(model: nn.Module, stage: int, **config: Any) -> Engine:
 
 
 def device_of(engine: Engine) -> torch.device:
-    return next(engine.parameters()).device
+    return engine.device
 
 
 def batch(width: int, number: int, device: torch.device, size: int = 64) -> tuple[Tensor, Tensor]:

@@ -95,7 +95,8 @@ def check_separation(model: Any, collate_fn: Callable[[Sequence[Block]], Mapping
     positions = torch.arange(4).repeat(2)
     rows = [torch.tensor([*first, 2, 0, 1, 2]) for first in ([0, 1, 2, 0], [0, 1, 2, 0], [1, 2, 0, 1])]
     samples = [{"input_ids": row, "labels": row, "position_ids": positions} for row in rows]
-    device = next(iter(model.parameters())).device
+    # An engine tells its own device: its parameters may lie on another one.
+    device = getattr(model, "device", None) or next(iter(model.parameters())).device
     mode = model.training
     model.eval()
     try:
