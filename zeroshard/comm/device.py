@@ -130,3 +130,11 @@ def use_device(asked: str | None) -> torch.device:
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     return device
+
+
+def share_of_cores() -> int:
+    """The number of cores that this rank may use if the ranks of its node share them, at least 1.
+
+    torchrun sets OMP_NUM_THREADS to 1, which would leave all other cores idle in a step on the host.
+    """
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -103,7 +103,8 @@ class Offload(Checked):
     # Part of the offloaded optimizer states that stays on the device, 0 to 1.
     device_fraction: Annotated[float, rules.FRACTION] = 0.0
     nvme_path: Annotated[str | None, rules.PATH] = None  # directory for the files of the nvme tier
-    # Threads of an optimizer step on the host. None: torch's own setting.
+    # Threads of an optimizer step on the host. None: beside a GPU this rank's share of the cores, on CPU
+    # ranks as many as torch uses.
     num_threads: Annotated[int | None, rules.integer(1)] = None
 
     def _requirements(self) -> list[Requirement]:

@@ -50,7 +50,7 @@ class Setting:
     host_computes: bool = False
     """True for ranks on the CPU, whose device is host memory."""
     num_threads: int | None = None
-    """Threads of an optimizer step on the host; None: torch's own setting."""
+    """Threads of an optimizer step on the host; None: as many as torch uses anyway."""
     steps_in_backward: bool = False
     """True if units may step during the backward."""
 

@@ -71,7 +71,9 @@ def attach(
         units = [unit.starts() for unit in runtime.units]
         tiers = _tiers(runtime, optimizer, rounding)
         setting = runtime.context.setting
-        if tiers or setting.steps_in_backward or setting.num_threads is not None:
+        is_far = any(b.trainable and b.plan.main_tier is not plan_tiers.Tier.DEVICE for b in runtime.buffers)
+        sets_threads = setting.num_threads is not None and (is_far or setting.host_computes)
+        if tiers or setting.steps_in_backward or sets_threads:
             parts.append(Parts(optimizer, [list(unit) for unit in units], tiers, setting.num_threads))
         if rounding is not None:
             load_states_wide(optimizer, [p for unit in units for p in unit])
