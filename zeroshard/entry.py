@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.agreement import check_agreement
-from zeroshard.assemble import open_data_parallel, read_setting, shard_over
+from zeroshard.assemble import open_data_parallel, shard_over
 from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts
 from zeroshard.checkpoint.save import Saver
@@ -30,12 +30,10 @@ from zeroshard.data.blocks import Blocks
 from zeroshard.data.loader import EpochLoader
 from zeroshard.engine import Engine, LossFunction
 from zeroshard.lazy.recorder import refuse_recording
-from zeroshard.memory.tiered import States, bytes_on_tiers, check_room
+from zeroshard.memory.room import check_room, states_of
 from zeroshard.optim.adopt.overrides import forget, read_overrides
 from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, take_over
-from zeroshard.optim.statenames import num_bits, rule_of
-from zeroshard.plan.buffers import plan_units
-from zeroshard.plan.wrapping import UnitSpec, find_units
+from zeroshard.plan.wrapping import find_units
 
 
 class Initialized(NamedTuple):
@@ -97,7 +95,12 @@ def initialize(
     axes = open_data_parallel(config, world)
     close_at_exit(axes, *axes.members)
     if config.offload.optimizer != "none" or config.offload.parameters != "none":
-        check = functools.partial(_check_room, specs, config, axes, device, optimizer)
+        check = functools.partial(
+            check_room,
+            *(specs, config, axes.sizes, states_of(optimizer)),
+            host_computes=not has_streams(device),
+            num_ranks=axes.dp.size,
+        )
         on_all(axes.dp, "check of the room for offload", check)
     runtime, replacements = shard_over(model, specs, config, axes, device)
     if optimizer is not None:
@@ -130,19 +133,6 @@ def _check_arguments(model: Any, training_data: Any, loss_fn: Any, tp_plan: Any)
         raise ValueError(f"training_data: expected a Dataset with a length above 0, got {training_data!r}")
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"loss_fn: expected a callable (output, targets) -> loss, got {loss_fn!r}")
-
-
-def _check_room(
-    specs: Sequence[UnitSpec], config: Config, axes: Axes, device: torch.device, optimizer: Optimizer | None
-) -> None:
-    """Refuse tiers that this node has no room for."""
-    setting = read_setting(config, axes.sizes, host_computes=not has_streams(device))
-    states = States(num=0)  # those of an optimizer that is not known are not counted
-    if optimizer is not None and (rule := rule_of(optimizer)) is not None:
-        largest = max((p for group in optimizer.param_groups for p in group["params"]), key=Tensor.numel)
-        states = States(num=len(rule.states), bits=num_bits(optimizer, largest))
-    tiers = bytes_on_tiers(plan_units(specs, setting), setting, config.gradient_accumulation_steps, states)
-    check_room(tiers, config.offload.nvme_path, axes.dp.size)
 
 
 def _open_world(config: Config, device: torch.device) -> Axis:

@@ -1,8 +1,7 @@
-"""Bytes of a rank on each tier, from the plans of its units, and the check that a node has room for them."""
+"""Bytes of a rank on each tier, from the plans of its units."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,6 @@ from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan
 from zeroshard.plan.placement import DP_SHARD
 from zeroshard.plan.tiers import Tier
 from zeroshard.stepping.disk import NUM_BUFFERS
-from zeroshard.tiers.budget import check_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,28 +105,3 @@ def _steppers(buffer: BufferPlan, index: int) -> range:
         return range(layout.num_ranks)
     span, size = layout.parameter(index), max(1, layout.shard_size)
     return range(span.start // size, -(-span.stop // size))
-
-
-def check_room(tiers: dict[Tier, TierBytes], nvme_path: str | None, num_ranks: int) -> None:
-    """Refuse what this node has no room for, before any memory is taken. Call it on all ranks.
-
-    Args:
-        tiers: the bytes of a rank.
-        nvme_path: `Config.offload.nvme_path`.
-        num_ranks: the ranks of the job, for a launcher that does not tell those on this node.
-
-    Raises:
-        ValueError: a folder is not there.
-        RuntimeError: the node has less; the message tells the bytes of each kind.
-    """
-    host, disk = tiers[Tier.HOST], tiers[Tier.DISK]
-    needed = {
-        "main parameters and copies of them": host.parameters,
-        "gradients": host.gradients,
-        "optimizer states": host.optimizer,
-        "buffers for the units in files": host.buffers,
-    }
-    if host.total or disk.total:
-        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-        folders = nvme_path.split(":") if nvme_path is not None and disk.total else []
-        check_budget({k: v for k, v in needed.items() if v}, disk.total, folders, on_node)
