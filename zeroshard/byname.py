@@ -26,6 +26,7 @@ from zeroshard.optim.eightbit.codebook import codebook
 from zeroshard.optim.eightbit.states import ABSMAX
 from zeroshard.optim.statenames import rule_of, to_common
 from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.state import refuse_in_step
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 
@@ -108,8 +109,10 @@ class ByName:
 
         Raises:
             ValueError: no such parameter; a frozen one; values of another shape, or other ones elsewhere.
+            RuntimeError: a backward has stepped units, with `offload.step_in_backward`.
         """
         call = "set_full_gradient()"
+        refuse_in_step(self._runtime.context.state, call)
 
         def tell(place: _Place) -> bytes:
             if not place.sharded.requires_grad:

@@ -18,6 +18,7 @@ from zeroshard.hf.export import export_engine
 from zeroshard.hf.format import Format
 from zeroshard.hf.weights import MAX_SHARD_BYTES
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.stepping.early import EarlySteps
 from zeroshard.stepping.guard import StepGuard
 from zeroshard.stepping.halfway import Halfway
 
@@ -32,6 +33,7 @@ class Checkpointing:
     _guard: StepGuard
     _parts: Parts
     _saver: Saver
+    _early: EarlySteps | None
     _halfway: Halfway
     _micro_step: int
 
@@ -123,6 +125,8 @@ class Checkpointing:
             )
         self.zero_grad()
         self._halfway.end()
+        if self._early is not None:
+            self._early.end()
         progress = loaded.progress
         self.global_step, self.skipped_steps = progress.global_step, progress.skipped_steps
         self._guard.loss_scale = progress.loss_scale

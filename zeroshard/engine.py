@@ -177,6 +177,8 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
             self._micro_step += 1
             return False
         self._runtime.before_step()
+        if self._early is not None:
+            self._early.check()
         is_early = self._early is not None and self._early.end()
         if not self._runtime.has_gradients and not is_early:
             warn_no_gradients()
@@ -298,6 +300,8 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
     def _judge_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Judge a step that the optimizer begins, unless the engine has judged it already."""
         if not self._is_ready:
+            if self._early is not None:
+                self._early.check()
             self._check_own_step(any(value is not None for value in (*args[1:], kwargs.get("closure"))))
             self._guard.make_ready()
         return self._halfway.begin(args, kwargs)
@@ -307,6 +311,8 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         self.global_step += 1
         if not self._is_ready:
             self._halfway.end()
+            if self._early is not None:
+                self._early.end()
 
     def _check_own_step(self, has_closure: bool) -> None:
         """Refuse a step by the user if only the engine can take it."""

@@ -17,6 +17,7 @@ from zeroshard.config.sections import Config
 from zeroshard.full.parameters import full_state_dict, unsharded
 from zeroshard.guards.copies import NotCopied
 from zeroshard.parameters.counts import count
+from zeroshard.parameters.state import refuse_in_step
 from zeroshard.restore import Closed
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import UnitInfo
@@ -50,9 +51,11 @@ class ShardedCalls(NotCopied):
 
         Raises:
             RuntimeError: the norm is not finite, with `error_if_nonfinite`; the message names parameters.
-                Gradients are as they were.
+                Gradients are as they were. Or a backward has stepped units, whose gradients are gone, with
+                `offload.step_in_backward`.
         """
         order = check_clipping(max_norm, norm_type)
+        refuse_in_step(self._runtime.context.state, "clip_grad_norm_()")
         self._runtime.before_step()
         return self._guard.clip(max_norm, order, error_if_nonfinite)
 

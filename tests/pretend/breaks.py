@@ -183,7 +183,7 @@ def _no_wait_for_older_gradients(bench: Bench, patch: pytest.MonkeyPatch) -> Non
 
 @_must_show(
     Kind.RACE,
-    scenarios=("host_edited", "host_edited_stage1", "parameters_on_host_edited", "host_saved_stage1"),
+    scenarios=("host_edited", "host_edited_stage1", "parameters_on_host_edited"),
 )
 def _no_wait_before_the_host_writes(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """The host changes main parameters while gathers copy them to the device."""

@@ -186,3 +186,118 @@ def test_a_step_on_the_host_has_its_own_number_of_threads(ranks):
     assert before == after
     assert seen == [before + 2] * len(seen)
     assert seen
+
+
+class Failing(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyError("made to fail")
+
+
+def failing_loss(engine, fails):
+    hook = engine.module.blocks[0].register_forward_hook(
+        lambda module, args, output: Failing.apply(output) if fails else output
+    )
+    loss = runs.token_loss(engine, 0)
+    hook.remove()
+    return loss
+
+
+def refused(folder):
+    """Messages of what would step gradients twice, miss them, or go on from half a step."""
+    messages = {}
+
+    def note(name, call):
+        with pytest.raises(RuntimeError, match=r".") as caught:
+            call()
+        messages[name] = str(caught.value)
+
+    engine = runs.start(
+        {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}}, MAKERS["AdamW"]
+    )
+    group = engine.optimizer.param_groups[0]
+    engine.save_checkpoint(folder, tag="first")
+    engine.backward(runs.token_loss(engine, 0))
+    parameters = list(engine.parameters())
+    note("plain backward", lambda: runs.token_loss(engine, 1).backward())
+    note("scaled backward", lambda: engine.scale(runs.token_loss(engine, 1)).backward())
+    note("clip", lambda: engine.clip_grad_norm_(1.0))
+    note("torch's clip", lambda: nn.utils.clip_grad_norm_(parameters, 1.0))
+    note("clip of values", lambda: nn.utils.clip_grad_value_(parameters, 1.0))
+    name = next(name for name, p in engine.named_parameters() if p.requires_grad)
+    note("own gradient", lambda: engine.set_full_gradient(name, torch.zeros(())))
+    group["lr"] *= 2
+    note("options", engine.step)
+    note("options of an own step", engine.optimizer.step)
+    group["lr"] /= 2
+    assert engine.step()
+    with pytest.raises((KeyError, RuntimeError)):
+        engine.backward(failing_loss(engine, fails=dist.get_rank() == 0))
+    engine.zero_grad()
+    note("step after a failure", engine.step)
+    note("own step after a failure", engine.optimizer.step)
+    note("backward after a failure", lambda: engine.backward(runs.token_loss(engine, 1)))
+    note("save after a failure", lambda: engine.save_checkpoint(folder, tag="second"))
+    engine.load_checkpoint(folder, tag="first")
+    losses = runs.train(engine, range(2), runs.token_loss)
+    found = runs.state(engine, losses)
+    engine.close(restore=False)
+    return messages, runs.differences(found, run({}, MAKERS["AdamW"], num_steps=2)[0])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_would_be_wrong_silently_is_refused(ranks, tmp_path, num_ranks):
+    words = {
+        "backward": "a second backward before step()",
+        "clip": "whose gradients are gone",
+        "own gradient": "whose gradients are gone",
+        "options": "'lr' of group 0",
+        "failure": "Load the last checkpoint",
+    }
+    for messages, differences in ranks(num_ranks, refused, tmp_path):
+        assert not differences
+        for name, message in messages.items():
+            expected = {text for word, text in words.items() if word in name}
+            assert any(text in message for text in expected), f"{name}: {message}"
+
+
+def own_steps(is_early):
+    """Steps of the optimizer by the user, with and without a closure, and hooks that change gradients."""
+    engine = runs.start(
+        {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": is_early}}, MAKERS["AdamW"]
+    )
+    losses = []
+
+    def closure():
+        engine.optimizer.zero_grad()
+        losses.append(runs.token_loss(engine, len(losses)))
+        engine.backward(losses[-1])
+        return losses[-1]
+
+    for _ in range(2):
+        engine.optimizer.step(closure)
+        closure()
+        engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    for name, parameter in engine.named_parameters():
+        if "blocks.1" in name:
+            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.add_(p.detach()))
+    losses += runs.train(engine, range(2), runs.token_loss)
+    found = runs.state(engine, losses)
+    engine.close(restore=False)
+    return found
+
+
+def own_steps_differ():
+    return runs.differences(own_steps(True), own_steps(False))
+
+
+def test_own_steps_and_hooks_have_the_bits_of_steps_after_the_backward(ranks):
+    for differences in ranks(2, own_steps_differ):
+        assert not differences

@@ -6,6 +6,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from zeroshard.parameters import counts
+from zeroshard.parameters.state import refuse_in_step
 
 _GRAD_READERS = {
     ("torch.nn.utils.clip_grad", "clip_grad_norm_"): "engine.clip_grad_norm_(max_norm) or "
@@ -17,6 +18,8 @@ _GRAD_READERS = {
 }
 """Functions of torch that would take a slice of the gradient for the whole, with the call to use instead."""
 
+_GRAD_CHANGERS = {*_GRAD_READERS, ("torch.nn.utils.clip_grad", "clip_grad_value_")}
+"""Functions of torch between backward and step, which find no gradient once units have been stepped."""
 _GRAD_FORGETTERS = {("torch.nn.modules.module", "zero_grad"), ("torch.optim.optimizer", "zero_grad")}
 """Functions of torch that drop gradients, and leave alone those whose `grad` is None."""
 
@@ -30,7 +33,7 @@ def _classify(frame: FrameType) -> None:
     """Note code that `check_reader` has nothing to say of, now or later."""
     code = frame.f_code
     reader = (frame.f_globals.get("__name__", ""), code.co_name)
-    if reader in _GRAD_READERS or "norm" in code.co_names or code.co_name.startswith("<"):
+    if reader in _GRAD_CHANGERS or "norm" in code.co_names or code.co_name.startswith("<"):
         return
     if len(QUIET) >= _MOST:  # code that is made anew again and again
         QUIET.clear()
@@ -48,6 +51,8 @@ def check_reader(parameter: Any, frame: FrameType | None) -> None:
     if frame is None or not hasattr(parameter, "is_partial"):  # a slice in another dtype
         return
     reader = (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
+    if reader in _GRAD_CHANGERS:
+        refuse_in_step(parameter.state, reader[1] + "()")
     if parameter.state.has_sums:
         if reader in _GRAD_FORGETTERS:
             parameter.state.forget_gradient(parameter)

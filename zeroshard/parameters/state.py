@@ -43,6 +43,8 @@ class ModuleState:
     """The reason why sharded parameters cannot be used any more, once the engine is closed."""
     has_hooks = False
     """True once a post-accumulate hook was registered on a sharded parameter."""
+    is_in_step = False
+    """True from the beginning of a backward that steps units to the end of that step."""
     has_sums = False
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
     forget_gradient: Callable[[Any], object]
@@ -59,3 +61,16 @@ class ModuleState:
         if phase not in _MOVES[self.phase]:
             raise RuntimeError(f"a sharded module {self.phase.value} cannot go on to be {phase.value}")
         self.phase = phase
+
+
+def refuse_in_step(state: ModuleState, what: str) -> None:
+    """Refuse a call that needs the gradients of all units, if a backward has stepped units.
+
+    Raises:
+        RuntimeError: it has, and step() has not been called since.
+    """
+    if state.is_in_step:
+        raise RuntimeError(
+            f"{what} after a backward that has stepped units, whose gradients are gone: set "
+            "offload.step_in_backward=False to have all gradients until step()"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.mesh import Axes
@@ -40,6 +41,8 @@ class Context:
     meter: Meter
     state: ModuleState
     host: HostMeter = field(default_factory=HostMeter)
+    landed: list[Tensor] = field(default_factory=list)
+    """Host memory of reduced gradients, in use or free."""
 
     @property
     def axis(self) -> Axis:

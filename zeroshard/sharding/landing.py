@@ -30,16 +30,16 @@ def leaves_device(buffer: FlatBuffer, context: Context) -> bool:
 class Landing:
     """Host memory for the reduced gradients of one buffer.
 
-    Memory is used again as soon as nobody else holds a view of it.
+    Memory is used again as soon as nobody else holds a view of it, by any buffer of the same size. So steps
+    during the backward need the memory of a few units.
 
     Args:
-        context: the objects that all buffers share.
+        context: the objects that all buffers share; its `landed` is the memory of all of them.
         size: elements of the reduced gradients.
     """
 
     def __init__(self, context: Context, size: int) -> None:
         self._context, self._size = context, size
-        self._memory: list[Tensor] = []
         self._under_way: list[Mark] = []
         """The ends of copies that the host has not waited for."""
 
@@ -60,10 +60,12 @@ class Landing:
         self._under_way.clear()
 
     def _find(self, values: Tensor) -> Tensor:
-        for memory in self._memory:
-            if memory.dtype == values.dtype and count_views(memory) == 1:
-                return memory
-        self._memory = [memory for memory in self._memory if count_views(memory) > 1]
-        memory = self._context.memory.empty(self._size, values.dtype, Tier.HOST)
-        self._memory.append(memory)
-        return memory
+        """A view of free memory: whoever holds it, or a view of it, keeps the memory from other use."""
+        landed = self._context.landed
+        free = [m for m in landed if m.numel() == self._size and count_views(m) == 1]
+        for memory in free:
+            if memory.dtype == values.dtype:
+                return memory[:]
+        landed[:] = [memory for memory in landed if all(memory is not other for other in free)]
+        landed.append(self._context.memory.empty(self._size, values.dtype, Tier.HOST))
+        return landed[-1][:]

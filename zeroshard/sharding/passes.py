@@ -294,6 +294,8 @@ class Passes(ShardedModule):
                 f"autograd ran through {unit.described} inside the model's own forward, which "
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
+        if accumulates := will_accumulate(self._trained()):
+            self.reducer.check_step()
         self._around_backward = self.state.phase
         self.state.move(_BACKWARD)
         self.leases.graph.take(*self.leases.trailing.units)
@@ -303,7 +305,7 @@ class Passes(ShardedModule):
         self._calls.collect()
         self._walk = self._begin_walk(makes_graph)
         self.order.leave(self._walk.left)
-        self.reducer.begin(will_accumulate(self._trained()))
+        self.reducer.begin(accumulates)
         self._agree_on_frozen()
         if self._is_local:
             for unit in self.units:

@@ -47,6 +47,12 @@ class PostAccumulateHooks:
         self._waiting.clear()
 
 
+def has_hooks(gradients: Gradients) -> bool:
+    """True if a parameter of these gradients has a post-accumulate hook."""
+    with past_guards():
+        return any(parameter._post_accumulate_grad_hooks for parameter in gradients.buffer.sharded)
+
+
 def redirect_hooks(unsharded: nn.Parameter, sharded: ShardedParameter) -> None:
     """Send post-accumulate hooks that a forward registers to the sharded parameter."""
     reference = weakref.ref(sharded)

@@ -24,7 +24,7 @@ from zeroshard.parameters.state import ModuleState
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.pace import Pace
-from zeroshard.sharding.post_accumulate import PostAccumulateHooks
+from zeroshard.sharding.post_accumulate import PostAccumulateHooks, has_hooks
 from zeroshard.sharding.unit import Unit
 
 
@@ -160,12 +160,26 @@ class Reducer:
         finally:
             self.lacks_scale = self.is_half
 
+    def check_step(self) -> None:
+        """Check that no backward has stepped units since the last step.
+
+        Raises:
+            RuntimeError: one has; gradients that came now would be stepped with once more.
+        """
+        if self._state.is_in_step:
+            raise RuntimeError(
+                "a second backward before step(): units were stepped in the first one. Expected one backward "
+                "for each micro-batch, and step() after each; to take several, or to drop gradients, set "
+                "offload.step_in_backward=False"
+            )
+
     def begin(self, accumulates: bool) -> None:
         """Begin a backward.
 
         Args:
             accumulates: False if it gives no gradients to parameters; then it sends nothing.
         """
+        self._state.is_in_step |= self.step_unit is not None and accumulates and not self._has_more
         self.accumulates = accumulates
         self._follow()
         if not accumulates:
@@ -231,6 +245,8 @@ class Reducer:
         """Step a unit at once, if that is wanted and this rank has had all of its gradients."""
         if self.step_unit is None or not unit.gradients or unit.computes_with_main or self._has_more:
             return
+        if self._state.has_hooks and any(map(has_hooks, unit.gradients)):
+            return  # they are to see, and may change, the gradients of a whole backward
         if all(all(gradients.used) and not gradients.is_early for gradients in unit.gradients):
             for gradients in unit.gradients:
                 gradients.deliver_early()

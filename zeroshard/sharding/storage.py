@@ -45,4 +45,5 @@ def share_storage(one: Tensor, other: Tensor) -> bool:
 
 def count_views(tensor: Tensor) -> int:
     """Count the tensors over the storage of a tensor, including itself and those that autograd keeps."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    storage = tensor.untyped_storage()  # counts, too
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
