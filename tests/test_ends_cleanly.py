@@ -313,6 +313,7 @@ REPEATS = pytest.mark.parametrize("repeats", [1, pytest.param(4, marks=pytest.ma
 STAGES = pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.long)], ids=str)
 
 
+@pytest.mark.long
 @REPEATS
 def test_script_that_simply_ends_exits_with_0_and_says_nothing(run: Forks, repeats: int) -> None:
     endings = run(*[script(TRAIN, stage=stage) for stage in (0, 1, 2, 3)] * repeats)

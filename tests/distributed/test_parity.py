@@ -107,7 +107,7 @@ def on_many_ranks(kind, stages, num_steps):
 @pytest.mark.parametrize(
     ("num_ranks", "kind", "stages"),
     [
-        (3, "tied GPT", (0, 3)),
+        pytest.param(3, "tied GPT", (0, 3), marks=pytest.mark.long),
         pytest.param(3, "tied GPT", (1, 2, 3), marks=pytest.mark.long),
         pytest.param(4, "Llama", (1, 3), marks=pytest.mark.long),
     ],

@@ -248,6 +248,7 @@ def measure(folder, width):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux tells it")
 def test_memory_holds_a_few_units(ranks, tmp_path):
     ranks(1, warm_up, tmp_path)
