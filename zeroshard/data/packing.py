@@ -51,8 +51,13 @@ def choose_held_out(lengths: Ints, digests: npt.NDArray[np.uint64], share: float
     """
     fits = np.flatnonzero(lengths <= max(share * lengths.sum(), lengths.min()))
     order = fits[np.argsort(digests[fits], kind="stable")]
-    totals = np.cumsum(lengths[order])
-    taken = order[: max(1, np.searchsorted(totals, share * totals[-1], side="right"))]
+    left = share * lengths[order].sum()
+    chosen: list[int] = []
+    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        if length <= left or not chosen:  # one that is too long leaves room for shorter ones
+            chosen.append(document)
+            left -= length
+    taken = np.array(chosen)
     held: npt.NDArray[np.bool_] = np.isin(digests, digests[taken])
     if held.all():
         held[:] = False
