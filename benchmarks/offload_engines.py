@@ -46,7 +46,9 @@ def _tiers() -> dict[str, Tier]:
         BASE: Tier(offload={}),
         "cpu": Tier(offload=cpu),
         "cpu-parameters": Tier(offload=cpu | {"parameters": "cpu"}),
+        "cpu-early": Tier(offload=cpu | early),
         "cpu-8bit-bf16": Tier(offload=cpu, is_8bit=True, main_dtype="bf16"),
+        "cpu-8bit-bf16-early": Tier(offload=cpu | early, is_8bit=True, main_dtype="bf16"),
     }
     for kind, rest in {
         "": {},

@@ -9,7 +9,8 @@ first of `offload_fit.py` that fits on this machine, as `zeroshard.estimate` cou
 size of a list whose states fit in the memory that is free now. Each size is trained in a process of its own.
 
 TFLOP/s count 6 operations for each parameter of the blocks and the head and token, and attention; what is
-recomputed is not counted. The weights are uniform with the standard deviation of Llama's.
+recomputed is not counted. The weights are uniform with the standard deviation of Llama's, and repeat after 16
+million elements: random numbers for billions of them would take minutes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 from rich.table import Table
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.initialization import no_init_weights
 
 import record
 import zeroshard
@@ -146,12 +148,20 @@ def flops_per_token(name: str, num_matmul: int, sequence: int) -> float:
     return 6 * num_matmul + 6 * layers * hidden * sequence
 
 
-def uniform(model: nn.Module) -> None:
-    """Draw matrices from a uniform distribution: a third of the time of normal ones, for many billions."""
+def llama_model(name: str, args: argparse.Namespace) -> LlamaForCausalLM:
+    """Build a model with values of a table, whose length no row of a matrix divides."""
     bound = 0.02 * math.sqrt(3)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            nn.init.uniform_(parameter, -bound, bound)
+    table = torch.empty((1 << 24) - 3).uniform_(-bound, bound, generator=torch.Generator().manual_seed(0))
+    with zeroshard.deferred_init(), no_init_weights():
+        model = LlamaForCausalLM(llama(name, args))
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                with torch.no_grad():
+                    for part in parameter.view(-1).split(table.numel()):
+                        part.copy_(table[: part.numel()])
+            else:
+                nn.init.ones_(parameter)
+    return model
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -161,9 +171,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     letter, need = chosen
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     start = time.perf_counter()
-    with zeroshard.deferred_init():
-        model = LlamaForCausalLM(llama(args.size, args))
-        uniform(model)
+    model = llama_model(args.size, args)
     num_params = sum(p.numel() for p in model.parameters())
     num_matmul = num_params - args.vocabulary * SHAPES[args.size][0]  # without the lookup of tokens
     config = config_of(letter, args.folder) | {"device": args.device}

@@ -19,6 +19,7 @@ then all processes are killed, and the next test gets new ones.
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,9 @@ from tests.worker import Failure, Reply, Worker, print_stacks
 LOAD_TIMEOUT = 300.0  # seconds, a process's start included
 GRACE = 5.0  # seconds for the other ranks, once one has failed
 KEPT = 4  # processes that stay for the next test
+SHARES_GPU = os.environ.get("ZEROSHARD_SHARED_GPU") == "1"  # all ranks use the one GPU that there is
+if SHARES_GPU:
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 
 class RankError(AssertionError):
@@ -143,7 +147,16 @@ def _torchrun_environment(rank: int, num_ranks: int, port: int) -> dict[str, str
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is pytest's: no port has to be guessed
         "TORCHELASTIC_RESTART_COUNT": "0",
+        **(_shared_gpu(rank) if SHARES_GPU else {}),
     }
+
+
+def _shared_gpu(rank: int) -> dict[str, str]:
+    """Ranks of one GPU: NCCL refuses two of them on one node, so each is on a node of its own.
+
+    CUDA_VISIBLE_DEVICES tells each rank that the GPU which it sees is its own.
+    """
+    return {"NCCL_HOSTID": f"node-of-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def _rank_error(step: str, failures: dict[int, Failure], num_ranks: int) -> RankError:

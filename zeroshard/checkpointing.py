@@ -123,10 +123,10 @@ class Checkpointing:
                 convert_states=convert_states,
                 weights_only=not optimizer,
             )
-        self.zero_grad()
         self._halfway.end()
         if self._early is not None:
             self._early.end()
+        self.zero_grad()
         progress = loaded.progress
         self.global_step, self.skipped_steps = progress.global_step, progress.skipped_steps
         self._guard.loss_scale = progress.loss_scale

@@ -30,6 +30,7 @@ from zeroshard.internals.autograd import outside_transforms
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.modulelike import ModuleLike
+from zeroshard.parameters.state import refuse_to_drop
 from zeroshard.reports import Reports
 from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.pace import warn_no_gradients
@@ -203,7 +204,13 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         return is_taken
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, local sums included, and the micro-batches behind them."""
+        """Forget all gradients, local sums included, and the micro-batches behind them.
+
+        Raises:
+            RuntimeError: a backward has stepped units, with `offload.step_in_backward`, and step() is to end
+                this step. Nothing has changed.
+        """
+        refuse_to_drop(self._runtime.state)
         self._runtime.reducer.pace.drop(self._micro_step, self._num_micro_batches)
         self._micro_step = 0
         self._runtime.drop_deferred()
@@ -386,6 +393,7 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
 
     def _let_go(self, restore: bool) -> None:
         super()._let_go(restore)
+        self._early = None  # with its thread
         saver, closed = self._saver, cast(Any, self._runtime)
         self._parts = self._axes = self._saver = closed
         saver.finish() if restore else saver.leave_alone()

@@ -1,5 +1,7 @@
 """Tensors become files that zeroshard and torch.distributed.checkpoint read."""
 
+import io
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -9,6 +11,7 @@ from tests.checkpoint.test_memory import write
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.checkpoint.tensors import TensorSlice
+from zeroshard.checkpoint.writer import find_elements
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex64, torch.int8, torch.int64]
 
@@ -32,3 +35,29 @@ def test_views_single_values_and_empty_tensors_come_back_to_the_bit(tmp_path, dt
             assert (found.dtype, found.shape) == (dtype, tensor.shape)
             assert torch.equal(raw(found), raw(tensor))
     assert (directory / "__0_0.distcp").stat().st_size < 3 * 2048 + memory.nbytes
+
+
+class Noting(io.FileIO):
+    """A file that notes the first byte of each read."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.places = []
+
+    def read(self, size=-1):
+        self.places.append(self.tell())
+        return super().read(size)
+
+
+def test_elements_are_found_by_the_archive_of_their_tensor_alone(tmp_path):
+    """Archives before it have the same sizes, and a newer Python takes their parts for a corrupt archive."""
+    path, ends = tmp_path / "file", [0]
+    with path.open("wb") as file:
+        for value in range(3):
+            torch.save(torch.full((300,), value, dtype=torch.uint8), file)
+            ends.append(file.tell())
+    file = Noting(path)
+    # The archive under test is the last one of the file when it is looked for.
+    start = find_elements(file, ends[2], 300)
+    assert min(file.places) >= ends[2]
+    assert path.read_bytes()[start : start + 300] == bytes([2]) * 300

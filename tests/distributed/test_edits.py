@@ -60,6 +60,21 @@ class BySet(Normalized):
         return (self.inner(x) @ self.weight + self.bias).tanh()
 
 
+class Unedited(Normalized):
+    def forward(self, x):
+        return (self.inner(x) @ self.weight + self.bias).tanh()
+
+
+class MovesUnseen(Unedited):
+    """Gives parameters other memory and counts no version, as a recurrent layer on a GPU does."""
+
+    def forward(self, x):
+        for parameter in (self.weight, self.bias):
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):
+                parameter.set_(parameter.clone())
+        return super().forward(x)
+
+
 class ActNorm(Normalized):
     """Takes scale and shift from its first batch, by copies into `.data`."""
 
@@ -116,6 +131,12 @@ def test_a_parameter_that_a_forward_edits_keeps_the_edit(ranks, num_ranks, block
         assert not any(ranks(num_ranks, edited, block, units))
 
 
+@pytest.mark.parametrize("block", [ActNorm, Teaching])
+def test_all_edits_of_a_forward_are_kept_in_files(ranks, tmp_path, block):
+    offload = {"optimizer": "nvme", "nvme_path": str(tmp_path)}
+    assert not any(ranks(2, edited, block, ["Sequential"], stages=(1, 3), offload=offload))
+
+
 def given_other_memory(block, by_copy, units):
     """DDP loses gradients of such parameters, so it edits the same values by copies through `.data`."""
     want = train_replicated(build(by_copy), "SGD", 3, same_batch_loss)
@@ -127,7 +148,9 @@ def given_other_memory(block, by_copy, units):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize(("block", "by_copy"), [(BySet, ByData), (Transposes, TransposesCopy)])
+@pytest.mark.parametrize(
+    ("block", "by_copy"), [(BySet, ByData), (Transposes, TransposesCopy), (MovesUnseen, Unedited)]
+)
 def test_a_parameter_that_a_forward_gives_other_memory_keeps_the_values(ranks, num_ranks, block, by_copy):
     for units in (["Sequential"], []):
         assert not any(ranks(num_ranks, given_other_memory, block, by_copy, units))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
 
 from tests.fuzz.cases import build_case, num_ranks_of
+from tests.fuzz.place import VARIABLE, device
 from tests.fuzz.run import failures, run_cases
 from tests.ranks import RankError, Ranks
 
@@ -20,15 +22,22 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=300, help="how many seeds")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="run this one and describe it")
+    parser.add_argument(
+        "--device", default="cpu", help="cuda: see tests/gpu/training.py for ranks of one GPU"
+    )
+    parser.add_argument("--most-ranks", type=int, default=4, help="leave out cases of more ranks")
     options = parser.parse_args()
+    os.environ[VARIABLE] = options.device
     seeds = range(options.first, options.first + options.cases)
     if options.seed is not None:
         seeds = range(options.seed, options.seed + 1)
         print(build_case(options.seed).describe(), flush=True)
     start, ranks = time.monotonic(), Ranks()
-    failed = [seed for num_ranks in range(1, 5) for seed in _run(ranks, num_ranks, seeds)]
+    numbers = range(1, options.most_ranks + 1)
+    failed = [seed for num_ranks in numbers for seed in _run(ranks, num_ranks, seeds)]
     ranks.stop()
-    print(f"{len(seeds)} cases in {time.monotonic() - start:.0f} s, {len(failed)} failed: {sorted(failed)}")
+    num_run = sum(num_ranks_of(seed) in numbers for seed in seeds)
+    print(f"{num_run} cases in {time.monotonic() - start:.0f} s, {len(failed)} failed: {sorted(failed)}")
     return bool(failed)
 
 
@@ -38,7 +47,8 @@ def _run(ranks: Ranks, num_ranks: int, seeds: range) -> list[int]:
     while left:
         chunk = left[:PER_CALL]
         try:
-            results = ranks(num_ranks, run_cases, chunk, timeout=60 + 10 * len(chunk))
+            timeout, is_cpu = 60 + 10 * len(chunk), device().type == "cpu"
+            results = ranks(num_ranks, run_cases, chunk, process_group=is_cpu, timeout=timeout)
         except RankError as error:  # a rank died or hung, and the cases before have no result
             begun = re.findall(r"^seed (\d+)$", str(error), re.MULTILINE)
             results = [{int(begun[-1]) if begun else chunk[0]: [str(error)]}]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
 
+from tests.fuzz import tiers
 from tests.fuzz.blocks import Checkpointed, Gate
 from tests.fuzz.habits import Habits, draw_habits
 from tests.fuzz.models import Net, compute_in, random_model, unconditional
@@ -91,6 +92,11 @@ class Case:
         """That of all parameters; None: each has its own."""
         return self.config["precision"].get("param_dtype")
 
+    @property
+    def steps_early(self) -> bool:
+        """True if units are stepped in the backward, so that there are no gradients afterwards."""
+        return bool(self.config.get("offload", {}).get("step_in_backward"))
+
     def make_optimizer(self, parameters: list[nn.Parameter], num_dims: list[int]) -> Optimizer:
         """Matrices and the rest in groups of their own; `num_dims` of the original parameters."""
         pairs = list(zip(parameters, num_dims, strict=True))
@@ -148,6 +154,8 @@ def build_case(seed: int) -> Case:
         compute_in(model, dtype)
     if random.random() < 0.4:
         config["clip_grad_norm"] = random.choice((0.01, 0.3, 10.0))
+    if offload := tiers.draw_offload(seed, config["stage"]):
+        config["offload"] = offload
     case = Case(
         seed=seed,
         num_ranks=num_ranks,
@@ -170,7 +178,7 @@ def build_case(seed: int) -> Case:
     habits = draw_habits(seed, model, loop, config, nums, case.wants_input_gradients)
     if habits.penalty is not None:  # derivatives of gradients have another graph on each rank then
         steps = [replace(step, cuts=((),) * num_ranks, num_forwards=1) for step in steps]
-    return replace(case, steps=tuple(steps), habits=habits)
+    return tiers.step_early(replace(case, steps=tuple(steps), habits=habits))
 
 
 def restaged(config: dict[str, Any], stage: int) -> dict[str, Any]:
@@ -180,6 +188,8 @@ def restaged(config: dict[str, Any], stage: int) -> dict[str, Any]:
         config.pop("shard_group_size", None)
     if stage < 3:
         config["reshard_after_forward"] = bool(config["reshard_after_forward"])
+    if "offload" in config:
+        config["offload"] = tiers.allowed(config["offload"], stage)
     return config
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.fuzz import place
 from tests.fuzz.cases import Blocks, Case, restaged
 from tests.fuzz.habits import halve
 from tests.fuzz.models import prediction_of
@@ -60,7 +61,7 @@ class Reference:
 
     def __init__(self, case: Case) -> None:
         self.case, self.size, self.config = case, dist.get_world_size(), case.config
-        self.module = copy.deepcopy(case.model)
+        self.module = copy.deepcopy(case.model).to(place.device())
         self.parameters = dict(self.module.named_parameters())
         ignored = find_ignored(self.module, case.config)
         differ(ignored.values())
@@ -217,7 +218,8 @@ class Reference:
     def _clip(self, max_norm: float, order: float) -> None:
         trained = [self.main[name] for name in self.sharded if self.main[name].grad is not None]
         norms = [torch.linalg.vector_norm(main.grad.double(), order) for main in trained if main.grad.numel()]
-        total = torch.linalg.vector_norm(torch.stack([torch.zeros((), dtype=torch.float64), *norms]), order)
+        none = torch.zeros((), dtype=torch.float64, device=place.device())
+        total = torch.linalg.vector_norm(torch.stack([none, *norms]), order)
         self.grad_norm = total.float()
         nn.utils.clip_grads_with_norm_(trained, max_norm, self.grad_norm)
 
@@ -321,7 +323,7 @@ class Reference:
     def set_full_gradient(self, name: str, values: Tensor) -> None:
         self._make_ready()
         main = self._main(name)
-        main.grad = values.to(main.dtype, copy=True)
+        main.grad = values.to(main.device, main.dtype, copy=True)
 
     @torch.no_grad()
     def set_full_optimizer_state(self, name: str, values: Mapping[str, Any]) -> None:
@@ -330,7 +332,7 @@ class Reference:
             if not isinstance(states[key], Tensor):
                 states[key] = value
             elif states[key].dtype == torch.uint8:
-                _quantized(states, key).store(value.flatten())
+                _quantized(states, key).store(value.flatten().to(states[key].device))
             else:
                 states[key].copy_(value.view(states[key].shape))
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zeroshard
+from tests.fuzz import place, tiers
 from tests.fuzz.cases import Blocks, Case, restaged
 from tests.fuzz.habits import halve
 from tests.fuzz.models import prediction_of, random_inputs
@@ -24,7 +25,8 @@ class Sharded:
     """An engine over a copy of the case's model."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.module, self.config = case, copy.deepcopy(case.model), case.config
+        self.case, self.config = case, case.config
+        self.module = copy.deepcopy(case.model)
         ignored = find_ignored(self.module, case.config)
         differ(ignored.values())
         self.ignored = frozenset(ignored)
@@ -41,6 +43,8 @@ class Sharded:
         if case.unit_names is not None:
             chosen = {id(model.get_submodule(name)) for name in case.unit_names}
             config["units"] = lambda module: id(module) in chosen
+        if tiers.uses_files(config.get("offload", {})):
+            config["offload"] = config["offload"] | {"nvme_path": tempfile.gettempdir()}
 
         def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             return case.make_optimizer(parameters, [p.dim() for p in parameters])
@@ -63,10 +67,9 @@ class Sharded:
         self._begin()
 
     def end(self) -> None:
-        if self._folder is not None:
-            self.engine.close()  # waits for a save in the background
-            if not dist.get_rank():
-                shutil.rmtree(self._folder)
+        self.engine.close()  # waits for a save in the background; no files stay behind
+        if self._folder is not None and not dist.get_rank():
+            shutil.rmtree(self._folder)
 
     def set_num_micro_batches(self, number: int) -> None:
         if self.case.loop != "plain" and number != self._num_micro_batches:
@@ -86,6 +89,7 @@ class Sharded:
         return self.engine.grad_norm
 
     def forward(self, inputs: Tensor, blocks: Blocks) -> Tensor:
+        place.delay()
         return prediction_of(self.engine(inputs, **blocks))
 
     def backward(self, loss: Tensor, *, unsynced: bool) -> None:
@@ -182,7 +186,7 @@ class Sharded:
     # -- what is refused ----------------------------------------------------------------------------------
 
     def record(self, tracer: str) -> None:
-        inputs = random_inputs(self.case.model.kind, 2, torch.Generator().manual_seed(0))
+        inputs = random_inputs(self.case.model.kind, 2, torch.Generator().manual_seed(0)).to(place.device())
         blocks = {"called": tuple(range(len(self.case.model.blocks)))}
         runs_before = inputs.is_floating_point() and not self.case.habits.edited
         self.train(False)  # linearize runs the forward once before it records

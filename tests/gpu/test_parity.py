@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from tests.gpu.training import BF16, STAGES, build, device_of, gpus, start, train, train_replicated
 
@@ -85,3 +86,32 @@ def test_train_batch_learns_in_float16_from_batches_in_host_memory(ranks, num_ra
     for losses, num_steps in ranks(num_ranks, accumulated_in_half, process_group=False, timeout=300):
         assert num_steps == 30
         assert losses[-1] < losses[0] / 2
+
+
+class Recurrent(nn.Module):
+    """cuDNN gives the weights of its layer other memory in the first forward."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.head = width, nn.Linear(width, 256)
+        self.layer = nn.LSTM(width, width, num_layers=2)
+
+    def forward(self, x):
+        self.layer.flatten_parameters()
+        return self.head(self.layer(x)[0])
+
+
+def losses_of_recurrent():
+    torch.manual_seed(0)
+    model, found = Recurrent(64), {}
+    for stage in STAGES:
+        engine = start(model, stage)
+        found[stage] = train(engine, STEPS)
+    return train_replicated(model, device_of(engine), STEPS, bf16=False), found
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=gpus(n)) for n in (1, 2)])
+def test_recurrent_layers_compute_with_the_values_after_the_last_step(ranks, num_ranks):
+    for want, found in ranks(num_ranks, losses_of_recurrent, process_group=False, timeout=300):
+        for stage, losses in found.items():
+            assert losses == pytest.approx(want, rel=1e-4), f"stage {stage}"

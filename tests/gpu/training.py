@@ -14,16 +14,24 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
+from tests.ranks import SHARES_GPU
 from zeroshard import Engine
 
 STAGES = (0, 1, 2, 3)
 BF16 = {"param_dtype": "bf16"}
 
 
-def gpus(num: int) -> list[pytest.MarkDecorator]:
-    """The marks of a test that needs so many GPUs."""
-    reason = f"needs {num} CUDA devices"
-    return [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < num, reason=reason)]
+def gpus(num: int, *, own: bool = False) -> list[pytest.MarkDecorator]:
+    """The marks of a test that needs so many GPUs, or one that ranks share where ZEROSHARD_SHARED_GPU=1.
+
+    Args:
+        num: ranks.
+        own: True for a test that says nothing if ranks share a GPU.
+    """
+    present = torch.cuda.device_count()
+    if SHARES_GPU and not own and present:
+        present = num
+    return [pytest.mark.gpu, pytest.mark.skipif(present < num, reason=f"needs {num} CUDA devices")]
 
 
 class Block(nn.Module):

@@ -6,7 +6,9 @@ They damage seams that are few and stable: waits for marks, marks, side streams,
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +16,21 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.pretend.clocks import Stream
+from tests.pretend.clocks import Event, Stream
 from tests.pretend.findings import Kind
 from tests.pretend.scenario import Bench
 from zeroshard.comm import collectives, streams
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.handles import Handle
 from zeroshard.comm.streams import Mark, SideStream
-from zeroshard.sharding import runtime
+from zeroshard.sharding import landing, runtime, storage
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.landing import Landing
+from zeroshard.sharding.reduced import ReducedGradients
 from zeroshard.sharding.unit import Unit
+from zeroshard.stepping.worker import Worker
+from zeroshard.tiers.hostcopies import HostCopy
+from zeroshard.tiers.hostpool import HostBuffer
 
 Damage = Callable[[Bench, pytest.MonkeyPatch], None]
 
@@ -48,6 +54,7 @@ class Break:
 
 
 BREAKS: dict[str, Break] = {}
+_EARLY = ("host_stepped_in_backward", "files_stepped_in_backward")
 
 
 def _must_show(*kinds: Kind, scenarios: tuple[str, ...]) -> Callable[[Damage], Damage]:
@@ -163,10 +170,63 @@ def _copies_back_before_compute(bench: Bench, patch: pytest.MonkeyPatch) -> None
     _ignore_compute("to_device", patch)
 
 
-@_must_show(Kind.RACE, scenarios=("host_stage3_bf16", "fraction_stage3_clip"))
+@_must_show(Kind.FREED, scenarios=("offloaded_sizes_differ", "offloaded_dropped"))
+def _activations_go_under_their_copies(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Host memory of activations goes back to the system while the device copies from or to it."""
+    patch.setattr(HostBuffer, "in_use_until", lambda buffer, mark: None)
+
+
+@_must_show(
+    Kind.RACE,
+    scenarios=(
+        *("host_stage3_bf16", "fraction_stage3_clip", "host_gradients_forgotten"),
+        *(*_EARLY, "stepped_in_backward_accumulate"),
+    ),
+)
 def _no_wait_for_gradients_on_the_host(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """The optimizer reads gradients while they are copied to the host."""
-    patch.setattr(Landing, "wait", lambda landing: None)
+    patch.setattr(Landing, "arrival", lambda landing: lambda: None)
+
+
+@_must_show(Kind.RACE, scenarios=_EARLY)
+def _gradients_are_overwritten_before_their_step(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """The memory of gradients on the host is used again while another thread still steps with them."""
+
+    def count(memory: Tensor) -> int:
+        _let_steps_end(bench)
+        return storage.count_views(memory)
+
+    patch.setattr(landing, "count_views", count)
+
+
+def _let_steps_end(bench: Bench) -> None:
+    """Let another thread end its work, so that all values are right; nothing notes the order."""
+    early = bench.engine._early
+    futures.wait(() if early is None else early._worker._under_way)
+
+
+@_must_show(Kind.RACE, scenarios=("host_stepped_in_backward",))
+def _no_wait_for_steps_at_the_end(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """A backward ends while another thread still steps units."""
+    patch.setattr(Worker, "finish", lambda worker: _let_steps_end(bench))
+
+
+@_must_show(Kind.RACE, scenarios=("host_stepped_in_backward",))
+def _no_wait_for_a_step_under_way(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """A unit is gathered while another thread steps it."""
+    give = Worker.give
+
+    def gives(worker: Worker, work: Callable[[], None]) -> Callable[[], None]:
+        give(worker, work)
+        return lambda: _let_steps_end(bench)
+
+    patch.setattr(Worker, "give", gives)
+
+
+@_must_show(Kind.RACE, scenarios=("stepped_in_backward_evaluated",))
+def _no_wait_of_gathers_for_stepped_values(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """A unit is gathered while its stepped values are copied to the device."""
+    patch.setattr(FlatBuffer, "_await_stepped", lambda buffer: None)
 
 
 @_must_show(Kind.REUSE, scenarios=("host_stage3_bf16", "host_stage1_bf16"))
@@ -183,14 +243,47 @@ def _no_wait_for_older_gradients(bench: Bench, patch: pytest.MonkeyPatch) -> Non
 
 @_must_show(
     Kind.RACE,
-    scenarios=("host_edited", "host_edited_stage1", "parameters_on_host_edited"),
+    scenarios=("host_edited", "host_edited_stage1", "parameters_on_host_edited", "host_saved_stage1"),
 )
 def _no_wait_before_the_host_writes(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """The host changes main parameters while gathers copy them to the device."""
     patch.setattr(FlatBuffer, "await_copies", lambda buffer: None)
 
 
-@_must_show(Kind.RACE, scenarios=("files_stage3",))
+def _no_wait_in(function: str, owner: type, method: str, kind: Kind, *scenarios: str) -> None:
+    """Add the break in which one function does not call a method that makes the host wait."""
+
+    def apply(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+        wait = getattr(owner, method)
+
+        def waits(self: Any) -> None:
+            if sys._getframe(1).f_code.co_name != function:
+                wait(self)
+
+        patch.setattr(owner, method, waits)
+
+    BREAKS[f"no_{method.strip('_')}_in_{function.strip('_')}"] = Break(
+        apply=apply, scenarios=scenarios, kinds=frozenset((kind,))
+    )
+
+
+_no_wait_in("settle", FlatBuffer, "await_copies", Kind.RACE, "host_saved_stage1")
+_no_wait_in("finish_gathers", FlatBuffer, "await_copies", Kind.RACE, "parameters_on_host_kept", "host_edited")
+_no_wait_in("release", FlatBuffer, "await_copies", Kind.FREED, "host_dropped")
+_no_wait_in("forget", ReducedGradients, "_wait_on_host", Kind.RACE, "host_gradients_forgotten")
+_no_wait_in("drop", ReducedGradients, "_wait_on_host", Kind.FREED, "host_gradients_forgotten")
+_no_wait_in(
+    "add_up",
+    *(ReducedGradients, "_wait_on_host", Kind.RACE),
+    *("parameters_on_host_accumulate", "host_stage3_clip_accumulate"),  # p.grad is there; sums are kept
+)
+# Two more calls of await_copies, in Edits and in EarlySteps, are not needed as the engine is now, so nothing
+# shows their absence. Before an edit in a forward is kept, the host waits for a copy of the edited values on
+# compute. Before a unit is stepped in the backward, it waits for the gradient's copy, which began after all
+# compute so far. In both cases compute had waited for the gathers of the unit: it has computed with them.
+
+
+@_must_show(Kind.RACE, scenarios=("files_stage3", "files_stepped_in_backward"))
 def _no_wait_for_stepped_values(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Files are read into memory whose stepped values are still copied to the device."""
     stepped = FlatBuffer.stepped
@@ -202,12 +295,36 @@ def _no_wait_for_stepped_values(bench: Bench, patch: pytest.MonkeyPatch) -> None
     patch.setattr(FlatBuffer, "stepped", steps)
 
 
+@_must_show(Kind.RACE, scenarios=("files_stage3",))
+def _no_wait_for_transfers(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """The optimizer steps values while they are read from files, and changes them while they are written."""
+    synchronize = Event.synchronize
+
+    def synchronizes(event: Event) -> None:
+        if event.stream is None or not event.stream.name.startswith("transfer"):
+            synchronize(event)
+
+    patch.setattr(Event, "synchronize", synchronizes)
+
+
+@_must_show(Kind.REUSE, scenarios=("offloaded_in_vain",))
+def _no_wait_for_copies_that_nobody_needs(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Activations that came back in vain are freed while they are copied to the device."""
+    drop = HostCopy.drop
+
+    def drops(copy: HostCopy) -> None:
+        copy._arrived = None
+        drop(copy)
+
+    patch.setattr(HostCopy, "drop", drops)
+
+
 @_must_show(Kind.FREED, scenarios=("host_dropped",))
 def _no_wait_at_the_end(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """An engine goes, and the memory of the host with it, while copies are under way."""
     patch.setattr(runtime, "mark_here", lambda device: Mark(None))
     patch.setattr(FlatBuffer, "await_copies", lambda buffer: None)
-    patch.setattr(Landing, "wait", lambda landing: None)
+    patch.setattr(Landing, "arrival", lambda landing: lambda: None)
 
 
 # -- orders --------------------------------------------------------------------------------------------------

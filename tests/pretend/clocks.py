@@ -7,6 +7,7 @@ begins after everything that the host has waited for before it issued the operat
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ class Clock(dict[str, int]):
 
     def join(self, other: Clock) -> None:
         """Let what lies before `other` lie before this point too."""
-        for stream, tick in other.items():
+        for stream, tick in list(other.items()):  # another thread may add to it
             if self.get(stream, 0) < tick:
                 self[stream] = tick
 
@@ -32,12 +33,18 @@ class Point(NamedTuple):
     tick: int
 
 
+HOST = "the host"
+"""The name of the main thread; those of others begin with it."""
+_number = itertools.count().__next__
+
+
 class _Thread(threading.local):
     """What each host thread has of its own."""
 
     def __init__(self) -> None:
         self.current: Stream | None = None
         self.clock = Clock()
+        self.name = HOST if threading.current_thread() is threading.main_thread() else f"{HOST} {_number()}"
 
 
 class Timeline:
@@ -46,6 +53,8 @@ class Timeline:
     def __init__(self) -> None:
         self._thread = _Thread()
         self._num_named: dict[str, int] = {}
+        self.main = self._thread.clock
+        """What the thread has waited for that made the timeline."""
         self.default = self.stream("compute")
 
     def stream(self, name: str) -> Stream:
@@ -64,8 +73,14 @@ class Timeline:
 
     @property
     def host(self) -> Clock:
-        """What this thread has waited for."""
+        """What this thread has waited for, and done itself."""
         return self._thread.clock
+
+    def act_on_host(self) -> Point:
+        """This thread does something itself."""
+        name, clock = self._thread.name, self._thread.clock
+        tick = clock[name] = clock.get(name, 0) + 1
+        return Point(name, tick)
 
 
 class Stream:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from tests.pretend.clocks import Event, Stream, Timeline
+from tests.pretend.threads import install_threads
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
 from zeroshard.checkpoint.hostcopies import HostCopies
@@ -27,7 +29,7 @@ from zeroshard.checkpoint.reader import TensorReader
 from zeroshard.comm import background, collectives, mesh, moves, streams
 from zeroshard.stepping import rounding
 from zeroshard.tiers import files, hostpool, places
-from zeroshard.tiers.files import Swap
+from zeroshard.tiers.files import Extent, Swap, Transfer
 
 _resize = torch.UntypedStorage.resize_
 
@@ -68,14 +70,15 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
     patch.setattr(torch.UntypedStorage, "resize_", resize)
     _install_host(patch, trace)
     _install_moves(patch, trace)
+    install_threads(patch, trace)
     for name in ("cpu", "numpy", "tolist"):
         patch.setattr(torch.Tensor, name, _reading(getattr(torch.Tensor, name), trace))
 
 
 def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     """Tell of memory of the host, which torch cannot tell from that of the pretend device."""
-    for module, is_kept in ((hostpool, True), (places, False)):
-        patch.setattr(module, "host_memory", _pinning(module.host_memory, trace, is_kept=is_kept))
+    for module in (hostpool, places):
+        patch.setattr(module, "host_memory", _pinning(module.host_memory, trace))
     map_ranges, reserve, round_ = files.map_ranges, HostCopies._reserve, rounding._round
 
     def mapped(*args: Any) -> torch.Tensor:
@@ -93,15 +96,41 @@ def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
             trace.put_on_host([bits])
         return round_(values, bits)
 
+    for name in ("empty", "zeros", "tensor"):
+        patch.setattr(torch, name, _making(getattr(torch, name), trace))
+    for name in ("frombuffer", "from_numpy", "get_rng_state"):
+        patch.setattr(torch, name, _making(getattr(torch, name), trace, is_on_host=True))
     patch.setattr(files, "map_ranges", mapped)
     patch.setattr(HostCopies, "_reserve", reserved)
     patch.setattr(rounding, "_round", rounded)
-    for owner, name, is_write in (
-        (Swap, "read", True),
-        (Swap, "write", False),
-        (TensorReader, "_read_run", True),
-    ):
-        patch.setattr(owner, name, _touching(getattr(owner, name), trace, is_write))
+    patch.setattr(TensorReader, "_read_run", _touching(TensorReader._read_run, trace))
+    _install_transfers(patch, trace)
+
+
+def _install_transfers(patch: pytest.MonkeyPatch, trace: Trace) -> None:
+    """Let transfers of files use their memory until somebody waits for them."""
+    ends: weakref.WeakKeyDictionary[Transfer, Event] = weakref.WeakKeyDictionary()
+    join = Transfer.join
+
+    def starting(method: Callable[..., Transfer], *, is_write: bool) -> Callable[..., Transfer]:
+        @functools.wraps(method)
+        def start(swap: Swap, extent: Extent, memory: torch.Tensor) -> Transfer:
+            with trace.paused():
+                transfer = method(swap, extent, memory)
+            ends[transfer] = trace.transfer(memory, method.__name__, writes=is_write)
+            return transfer
+
+        return start
+
+    def joined(transfer: Transfer) -> str:
+        failure = join(transfer)
+        if transfer in ends:
+            ends[transfer].synchronize()
+        return failure
+
+    patch.setattr(Swap, "read", starting(Swap.read, is_write=True))
+    patch.setattr(Swap, "write", starting(Swap.write, is_write=False))
+    patch.setattr(Transfer, "join", joined)
 
 
 def _install_moves(patch: pytest.MonkeyPatch, trace: Trace) -> None:
@@ -127,27 +156,44 @@ def _install_moves(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     patch.setattr(moves, "by_device", by_device)
 
 
-def _pinning(host_memory: Callable[..., torch.Tensor], trace: Trace, *, is_kept: bool) -> Callable[..., Any]:
-    """The function that allocates memory of the host."""
+def _pinning(host_memory: Callable[..., torch.Tensor], trace: Trace) -> Callable[..., Any]:
+    """The function that allocates memory of the host, which goes with its last tensor."""
 
     def pinned(num_bytes: int, pinned: bool) -> torch.Tensor:
         with trace.paused():
             memory = host_memory(num_bytes, False)
         if num_bytes:
-            trace.pin(memory, is_kept=is_kept)
+            trace.pin(memory, is_kept=False)
         return memory
 
     return pinned
 
 
-def _touching(method: Callable[..., Any], trace: Trace, is_write: bool) -> Callable[..., Any]:
-    """The method by which the host reads or writes the memory of its last argument past all operations."""
+def _making(make: Callable[..., Any], trace: Trace, *, is_on_host: bool = False) -> Callable[..., Any]:
+    """The function of torch that makes a tensor: on the host always, or where the device is spelled "cpu".
+
+    The pretend device itself is a `torch.device`, by which the engine asks for memory of the device.
+    """
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if trace.is_paused or not (is_on_host or (isinstance(device, str) and device == "cpu")):
+            return make(*args, **kwargs)
+        with trace.paused():
+            tensor = make(*args, **kwargs)
+        trace.put_on_host([tensor])
+        return tensor
+
+    return made
+
+
+def _touching(method: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
+    """The method that writes to the memory of its last argument past all operations."""
 
     @functools.wraps(method)
     def touch(*args: Any) -> Any:
-        if not trace.is_on_host(args[-1]):
-            return method(*args)
-        trace.touch(args[-1], method.__name__, writes=is_write)
+        trace.touch(args[-1], method.__name__)
         with trace.paused():
             return method(*args)
 
@@ -214,6 +260,9 @@ class _Accelerator:
 
     def current_stream(self, device: torch.device | None = None) -> Stream:
         return self._timeline.current
+
+    def set_stream(self, stream: Stream) -> None:
+        self._timeline.current = stream
 
     def synchronize(self, device: torch.device | None = None) -> None:
         self._timeline.current.synchronize()

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tests.pretend.clocks import Clock, Point, Stream
+from tests.pretend.clocks import HOST, Clock, Point, Stream
 from tests.pretend.findings import Finding, Kind
 
 
@@ -125,10 +125,11 @@ class Allocator:
         return block
 
     def access_on_host(self, block: Block, access: Access, host: Clock) -> None:
-        """Note that the host itself reads or writes pinned memory; `host` is what it has waited for."""
+        """Note that the host itself reads or writes pinned memory; `host` is what this thread waited for."""
         for before in block.accesses() if access.writes else block.writes:
             if before.span.overlaps(access.span) and not host.covers(*before.point):
                 self._report(Finding(Kind.RACE, f"{block.name}: {access} is not ordered after the {before}"))
+        block.add(access)
 
     def free(self, block: Block, host: Clock | None = None) -> None:
         """Give the block back to the stream that it belongs to; a second call does nothing.
@@ -142,6 +143,8 @@ class Allocator:
         block.is_freed = True
         if block.is_pinned:  # torch waits for the copies before it gives such memory to anybody
             for access in () if block.is_kept else block.accesses():
+                if access.point.stream.startswith(HOST):
+                    continue  # threads that are done with it have let it go
                 if not (host or Clock()).covers(*access.point):
                     text = f"{block.name}: its end is not ordered after the {access}"
                     self._report(Finding(Kind.FREED, text))

@@ -11,6 +11,7 @@ from torch import Tensor
 import zeroshard
 from tests.distributed.models import GPT
 from tests.pretend.device import pretend_device
+from tests.pretend.findings import Kind
 from tests.ranks import Ranks
 from zeroshard.comm import collectives, mesh, streams
 
@@ -85,3 +86,17 @@ def other_threads() -> int:
 
 def test_other_threads_are_not_noted(ranks: Ranks) -> None:
     assert ranks(1, other_threads) == [0]
+
+
+def waits_for_memory_of_the_host(device: str | torch.device) -> set[Kind]:
+    """The kinds of findings after the host has read a number that lies there."""
+    with pretend_device() as trace:
+        number = torch.empty((), device=device)
+        number.copy_(torch.frombuffer(bytearray(4), dtype=torch.float32)[0], non_blocking=True)
+        assert not number.item()
+    return {finding.kind for finding in trace.findings}
+
+
+def test_memory_whose_device_is_spelled_cpu_is_the_host_s(ranks: Ranks) -> None:
+    assert ranks(1, waits_for_memory_of_the_host, "cpu") == [set()]
+    assert ranks(1, waits_for_memory_of_the_host, torch.device("cpu")) == [{Kind.SYNC}]

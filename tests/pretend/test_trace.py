@@ -276,7 +276,7 @@ def test_the_host_may_write_to_another_part_of_pinned_memory(trace: Trace, pinne
     torch.zeros(1).copy_(pinned[:1], non_blocking=True)
     pinned[1:].fill_(1)
     assert kinds(trace) == set()
-    trace.touch(pinned, "read of a file", writes=True)
+    trace.touch(pinned, "read of a file")
     assert kinds(trace) == {Kind.RACE}
 
 
@@ -310,3 +310,41 @@ def test_a_kernel_takes_a_number_of_the_host_and_not_in_a_list(trace: Trace) -> 
     assert kinds(trace) == set()
     with pytest.raises(RuntimeError, match="on the device and on the host"):
         torch._foreach_mul_([x], number)
+
+
+def test_values_from_a_file_are_written_at_once_to_memory_of_the_device(trace: Trace, side: Stream) -> None:
+    x = torch.zeros(4)
+    side.wait_stream(trace.timeline.default)
+    with side:
+        x.add_(1)
+    trace.touch(x, "readinto")
+    assert kinds(trace) == {Kind.RACE, Kind.SYNC}
+
+
+def test_memory_of_a_transfer_is_in_use_until_the_host_has_waited(trace: Trace, pinned: torch.Tensor) -> None:
+    trace.transfer(pinned, "read", writes=True).synchronize()
+    pinned.add_(1)
+    writing = trace.transfer(pinned, "write", writes=False)
+    pinned.sum()
+    assert kinds(trace) == set()
+    pinned.add_(1)
+    assert kinds(trace) == {Kind.RACE}
+    writing.synchronize()
+    pinned.add_(1)
+    trace.transfer(pinned, "read", writes=True)
+    trace.findings.clear()
+    pinned.sum()
+    assert kinds(trace) == {Kind.RACE}
+
+
+def test_compiled_steps_write_through_arrays(
+    trace: Trace, pinned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.zeros(3).copy_(pinned, non_blocking=True)
+    trace.read_on_host(pinned, "numpy")
+    assert kinds(trace) == set()
+    monkeypatch.setattr(
+        "tests.pretend.trace.caller", lambda: "zeroshard/optim/eightbit/kernels.py(_work):164"
+    )
+    trace.read_on_host(pinned, "numpy")
+    assert kinds(trace) == {Kind.RACE}

@@ -2,8 +2,8 @@
 
 A dispatch mode sees every operation, those of a backward included: autograd runs the nodes of CPU tensors
 in the thread that called it, with its modes. Operations run at once on the CPU, so the values are right
-whatever the streams say; only the notes tell what a GPU might have done. Other threads than the main one
-are not noted.
+whatever the streams say; only the notes tell what a GPU might have done. Of other threads than the main one
+those are noted that enter the mode, see `threads.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.pretend.clocks import Point, Timeline
+from tests.pretend.clocks import HOST, Clock, Event, Point, Timeline
 from tests.pretend.findings import Finding, Kind
 from tests.pretend.memory import Access, Allocator, Block
 from tests.pretend.orders import Collective
@@ -35,6 +35,9 @@ from tests.pretend.signatures import (
     signature_of,
     tensors_of,
 )
+
+_COMPILED = ("zeroshard/optim/", "zeroshard/stepping/")
+"""Code that writes through arrays, in compiled steps of the host."""
 
 
 @dataclass
@@ -53,6 +56,8 @@ class _Thread(threading.local):
     num_pauses = 0
     num_permits = 0
     """To wait for the device."""
+    num_modes = 0
+    """That are entered."""
 
 
 @dataclass
@@ -76,6 +81,8 @@ class Trace:
         self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._names: dict[int, str] = {}
         self._thread = _Thread()
+        self.lock = threading.RLock()
+        """Held while something is noted."""
 
     # -- what a scenario asks ---------------------------------------------------------------------------
 
@@ -134,6 +141,10 @@ class Trace:
 
     def to_report(self) -> Report:
         return Report(self.findings, self.collectives, self.kernels)
+
+    def num_modes(self, more: int) -> None:
+        """Note that this thread has entered the mode, or left it."""
+        self._thread.num_modes += more
 
     # -- operations ---------------------------------------------------------------------------------------
 
@@ -254,27 +265,52 @@ class Trace:
         self._note_on_host(name, numbers, ())
         self.note(name, [region for region in reads if region not in numbers], [*writes, *made], made)
 
-    def touch(self, tensor: Tensor, name: str, *, writes: bool) -> None:
-        """The host reads or writes its memory past all operations."""
+    def join_hosts(self, tensor: Tensor) -> None:
+        """This thread comes after all that other threads themselves did with pinned memory."""
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        with self.lock:
+            for access in block.accesses() if block is not None else ():
+                if access.point.stream.startswith(HOST):
+                    self.timeline.host.join(Clock({access.point.stream: access.point.tick}))
+
+    def touch(self, tensor: Tensor, name: str) -> None:
+        """The host writes to memory past all operations; for memory of the device it waits."""
         regions = regions_of(tensor)
-        self._note_on_host(name, () if writes else regions, regions if writes else ())
+        with self.lock:
+            if self.is_on_host(tensor):
+                self._note_on_host(name, (), regions)
+            else:
+                self.await_values(regions)
+                self.note(name, (), regions)
+                self._wait_here(name)
+
+    def transfer(self, tensor: Tensor, name: str, *, writes: bool) -> Event:
+        """A thread of the host reads or writes memory beside all others, up to the event."""
+        regions = regions_of(tensor)
+        with self.lock, (stream := self.timeline.stream("transfer")):
+            self.note(name, () if writes else regions, regions if writes else ())
+        return stream.record_event()
 
     def _note_on_host(self, name: str, reads: Iterable[Region], writes: Iterable[Region]) -> None:
         """An operation that the host itself does at once."""
         for regions, is_write in ((reads, False), (writes, True)):
             for region in regions:
                 block = self._blocks.get(region.key)
-                if block is not None:
-                    access = Access(Point("the host", 0), f"{name} at {caller()}", is_write, region.span)
+                if block is not None:  # pinned
+                    point = self.timeline.act_on_host()
+                    access = Access(point, f"{name} at {caller()}", is_write, region.span)
                     self._allocator.access_on_host(block, access, self.timeline.host)
 
     def read_on_host(self, tensor: Tensor, name: str) -> None:
         """The host takes the values of a tensor past all operations: tolist(), numpy(), cpu()."""
-        if threading.current_thread() is threading.main_thread() and not self.is_paused:
+        if not self._thread.num_modes or self.is_paused:
+            return
+        with self.lock:
             regions = regions_of(tensor)
             self.await_values(regions)
             if all(self._is_on_host(region.key) for region in regions):
-                self._note_on_host(name, regions, ())
+                is_written = name == "numpy" and caller().startswith(_COMPILED)
+                self._note_on_host(name, regions, regions if is_written else ())
             elif any(self.block_of(region.storage) is not None for region in regions):
                 self._read_back(name, regions)
 
@@ -335,11 +371,16 @@ class Trace:
         self._blocks[key] = block
 
     def _end(self, key: int) -> None:
-        self._names.pop(key, None)
-        self._ends.pop(key, None)
-        self.arriving.pop(key, None)
-        if (block := self._blocks.pop(key, None)) is not None:
-            self._allocator.free(block, self.timeline.host)
+        with self.lock:
+            self._names.pop(key, None)
+            self._ends.pop(key, None)
+            self.arriving.pop(key, None)
+            if (block := self._blocks.pop(key, None)) is not None:
+                clock = Clock(
+                    self.timeline.main
+                )  # a thread of a transfer, which has no clock, may hold it last
+                clock.join(self.timeline.host)
+                self._allocator.free(block, clock)
 
 
 def _is_async(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -353,6 +394,14 @@ class TraceMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
 
+    def __enter__(self) -> TraceMode:
+        self._trace.num_modes(1)
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        self._trace.num_modes(-1)
+
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload,
@@ -362,4 +411,5 @@ class TraceMode(TorchDispatchMode):
     ) -> Any:
         if self._trace.is_paused:
             return func(*args, **(kwargs or {}))
-        return self._trace.run(func, args, kwargs or {})
+        with self._trace.lock:
+            return self._trace.run(func, args, kwargs or {})

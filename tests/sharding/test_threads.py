@@ -4,8 +4,10 @@ import threading
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from zeroshard.stepping.threads import over_blocks
+from zeroshard.stepping.threads import Batch, divide, over_blocks
 
 
 @pytest.fixture
@@ -43,3 +45,38 @@ def test_an_error_in_any_thread_is_raised_when_all_have_ended(num_threads, faili
     with pytest.raises(RuntimeError, match=f"blocks from {failing}"):
         over_blocks(work, 1000)
     assert len(ended) == 1
+
+
+@given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 9))
+def test_ranges_are_cut_into_parts_of_the_same_size(sizes, num_parts):
+    works = [object() for _ in sizes]
+    parts = divide(list(zip(works, sizes, strict=True)), num_parts)
+    pieces = [piece for part in parts for piece in part]
+    for work, size in zip(works, sizes, strict=True):
+        blocks = [block for piece in pieces if piece.work is work for block in range(piece.first, piece.last)]
+        assert blocks == list(range(size))
+    lengths = [sum(piece.last - piece.first for piece in part) for part in parts]
+    assert max(lengths) - min(lengths) <= 1
+    assert len(pieces) <= len(sizes) + num_parts  # each cut makes one more
+
+
+@pytest.mark.parametrize("num_threads", [1, 3], indirect=True)
+def test_calls_follow_the_works_of_a_batch_and_are_left_out_after_an_error(num_threads):
+    batch, done = Batch(), []
+    for name in "ab":
+        batch.add(lambda first, last, name=name: done.append((name, last - first)), 200)
+        batch.then(lambda name=name: done.append(name))
+    batch.run()
+    assert done[-2:] == ["a", "b"]
+    assert sum(number for _, number in done[:-2]) == 400
+    batch.run()  # nothing is left
+    assert len(done) <= 2 + 2 + num_threads
+
+    def fail(first, last):
+        raise RuntimeError("these blocks")
+
+    batch.add(fail, 1)
+    batch.then(lambda: done.append("after the error"))
+    with pytest.raises(RuntimeError, match="these blocks"):
+        batch.run()
+    assert "after the error" not in done

@@ -1,6 +1,7 @@
 """Extents keep their bytes; what goes wrong is one error for whoever waits, and holds up nobody else."""
 
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -302,6 +303,27 @@ def test_a_full_disk_is_told_at_once_and_takes_nothing_on_the_others(tmp_path, m
     assert torch.equal(content_of(swap, kept), memory_of(kept, 1))
     assert torch.equal(content_of(swap, later), memory_of(later, 2))
     swap.close()
+
+
+def test_an_allocation_may_find_mapped_tensors_in_the_garbage(swap, monkeypatch):
+    garbage = [swap.map(swap.allocate(BLOCK))]
+    garbage.append(garbage)
+    del garbage
+    cut = files.cut
+
+    def collect_and_cut(*args):
+        gc.collect()
+        return cut(*args)
+
+    monkeypatch.setattr(files, "cut", collect_and_cut)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(swap.allocate(2 * BLOCK)), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert found
+    before = swap.num_bytes
+    swap.allocate(BLOCK)
+    assert swap.num_bytes == before
 
 
 def test_close_waits_removes_and_may_be_called_again(tmp_path):

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
-import pytest
+import gc
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from tests.tiers.test_memory import Driver
+from zeroshard.comm.streams import Mark
 from zeroshard.tiers import hostpool
 from zeroshard.tiers.hostpool import HostMeter, HostPool, size_class
+from zeroshard.tiers.memory import held_bytes
 
 PAGE, MB = 4096, 1 << 20
 
@@ -27,9 +34,9 @@ def test_a_buffer_of_the_same_class_is_used_again() -> None:
     pool = HostPool(HostMeter(), pinned=False)
     first = pool.take(8 * MB - 5)
     other = pool.take(8 * MB)
-    assert other.data_ptr() != first.data_ptr()
+    assert other is not first
     pool.give(first)
-    assert pool.take(8 * MB - 9).data_ptr() == first.data_ptr()
+    assert pool.take(8 * MB - 9) is first
 
 
 def test_all_buffers_are_never_more_than_were_in_use_at_once() -> None:
@@ -56,9 +63,56 @@ def test_an_error_of_the_allocator_tells_what_was_asked_for(monkeypatch: pytest.
         raise RuntimeError("CUDA error: out of memory\nmore lines")
 
     monkeypatch.setattr(hostpool, "host_memory", fail)
-    with pytest.raises(RuntimeError, match=r"no 4096 bytes of pinned host memory .*\(torch: CUDA error: out"):
+    with pytest.raises(RuntimeError, match=r"no 4096 bytes of pinned host memory .*\(CUDA error: out"):
         pool.take(10)
     monkeypatch.undo()
     pool = HostPool(meter, pinned=False)
     pool.take(10)
     assert (meter.num_bytes, meter.pinned) == (4096, 0)
+
+
+def pinned_pool(monkeypatch: pytest.MonkeyPatch) -> tuple[Driver, HostMeter, HostPool]:
+    driver, meter = Driver(), HostMeter()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    return driver, meter, HostPool(meter, pinned=True)
+
+
+def test_exactly_the_bytes_of_the_buffers_are_pinned_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, meter, pool = pinned_pool(monkeypatch)
+    before = held_bytes().pinned
+    sizes = [PAGE, 9 * MB, 15 * MB]
+    buffers = [pool.take(size - 7) for size in sizes]
+    assert sorted(driver.registered.values()) == sizes
+    assert meter.pinned == held_bytes().pinned - before == sum(sizes)
+    pool.give(buffers.pop())
+    buffers.append(pool.take(10 * MB))  # in place of the one that is free
+    assert meter.pinned == held_bytes().pinned - before == sum(driver.registered.values()) == 19 * MB + PAGE
+    del buffers, pool
+    assert not driver.registered
+
+
+def test_the_driver_forgets_a_buffer_only_after_its_last_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, _, pool = pinned_pool(monkeypatch)
+    waits: list[int] = []
+
+    def used(pool: HostPool, num_bytes: int) -> hostpool.HostBuffer:
+        """A buffer with a copy; it must still be registered when the host waits for that."""
+        buffer = pool.take(num_bytes)
+        address = buffer.memory.data_ptr()
+        event = SimpleNamespace(synchronize=lambda: waits.append(driver.registered[address]))
+        buffer.in_use_until(Mark(event))  # type: ignore[arg-type]
+        return buffer
+
+    pool.give(used(pool, 8 * MB))
+    small = used(pool, 2 * MB)
+    assert (waits, list(driver.registered.values())) == (
+        [8 * MB],
+        [2 * MB],
+    )  # the pool has dropped the large one
+    pool.give(small)
+    small.held = (small,)  # type: ignore[assignment]  # even in a cycle that the garbage collector finds
+    del small, pool
+    gc.collect()
+    assert waits == [8 * MB, 2 * MB]
+    assert not driver.registered

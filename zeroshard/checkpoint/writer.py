@@ -80,27 +80,57 @@ def write_part(
                 size = file.tell() - offset  # raises if a write has failed
                 if memory is not None:
                     memory.rest(values)
-                place = StoredBox(box, rank, find_elements(written, values.nbytes))
+                place = StoredBox(box, rank, find_elements(written, offset, values.nbytes))
                 boxes.append(WrittenBox(part.name, values.dtype, part.shape, place, offset, size))
         os.fsync(file.fileno())
     return Written(boxes, files.records)
 
 
-def find_elements(archive: BinaryIO, num_bytes: int) -> int:
+class _Archive(io.RawIOBase):
+    """The end of a file as a file of its own.
+
+    Python's zipfile looks for an archive behind other bytes by offsets that count from the start of the file.
+    In a file of archives of equal sizes it may find a part of another archive there; newer versions of Python
+    take that for a corrupt archive.
+    """
+
+    def __init__(self, file: BinaryIO, start: int) -> None:
+        self._file, self._start = file, start
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = self._start if whence == io.SEEK_SET else 0
+        return self._file.seek(start + offset, whence) - self._start
+
+    def read(self, size: int = -1) -> bytes:
+        return self._file.read(size)
+
+
+def find_elements(file: BinaryIO, start: int, num_bytes: int) -> int:
     """Return the first byte of the elements of a tensor that torch.save has written as the end of a file.
 
     Args:
-        archive: the file, which torch.save ends with a zip archive that stores the elements as they are.
-        num_bytes: of the elements.
+        file: a file that ends with a zip archive by torch.save, which stores the elements as they are.
+        start: the first byte of this archive.
+        num_bytes: bytes of the elements.
 
     Raises:
         zipfile.BadZipFile: the file does not end with such an archive.
     """
+    archive = cast(BinaryIO, _Archive(file, start))
     with zipfile.ZipFile(archive) as opened:
         records = [record for record in opened.infolist() if record.filename.endswith("/data/0")]
     if len(records) != 1 or records[0].compress_type or records[0].file_size != num_bytes:
         raise zipfile.BadZipFile(f"expected one record of {num_bytes} bytes")
-    return data_start(archive, records[0])
+    return start + data_start(archive, records[0])
 
 
 def data_start(archive: BinaryIO, record: zipfile.ZipInfo) -> int:

@@ -136,7 +136,7 @@ def _read_places(file: Path, manifest: Manifest) -> dict[str, StoredTensor]:
             with (file.parent / file_of(rank)).open("rb") as opened:
                 opened.seek(place["offset"])
                 archive = io.BytesIO(opened.read(min(place["length"], _MAX_ARCHIVE)))
-            boxes.append(to_row(StoredBox(box, rank, place["offset"] + find_elements(archive, num_bytes))))
+            boxes.append(to_row(StoredBox(box, rank, place["offset"] + find_elements(archive, 0, num_bytes))))
         if name not in names:
             tensors[name] = StoredTensor(entry["properties"], tuple(entry["size"]), boxes)
     return tensors

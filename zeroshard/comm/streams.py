@@ -76,6 +76,14 @@ class SideStream:
         with self._stream:
             yield
 
+    def use_here(self) -> None:
+        """Make this the current stream of the thread, whose work compute is not ordered with.
+
+        Another thread than that of the forwards calls it: a new thread has the default device and stream.
+        """
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._stream)
+
     def join(self) -> None:
         """Let the current stream wait for all work on this stream; the host goes on."""
         self.mark().wait()

@@ -36,6 +36,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def backward_task() -> int:
+    """Return the number of the backward that runs in this thread, the innermost one; -1 if there is none."""
+    return torch._C._current_graph_task_id()
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call a function when the backward pass that runs now has ended, unless it ends in an exception."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -9,11 +9,12 @@ import torch
 
 from zeroshard.optim.eightbit.blocks import num_blocks
 from zeroshard.optim.eightbit.states import MIN_8BIT_SIZE
-from zeroshard.plan import traffic
+from zeroshard.plan import pieces, traffic
 from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan
 from zeroshard.plan.placement import DP_SHARD
 from zeroshard.plan.tiers import Tier
 from zeroshard.stepping.disk import NUM_BUFFERS
+from zeroshard.stepping.worker import MOST_UNDER_WAY
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +70,16 @@ def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier:
     each = [sum(traffic.gradient_bytes(b, setting, num, tier) for b in unit.buffers) for unit in units]
     if not setting.steps_in_backward or num > 1:
         return sum(each)
-    return sum(sorted(each)[-2:])  # of the unit that is stepped, and of the one that is reduced
+    # Of the units that are stepped or wait for it, and of the one that is reduced.
+    num_units = 1 + (1 if setting.host_computes else MOST_UNDER_WAY)
+    return sum(sorted(each)[-num_units:])
 
 
 def _staging_bytes(units: Sequence[UnitPlan], setting: Setting, states: States) -> int:
-    """Bytes of the buffers of the tier of files, for its largest unit."""
+    """Bytes of the buffers of the tier of files, for its largest unit that is not stepped in pieces."""
     parts = []
-    for unit in units:
+    are_cut = pieces.are_cut([pieces.main_bytes(unit.buffers) for unit in units])
+    for unit in (unit for unit, is_cut in zip(units, are_cut, strict=True) if not is_cut):
         trained = [b for b in unit.buffers if b.trainable and b.main_tier is Tier.DISK]
         main = sum(b.main_size * b.main_dtype.itemsize for b in trained)
         parts.append(main + _state_bytes(trained, setting, states))

@@ -45,6 +45,8 @@ class ModuleState:
     """True once a post-accumulate hook was registered on a sharded parameter."""
     is_in_step = False
     """True from the beginning of a backward that steps units to the end of that step."""
+    has_failed_in_step = False
+    """True if that backward has ended in an exception."""
     has_sums = False
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
     forget_gradient: Callable[[Any], object]
@@ -73,4 +75,20 @@ def refuse_in_step(state: ModuleState, what: str) -> None:
         raise RuntimeError(
             f"{what} after a backward that has stepped units, whose gradients are gone: set "
             "offload.step_in_backward=False to have all gradients until step()"
+        )
+
+
+def refuse_to_drop(state: ModuleState) -> None:
+    """Refuse to forget the gradients of a batch, if a backward has stepped units with it.
+
+    After a backward that has failed the gradients may go: only a load of a checkpoint leads on.
+
+    Raises:
+        RuntimeError: it has, and step() has not been called since.
+    """
+    if state.is_in_step and not state.has_failed_in_step:
+        raise RuntimeError(
+            "zero_grad() between backward and step(): units were stepped in the backward, so the step of "
+            "this batch has been taken and cannot be dropped. Call step() to end it and go on; to drop "
+            "batches after their backward, set offload.step_in_backward=False"
         )

@@ -32,32 +32,9 @@ from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.context import Context
+from zeroshard.sharding.source import Source
 from zeroshard.sharding.storage import allocate, count_views, release
 from zeroshard.sharding.views import flat_of, move_onto, shaped, unsharded_over
-
-
-class Source:
-    """Main parameters as the source of other values; it tells if they have changed since.
-
-    Steps and loads report their writes by `changed()`. Edits by the user count versions of torch, which are
-    compared here and nowhere else.
-    """
-
-    def __init__(self, main: Tensor) -> None:
-        self._main, self._seen = main, main._version
-
-    @property
-    def has_changed(self) -> bool:
-        """True if the main parameters were written to since `follow`."""
-        return self._main._version != self._seen
-
-    def changed(self) -> None:
-        """Note a write, perhaps one that counts no version, as by kernels and files."""
-        self._seen = -1
-
-    def follow(self) -> None:
-        """Note that values were made of them as they are now."""
-        self._seen = self._main._version
 
 
 class Gather(NamedTuple):
@@ -109,6 +86,8 @@ class FlatBuffer:
         self._source, self._copied = Source(self.main), Source(self.main)
         self._copies: list[Mark] = []
         """The ends of copies out of host memory, which the host must not write to before."""
+        self._stepped: Mark | None = None
+        """The end of the copy of stepped values into `copy`, until a gather waits for it."""
         self.copy = self._make_copy()
         """The main parameters in the compute dtype, if gathers start from such a copy; else None."""
         self._second: Tensor | None = None
@@ -241,21 +220,32 @@ class FlatBuffer:
         """Take main parameters in files out of host memory, after somebody has read or written them."""
         self._context.memory.rest(self.main)
 
-    def stepped(self, values: Tensor) -> Mark:
-        """Note that main parameters were written while they were on another tier.
+    def stepped(self, values: Tensor, start: int = 0) -> Mark:
+        """Note that main parameters were written while they were on another tier; from any thread.
 
         Args:
-            values: main parameters where they are now.
+            values: main parameters where they are now, all or some of them. The current stream copies them.
+            start: the first of them, counted in `main`.
 
         Returns:
             The mark up to which the device may read them there.
         """
+        is_current = not self._copied.has_changed
         self.changed()
         is_in_use = self.is_resident and self._context.state.phase is Phase.BACKWARD
-        if self.copy is not None and not is_in_use:
-            self._move(values, self.copy)
+        if self.copy is None or is_in_use:
+            return mark_here(self._context.device)
+        self._move(values, self.copy[start : start + values.numel()])
+        if is_current or values.numel() == self.main.numel():
             self._copied.follow()
-        return mark_here(self._context.device)
+        self._stepped = mark_here(self._context.device)
+        return self._stepped
+
+    def _await_stepped(self) -> None:
+        """Let the current stream wait for the copy of stepped values, which another stream may do."""
+        if self._stepped is not None:
+            self._stepped.wait()
+            self._stepped = None
 
     def take_back(self, index: int) -> None:
         """Make an unsharded parameter a view of `full` again, if `set_()` gave it other memory.
@@ -296,6 +286,7 @@ class FlatBuffer:
         Returns:
             The exchange that fills the rest; None if there is none.
         """
+        self._await_stepped()
         if self.is_stale:
             self._keep_second(False)
             self.follow_main()
@@ -318,6 +309,7 @@ class FlatBuffer:
 
     def follow_main(self) -> None:
         """Copy main parameters that were written into the copy from which gathers start."""
+        self._await_stepped()
         if self.copy is not None and self._copied.has_changed:
             self._copy_over(self.main.detach(), self.copy)
             self._copied.follow()
@@ -408,10 +400,11 @@ class FlatBuffer:
     def release(self) -> None:
         """Forget all values; tensors that others hold keep theirs."""
         self.drop_second()
+        self._await_stepped()
         self.await_copies()
         self.full = self.main = self.main.new_empty(0)
         self.copy = None
-        self._source = Source(self.main)
+        self._source = self._copied = Source(self.main)
         self.sharded, self.unsharded, self.originals = (), (), ()
 
     def gather_main(self) -> Tensor:

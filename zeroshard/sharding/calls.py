@@ -78,6 +78,7 @@ class CallLog:
             call.forward = self._now
             if (visit := self._now.visits.get(unit)) is None:
                 visit = self._now.visits[unit] = Visit(call.began)
+            visit.num_calls += 1
             call.region = None if unit.is_resident else self._find_region(unit, caller)
             if call.region is not None and call.region not in visit.regions:
                 visit.regions = (*visit.regions, call.region)
@@ -132,7 +133,9 @@ class CallLog:
         if unit is self._root:
             self._root_caller = caller
         if checkpoint is not None:
-            return self._regions.setdefault(checkpoint, Region(unit.call.began))
+            is_reentrant = not torch.is_grad_enabled()
+            region = Region(unit.call.began, is_reentrant=is_reentrant)
+            return self._regions.setdefault(checkpoint, region)
         return self._root.call.region if is_in_root else None
 
     def _forget_frames(self) -> None:

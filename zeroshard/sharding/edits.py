@@ -2,7 +2,9 @@
 
 The unsharded parameters are copies, unless one buffer is both. So when a forward is over, a rank writes its
 own slice of the edited parameters into the main parameters. Every edit counts a version of the parameter,
-except one through `.data`, which a property of the class notes. The hot path compares versions.
+except one through `.data`, which a property of the class notes. A recurrent layer on a GPU gives its weights
+other memory, which counts no version: cuDNN wants them in one piece. The hot path compares versions and
+addresses.
 
 torch takes several times as long to read an attribute of a subclass of Parameter. So parameters are plain
 ones in the places that read many of them. At all other times uses of `.data` are noted: a backward may run a
@@ -15,7 +17,8 @@ a rank computes with its own edit until the next step; then all ranks have the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from itertools import islice
+from operator import attrgetter, methodcaller
 
 import torch
 from torch import nn
@@ -23,8 +26,10 @@ from torch import nn
 from zeroshard.comm import moves
 from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.storage import is_allocated
 
 _version_of = attrgetter("_version")
+_address_of = methodcaller("data_ptr")
 
 
 class Edits:
@@ -38,7 +43,17 @@ class Edits:
         self._buffers = list(buffers)
         self._parameters = [parameter for buffer in self._buffers for parameter in buffer.unsharded]
         self._notes = [buffer.data_note for buffer in self._buffers]
-        self._versions = self._read_versions()
+        self._filled = [[p for p in buffer.unsharded if p.numel()] for buffer in self._buffers]
+        self._starts = [
+            [
+                offset * buffer.full.element_size()
+                for offset, size in zip(buffer.layout.offsets, buffer.layout.sizes, strict=True)
+                if size
+            ]
+            for buffer in self._buffers
+        ]
+        """The first byte of each parameter that has elements, in `full`."""
+        self._versions, _ = self._read()
 
     def keep(self) -> None:
         """Write this rank's slices of parameters that were edited since the last call into the main ones.
@@ -46,50 +61,73 @@ class Edits:
         Raises:
             RuntimeError: the main parameter was edited too.
         """
-        if self._read_versions() != self._versions:
-            self._keep()
+        versions, has_moved = self._read()
+        if has_moved or versions != self._versions:
+            self._keep(has_moved)
             return
         for note in self._notes:
             if note.is_taken:
                 self._keep()
                 return
 
-    def _read_versions(self) -> list[int]:
-        parameters = self._parameters
+    def _read(self) -> tuple[list[int], bool]:
+        """The versions of all parameters, and whether some lie in other memory than `full`."""
+        parameters, has_moved = self._parameters, False
         for parameter in parameters:
             parameter.__class__ = nn.Parameter
-        versions = list(map(_version_of, parameters))
-        for parameter in parameters:
-            parameter.__class__ = UnshardedParameter
-        return versions
+        try:
+            versions = list(map(_version_of, parameters))
+            for buffer, filled, starts in zip(self._buffers, self._filled, self._starts, strict=True):
+                if is_allocated(buffer.full):
+                    first = buffer.full.data_ptr()
+                    has_moved |= [address - first for address in map(_address_of, filled)] != starts
+        finally:  # a parameter that a forward has put over memory that is gone has no address
+            for parameter in parameters:
+                parameter.__class__ = UnshardedParameter
+        return versions, has_moved
 
     @torch.no_grad()
-    def _keep(self) -> None:
+    def _keep(self, has_moved: bool = False) -> None:
         seen = iter(zip(self._parameters, self._versions, strict=True))
         for buffer in self._buffers:
             is_taken, buffer.data_note.is_taken = buffer.data_note.is_taken, False
-            for index in range(len(buffer.unsharded)):
-                parameter, version = next(seen)
-                if is_taken or parameter._version != version:
-                    buffer.take_back(index)
-                    if not buffer.plan.is_alias:  # else it shares its memory with the main parameters
-                        _write_own(buffer, index)
-        self._versions = self._read_versions()
+            edited = [
+                index
+                for index, (parameter, version) in enumerate(islice(seen, len(buffer.unsharded)))
+                if is_taken or has_moved or parameter._version != version
+            ]
+            for index in edited:
+                buffer.take_back(index)
+            if edited and not buffer.plan.is_alias:  # else they share their memory with the main parameters
+                is_stale = buffer.is_stale
+                for index in edited:
+                    _write_own(buffer, index, is_stale)
+                if not is_stale:  # only now: this may copy all main parameters into `full`
+                    buffer.follow_main()
+                buffer.rest()
+        self._versions, _ = self._read()
 
 
-def _write_own(buffer: FlatBuffer, index: int) -> None:
-    """Write the edited elements of this rank's slice; the others keep their value to the last bit."""
+def _write_own(buffer: FlatBuffer, index: int, is_stale: bool) -> None:
+    """Write the edited elements of this rank's slice; the others keep their value to the last bit.
+
+    Args:
+        buffer: the buffer of the parameter.
+        index: its place there.
+        is_stale: True if main parameters have other values than those that the forward has edited.
+
+    Raises:
+        RuntimeError: they do, and there are edits.
+    """
     span = buffer.sharded_span(index)
     own = buffer.main[span.slice]
     seen = moves.beside(buffer.full[span.shifted(buffer.main_span.start).slice], own)
     buffer.await_copies()
     is_edited = seen != own.to(seen.dtype)
-    if not buffer.is_stale:
+    if not is_stale:
         own.copy_(torch.where(is_edited, seen.to(own.dtype), own))
-        buffer.follow_main()
     elif bool(is_edited.any()):
         raise RuntimeError(
             f"'{buffer.originals[index].fqn}' was edited in a forward that still computed with the values "
             "before an earlier edit: call the whole model's forward between the two edits"
         )
-    buffer.rest()

@@ -5,7 +5,7 @@ Those whose plan has exchanges, or that leave the device, are `ReducedGradients`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -101,25 +101,40 @@ class Gradients:
         Args:
             used: for each parameter, True if any rank has used it; the others keep their `p.grad`.
         """
-        if self.is_kept:
-            return
-        self.used = [False] * len(self.used)
-        sharded, dtype, unscale = self.buffer.sharded, self.buffer.plan.main_dtype, self.unscale
-        for index, gradient in self._held.items():
-            parameter, flat = sharded[index], self._flatten(index, gradient)
-            if unscale != 1.0:
-                flat = flat.to(self.buffer.plan.wide_dtype).mul_(unscale)
-            if (total := gradient_of(parameter)) is not None:
-                total.add_(flat)
-            else:
-                set_gradient(parameter, flat if flat.dtype is dtype else flat.to(dtype))
-        self._held, self._sums = {}, []
+        if not self.is_kept:
+            self._detach(used)()
 
-    def deliver_early(self) -> None:
-        """Set `p.grad` before the end of the backward: this rank has all gradients of the buffer."""
+    def _detach(self, used: Sequence[bool]) -> Callable[[], None]:
+        """Take all gradients out, and return a call that sets `p.grad`; see `hand_over`."""
+        self.used = [False] * len(self.used)
+        held, self._held, self._sums = self._held, {}, []
+        sharded, dtype, unscale = self.buffer.sharded, self.buffer.plan.main_dtype, self.unscale
+
+        def deliver() -> None:
+            for index, gradient in held.items():
+                parameter, flat = sharded[index], self._flatten(index, gradient)
+                if unscale != 1.0:
+                    flat = flat.to(self.buffer.plan.wide_dtype).mul_(unscale)
+                if (total := gradient_of(parameter)) is not None:
+                    total.add_(flat)
+                else:
+                    set_gradient(parameter, flat if flat.dtype is dtype else flat.to(dtype))
+
+        return deliver
+
+    def hand_over(self) -> Callable[[], None]:
+        """Take reduced gradients out before the end of the backward: this rank has all of the buffer.
+
+        Returns:
+            A call that sets `p.grad`, once, in any thread; it waits until the gradients are on the host.
+        """
         used, self.is_early = self.used, True
-        self.deliver([True] * len(used))
+        deliver = self._detach([True] * len(used))
         self.used = used  # for the agreement of all ranks
+        return deliver
+
+    def add_up(self) -> None:
+        """Add gradients that have come to the host to those that are there, if they are to be added."""
 
     def drop(self) -> None:
         """Forget all gradients that are in no `p.grad` yet, after the reductions under way have ended."""

@@ -7,6 +7,8 @@ waits for older copies, so that their memory on the device is free again within 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from zeroshard.comm import streams
@@ -52,10 +54,20 @@ class Landing:
         self._under_way.append(to_host.hold(values, most=_MOST_UNDER_WAY))
         return target
 
+    def arrival(self) -> Callable[[], None]:
+        """Return a call that lets the host wait until the values so far have landed, in any thread."""
+        marks = tuple(self._under_way)
+
+        def wait() -> None:
+            for mark in marks:
+                mark.synchronize()
+
+        return wait
+
     def wait(self) -> None:
         """Let the host wait until all values have landed."""
+        self.arrival()()
         for mark in self._under_way:
-            mark.synchronize()
             self._context.streams.to_host.let_go(mark)
         self._under_way.clear()
 

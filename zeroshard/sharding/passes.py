@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from zeroshard.comm.pool import BufferPool
 from zeroshard.internals.autograd import (
     at_end_of_backward,
+    backward_task,
     is_in_backward,
     is_transformed,
     outside_transforms,
@@ -270,7 +271,7 @@ class Passes(ShardedModule):
         unit = call.unit
         if unit.open_calls:
             unit.open_calls.discard(call)
-        call.entered_in = self._backward
+        call.entered_in, unit.task = self._backward, backward_task()
         self._walk.enter(call)
         if unit.backward_needs_parameters:
             unit.unshard()
@@ -305,6 +306,9 @@ class Passes(ShardedModule):
         self._calls.collect()
         self._walk = self._begin_walk(makes_graph)
         self.order.leave(self._walk.left)
+        task = backward_task()
+        for member in self.units:
+            member.begin_backward(task)
         self.reducer.begin(accumulates)
         self._agree_on_frozen()
         if self._is_local:
@@ -322,7 +326,7 @@ class Passes(ShardedModule):
     def _agree_on_frozen(self) -> None:
         """Agree on frozen units with a backward: those after a trained module, perhaps on some ranks only."""
         units = [unit for unit in self.units[1:] if unit.may_join_backward]
-        flags = [bool(unit.open_calls) for unit in units]
+        flags = [bool(unit.open_calls) or unit.is_in_reentrant for unit in units]
         answer = self.context.axes.dp.any(flags, "agreement on which frozen units have a backward")
         for unit, joins in zip(units, answer(), strict=True):
             unit.joins_backward = joins
@@ -354,6 +358,7 @@ class Passes(ShardedModule):
             )
         if reducer.under_way and not gradients.has_more:
             reducer.make_room()
+        unit.note_gradient(backward_task())
         gradients.pack(index, gradient, reducer.is_deferring)
         if not gradients.num_missing:
             self._walk.note_gradient(unit)

@@ -11,7 +11,7 @@ come. A p.grad never has the loss scale in it; `flat` has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 import torch
@@ -69,6 +69,8 @@ class ReducedGradients(Gradients):
         self._reduction: Iterator[bool] | None = None
         self._is_exchanging = False
         self._reduced: Tensor | None = None
+        self._addend: Tensor | None = None
+        """Gradients on their way to the host, to be added there to `_reduced`, or else to `p.grad`."""
         self._landing = Landing(context, buffer.plan.main_size) if leaves_device(buffer, context) else None
 
     @property
@@ -226,23 +228,36 @@ class ReducedGradients(Gradients):
         """Keep reduced gradients until the ranks have agreed on which parameters were used."""
         if self.unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
             result.mul_(self.unscale)
+        self.add_up()
         is_first = self._reduced is None and not self.is_kept
         grads = [gradient_of(parameter) for parameter in self.buffer.sharded] if is_first else [None]
         has_all = all(gradient is not None for gradient in grads)
         if self._landing is not None:
             is_addend = has_all or not is_first  # a sum is rounded once
             result = self._landing.land(result if is_addend else result.to(self.buffer.plan.main_dtype))
-        if has_all:
-            self._wait_on_host()
-            for gradient, own in zip(grads, self._own_slices, strict=True):
-                gradient.add_(result[own])  # type: ignore[union-attr]
-            return
-        if self._reduced is None:
-            total = result
+        if has_all or self._reduced is not None:
+            self._addend = result
+            if self._landing is None:
+                self.add_up()
         else:
+            self._reduced = result if self.is_kept else result.to(self.buffer.plan.main_dtype)
+
+    def add_up(self) -> None:
+        addend, self._addend = self._addend, None
+        if addend is not None:
             self._wait_on_host()
-            total = self._reduced.add_(result)
-        self._reduced = total if self.is_kept else total.to(self.buffer.plan.main_dtype)
+            self._reduced = self._sum(self._reduced, addend)
+
+    def _sum(self, reduced: Tensor | None, addend: Tensor) -> Tensor | None:
+        """Add to `reduced` and return the sum, or to `p.grad` of all parameters."""
+        if reduced is not None:
+            total = reduced.add_(addend)
+            return total if self.is_kept else total.to(self.buffer.plan.main_dtype)
+        for parameter, own in zip(self.buffer.sharded, self._own_slices, strict=True):
+            gradient = gradient_of(parameter)
+            assert gradient is not None, "all had one"
+            gradient.add_(addend[own])
+        return None
 
     def keep_deferred(self) -> None:
         self._arrived = [False] * len(self._arrived)
@@ -251,21 +266,37 @@ class ReducedGradients(Gradients):
     def deliver(self, used: Sequence[bool]) -> None:
         self.complete()
         if self.is_kept:
-            return
-        self._move(GradientState.EMPTY)
-        self._wait_on_host()
-        reduced, self._reduced = self._reduced, None
+            self.add_up()
+        else:
+            self._move(GradientState.EMPTY)
+            deliver = self._detach(used)
+            self._wait_on_host()
+            deliver()
+
+    def _detach(self, used: Sequence[bool]) -> Callable[[], None]:
+        arrives = self._landing.arrival() if self._landing is not None else None
+        (reduced, self._reduced), (addend, self._addend) = (self._reduced, None), (self._addend, None)
         self.used = [False] * len(self.used)
-        if reduced is None:  # they were added as they arrived
-            return
-        for index, parameter in enumerate(self.buffer.sharded):
-            if not used[index]:
-                continue
-            gradient = reduced[self._own_slices[index]]
-            if (total := gradient_of(parameter)) is None:
-                set_gradient(parameter, gradient)
-            else:
-                total.add_(gradient)
+
+        def deliver() -> None:
+            nonlocal reduced, addend
+            if arrives is not None:
+                arrives()
+            if addend is not None:
+                reduced, addend = self._sum(reduced, addend), None
+            total, reduced = reduced, None  # nobody else is to keep its memory
+            if total is None:  # it was added as it arrived
+                return
+            for index, parameter in enumerate(self.buffer.sharded):
+                if not used[index]:
+                    continue
+                gradient = total[self._own_slices[index]]
+                if (before := gradient_of(parameter)) is None:
+                    set_gradient(parameter, gradient)
+                else:
+                    before.add_(gradient)
+
+        return deliver
 
     def _wait_on_host(self) -> None:
         if self._landing is not None:
@@ -278,7 +309,7 @@ class ReducedGradients(Gradients):
         num = len(self.used)
         if self._flat is not None:
             self._pool.forget(self._flat)
-        self._flat = self._reduced = None
+        self._flat = self._reduced = self._addend = None
         self._is_deferred = False
         self._arrived, self._filled = [False] * num, [False] * num
         self.num_missing = num
@@ -288,6 +319,7 @@ class ReducedGradients(Gradients):
         super().forget(index)
         self._filled[index] = False
         if self._reduced is not None:
+            self._wait_on_host()
             self._reduced[self._own_slices[index]].zero_()
 
     def _move(self, state: GradientState) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -21,26 +20,12 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.pool import BufferPool
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.parameters.state import ModuleState
+from zeroshard.sharding.agreed import Agreed, flags_of, read_flags
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.pace import Pace
 from zeroshard.sharding.post_accumulate import PostAccumulateHooks, has_hooks
 from zeroshard.sharding.unit import Unit
-
-
-class _Agreed(NamedTuple):
-    """The end of a backward on all ranks together."""
-
-    used: list[list[bool]]
-    """True where any rank has a gradient, for each buffer and parameter."""
-    again: list[Unit]
-    """The units whose gradients came in two parts on any rank; the second part is still to be reduced."""
-    has_changed: bool
-    """True if any rank has met another order of units."""
-    has_failed: bool
-    """True if any rank's backward has ended in an exception."""
-    pace: list[bool]
-    """`Pace.flags` over all ranks: each is set if it is set on any rank."""
 
 
 class Meaning(NamedTuple):
@@ -97,6 +82,9 @@ class Reducer:
         """Steps a unit whose gradients are reduced, during a backward that is the last one of its step."""
         self._is_open = False
         """True from the beginning of a backward that reduces to the agreement at its end."""
+        self._is_agreeing = False
+        self._ended: list[Unit] = []
+        """The units whose reductions ended during the agreement, which tells if more of them will come."""
         self._is_tainted = False
 
     @property
@@ -243,14 +231,22 @@ class Reducer:
 
     def _end_reduction(self, unit: Unit) -> None:
         """Step a unit at once, if that is wanted and this rank has had all of its gradients."""
-        if self.step_unit is None or not unit.gradients or unit.computes_with_main or self._has_more:
-            return
-        if self._state.has_hooks and any(map(has_hooks, unit.gradients)):
-            return  # they are to see, and may change, the gradients of a whole backward
-        if all(all(gradients.used) and not gradients.is_early for gradients in unit.gradients):
-            for gradients in unit.gradients:
-                gradients.deliver_early()
+        if self._is_agreeing:
+            self._ended.append(unit)
+        elif self.step_unit is not None and self._may_step(unit):
             self.step_unit(unit)
+        else:
+            for gradients in unit.gradients:
+                gradients.add_up()
+
+    def _may_step(self, unit: Unit) -> bool:
+        if not unit.gradients or unit.computes_with_main or self._has_more:
+            return False
+        if unit.comes_in_parts or unit.has_more:
+            return False
+        if self._state.has_hooks and any(map(has_hooks, unit.gradients)):
+            return False  # they are to see, and may change, the gradients of a whole backward
+        return all(all(gradients.used) and not gradients.is_early for gradients in unit.gradients)
 
     def _finish(self) -> None:
         """Bring all reductions under way to their end."""
@@ -355,7 +351,17 @@ class Reducer:
                 "the backward of another rank has ended in an exception: the gradients of this micro-batch "
                 "are incomplete and were dropped on all ranks"
             )
+        ended, self._ended = self._ended, []
+        for unit in ended:
+            if unit not in agreed.again:
+                self._end_reduction(unit)
         for unit in agreed.again:
+            if unit in agreed.early:
+                self._drop()
+                raise RuntimeError(
+                    f"{unit.described} got a gradient in two parts on one rank, and was stepped with the "
+                    "first of them: set offload.step_in_backward=False, and load the last checkpoint"
+                )
             self._start(unit)
         self._finish()
         for gradients, used in zip(self._all, agreed.used, strict=True):
@@ -367,20 +373,15 @@ class Reducer:
         self._state.has_sums = any(gradients.is_kept for gradients in self._all)
         self.pace.compare(agreed.pace)
 
-    def _agree(self, has_failed: bool) -> _Agreed:
+    def _agree(self, has_failed: bool) -> Agreed:
         """Tell all ranks the end of this backward here; meanwhile reductions come to their end."""
         units = self._order.of_reductions()
-        flags = [flag for gradients in self._all for flag in gradients.used]
-        flags += [*(unit.has_more for unit in units), self._order.has_changed, has_failed]
-        flags += self.pace.flags()
+        flags = flags_of(self._all, units, self._order.has_changed, has_failed, self.pace.flags())
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
-        self._finish()
+        self._ended, self._is_agreeing = [], True
+        try:
+            self._finish()
+        finally:
+            self._is_agreeing = False
         self._is_open = False
-        flag = iter(answer())
-        return _Agreed(
-            used=[list(islice(flag, len(gradients.used))) for gradients in self._all],
-            again=[unit for unit in units if next(flag)],
-            has_changed=next(flag),
-            has_failed=next(flag),
-            pace=list(flag),
-        )
+        return read_flags(answer(), self._all, units)

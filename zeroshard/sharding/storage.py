@@ -38,6 +38,11 @@ def allocate(tensor: Tensor, num_bytes: int) -> None:
     storage.resize_(num_bytes)
 
 
+def is_allocated(tensor: Tensor) -> bool:
+    """True if there is memory under a tensor."""
+    return tensor.untyped_storage().nbytes() > 0
+
+
 def share_storage(one: Tensor, other: Tensor) -> bool:
     """True if two tensors lie in one storage, even while its memory is freed."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

@@ -5,6 +5,7 @@ SHARDED --unshard()--> GATHERING --wait()--> UNSHARDED --reshard()--> SHARDED
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
@@ -62,6 +63,8 @@ class Region:
     """The tick at which the first call began."""
     ended: int = NEVER
     """The tick at which the last call ended."""
+    is_reentrant: bool = False
+    """True if its second forward has a backward of its own, inside the one that comes to it."""
 
 
 @dataclass(slots=True)
@@ -74,10 +77,12 @@ class Visit:
     """The tick at which the last call ended."""
     regions: tuple[Region, ...] = ()
     """The checkpoints around the calls, in their order; of nested ones the outermost."""
+    num_calls: int = 0
 
     def and_then(self, later: Visit) -> Visit:
         """Return these calls together with those of a later forward."""
-        return Visit(self.began, later.ended, (*self.regions, *later.regions))
+        num_calls = self.num_calls + later.num_calls
+        return Visit(self.began, later.ended, (*self.regions, *later.regions), num_calls)
 
 
 class ForwardCall:
@@ -157,6 +162,12 @@ class Unit:
         """The calls in forwards that a backward may come to, if there are any."""
         self.recomputed_in: list[Unit] = []
         """The units around it whose forward is run again in backward."""
+        self.task = self._first_task = NEVER
+        """The task of autograd that has come to its last call, see `backward_task`; and the outermost one."""
+        self.comes_in_parts = False
+        """True if its gradients may arrive in several parts in this backward."""
+        self.step_under_way: Callable[[], object] = object
+        """Waits for the step of the unit, which another thread may take in this backward."""
         self.open_calls: WeakSet[ForwardCall] = WeakSet()
         """The calls with a graph that no backward has come to; noted if the unit may join a backward."""
         self.joins_backward = self.backward_needs_parameters
@@ -193,6 +204,7 @@ class Unit:
         """Start to gather, unless the full parameters are there or on their way."""
         if self.state is not UnitState.SHARDED:
             return
+        self.step_under_way()
         needed = [buffer for buffer in self.buffers if buffer.is_stale or not buffer.is_resident]
         for buffer in needed:
             buffer.check()
@@ -281,6 +293,11 @@ class Unit:
         return self.backward_needs_parameters and not self.is_resident and not self.gradients
 
     @property
+    def is_in_reentrant(self) -> bool:
+        """True if a reentrant checkpoint is around a call: its first forward has no graph to tell of it."""
+        return self.visit is not None and any(region.is_reentrant for region in self.visit.regions)
+
+    @property
     def computes_with_main(self) -> bool:
         """True if a forward or backward reads main parameters, with no copy in between."""
         return any(buffer.plan.is_alias for buffer in self.buffers)
@@ -301,6 +318,24 @@ class Unit:
     def has_more(self) -> bool:
         """True if gradients have arrived since their last reduction."""
         return any(map(_has_more, self.gradients))
+
+    def begin_backward(self, task: int) -> None:
+        """Begin a backward, in a task of autograd; the calls that it may come to are known."""
+        self.task = self._first_task = task
+        regions = () if self.visit is None else self.visit.regions
+        self.comes_in_parts = self._has_several_calls and any(region.is_reentrant for region in regions)
+
+    def note_gradient(self, task: int) -> None:
+        """Note that a gradient has arrived in a task of autograd, which gives it once for all calls there.
+
+        There may be another part in another task if the unit has several calls, or a checkpoint inside it.
+        """
+        is_inner = task != self._first_task
+        self.comes_in_parts |= task != self.task or (is_inner and self._has_several_calls)
+
+    @property
+    def _has_several_calls(self) -> bool:
+        return self.visit is not None and self.visit.num_calls > 1
 
     def start_reduce(self) -> None:
         """Start the reduction of each buffer; parameters without a gradient count zeros."""

@@ -24,12 +24,16 @@ from torch.optim import Optimizer
 
 from zeroshard.parameters.saved import SavedOptimizer
 from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.state import refuse_to_drop
+from zeroshard.plan import pieces
 from zeroshard.plan import tiers as plan_tiers
+from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.disk import DiskTier
 from zeroshard.stepping.halfway import Arguments
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
-from zeroshard.stepping.parts import Parts, Tier, is_known
+from zeroshard.stepping.parts import Parts, Tier, is_divisible, is_known
+from zeroshard.stepping.pieces import PieceParts, PieceTier
 from zeroshard.stepping.rounding import Rounding, RoundsItself
 from zeroshard.stepping.widening import InPlace, Widening, load_states_wide
 
@@ -69,28 +73,51 @@ def attach(
         if isinstance(optimizer, UsesNorms):
             optimizer.norms_of = NormsOverRanks(runtime.buffers, runtime.context.axis)
         units = [unit.starts() for unit in runtime.units]
-        tiers = _tiers(runtime, optimizer, rounding)
+        starts = {p: start for unit in units for p, start in unit.items()}
+        in_pieces = _in_pieces(runtime, optimizer, starts)
+        tiers = _tiers(runtime, optimizer, rounding, starts, in_pieces)
         setting = runtime.context.setting
         is_far = any(b.trainable and b.plan.main_tier is not plan_tiers.Tier.DEVICE for b in runtime.buffers)
         sets_threads = setting.num_threads is not None and (is_far or setting.host_computes)
         if tiers or setting.steps_in_backward or sets_threads:
-            parts.append(Parts(optimizer, [list(unit) for unit in units], tiers, setting.num_threads))
+            divided = optimizer, [list(unit) for unit in units], tiers, setting.num_threads
+            parts.append(Parts(*divided) if in_pieces is None else PieceParts(*divided, pieces=in_pieces))
         if rounding is not None:
             load_states_wide(optimizer, [p for unit in units for p in unit])
     return parts
 
 
-def _tiers(runtime: Runtime, optimizer: Optimizer, rounding: Rounding | None) -> list[Tier]:
+def _in_pieces(
+    runtime: Runtime, optimizer: Optimizer, starts: dict[ShardedParameter, int]
+) -> PieceTier | None:
+    """The tier of the units that are stepped in pieces; None if there are none."""
+    are_cut = pieces.are_cut([pieces.main_bytes(b.plan for b in unit.buffers) for unit in runtime.units])
+    cut = [unit for unit, is_cut in zip(runtime.units, are_cut, strict=True) if is_cut]
+    if not cut or not is_divisible(optimizer):
+        return None
+    buffers = [b for unit in cut for b in unit.buffers if _is_in_files(b)]
+    return PieceTier(buffers, runtime.context.memory, starts)
+
+
+def _is_in_files(buffer: FlatBuffer) -> bool:
+    return buffer.trainable and buffer.plan.main_tier is plan_tiers.Tier.DISK
+
+
+def _tiers(
+    runtime: Runtime,
+    optimizer: Optimizer,
+    rounding: Rounding | None,
+    starts: dict[ShardedParameter, int],
+    in_pieces: PieceTier | None,
+) -> list[Tier]:
     """The tiers that parameters pass on the way to an optimizer, the farthest first."""
-    tiers: list[Tier] = []
-    trained = [buffer for buffer in runtime.buffers if buffer.trainable]
-    if in_files := [b for b in trained if b.plan.main_tier is plan_tiers.Tier.DISK and b.main.numel()]:
-        tiers.append(DiskTier(optimizer, in_files, runtime.context.memory))
+    tiers: list[Tier] = [] if in_pieces is None else [in_pieces]
+    in_files = [buffer for buffer in runtime.buffers if _is_in_files(buffer) and buffer.main.numel()]
+    if whole := [b for b in in_files if in_pieces is None or not in_pieces.has(b.sharded)]:
+        tiers.append(DiskTier(optimizer, whole, runtime.context.memory))
     if rounding is not None:
-        starts = {p: start for unit in runtime.units for p, start in unit.starts().items()}
-        if isinstance(optimizer, RoundsItself) and is_known(
-            optimizer
-        ):  # another class may compute with values
+        # An optimizer of another class may compute with values.
+        if isinstance(optimizer, RoundsItself) and is_known(optimizer):
             in_place = InPlace(starts, rounding)
             optimizer.bits_of = in_place.bits_of
             tiers.append(in_place)
@@ -147,6 +174,7 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _Together, engine: J
     @functools.wraps(zero_grad)
     def zero_all(set_to_none: bool = True) -> None:
         if (runtime := of_runtime()) is not None:
+            refuse_to_drop(runtime.state)
             runtime.drop_deferred()
         zero_grad(set_to_none)
 

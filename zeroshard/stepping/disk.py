@@ -8,6 +8,8 @@ Between steps a main parameter and its states are tensors over the files, which 
 For its part of a step they are views of one of three buffers, into which whole extents were read past the
 page cache. States that are new, or come from elsewhere, are put into the files after their step, side by
 side for each flat buffer.
+
+A unit that is much larger than the others is not read into buffers; see `pieces.py`.
 """
 
 from __future__ import annotations
@@ -51,19 +53,19 @@ class DiskTier:
         blocks = [_Block(buffer, memory) for buffer in buffers]
         self._block_of = {p: block for block in blocks for p in block.buffer.sharded}
         self._parts: list[list[_Block]] = []
-        """The blocks of the parts that are still to be stepped."""
+        """The blocks of the parts that are expected, and were not fetched yet."""
         self._staging = [_Staging() for _ in range(NUM_BUFFERS)]
         self._ahead: tuple[list[_Block], _Staging] | None = None
         """The blocks that are read ahead of their step, and where."""
 
-    def begin_step(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
-        """Begin to read the first part.
+    def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
+        """Begin to read the first part; each later one is read while the part before it is stepped.
 
         Args:
-            parts: the parameters that will be fetched together, in their order.
+            parts: the parameters that are fetched together, in their probable order. Others may come, too.
         """
-        self._settle()  # of steps during the backward
-        self._parts = [self._blocks(part) for part in parts]
+        self._settle()  # of steps before
+        self._parts = [blocks for blocks in map(self._blocks, parts) if blocks]
         self._read_ahead()
 
     @contextmanager
@@ -73,9 +75,12 @@ class DiskTier:
         Raises:
             RuntimeError: a file could not be read or written; the message names it.
         """
-        optimizer = self._optimizer()
+        optimizer, blocks = self._optimizer(), self._blocks(parameters)
         assert optimizer is not None, "it takes a step"
-        blocks, states = self._blocks(parameters), optimizer.state
+        if not blocks:
+            yield
+            return
+        states = optimizer.state
         try:
             staging = self._fetch(blocks)
             places = staging.divide(blocks)
@@ -101,12 +106,13 @@ class DiskTier:
         self._settle()
 
     def _fetch(self, blocks: list[_Block]) -> _Staging:
-        """Wait for the blocks of a part, and begin to read those of the next one."""
+        """Wait for the blocks of a part, and begin to read those of the part that is expected next."""
         if self._ahead is None or self._ahead[0] != blocks:
             self._ahead = self._read(blocks)
         (_, staging), self._ahead = self._ahead, None
         staging.wait()
-        self._parts = self._parts[1:]
+        if blocks in self._parts:
+            del self._parts[: self._parts.index(blocks) + 1]
         self._read_ahead()
         return staging
 
@@ -121,6 +127,8 @@ class DiskTier:
             staging.transfers.append(swap.write(block.states_extent, packed))
 
     def _settle(self) -> None:
+        if self._ahead is not None:
+            self._ahead[1].join()  # nobody needs what was read, nor its error
         self._parts, self._ahead = [], None
         try:
             for staging in self._staging:
@@ -140,7 +148,7 @@ class DiskTier:
         return list(dict.fromkeys(block for block in blocks if block is not None))
 
     def _read_ahead(self) -> None:
-        if self._parts and self._parts[0]:
+        if self._parts:
             self._ahead = self._read(self._parts[0])
 
     def _read(self, blocks: list[_Block]) -> tuple[list[_Block], _Staging]:

@@ -2,29 +2,44 @@
 
 So the gradients of a few units exist at a time, and the step of a tier runs beside the backward. Results are
 those of a step after the backward, if there is one backward for each micro-batch. The last micro-batch's is
-the one that steps; a unit is left to `optimizer.step()` if this rank has no gradient for a part of it.
+the one that steps. A unit is left to `optimizer.step()` if this rank has no gradient for a part of it, or if
+its gradient may come in several parts.
+
+Beside an accelerator, units whose main parameters lie on the host or in files are stepped by a thread of
+their own. The thread of the backward goes on to launch kernels:
+
+    backward   hands a unit over, with the marks of the copies of its gradients to the host
+    worker     waits for these copies, and for copies out of the main parameters; steps; writes back; starts
+               the copy to the device, on the stream `to_device`
+    gather     the next one of the unit waits for that copy
+
+Units on the device are stepped by the thread of the backward, which is ordered with compute. So are all units
+on CPU ranks: there the backward itself needs the cores.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.comm import streams
 from zeroshard.internals.dispatch import past_guards
+from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.halfway import Halfway
 from zeroshard.stepping.parts import Parts, is_divisible
+from zeroshard.stepping.worker import Worker
 
 
 class EarlySteps:
-    """A context around the backward that steps.
+    """A context around the backward that steps. At its end all units are stepped that were begun.
 
     Args:
         runtime: the runtime of the parameters.
@@ -45,9 +60,11 @@ class EarlySteps:
                 f"steps each element by itself, got {type(optimizer).__name__}"
             )
         self._reducer, self._optimizer, self._halfway = runtime.reducer, weakref.ref(optimizer), halfway
-        self._state = runtime.context.state
+        self._state, self._to_device = runtime.context.state, runtime.context.streams.to_device
         (self._parts,) = parts
-        self._has_failed = self._has_warned = False
+        self._worker = Worker() if streams.has_streams(runtime.context.device) else None
+        self._handed_over: list[Unit] = []
+        self._has_warned = False
         self._options: list[dict[str, Any]] = []
         """The options of each group with which units were stepped."""
 
@@ -58,14 +75,24 @@ class EarlySteps:
         assert optimizer is not None, "the engine holds it"
         self._warn_of_hooks(optimizer)
         self._options = _options(optimizer)
+        self._parts.begin_units()
         self._reducer.step_unit = self._step
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         self._reducer.step_unit = None
-        optimizer = self._optimizer()
-        if self._state.is_in_step and optimizer is not None:  # on all ranks, as any may have stepped units
-            self._halfway.begin((optimizer,), {})
-            self._has_failed = exc_type is not None
+        has_ended = False
+        try:
+            if self._worker is not None:
+                self._worker.finish() if exc_type is None else self._worker.abandon()
+            has_ended = exc_type is None
+        finally:
+            handed_over, self._handed_over = self._handed_over, []
+            for unit in handed_over:
+                unit.step_under_way = object
+            optimizer = self._optimizer()
+            if self._state.is_in_step and optimizer is not None:  # on all ranks: any may have stepped units
+                self._halfway.begin((optimizer,), {})
+                self._state.has_failed_in_step = not has_ended
 
     def check(self) -> None:
         """Check that the units that were stepped belong to the step that begins.
@@ -87,7 +114,7 @@ class EarlySteps:
                     )
 
     def _check_backward(self) -> None:
-        if self._has_failed:
+        if self._state.has_failed_in_step:
             raise RuntimeError(
                 "a backward has ended in an exception after it began to step units: some may have been "
                 "stepped and others have not. Load the last checkpoint with engine.load_checkpoint()"
@@ -96,7 +123,7 @@ class EarlySteps:
     def end(self) -> bool:
         """Note the end of the step, or a load; return True, on all ranks alike, if a backward began it."""
         is_in_step = self._state.is_in_step
-        self._has_failed = self._state.is_in_step = False
+        self._state.has_failed_in_step = self._state.is_in_step = False
         return is_in_step
 
     def _warn_of_hooks(self, optimizer: Optimizer) -> None:
@@ -114,14 +141,33 @@ class EarlySteps:
                 return
 
     def _step(self, unit: Unit) -> None:
+        """Step a unit whose gradients are reduced, or hand it over to the worker."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the engine holds it"
         self._halfway.begin((optimizer,), {})
-        for gradients in unit.gradients:
-            gradients.buffer.await_copies()
+        deliver = [gradients.hand_over() for gradients in unit.gradients]
         parameters = {p for gradients in unit.gradients for p in gradients.buffer.sharded}
-        with torch.no_grad(), past_guards():
-            self._parts.step_unit(optimizer, parameters)
+        step = self._parts.step_of(optimizer, parameters)
+        if self._worker is None or any(g.buffer.plan.main_tier is Tier.DEVICE for g in unit.gradients):
+            _take(unit, deliver, step)
+            return
+
+        def take() -> None:
+            self._to_device.use_here()
+            _take(unit, deliver, step)
+
+        unit.step_under_way = self._worker.give(take)
+        self._handed_over.append(unit)
+
+
+def _take(unit: Unit, deliver: Sequence[Callable[[], None]], step: Callable[[], None]) -> None:
+    """Take the step of a unit, in any thread."""
+    for gradients in unit.gradients:
+        gradients.buffer.await_copies()
+    with torch.no_grad(), past_guards():
+        for set_gradients in deliver:
+            set_gradients()
+        step()
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded, set_gradient
 from zeroshard.stepping.norms import UsesNorms
+from zeroshard.stepping.twin import twin_of
 
 Groups = list[list[ShardedParameter]]
 """Parameters by the groups of their optimizer."""
@@ -32,8 +33,8 @@ _OTHERS = -1
 class Tier(Protocol):
     """Fetches parameters for the step of an optimizer."""
 
-    def begin_step(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
-        """Note that a step begins, with the parameters of each of its parts in their order."""
+    def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
+        """Prepare for parts that are likely to be fetched next: the parameters of each, in their order."""
 
     def fetched(self, parameters: Sequence[ShardedParameter]) -> AbstractContextManager[None]:
         """Hold values and gradients of parameters where the optimizer can step them.
@@ -64,6 +65,8 @@ class Parts:
     ) -> None:
         self._num_threads = num_threads
         self._unit_of = {p: number for number, unit in enumerate(units) for p in unit}
+        self._units: list[list[ShardedParameter]] = []
+        """The units that were stepped ahead of others since the last `begin_units`."""
         self._tiers = tuple(tiers)
         # Below torch's hooks, which are to run once.
         self._own_step = inspect.unwrap(
@@ -92,28 +95,44 @@ class Parts:
             for groups in divided
         ]
         for tier in self._tiers:
-            tier.begin_step(parts)
+            tier.expect(parts)
         for groups, part in zip(divided, parts, strict=True):
-            self._step_part(optimizer, groups, part)
+            self._step_part(twin_of(optimizer, groups) if is_divisible(optimizer) else optimizer, part)
         for tier in self._tiers:
             tier.end_step()
 
-    def step_unit(self, optimizer: Optimizer, unit: Collection[ShardedParameter]) -> None:
-        """Step the parameters of one unit ahead of the step of the others, and take their gradients away.
+    def begin_units(self) -> None:
+        """Begin to step units ahead of others, probably those of the last time and in the same order."""
+        expected, self._units = self._units, []
+        for tier in self._tiers:
+            tier.expect(expected)
+
+    def step_of(self, optimizer: Optimizer, unit: Collection[ShardedParameter]) -> Callable[[], None]:
+        """Prepare the step of one unit ahead of the step of the others.
 
         Args:
             optimizer: an optimizer for which `is_divisible`.
-            unit: parameters with gradients; those of other optimizers are left alone.
+            unit: the parameters of the unit; those of other optimizers are left alone.
+
+        Returns:
+            The step, for any thread: it steps parameters with gradients, and takes these gradients away.
         """
         groups = [[p for p in group["params"] if p in unit] for group in optimizer.param_groups]
         part = [p for group in groups for p in group]
-        if part:
-            self._step_part(optimizer, groups, part)
+        if not part:
+            return lambda: None
+        self._units.append(part)
+        twin = twin_of(optimizer, groups)
+
+        def step() -> None:
+            self._step_part(twin, part)
             for p in part:
                 set_gradient(p, None)
 
-    def _step_part(self, optimizer: Optimizer, groups: Groups, part: list[ShardedParameter]) -> None:
-        with _without_hooks(optimizer), _only(optimizer, groups), ExitStack() as stack:
+        return step
+
+    def _step_part(self, optimizer: Optimizer, part: list[ShardedParameter]) -> None:
+        with _without_hooks(optimizer), ExitStack() as stack:
             stack.enter_context(_threads(self._num_threads))
             for tier in self._tiers:
                 stack.enter_context(tier.fetched(part))
@@ -172,16 +191,3 @@ def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
-
-
-@contextmanager
-def _only(optimizer: Optimizer, groups: Groups) -> Iterator[None]:
-    """Leave these parameters in their groups."""
-    whole = [group["params"] for group in optimizer.param_groups]
-    try:
-        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = parameters
-        yield
-    finally:
-        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
-            group["params"] = parameters

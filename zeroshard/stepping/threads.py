@@ -1,37 +1,116 @@
-"""A range of blocks, divided among as many threads as torch uses."""
+"""Ranges of blocks, divided among as many threads as torch uses.
+
+To begin work in another thread costs as much as a step of some thousand elements, and other threads that run
+Python slow it down. So the ranges of several parameters are divided together, and each thread begins once:
+
+    ranges     |---- w1 ----|- w2 -|---------- w3 ----------|
+    threads    |----- 0 -----|----- 1 -----|----- 2 -----|
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 _FEWEST = 64
 """Blocks that are worth a thread."""
+_MOST = 1 << 16
+"""Blocks, of 256 elements, from which a batch does not wait for more: gradients may be widened until then."""
+
+Work = Callable[[int, int], None]
+"""Does the blocks from the first to before the last one."""
 
 
-def over_blocks(work: Callable[[int, int], None], num_blocks: int) -> None:
+class Piece(NamedTuple):
+    """A range of blocks of one work."""
+
+    work: Work
+    first: int
+    last: int
+
+    def do(self) -> None:
+        """Do the blocks."""
+        self.work(self.first, self.last)
+
+
+def divide(ranges: Sequence[tuple[Work, int]], num_parts: int) -> list[list[Piece]]:
+    """Cut ranges, one after the other, into parts whose numbers of blocks differ by at most one.
+
+    Args:
+        ranges: works, each with its number of blocks.
+        num_parts: the number of parts, at least 1.
+    """
+    total = sum(num_blocks for _, num_blocks in ranges)
+    cuts = [total * at // num_parts for at in range(num_parts + 1)]
+    parts: list[list[Piece]] = [[] for _ in range(num_parts)]
+    start = 0
+    for work, num_blocks in ranges:
+        for part, low, high in zip(parts, cuts, cuts[1:], strict=False):
+            first, last = max(low - start, 0), min(high - start, num_blocks)
+            if first < last:
+                part.append(Piece(work, first, last))
+        start += num_blocks
+    return parts
+
+
+class Batch:
+    """Works that are done together, in any order, and then calls that follow them."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[Work, int]] = []
+        self._num_blocks = 0
+        self._ends: list[Callable[[], None]] = []
+
+    def add(self, work: Work, num_blocks: int) -> None:
+        """Add a range of blocks, [0, num_blocks)."""
+        self._ranges.append((work, num_blocks))
+        self._num_blocks += num_blocks
+
+    def then(self, end: Callable[[], None]) -> None:
+        """Add a call that follows all works so far; it is left out if one of them fails."""
+        self._ends.append(end)
+
+    def run_if_large(self) -> None:
+        """Do what was added, if it is much."""
+        if self._num_blocks >= _MOST:
+            self.run()
+
+    def run(self) -> None:
+        """Do what was added; return when all is done, and raise the first error of any part."""
+        (ranges, self._ranges), (ends, self._ends) = (self._ranges, []), (self._ends, [])
+        total, self._num_blocks = self._num_blocks, 0
+        num_threads = max(1, min(torch.get_num_threads(), total // _FEWEST))
+        own, *others = divide(ranges, num_threads)
+        pool = _pool(os.getpid(), num_threads - 1) if others else None
+        begun = [pool.submit(_do, part) for part in others] if pool is not None else []
+        try:
+            _do(own)
+        finally:
+            errors = [other.exception() for other in begun]  # none may still write when this returns
+        if error := next(filter(None, errors), None):
+            raise error
+        for end in ends:
+            end()
+
+
+def over_blocks(work: Work, num_blocks: int) -> None:
     """Call `work(first, last)` for parts of the range [0, num_blocks); this thread takes one of them.
 
     Returns when all parts are done. Raises the first error of any part.
     """
-    num_threads = min(torch.get_num_threads(), num_blocks // _FEWEST)
-    if num_threads <= 1:
-        work(0, num_blocks)
-        return
-    cuts = [num_blocks * at // num_threads for at in range(num_threads + 1)]
-    pool = _pool(os.getpid(), num_threads - 1)
-    others = [pool.submit(work, *part) for part in pairwise(cuts[1:])]
-    try:
-        work(cuts[0], cuts[1])
-    finally:
-        errors = [other.exception() for other in others]  # none may still write when this returns
-    if error := next(filter(None, errors), None):
-        raise error
+    batch = Batch()
+    batch.add(work, num_blocks)
+    batch.run()
+
+
+def _do(pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        piece.do()
 
 
 @cache

@@ -34,7 +34,7 @@ class Widening:
     def __init__(self, starts: Mapping[ShardedParameter, int], rounding: Rounding) -> None:
         self._starts, self._rounding = starts, rounding
 
-    def begin_step(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
+    def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
         """Do nothing: there is nothing to fetch ahead."""
 
     @contextmanager
@@ -71,7 +71,7 @@ class InPlace:
             return None
         return Bits(self._rounding.key(parameter.fqn), self._starts[parameter])
 
-    def begin_step(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
+    def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
         """Do nothing: there is nothing to fetch ahead."""
 
     def fetched(self, parameters: Sequence[ShardedParameter]) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,7 +102,7 @@ class Swap:
         except BaseException:
             self.close()
             raise
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage collection under it may free extents
         self._free: dict[int, list[tuple[Chunk, ...]]] = defaultdict(list)
         self._live: set[Extent] = set()
         self._mapped: dict[int, Extent] = {}
@@ -166,8 +167,10 @@ class Swap:
             Range(self._files[chunk.file].descriptor, chunk.offset, chunk.num_bytes)
             for chunk in extent.chunks
         ]
-        tensor = map_ranges(ranges, lambda: self._free_mapped(extent))
+        places: list[int] = []
+        tensor = map_ranges(ranges, lambda: self._free_mapped(extent, places))
         self._writes.setdefault(extent, Transfer(()))  # by whoever writes into the tensor
+        places.append(tensor.data_ptr())
         self._mapped[tensor.data_ptr()] = extent
         return tensor
 
@@ -185,6 +188,10 @@ class Swap:
         if (write := self._writes.get(extent)) is not None:
             write.wait()
 
+    def has_failed(self, extent: Extent, write: Transfer) -> None:
+        """Note that a failed write was one of an extent that was written through its mapping."""
+        self._writes[extent] = write
+
     def renew(self, extent: Extent) -> None:
         """Forget the error of the last write, since all values will be written through the mapping.
 
@@ -199,8 +206,10 @@ class Swap:
         for number in {chunk.file for chunk in extent.chunks}:
             self._files[number].check()
 
-    def _free_mapped(self, extent: Extent) -> None:
-        self._mapped = {at: other for at, other in self._mapped.items() if other is not extent}
+    def _free_mapped(self, extent: Extent, places: Sequence[int]) -> None:
+        # A garbage collection calls this anywhere, while another thread may change the dict.
+        for place in places:
+            self._mapped.pop(place, None)
         if self._finalizer.alive:
             self.free(extent)
 
@@ -259,6 +268,11 @@ class Swap:
         transfer = self._writes[extent] = self._start(SwapFile.write, extent, memory)
         return transfer
 
+    def flush(self) -> Transfer:
+        """Start to wait for the disks: for all values that were written through tensors of `map`."""
+        self._check_open()
+        return Transfer([self._threads.submit(_attempt, SwapFile.flush, file) for file in self._files])
+
     def _start(
         self, call: Callable[[SwapFile, memoryview, int], None], extent: Extent, memory: memoryview
     ) -> Transfer:
@@ -314,12 +328,10 @@ class Swap:
                 file.close_descriptors()
 
 
-def _attempt(
-    call: Callable[[SwapFile, memoryview, int], None], file: SwapFile, memory: memoryview, offset: int
-) -> str:
+def _attempt(call: Callable[..., None], *args: Any) -> str:
     """Return the message of an error. The error itself would hold the memory, through its traceback."""
     try:
-        call(file, memory, offset)
+        call(*args)
     except RuntimeError as error:
         return str(error)
     return ""

@@ -6,7 +6,8 @@
 
 Memory of the device is allocated and freed on compute. A copy reads and writes it on a side stream, so it is
 held until compute has been told to wait for that copy. A copy that nobody needs any more may die at any
-moment, in any thread and stream. Then the memory that its streams still use is left to `HostCopies.settle`.
+moment, in any thread and stream. Then the memory that its streams still use is left to `HostCopies.settle`,
+or to the end of the buffer if nobody calls that any more.
 """
 
 from __future__ import annotations
@@ -18,31 +19,30 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.streams import Mark, Streams
-from zeroshard.tiers.hostpool import HostMeter, HostPool
+from zeroshard.tiers.hostpool import HostBuffer, HostMeter, HostPool
 
 
 class _Leftover(NamedTuple):
     """The memory of a dead copy."""
 
-    buffer: Tensor
+    buffer: HostBuffer
+    """It holds the memory of the device that is in use up to the marks."""
     marks: tuple[Mark, ...]
     """For these the compute stream has not waited yet."""
-    on_device: tuple[Tensor, ...]
-    """The memory that is in use up to the marks."""
 
 
 class HostCopies:
     """Copy memory of one device to the host and back, each direction on its side stream.
 
     Args:
-        device: the device; its memory is pinned if it is an accelerator.
+        device: the device; memory of the host is pinned for CUDA.
         streams: the side streams of the engine.
         meter: counts the bytes on the host.
     """
 
     def __init__(self, device: torch.device, streams: Streams, meter: HostMeter) -> None:
         self.device, self.streams = device, streams
-        self._pool = HostPool(meter, pinned=device.type != "cpu")
+        self._pool = HostPool(meter, pinned=device.type == "cuda")
         self.left: deque[_Leftover] = deque()
         """Filled by dying copies, which may interrupt anything: nothing else changes there."""
 
@@ -63,6 +63,7 @@ class HostCopies:
             leftover = self.left.popleft()
             for mark in leftover.marks:
                 mark.wait()
+            leftover.buffer.held = ()
             self._pool.give(leftover.buffer)
 
 
@@ -71,7 +72,7 @@ class HostCopy:
 
     __slots__ = ("_arrived", "_back", "_buffer", "_num_bytes", "_owner", "_sent", "_source")
 
-    def __init__(self, source: Tensor, buffer: Tensor, owner: HostCopies) -> None:
+    def __init__(self, source: Tensor, buffer: HostBuffer, owner: HostCopies) -> None:
         self._source: Tensor | None = source
         self._buffer, self._owner, self._num_bytes = buffer, owner, source.numel()
         self._back: Tensor | None = None
@@ -83,10 +84,11 @@ class HostCopy:
         with torch.no_grad(), to_host.after_compute():
             self._host.copy_(source, non_blocking=True)
         self._sent = to_host.mark()
+        buffer.in_use_until(self._sent)
 
     @property
     def _host(self) -> Tensor:
-        return self._buffer[: self._num_bytes]
+        return self._buffer.memory[: self._num_bytes]
 
     def release(self) -> None:
         """Free the source, once compute has waited for the copy."""
@@ -107,6 +109,7 @@ class HostCopy:
         with torch.no_grad(), to_device.after_compute():
             back.copy_(self._host, non_blocking=True)
         self._back, self._arrived = back, to_device.mark()
+        self._buffer.in_use_until(self._arrived)
 
     def get(self) -> Tensor:
         """Return the memory on the device, uint8, [num_bytes]; compute waits until it is there.
@@ -131,5 +134,5 @@ class HostCopy:
     def __del__(self) -> None:
         marks = tuple(mark for mark in (self._sent, self._arrived) if mark is not None)
         held = (self._source, self._back) if marks else ()
-        on_device = tuple(memory for memory in held if memory is not None)
-        self._owner.left.append(_Leftover(self._buffer, marks, on_device))
+        self._buffer.held = tuple(memory for memory in held if memory is not None)
+        self._owner.left.append(_Leftover(self._buffer, marks))

@@ -1,16 +1,26 @@
-"""Host memory for values of the device, kept for the next step: to allocate pinned memory is slow.
+"""Host memory for values of the device, kept for the next step: to pin memory is slow.
 
 A buffer is taken for a copy and given back later, perhaps while the device has not come to its last copy yet.
-That is safe, as the next copy into the buffer is queued behind. Torch waits for such copies before it gives
-pinned memory to anybody else.
+That is safe, as the next copy into the buffer is queued behind.
+
+[Note: Buffers end after their copies] Pinned memory of torch would wait for such copies by itself, but torch
+rounds it up to a power of two. The memory here has the exact size, and the system takes it back with the last
+tensor over it, whatever the device still does there. So each buffer notes the end of its last copy, and the
+host waits for that before the memory goes: when the pool drops a buffer, when the engine closes, and when the
+garbage collector finds it.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from zeroshard.comm.streams import Mark
+from zeroshard.tiers.memory import host_memory
 
 _PAGE = 4096
 _CLASSES = 8
@@ -32,17 +42,35 @@ class HostMeter:
         self.pinned += num_bytes if pinned else 0
 
 
-def host_memory(num_bytes: int, pinned: bool) -> Tensor:
-    """Allocate host memory: uint8, [num_bytes], uninitialized.
+class HostBuffer:
+    """One buffer and the device work that uses it; see [Note: Buffers end after their copies].
 
     Args:
-        num_bytes: number of bytes.
-        pinned: True for memory that an accelerator copies from and to while the host goes on.
-
-    Raises:
-        RuntimeError: there is not so much memory.
+        memory: uint8, [size_class]; nobody else holds it or a view of it.
     """
-    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+    __slots__ = ("_last", "_process", "held", "memory")
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.held: tuple[Tensor, ...] = ()
+        """Memory of the device that goes no earlier than the buffer, or when somebody has waited for it."""
+        self._last: Mark | None = None
+        self._process = os.getpid()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory."""
+        return self.memory.nbytes
+
+    def in_use_until(self, mark: Mark) -> None:
+        """Note the end of a copy from or to the memory; it lies after those of all earlier copies."""
+        self._last = mark
+
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A forked process has no part in the device, nor in the registration of the memory.
+        if self._last is not None and not is_ending() and self._process == os.getpid():
+            self._last.synchronize()
 
 
 def size_class(num_bytes: int) -> int:
@@ -61,12 +89,12 @@ class HostPool:
 
     def __init__(self, meter: HostMeter, *, pinned: bool) -> None:
         self._meter, self._pinned = meter, pinned
-        self._free: list[Tensor] = []
+        self._free: list[HostBuffer] = []
         """The buffer that was given back last is at the end."""
         self._bytes_in_use = self._bytes_free = self._most_in_use = 0
 
-    def take(self, num_bytes: int) -> Tensor:
-        """Return a buffer: uint8, [size_class(num_bytes)].
+    def take(self, num_bytes: int) -> HostBuffer:
+        """Return a buffer of `size_class(num_bytes)`; the host waits for copies of buffers that go for it.
 
         Raises:
             RuntimeError: there is not so much memory.
@@ -84,23 +112,23 @@ class HostPool:
         self._bytes_in_use += size
         return buffer
 
-    def give(self, buffer: Tensor) -> None:
+    def give(self, buffer: HostBuffer) -> None:
         """Take a buffer back, as `take` returned it."""
         self._bytes_in_use -= buffer.nbytes
         self._bytes_free += buffer.nbytes
         self._free.append(buffer)
 
-    def _allocate(self, size: int) -> Tensor:
+    def _allocate(self, size: int) -> HostBuffer:
         try:
-            return host_memory(size, self._pinned)
+            return HostBuffer(host_memory(size, self._pinned))
         except RuntimeError as error:
             kind = "pinned host memory" if self._pinned else "host memory"
             raise RuntimeError(
                 f"no {size} bytes of {kind} for offloaded values, which have {self._meter.num_bytes} bytes: "
-                f"offload less, or use smaller micro-batches (torch: {str(error).splitlines()[0]})"
+                f"offload less, or use smaller micro-batches ({str(error).splitlines()[0]})"
             ) from error
 
-    def _find(self, size: int) -> Tensor | None:
+    def _find(self, size: int) -> HostBuffer | None:
         for place in reversed(range(len(self._free))):
             if self._free[place].nbytes == size:
                 self._bytes_free -= size

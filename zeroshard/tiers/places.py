@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.plan.tiers import Tier
-from zeroshard.tiers.files import Swap
+from zeroshard.tiers.files import Swap, Transfer
 from zeroshard.tiers.heap import return_freed_memory
 from zeroshard.tiers.mapped import let_go, read_ahead
 from zeroshard.tiers.memory import host_memory
@@ -106,6 +106,11 @@ class TierMemory:
         """
         if self._swap is not None and (extent := self._swap.extent_of(tensor)) is not None:
             self._swap.check(extent)
+
+    def has_failed(self, tensor: Tensor, write: Transfer) -> None:
+        """Note that values of a tensor in files are lost: `check` raises the error of a failed write."""
+        if self._swap is not None and (extent := self._swap.extent_of(tensor)) is not None:
+            self._swap.has_failed(extent, write)
 
     def renew(self, tensor: Tensor) -> None:
         """Prepare memory whose values will all be written through tensors, after earlier writes have failed.

@@ -169,6 +169,21 @@ class SwapFile:
                 )
             done += moved
 
+    def flush(self) -> None:
+        """Wait until all values that were written through mappings are on the disk.
+
+        Raises:
+            RuntimeError: the file was removed or truncated, or the disk fails.
+        """
+        self.check()
+        try:
+            os.fdatasync(self._data)
+        except OSError as error:
+            raise RuntimeError(
+                f"{self.path}: could not write values of the last step: {error.strerror}. "
+                f"{self._describe_loss()}"
+            ) from error
+
     def check(self) -> None:
         """Raise a RuntimeError if somebody has removed or truncated the file; its values are lost for good.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.pretend.scenario import Bench, add, scenario
 from tests.pretend.scenarios.models import Residual
@@ -82,6 +84,21 @@ def offloaded_graphs_of_all_kinds(bench: Bench) -> None:
 
 @scenario()
 @_offloaded
+def offloaded_in_vain(bench: Bench) -> None:
+    """A backward ends at the input of a block, with activations of the block before on their way back."""
+    model, inputs = Residual(5), []
+    model.blocks[3].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    bench.start(model, stage=3, **HOST)
+    for number in range(2):
+        out = bench.engine(bench.values(number))
+        torch.autograd.grad(out.sum(), inputs[-1])
+        bench.train_on(1, first=number + 10)
+        del out
+        inputs.clear()
+
+
+@scenario()
+@_offloaded
 def offloaded_exceptions(bench: Bench) -> None:
     model = bench.gpt(5)
     blows = fused(model, model.blocks[2])
@@ -98,3 +115,33 @@ def offloaded_exceptions(bench: Bench) -> None:
         bench.engine.zero_grad()
         bench.train(1, first=20)
     assert bench.engine.memory_report().host == held, "buffers came back"
+
+
+@scenario()
+@_offloaded
+def offloaded_sizes_differ(bench: Bench) -> None:
+    """Batches of other lengths need other buffers, and the earlier ones go while copies are under way."""
+    bench.start(bench.gpt(5), stage=3, **HOST)
+    for length in (64, 48, 40, 64):
+        tokens = torch.arange(16 * length).view(16, length) % 500
+        logits = bench.engine(tokens)
+        bench.engine.backward(F.cross_entropy(logits.flatten(0, 1), tokens.flatten()))
+        bench.engine.step()
+
+
+@scenario()
+def offloaded_dropped(bench: Bench) -> None:
+    """Engines go while copies are under way, before and after the graphs that need them; one is closed."""
+    with of_any_size():
+        for is_graph_first in (False, True):
+            bench.start(bench.gpt(5), stage=3, **HOST)
+            bench.train(1)
+            loss = bench.loss(1)
+            if is_graph_first:
+                del loss
+            bench.engine = None
+            gc.collect()
+            loss = None
+        bench.start(bench.gpt(5), stage=3, **HOST)
+        bench.train(1)
+        bench.engine.close()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add, scenario
+from tests.pretend.scenarios.models import Editing
 from tests.pretend.scenarios.plain import BF16, READS_NORM
 from zeroshard.optim import LAMB
 
@@ -58,9 +59,14 @@ def _add(
     def run(bench: Bench) -> None:
         is_in_files = "nvme" in offload.values()
         tiers = offload | ({"nvme_path": str(bench.folder)} if is_in_files else {})
-        model = bench.gpt(5 if is_in_files else 2)  # more units than buffers of a step
+        is_early = "step_in_backward" in offload
+        # More units than buffers of a step, or than steps under way.
+        model = bench.gpt(5 if is_in_files or is_early else 2)
         moved = _values(bench, model, train, optimizer, config | {"offload": tiers})
-        assert {"to_host"} <= {stream for stream, _ in bench.trace.kernels}, "gradients leave the device"
+        used = {stream for stream, _ in bench.trace.kernels}
+        assert "to_host" in used, "gradients leave the device"
+        if is_in_files and is_early:
+            assert "to_device" in used, "stepped values come back beside compute"
         plain = _values(bench, model, train, optimizer, config)
         with bench.trace.syncs_allowed():
             assert all(torch.equal(one, other) for one, other in zip(moved, plain, strict=True))
@@ -102,8 +108,9 @@ def _shown(bench: Bench) -> list[Tensor]:
             for parameter in bench.engine.parameters():
                 parameter.grad.mul_(0.5)
         bench.engine.step()
-        with bench.engine.unsharded():
-            pass
+        with bench.engine.unsharded(write_back=True), torch.no_grad():
+            bench.engine.module.blocks[0].mlp[0].weight.mul_(0.5)
+        losses += [parameter.clone().sum() for parameter in bench.engine.parameters()]
         losses.append(bench.loss(number).detach())
     return losses
 
@@ -139,6 +146,63 @@ def _overflowing(bench: Bench) -> list[Tensor]:
     return losses + plainly(bench, 1)
 
 
+def _forgotten(bench: Bench) -> list[Tensor]:
+    """One gradient, then all, are forgotten between two micro-batches, while they are copied to the host."""
+    losses = []
+    for number in range(4):
+        losses.append(bench.loss(number))
+        bench.engine.backward(losses[-1])
+        if number == 0:
+            next(iter(bench.engine.parameters())).grad = None
+        elif number == 2:
+            bench.engine.zero_grad()
+        bench.engine.step()
+    return [loss.detach() for loss in losses]
+
+
+def _edited_after_forwards(bench: Bench) -> list[Tensor]:
+    """Parameters are edited after a second forward, which found all units gathered by the first one."""
+    graphs = [bench.loss(number) for number in range(2)]
+    with torch.no_grad():
+        for parameter in bench.engine.parameters():
+            parameter.mul_(0.9)
+    return [loss.detach() for loss in graphs] + plainly(bench, 1)
+
+
+def _evaluated(bench: Bench) -> list[Tensor]:
+    """Units are gathered between backward and step, some of them with their new values."""
+    losses = []
+    for number in range(3):
+        loss = bench.loss(number)
+        bench.engine.backward(loss)
+        bench.evaluate()
+        bench.engine.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def _with_readers(bench: Bench) -> list[Tensor]:
+    """A hook in the backward computes with a unit that has had its step there, or is being stepped."""
+    model = bench.engine.module
+    first, handed_over = model.blocks[0], model.blocks[2]  # the last one that is handed over until then
+
+    def read(gradient: Tensor) -> None:
+        with torch.no_grad():
+            handed_over(gradient)
+
+    def hook(module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            args[0].register_hook(read)
+
+    handle = first.register_forward_pre_hook(hook)
+    losses = plainly(bench)
+    handle.remove()
+    return losses
+
+
+_EARLY = {"step_in_backward": True}
+_MOST_ON_DEVICE = {**HOST, "device_fraction": 0.7}
+"""The root stays on the device, and one block of five."""
 _WHOLE = {"parameters": "cpu", **HOST}
 _FRACTION = {**HOST, "device_fraction": 0.5}
 _FULL = ("full/parameters.py", "full/gradients.py", "sharding/buffer.py(write)")
@@ -191,9 +255,21 @@ for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE), ("files"
     _add(f"{_name}_named", _offload, _named, stage=3, precision=BF16, may_sync=("zeroshard/byname.py",))
     _add(f"{_name}_saved", _offload, _saved, stage=3, precision=BF16, may_sync=("zeroshard/checkpoint/",))
 _add("host_saved_stage1", HOST, _saved, stage=1, precision=BF16, may_sync=("zeroshard/checkpoint/",))
-for _name, _offload in (("host", _FRACTION), ("files", FILES)):
-    _add(f"{_name}_stepped_in_backward", {**_offload, "step_in_backward": True}, stage=3, precision=BF16)
+_add("files_stepped_in_backward", FILES | _EARLY, stage=3, precision=BF16)
+_add("host_stepped_in_backward", HOST | _EARLY, _with_readers, stage=3, precision=BF16)
+_add("fraction_stepped_in_backward", _MOST_ON_DEVICE | _EARLY, stage=3, precision=BF16)
+_add(
+    "stepped_in_backward_accumulate",
+    HOST | _EARLY,
+    _accumulated,
+    stage=3,
+    precision=BF16,
+    gradient_accumulation_steps=2,
+)
+_add("stepped_in_backward_evaluated", FILES | _EARLY, _evaluated, stage=3, precision=BF16)
 _add("host_edited_stage1", HOST, _edited, stage=1, precision=BF16)
+_add("parameters_on_host_kept", _WHOLE, _edited_after_forwards, stage=3, reshard_after_forward=False)
+_add("host_gradients_forgotten", HOST, _forgotten, stage=3, precision=NARROW, gradient_accumulation_steps=2)
 _add("fraction_skips", _FRACTION, _overflowing, stage=3, nonfinite="skip", may_sync=READS_NORM)
 _add(
     "fraction_lamb",
@@ -202,6 +278,20 @@ _add(
     stage=3,
     may_sync=("optim/layerwise.py",),
 )
+
+
+def _edits_in_forward(stage: int) -> None:
+    def run(bench: Bench) -> None:
+        bench.start(Editing(), stage=stage, precision=BF16, units=["NormalizedBlock"], offload=HOST)
+        for number in range(3):
+            bench.engine.backward(bench.engine(bench.values(number)).square().mean())
+            bench.engine.step()
+
+    add(f"host_edits_in_forward_stage{stage}", run, may_sync=("sharding/edits.py",))
+
+
+for _stage in (1, 3):
+    _edits_in_forward(_stage)
 
 
 @scenario()

@@ -15,6 +15,7 @@ from zeroshard.optim.eightbit.ranges import RANGES, check_ranges
 from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.optim.eightbit.step import take_rounded_step, take_step
 from zeroshard.stepping.rounding import Bits, BitsOf, no_bits
+from zeroshard.stepping.threads import Batch
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -101,7 +102,12 @@ class BlockwiseOptimizer(Optimizer):
         check_ranges(group, {**RANGES, **self.rule.ranges})
 
     def _step_by_rule(
-        self, parameter: Tensor, gradient: Tensor, settings: Mapping[str, Any], bits: Bits | None = None
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        settings: Mapping[str, Any],
+        bits: Bits | None = None,
+        batch: Batch | None = None,
     ) -> None:
         """Take a parameter and its states through one step; a step that fails is not counted.
 
@@ -110,6 +116,7 @@ class BlockwiseOptimizer(Optimizer):
             settings: the hyperparameters of this step.
             bits: the random bits of a bfloat16 parameter, which is rounded stochastically; its gradient may
                 have any dtype.
+            batch: may take the work, for later; None: all is done now.
         """
         state: dict[str, Any] = self.state[parameter]
         if not state:
@@ -118,12 +125,16 @@ class BlockwiseOptimizer(Optimizer):
         numbers = self.rule.numbers(settings, step)
         values, held = states.flat(parameter, is_widened=bits is None), states.read(self.rule, state)
         if bits is None:
-            take_step(self.rule, values, gradient, held, numbers)
+            take_step(self.rule, values, gradient, held, numbers, batch)
         else:
-            take_rounded_step(self.rule, values, gradient, held, numbers, bits)
-        state["step"] = step
-        if values.data_ptr() != parameter.data_ptr():
-            parameter.copy_(values.view(parameter.shape))
+            take_rounded_step(self.rule, values, gradient, held, numbers, bits, batch)
+
+        def end() -> None:
+            state["step"] = step
+            if values.data_ptr() != parameter.data_ptr():
+                parameter.copy_(values.view(parameter.shape))
+
+        end() if batch is None else batch.then(end)
 
 
 class ElementWise8bit(BlockwiseOptimizer):
@@ -167,17 +178,25 @@ class ElementWise8bit(BlockwiseOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        batch = Batch()
         with past_guards():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if (gradient := parameter.grad) is None:
-                        continue
-                    if gradient.layout is not torch.strided or gradient.is_complex():
-                        raise RuntimeError(
-                            f"expected a dense, real gradient, got one of {gradient.dtype} and layout "
-                            f"{gradient.layout}"
-                        )
-                    bits = self.bits_of(parameter)
-                    flat = states.flat(gradient, is_widened=bits is None)
-                    self._step_by_rule(parameter, flat, self.settings(parameter, group), bits)
+            try:
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            self._step_one(parameter, group, batch)
+                            batch.run_if_large()
+            finally:
+                batch.run()
         return loss
+
+    def _step_one(self, parameter: nn.Parameter, group: Mapping[str, Any], batch: Batch) -> None:
+        gradient = parameter.grad
+        assert gradient is not None, "it is stepped because of it"
+        if gradient.layout is not torch.strided or gradient.is_complex():
+            raise RuntimeError(
+                f"expected a dense, real gradient, got one of {gradient.dtype} and layout {gradient.layout}"
+            )
+        bits = self.bits_of(parameter)
+        flat = states.flat(gradient, is_widened=bits is None)
+        self._step_by_rule(parameter, flat, self.settings(parameter, group), bits, batch)

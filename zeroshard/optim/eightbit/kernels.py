@@ -23,7 +23,7 @@ from zeroshard.optim.eightbit.simd import dequantize_block, largest_of_block, qu
 from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.bfloat16 import NUM_WORDS, compiled, round_block, widen_block
 from zeroshard.stepping.rounding import Bits
-from zeroshard.stepping.threads import over_blocks
+from zeroshard.stepping.threads import Batch
 
 # Their forms for numbers, in the same roundings.
 overload(root)(lambda x: lambda x: np.sqrt(x))
@@ -132,6 +132,7 @@ def step(
     states: Sequence[Quantized],
     scalars: Scalars,
     bits: Bits | None = None,
+    batch: Batch | None = None,
 ) -> None:
     """One step of a slice that starts on a block.
 
@@ -142,17 +143,21 @@ def step(
         states: of [n].
         scalars: the rule's numbers of this step.
         bits: the random bits of a bfloat16 parameter; only for a rule that gives no update.
+        batch: takes the work, for later; None: it is done now.
     """
     assert bits is None or not rule.gives_update, "an update is not rounded"
     update, numbers = _compile(rule), tuple(map(np.float32, scalars))
     changed, other = (g, p) if rule.gives_update else (p, g)
     whole = p.numel() // BLOCK
+    later = Batch() if batch is None else batch
     if whole:
-        over_blocks(_work(update, changed, other, numbers, states, bits), whole)
+        later.add(_work(update, changed, other, numbers, states, bits), whole)
     if p.numel() % BLOCK:
         rest, last = slice(whole * BLOCK, None), [state.part(whole, whole + 1) for state in states]
         bits = bits and bits._replace(start=bits.start + whole * BLOCK)
         _step_cut_block(update, changed[rest], other[rest], numbers, last, bits)
+    if batch is None:
+        later.run()
     increment_version(changed)  # numpy does not count changes, by which replicated parameters are followed
 
 

@@ -16,13 +16,21 @@ from zeroshard.optim.eightbit.blocks import Quantized, State, num_blocks
 from zeroshard.optim.eightbit.rule import Numbers, Rule
 from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.rounding import Bits, round_into
+from zeroshard.stepping.threads import Batch
 
 _CHUNK = 1 << 10
 """Blocks that are worked on together on the CPU; more let their scratch memory out of the caches."""
 _CHUNK_GPU = 1 << 14
 
 
-def take_step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers: Numbers) -> None:
+def take_step(
+    rule: Rule,
+    p: Tensor,
+    g: Tensor,
+    states: Sequence[State],
+    numbers: Numbers,
+    batch: Batch | None = None,
+) -> None:
     """Change a parameter and its states.
 
     Args:
@@ -31,6 +39,7 @@ def take_step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers
         g: [n], float32, contiguous; replaced by the update where the rule gives that.
         states: the states of the rule, each of [n], in its order.
         numbers: the hyperparameters of this step.
+        batch: may take the work of the CPU, for later; None: all is done now.
     """
     quantized = [state for state in states if isinstance(state, Quantized)]
     if p.is_cuda and rule.operator is not None and _has("bitsandbytes"):
@@ -40,13 +49,19 @@ def take_step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers
     elif p.is_cpu and quantized and _has("numba"):
         from zeroshard.optim.eightbit import kernels
 
-        kernels.step(rule, p, g, quantized, rule.scalars(numbers))
+        kernels.step(rule, p, g, quantized, rule.scalars(numbers), batch=batch)
     else:
         step_in_chunks(rule, p, g, states, numbers)
 
 
 def take_rounded_step(
-    rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers: Numbers, bits: Bits
+    rule: Rule,
+    p: Tensor,
+    g: Tensor,
+    states: Sequence[State],
+    numbers: Numbers,
+    bits: Bits,
+    batch: Batch | None = None,
 ) -> None:
     """Change a parameter of bfloat16, in the bits of `take_step` in float32 followed by `round_into`.
 
@@ -59,12 +74,13 @@ def take_rounded_step(
         states: the states of the rule, each of [n], in its order.
         numbers: the hyperparameters of this step.
         bits: the random bits of the parameter.
+        batch: as `take_step` has it.
     """
     quantized = [state for state in states if isinstance(state, Quantized)]
     if p.is_cpu and g.dtype is torch.bfloat16 and quantized and _has("numba"):
         from zeroshard.optim.eightbit import kernels
 
-        kernels.step(rule, p, g, quantized, rule.scalars(numbers), bits)
+        kernels.step(rule, p, g, quantized, rule.scalars(numbers), bits, batch)
     else:
         wide = p.float()
         take_step(rule, wide, g.float(), states, numbers)

@@ -1,0 +1,178 @@
+"""Units that are stepped in pieces have the bits of units that are stepped whole, and need no buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroshard
+from tests.checkpoint import runs
+from tests.tiers.test_offload import BF16_MAIN, FILES, OPTIMIZERS, WAYS, compare, offload, over
+from tests.tiers.test_offload_failures import fail, refuse_space
+from zeroshard.plan import pieces
+
+UNDIVIDED = {"replacing", "replacing groups", "LAMB", "LARS"}
+"""Optimizers that step all parameters at once, and none of them in pieces."""
+PIECE = 2048
+"""Bytes; some parameters of the test model have ten such pieces on each of two ranks."""
+
+
+@contextlib.contextmanager
+def small_pieces(*, every=1):
+    """Inside, each unit of some is stepped in small pieces."""
+    cuts = mock.patch.object(
+        pieces, "are_cut", lambda sizes: [size > 0 and n % every == 0 for n, size in enumerate(sizes)]
+    )
+    with cuts, mock.patch.object(pieces, "PIECE_BYTES", PIECE):
+        yield
+
+
+def with_a_late_state(engine, steps):
+    """The second step adds a state to those of each parameter, and damps all later gradients."""
+    losses = runs.train(engine, steps[:1])
+    for parameter in engine.parameters():
+        engine.optimizer.state[parameter]["seen"] = True
+    for group in engine.optimizer.param_groups:
+        group.update(momentum=0.9, dampening=0.5)
+    return losses + runs.train(engine, steps[1:])
+
+
+def trained_in_pieces(folder, names):
+    found = []
+    early = {"step_in_backward": True}
+    with small_pieces(every=1 + dist.get_rank()):  # each rank decides by itself
+        for name in names:
+            make = OPTIMIZERS[name]
+            tiers = ({},) if name in UNDIVIDED else ({}, early)
+            found += compare(name, {"stage": 3}, folder, make, in_files=True, tiers=tiers)
+        for name in ("fused", "8-bit"):
+            tiers = ({}, FILES, FILES | early)
+            config = {"stage": 3, **BF16_MAIN}
+            found += compare(f"{name}, bf16", config, folder, OPTIMIZERS[name], in_files=True, tiers=tiers)
+        make = over(torch.optim.SGD, lr=0.05)
+        found += compare("momentum", {"stage": 3}, folder, make, train=with_a_late_state)
+        for name in ("late", "edits"):
+            config, options = WAYS[name]
+            found += compare(name, {"stage": 1, **config}, folder, **options)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [
+        (2, ("AdamW", "8-bit", "AdEMAMix")),
+        pytest.param(1, tuple(OPTIMIZERS), marks=pytest.mark.long),
+        pytest.param(3, tuple(OPTIMIZERS), marks=pytest.mark.long),
+    ],
+)
+def test_pieces_give_the_bits_of_whole_units(ranks, tmp_path, num_ranks, names):
+    for found in ranks(num_ranks, trained_in_pieces, tmp_path, names, timeout=300):
+        assert not found
+
+
+def with_and_without(folder):
+    """Sizes, counters and buffers of steps in pieces; differences after a load into steps without pieces."""
+    config = {"stage": 3, **offload(folder)}
+    with small_pieces():
+        engine = runs.start(config, OPTIMIZERS["8-bit"])
+        runs.train(engine, range(2))
+        numel = sorted({p.numel() for p in engine.parameters()})
+        counts = {state["step"] for state in engine.optimizer.state.values()}
+        buffers = engine.memory_report().host - sum(
+            p.grad.nbytes for p in engine.parameters() if p.grad is not None
+        )
+        engine.save_checkpoint(folder / "saved")
+        runs.train(engine, range(2, 4))
+    other = runs.start(config, OPTIMIZERS["8-bit"])
+    other.load_checkpoint(folder / "saved")
+    runs.train(other, range(2, 4))
+    return numel, counts, buffers, runs.differences(runs.state(other), runs.state(engine))
+
+
+def test_a_piece_counts_no_step_of_its_own_and_needs_no_buffer(ranks, tmp_path):
+    [(numel, counts, buffers, differences)] = ranks(1, with_and_without, tmp_path)
+    assert numel[-1] * 4 > PIECE
+    assert counts == {2}
+    assert buffers == 0
+    assert not differences
+
+
+def interrupted(folder, how):
+    with small_pieces():
+        return fail(folder, how)
+
+
+@pytest.mark.parametrize("how", ["optimizer", "space"])
+def test_a_step_that_fails_in_a_piece_leaves_whole_parameters_and_can_be_loaded_over(ranks, tmp_path, how):
+    [((step, save), outside, found)] = ranks(1, interrupted, tmp_path, how)
+    assert {"optimizer": "lerp_", "space": "could not reserve"}[how] in step
+    assert "after a step that was interrupted" in save
+    assert not outside
+    assert not found
+
+
+def retried(folder):
+    """Parameters whose moments are not those of one step, after a first step that failed and a second one."""
+    with small_pieces():
+        engine = runs.start({"stage": 3, **offload(folder)}, OPTIMIZERS["AdamW"])
+        runs.token_loss(engine, 0).backward()
+        with mock.patch("os.posix_fallocate", refuse_space), pytest.raises(RuntimeError):
+            engine.step()
+        gradients = {p: p.grad.clone() for p in engine.parameters() if p.grad is not None}
+        engine.step()
+    return [
+        p.fqn
+        for p, gradient in gradients.items()
+        if not torch.equal(
+            engine.optimizer.state[p]["exp_avg"], torch.zeros_like(gradient).lerp(gradient, 0.1)
+        )
+    ]
+
+
+def test_a_step_after_one_that_failed_in_a_piece_begins_new_states(ranks, tmp_path):
+    assert ranks(1, retried, tmp_path) == [[]]
+
+
+def failing(folder):
+    """The error of the step after one whose pages were not written, and differences after a load."""
+    config = {"stage": 3, **offload(folder)}
+    with small_pieces():
+        want = runs.start(config, OPTIMIZERS["AdamW"])
+        runs.train(want, range(4))
+        engine = runs.start(config, OPTIMIZERS["AdamW"])
+        runs.train(engine, range(2))
+        engine.save_checkpoint(folder / "saved")
+        with mock.patch("os.fdatasync", side_effect=OSError(5, os.strerror(5))):
+            runs.train(engine, [2])
+            with pytest.raises(RuntimeError) as caught:
+                runs.train(engine, [3])
+        with pytest.raises(RuntimeError, match="could not write values of the last step"):
+            runs.train(engine, [3])
+        engine.load_checkpoint(folder / "saved")
+        runs.train(engine, range(2, 4))
+        return str(caught.value), runs.differences(runs.state(engine), runs.state(want))
+
+
+def test_pages_that_could_not_be_written_are_an_error_of_the_next_step(ranks, tmp_path):
+    [(error, differences)] = ranks(1, failing, tmp_path)
+    assert ".swap: could not write values of the last step: Input/output error" in error
+    assert not differences
+
+
+def test_estimates_count_buffers_of_the_usual_unit_alone():
+    def model(vocabulary):
+        blocks = [torch.nn.Linear(2048, 2048, bias=False) for _ in range(12)]
+        return torch.nn.Sequential(torch.nn.Embedding(vocabulary, 2048), *blocks)
+
+    config = {"stage": 3, "units": ["Linear", "Embedding"], **offload("/local")}
+    with torch.device("meta"):
+        small, large = (
+            zeroshard.estimate(model(size), 1, config, optimizer_bits=8).host for size in (8, 9000)
+        )
+    gradients = 4 * 2048 * (9000 - 8)
+    assert large - small == gradients

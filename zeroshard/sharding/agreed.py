@@ -1,0 +1,54 @@
+"""The end of a backward on all ranks together: flags of each rank, each set if it is set on any rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.unit import Unit
+
+
+class Agreed(NamedTuple):
+    """The end of a backward on all ranks together."""
+
+    used: list[list[bool]]
+    """True where any rank has a gradient, for each buffer and parameter."""
+    again: list[Unit]
+    """The units whose gradients came in two parts on any rank; the second part is still to be reduced."""
+    early: set[Unit]
+    """The units that any rank has stepped in this backward."""
+    has_changed: bool
+    """True if any rank has met another order of units."""
+    has_failed: bool
+    """True if any rank's backward has ended in an exception."""
+    pace: list[bool]
+    """`Pace.flags` over all ranks: each is set if it is set on any rank."""
+
+
+def flags_of(
+    everything: Sequence[Gradients],
+    units: Sequence[Unit],
+    has_changed: bool,
+    has_failed: bool,
+    pace: Iterable[bool],
+) -> list[bool]:
+    """Return the flags of this rank; the arguments are as in `Agreed`, with the gradients of all buffers."""
+    flags = [flag for gradients in everything for flag in gradients.used]
+    flags += [unit.has_more for unit in units]
+    flags += [any(gradients.is_early for gradients in unit.gradients) for unit in units]
+    return [*flags, has_changed, has_failed, *pace]
+
+
+def read_flags(flags: Iterable[bool], everything: Sequence[Gradients], units: Sequence[Unit]) -> Agreed:
+    """Return what the flags of all ranks tell, in the order of `flags_of`."""
+    flag = iter(flags)
+    return Agreed(
+        used=[list(islice(flag, len(gradients.used))) for gradients in everything],
+        again=[unit for unit in units if next(flag)],
+        early={unit for unit in units if next(flag)},
+        has_changed=next(flag),
+        has_failed=next(flag),
+        pace=list(flag),
+    )
