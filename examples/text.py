@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import os
 import platform
 import re
 from collections.abc import Iterable, Iterator
@@ -62,13 +62,19 @@ def zeroshard_documentation(folder: Path) -> Path:
 
 
 def _written(file: Path, documents: Iterable[str]) -> Path:
-    """Return a JSONL file that has these documents; it is written anew only if it has others."""
+    """Return a JSONL file that has these documents; it is written anew only if it has others.
+
+    One process of the machine writes it while others wait: a file that is written again has a new time of
+    change, and a rank that is reading it would take it for another text.
+    """
     lines = "".join(json.dumps({"text": text.strip()}) + "\n" for text in documents if text.strip())
-    if not file.is_file() or file.read_text(encoding="utf-8") != lines:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")  # each rank may write; the last one is as good as any
-        partial.write_text(lines, encoding="utf-8")
-        partial.replace(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the process
+        if not file.is_file() or file.read_text(encoding="utf-8") != lines:
+            partial = file.with_suffix(".partial")
+            partial.write_text(lines, encoding="utf-8")
+            partial.replace(file)
     return file
 
 

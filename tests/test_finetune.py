@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -359,7 +360,21 @@ def test_documentation_becomes_blocks_once(tmp_path: Path) -> None:
         assert (again.st_ino, again.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
         train, held_out = text_datasets(path, ByteTokenizer(), seq_len=128, cache_dir=tmp_path / "cache")
         assert held_out.num_labels == pytest.approx(0.05 * (train.num_labels + held_out.num_labels), rel=0.1)
-    assert len(list((tmp_path / "texts").iterdir())) == 2
+    assert len(list((tmp_path / "texts").glob("*.jsonl"))) == 2
+
+
+def test_ranks_that_start_together_get_one_file_that_stays(tmp_path: Path) -> None:
+    """A rank may read it at once: a file that another rank writes again would be a changed text to it."""
+    barrier = Barrier(4)
+
+    def write(folder: Path) -> tuple[int, int]:
+        barrier.wait()
+        stat = zeroshard_documentation(folder).stat()
+        return stat.st_ino, stat.st_mtime_ns
+
+    with ThreadPoolExecutor(4) as ranks:
+        for trial in range(5):
+            assert len(set(ranks.map(write, [tmp_path / str(trial)] * 4))) == 1
 
 
 def test_bytes_decode_to_the_text_they_came_from_and_never_to_control_codes() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -54,6 +55,12 @@ def fail_on(failing: list[int]) -> int:
         print("about to fail")
         raise ValueError(f"bad luck on rank {dist.get_rank()}")
     return dist.get_rank()
+
+
+def return_while_others_sleep() -> str:
+    if os.environ["RANK"] != "0":
+        time.sleep(1000)
+    return "gave up"
 
 
 def fail_while_others_wait() -> None:
@@ -148,7 +155,13 @@ def test_hang_ends_soon_with_the_stacks_of_the_ranks(ranks: Ranks) -> None:
     assert time.monotonic() - start < 20
     assert [error and error[0] for error in caught.value.errors] == ["TimeoutError", "TimeoutError"]
     assert str(caught.value).count("in sleep_for_long") == 2
+    assert len(re.findall(r"^thread \d+ .+: [A-Z] in ", str(caught.value), re.MULTILINE)) >= 2
     assert ranks(2, fail_on, []) == [0, 1]
+
+
+def test_what_a_rank_returned_is_told_when_others_hang(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"(?s)still running.*Rank 0 has returned gave up"):
+        ranks(2, return_while_others_sleep, timeout=2.0)
 
 
 def test_rank_that_raises_comes_before_the_stacks_of_those_that_wait(

@@ -55,6 +55,8 @@ class Timeline:
         self._num_named: dict[str, int] = {}
         self.main = self._thread.clock
         """What the thread has waited for that made the timeline."""
+        self.awaited = Clock()
+        """What some thread has waited for."""
         self.default = self.stream("compute")
 
     def stream(self, name: str) -> Stream:
@@ -75,6 +77,11 @@ class Timeline:
     def host(self) -> Clock:
         """What this thread has waited for, and done itself."""
         return self._thread.clock
+
+    def wait_for(self, clock: Clock) -> None:
+        """This thread waits for all that lies before a point."""
+        self.host.join(clock)
+        self.awaited.join(clock)
 
     def act_on_host(self) -> Point:
         """This thread does something itself."""
@@ -113,7 +120,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        self._timeline.host.join(self.clock)
+        self._timeline.wait_for(self.clock)
 
     def query(self) -> bool:
         return True
@@ -145,7 +152,7 @@ class Event:
         (stream or self._timeline.current).wait_event(self)
 
     def synchronize(self) -> None:
-        self._timeline.host.join(self.clock)
+        self._timeline.wait_for(self.clock)
 
     def query(self) -> bool:
         return True

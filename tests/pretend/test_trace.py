@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -335,6 +336,21 @@ def test_memory_of_a_transfer_is_in_use_until_the_host_has_waited(trace: Trace, 
     trace.findings.clear()
     pinned.sum()
     assert kinds(trace) == {Kind.RACE}
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_the_thread_of_a_transfer_may_let_memory_go_after_another_thread_has_waited(
+    trace: Trace, is_awaited: bool
+) -> None:
+    with trace.paused():
+        memory = [torch.zeros(4)]
+    trace.pin(memory[0], is_kept=False)
+    writing = trace.transfer(memory[0], "write", writes=False)
+    with ThreadPoolExecutor(1) as waiter, ThreadPoolExecutor(1) as transfer:
+        if is_awaited:
+            waiter.submit(writing.synchronize).result()
+        transfer.submit(memory.clear).result()
+    assert kinds(trace) == (set() if is_awaited else {Kind.FREED})
 
 
 def test_compiled_steps_write_through_arrays(

@@ -376,10 +376,9 @@ class Trace:
             self._ends.pop(key, None)
             self.arriving.pop(key, None)
             if (block := self._blocks.pop(key, None)) is not None:
-                clock = Clock(
-                    self.timeline.main
-                )  # a thread of a transfer, which has no clock, may hold it last
-                clock.join(self.timeline.host)
+                clock = Clock(self.timeline.main)
+                # The thread of a transfer, which has no clock, may let memory go last, after whoever waited.
+                clock.join(self.timeline.host or self.timeline.awaited)
                 self._allocator.free(block, clock)
 
 
