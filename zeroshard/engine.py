@@ -70,7 +70,7 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         """Steps that the optimizer has taken."""
         self.skipped_steps = 0
         """Steps that were not taken because gradients were not finite."""
-        self._guard = StepGuard(parts.runtime, parts.config)
+        self._guard = StepGuard(parts.runtime, parts.config, parts.optimizer)
         self._halfway = Halfway()
         self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
@@ -78,7 +78,8 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         """True if `step()` has made the gradients ready for the optimizer."""
         weakref.finalize(self, saver.leave_alone)
         if parts.optimizer is not None:
-            own = Judged(weakref.WeakMethod(self._judge_step), weakref.WeakMethod(self._count_step))
+            judge, count = self._judge_step, self._count_step
+            own = Judged(weakref.WeakMethod(judge), weakref.WeakMethod(count), self._guard.scaling)
             steps = attach(parts.runtime, self._guard.rounding, parts.optimizer, engine=own)
             if parts.config.offload.step_in_backward:
                 self._early = EarlySteps(parts.runtime, parts.optimizer, steps, self._halfway)

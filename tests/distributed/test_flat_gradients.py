@@ -11,9 +11,9 @@ from torch import nn
 
 from tests.distributed.training import STAGES, start
 from tests.operators import Operators
+from zeroshard.internals.foreach import foreach_sum_of_squares
 from zeroshard.stepping.clipping import own_gradients, scale_
 from zeroshard.stepping.nonfinite import all_finite, largest
-from zeroshard.stepping.norms import foreach_sum_of_squares
 from zeroshard.stepping.runs import contiguous_runs
 
 NUM_BLOCKS = 3
@@ -48,10 +48,10 @@ def sums_and_kernels(depth):
         runtime, axis = engine._runtime, engine._axes.dp_shard
         grads = [p.grad for p in engine.parameters()]
         with Operators() as squares:
-            runs = contiguous_runs(own_gradients(runtime))
+            runs = contiguous_runs(own_gradients(runtime).tensors)
             total = foreach_sum_of_squares(runs).sum()
         with Operators() as maxima:
-            largest(contiguous_runs(own_gradients(runtime)))
+            largest(contiguous_runs(own_gradients(runtime).tensors))
         whole = [grad.clone() for grad in grads]
         with Operators() as products:
             scale_(grads, torch.tensor(0.3))
@@ -79,7 +79,7 @@ def bits_on_all_stages(depth):
     norms = set()
     for stage in STAGES:
         engine = trained(depth, stage)
-        total = foreach_sum_of_squares(contiguous_runs(own_gradients(engine._runtime))).sum()
+        total = foreach_sum_of_squares(contiguous_runs(own_gradients(engine._runtime).tensors)).sum()
         norms.add(engine._axes.dp_shard.sum(total, "test").sqrt().float().item())
         norms.add(engine.clip_grad_norm_(1e9).item())
     return len(norms)
@@ -117,7 +117,7 @@ def replaced():
     finite = [all_finite(engine._runtime)]
     own[0].grad[-1] = math.nan
     finite.append(all_finite(engine._runtime))
-    finite.append(bool(largest(contiguous_runs(own_gradients(engine._runtime))).isfinite().all()))
+    finite.append(bool(largest(contiguous_runs(own_gradients(engine._runtime).tensors)).isfinite().all()))
     return abs(got.item() / norm.item() - 1), clipped, finite
 
 

@@ -17,7 +17,8 @@ class Clock(dict[str, int]):
 
     def join(self, other: Clock) -> None:
         """Let what lies before `other` lie before this point too."""
-        for stream, tick in list(other.items()):  # another thread may add to it
+        # Another thread, or a garbage collection that the loop starts, may add to it.
+        for stream, tick in other.copy().items():
             if self.get(stream, 0) < tick:
                 self[stream] = tick
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.operators import Operators
-from zeroshard.stepping.norms import foreach_norm, foreach_sum_of_squares, sum_of_squares, whole_norms
+from zeroshard.internals.foreach import foreach_norm, foreach_sum_of_squares
+from zeroshard.stepping.norms import sum_of_squares, whole_norms
 
 
 def tensors_of_all_sizes():

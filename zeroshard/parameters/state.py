@@ -47,6 +47,8 @@ class ModuleState:
     """True from the beginning of a backward that steps units to the end of that step."""
     has_failed_in_step = False
     """True if that backward has ended in an exception."""
+    has_shown_gradients = False
+    """True if somebody may hold a `p.grad` that the last backward has set, and change it unseen."""
     has_sums = False
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
     forget_gradient: Callable[[Any], object]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zeroshard.parameters.sharded import gradient_of, set_gradient
 from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.noted import Noted
 
 
 class Gradients:
@@ -34,6 +35,8 @@ class Gradients:
         self._held: dict[int, Tensor] = {}
         self._sums: list[Tensor | None] = []
 
+    noted: Noted | None = None
+    """A note on the `p.grad` that the last delivery has set, if the device took it."""
     is_kept = False
     """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits."""
     has_more = False

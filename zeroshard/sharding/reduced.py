@@ -19,12 +19,14 @@ from torch import Tensor
 
 from zeroshard.comm.collectives import Channel
 from zeroshard.comm.pool import BufferPool
+from zeroshard.internals.foreach import foreach_sum_of_squares
 from zeroshard.parameters.sharded import gradient_of, set_gradient
 from zeroshard.plan.exchange import Collective, Exchange
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.landing import Landing, leaves_device
+from zeroshard.sharding.noted import Noted
 
 
 class GradientState(Enum):
@@ -71,6 +73,8 @@ class ReducedGradients(Gradients):
         self._reduced: Tensor | None = None
         self._addend: Tensor | None = None
         """Gradients on their way to the host, to be added there to `_reduced`, or else to `p.grad`."""
+        self._squares: Tensor | None = None
+        """Of gradients on their way to the host: the sum of squares that this rank counts, 0-dim, float64."""
         self._landing = Landing(context, buffer.plan.main_size) if leaves_device(buffer, context) else None
 
     @property
@@ -234,13 +238,22 @@ class ReducedGradients(Gradients):
         has_all = all(gradient is not None for gradient in grads)
         if self._landing is not None:
             is_addend = has_all or not is_first  # a sum is rounded once
-            result = self._landing.land(result if is_addend else result.to(self.buffer.plan.main_dtype))
+            result = result if is_addend else result.to(self.buffer.plan.main_dtype)
+            self._squares = None if is_addend else self._squares_of(result)
+            result = self._landing.land(result)
         if has_all or self._reduced is not None:
             self._addend = result
             if self._landing is None:
                 self.add_up()
         else:
             self._reduced = result if self.is_kept else result.to(self.buffer.plan.main_dtype)
+
+    def _squares_of(self, result: Tensor) -> Tensor | None:
+        """The sum of squares of the elements that this rank counts; None if no norm will be asked for."""
+        if self._context.setting.steps_in_backward or result.dtype is torch.float64:  # whose squares overflow
+            return None
+        own = [result[part][self.buffer.counted(index)] for index, part in enumerate(self._own_slices)]
+        return foreach_sum_of_squares(own).sum()
 
     def add_up(self) -> None:
         addend, self._addend = self._addend, None
@@ -276,6 +289,7 @@ class ReducedGradients(Gradients):
     def _detach(self, used: Sequence[bool]) -> Callable[[], None]:
         arrives = self._landing.arrival() if self._landing is not None else None
         (reduced, self._reduced), (addend, self._addend) = (self._reduced, None), (self._addend, None)
+        squares, self._squares, self.noted = self._squares, None, None
         self.used = [False] * len(self.used)
 
         def deliver() -> None:
@@ -287,6 +301,7 @@ class ReducedGradients(Gradients):
             total, reduced = reduced, None  # nobody else is to keep its memory
             if total is None:  # it was added as it arrived
                 return
+            is_new = all(gradient_of(parameter) is None for parameter in self.buffer.sharded)
             for index, parameter in enumerate(self.buffer.sharded):
                 if not used[index]:
                     continue
@@ -295,6 +310,8 @@ class ReducedGradients(Gradients):
                     set_gradient(parameter, gradient)
                 else:
                     before.add_(gradient)
+            if is_new and squares is not None:
+                self.noted = Noted.of(self.buffer, squares)
 
         return deliver
 
@@ -309,7 +326,7 @@ class ReducedGradients(Gradients):
         num = len(self.used)
         if self._flat is not None:
             self._pool.forget(self._flat)
-        self._flat = self._reduced = self._addend = None
+        self._flat = self._reduced = self._addend = self._squares = None
         self._is_deferred = False
         self._arrived, self._filled = [False] * num, [False] * num
         self.num_missing = num
@@ -321,6 +338,7 @@ class ReducedGradients(Gradients):
         if self._reduced is not None:
             self._wait_on_host()
             self._reduced[self._own_slices[index]].zero_()
+            self._squares = None
 
     def _move(self, state: GradientState) -> None:
         if state is self.state:

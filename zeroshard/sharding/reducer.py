@@ -183,7 +183,7 @@ class Reducer:
             self._order.agree(self._axis)
             self._must_agree = False
         self._to_start, self._ready = deque(self._order.of_reductions()), set()
-        self._is_open = True
+        self._is_open, self._state.has_shown_gradients = True, False
 
     def start(self, unit: Unit) -> None:
         """Start the reduction of a unit when it is its turn, unless reductions are deferred; repeatable."""

@@ -35,6 +35,7 @@ from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
 from zeroshard.stepping.parts import Parts, Tier, is_divisible, is_known
 from zeroshard.stepping.pieces import PieceParts, PieceTier
 from zeroshard.stepping.rounding import Rounding, RoundsItself
+from zeroshard.stepping.scaling import Scaling, has_far_parameters
 from zeroshard.stepping.widening import InPlace, Widening, load_states_wide
 
 
@@ -45,6 +46,8 @@ class Judged:
     judge: WeakMethod[Callable[[tuple[Any, ...], dict[str, Any]], Arguments | None]]
     """Takes the arguments of a step; it may raise an error, or return other arguments."""
     count: WeakMethod[Callable[[], None]]
+    scaling: Scaling | None
+    """Clips the gradients of each part; None where they are clipped before the step."""
 
 
 def attach(
@@ -75,10 +78,11 @@ def attach(
         units = [unit.starts() for unit in runtime.units]
         starts = {p: start for unit in units for p, start in unit.items()}
         in_pieces = _in_pieces(runtime, optimizer, starts)
-        tiers = _tiers(runtime, optimizer, rounding, starts, in_pieces)
+        scaling = None if engine is None else engine.scaling
+        tiers = _tiers(runtime, optimizer, rounding, starts, in_pieces, scaling)
         setting = runtime.context.setting
-        is_far = any(b.trainable and b.plan.main_tier is not plan_tiers.Tier.DEVICE for b in runtime.buffers)
-        sets_threads = setting.num_threads is not None and (is_far or setting.host_computes)
+        computes_on_host = has_far_parameters(runtime) or setting.host_computes
+        sets_threads = setting.num_threads is not None and computes_on_host
         if tiers or setting.steps_in_backward or sets_threads:
             divided = optimizer, [list(unit) for unit in units], tiers, setting.num_threads
             parts.append(Parts(*divided) if in_pieces is None else PieceParts(*divided, pieces=in_pieces))
@@ -109,12 +113,15 @@ def _tiers(
     rounding: Rounding | None,
     starts: dict[ShardedParameter, int],
     in_pieces: PieceTier | None,
+    scaling: Scaling | None,
 ) -> list[Tier]:
     """The tiers that parameters pass on the way to an optimizer, the farthest first."""
     tiers: list[Tier] = [] if in_pieces is None else [in_pieces]
     in_files = [buffer for buffer in runtime.buffers if _is_in_files(buffer) and buffer.main.numel()]
     if whole := [b for b in in_files if in_pieces is None or not in_pieces.has(b.sharded)]:
         tiers.append(DiskTier(optimizer, whole, runtime.context.memory))
+    if scaling is not None:
+        tiers.append(scaling)
     if rounding is not None:
         # An optimizer of another class may compute with values.
         if isinstance(optimizer, RoundsItself) and is_known(optimizer):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,9 +50,14 @@ def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
         norm: 0-dim, float32: the global norm of these gradients.
         max_norm: the limit.
     """
-    factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+    factor = factor_of(norm, max_norm)
     grads = [gradient for p in runtime.parameters if (gradient := gradient_of(p)) is not None]
     scale_(grads, factor)
+
+
+def factor_of(norm: Tensor, max_norm: float) -> Tensor:
+    """0-dim, float32: the factor that brings gradients of this norm down to `max_norm`; at most 1."""
+    return torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
@@ -85,7 +91,8 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
         0-dim, float32.
     """
     axis, device = runtime.context.axis, runtime.context.device
-    groups = by_device(own_gradients(runtime))
+    own = own_gradients(runtime, order)
+    groups = by_device(own.tensors)
     if math.isinf(order):
         largest = torch.zeros(axis.size, dtype=torch.float64, device=device)
         for group in groups:
@@ -95,6 +102,8 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
     for group in groups:
         total += moves.to_device(sum_of_powers(group, order).sum(), device)
+    if own.squares:
+        total += torch.stack(own.squares).sum()
     total = axis.sum(total, f"sum of the gradient norms to the power of {order:g}")
     return (total.sqrt() if order == 2.0 else total.pow(1.0 / order)).float()
 
@@ -110,16 +119,31 @@ def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return [[tensors[index] for index in group] for group in moves.by_device(tensors)]
 
 
-def own_gradients(runtime: Runtime) -> list[Tensor]:
-    """The parts of the gradients that the layout gives to this rank: over all ranks, each element once.
+class OwnGradients(NamedTuple):
+    """The parts of the gradients that the layout gives to this rank: over all ranks, each element once."""
+
+    tensors: list[Tensor]
+    squares: list[Tensor]
+    """0-dim, float64, on the device: sums of squares of further gradients, which lie on the host."""
+
+
+def own_gradients(runtime: Runtime, order: float = 2.0) -> OwnGradients:
+    """Find the gradients that this rank counts, or notes of their squares for the norm of order 2.
 
     On a CPU there is one tensor per parameter, because the bits of sums depend on that. On accelerators the
     tensors are runs of memory.
     """
-    own = [
+    notes = {}
+    if order == 2.0:
+        for gradients in (gradients for unit in runtime.units for gradients in unit.gradients):
+            if (noted := gradients.noted) is not None and noted.holds_for(gradients.buffer):
+                notes[gradients.buffer] = noted.squares
+    tensors = [
         gradient[buffer.counted(index)]
         for buffer in runtime.buffers
+        if buffer not in notes
         for index, parameter in enumerate(buffer.sharded)
         if (gradient := gradient_of(parameter)) is not None
     ]
-    return own if runtime.context.device.type == "cpu" else contiguous_runs(own)
+    is_cpu = runtime.context.device.type == "cpu"
+    return OwnGradients(tensors if is_cpu else contiguous_runs(tensors), list(notes.values()))

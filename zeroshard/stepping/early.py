@@ -35,6 +35,7 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.halfway import Halfway
 from zeroshard.stepping.parts import Parts, is_divisible
+from zeroshard.stepping.scaling import has_hooks_of_others
 from zeroshard.stepping.worker import Worker
 
 
@@ -130,15 +131,13 @@ class EarlySteps:
         """Warn once of hooks of others, which may be there to change gradients."""
         if self._has_warned:
             return
-        for hook in optimizer._optimizer_step_pre_hooks.values():
-            if not str(getattr(hook, "__module__", "")).startswith("zeroshard."):
-                self._has_warned = True
-                warnings.warn(
-                    "offload.step_in_backward: a hook of register_step_pre_hook() runs after units were "
-                    "stepped, so it finds no gradients of them, and what it does to gradients has no effect",
-                    stacklevel=4,
-                )
-                return
+        if has_hooks_of_others(optimizer):
+            self._has_warned = True
+            warnings.warn(
+                "offload.step_in_backward: a hook of register_step_pre_hook() runs after units were "
+                "stepped, so it finds no gradients of them, and what it does to gradients has no effect",
+                stacklevel=4,
+            )
 
     def _step(self, unit: Unit) -> None:
         """Step a unit whose gradients are reduced, or hand it over to the worker."""

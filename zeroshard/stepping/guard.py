@@ -6,28 +6,38 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zeroshard.config.sections import Config
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.stepping.clipping import global_norm, limit_norm
+from zeroshard.stepping.clipping import factor_of, global_norm, limit_norm
 from zeroshard.stepping.loss_scale import LossScale
 from zeroshard.stepping.nonfinite import all_finite, describe_nonfinite
 from zeroshard.stepping.rounding import Rounding
+from zeroshard.stepping.scaling import Scaling, has_far_parameters
 
 
 class StepGuard:
     """Makes gradients ready for a step and judges them, the same on all ranks.
 
     Its construction is collective.
+
+    Args:
+        runtime: the runtime of the gradients.
+        config: the config; it tells of clipping, and of gradients that are not finite.
+        optimizer: the one optimizer that steps after `make_ready`; None if there may be others.
     """
 
-    def __init__(self, runtime: Runtime, config: Config) -> None:
+    def __init__(self, runtime: Runtime, config: Config, optimizer: Optimizer | None = None) -> None:
         self._runtime, self._max_norm, self._nonfinite = runtime, config.clip_grad_norm, config.nonfinite
         is_half = runtime.reducer.is_half
         self.loss_scale = LossScale.of(config.precision.loss_scale) if is_half else LossScale()
         is_narrow = config.precision.main_dtype is torch.bfloat16
         self.rounding = Rounding.agreed(runtime.context.axes.dp) if is_narrow else None
         """The rounding of updates into main parameters of bfloat16; None for wider ones."""
+        clips = config.clip_grad_norm is not None and optimizer is not None
+        self.scaling = Scaling(optimizer) if clips and optimizer and has_far_parameters(runtime) else None
+        """Clips part by part; None where main parameters lie on the device."""
         self.grad_norm: Tensor | None = None
         """The global norm before the last clipping, 0-dim; None before."""
         self.may_skip = is_half or config.nonfinite == "skip"
@@ -78,7 +88,9 @@ class StepGuard:
                 self._answer_nonfinite()
                 return False
         if self._max_norm is not None and norm is not None:
-            limit_norm(self._runtime, norm, self._max_norm)
+            factor, scaling = factor_of(norm, self._max_norm), self.scaling
+            if scaling is None or not scaling.begin(self._runtime.parameters, factor):
+                limit_norm(self._runtime, norm, self._max_norm)
         return True
 
     def _answer_nonfinite(self) -> None:

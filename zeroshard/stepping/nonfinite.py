@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zeroshard.internals.foreach import foreach_norm
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.clipping import by_device, global_norm, own_gradients
-from zeroshard.stepping.norms import foreach_norm
 
 _NUM_SHOWN = 3
 
@@ -18,8 +18,10 @@ _NUM_SHOWN = 3
 @torch.no_grad()
 def all_finite(runtime: Runtime) -> bool:
     """True if no gradient holds inf or nan on any rank; one exchange."""
-    groups = by_device(own_gradients(runtime))
-    is_bad = not all(bool(_probe(group).isfinite().all()) for group in groups)
+    own = own_gradients(runtime)
+    probes = [_probe(group) for group in by_device(own.tensors)]
+    probes += [torch.stack(own.squares)] if own.squares else []
+    is_bad = not all(bool(probe.isfinite().all()) for probe in probes)
     return not runtime.context.axes.dp.any([is_bad], "agreement on whether gradients are finite")()[0]
 
 

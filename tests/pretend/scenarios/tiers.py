@@ -17,7 +17,7 @@ from zeroshard.optim import LAMB
 
 HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
 NARROW = BF16 | {"main_dtype": "bfloat16"}
-READS_FACTOR = ("stepping/clipping.py",)
+READS_FACTOR = ("stepping/clipping.py", "stepping/scaling.py")
 """The host waits for the norm: it scales the gradients that lie there."""
 
 Train = Callable[[Bench], list[Tensor]]

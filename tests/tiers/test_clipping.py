@@ -1,0 +1,330 @@
+"""Clipping with far main parameters: squares are noted before gradients leave, parts are scaled in turn."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint import runs
+from tests.tiers.test_offload import BF16_MAIN, CHOSEN_STAGES, OPTIMIZERS, offload
+from tests.tiers.test_pieces import small_pieces
+from zeroshard.plan.tiers import Tier
+from zeroshard.sharding import reduced
+from zeroshard.stepping.clipping import global_norm, own_gradients
+
+# ---------------------------------------------------------------------------------------- the factor by part
+
+
+NAMES = ("fused", "8-bit", "LAMB")
+if len(CHOSEN_STAGES) > 1:
+    NAMES += ("for-each", "SGD", "groups", "replacing")
+
+
+def tiers_of(folder):
+    return {"files": offload(folder), "some": offload(folder, device_fraction=0.3)}
+
+
+def run(config, make, model=runs.build, num_steps=4):
+    torch.manual_seed(3)
+    engine = runs.start(config, make, model=model())
+    losses = runs.train(engine, range(num_steps))
+    found = runs.state(engine, losses), engine.grad_norm
+    assert (engine._guard.scaling is None) == ("offload" not in config)
+    engine.close(restore=False)
+    return found
+
+
+def equal_bits(folder, stages):
+    found = []
+    for stage in stages:
+        for name in NAMES:
+            for precision in ({}, BF16_MAIN):
+                for max_norm in (0.05, 1e9) if name == "fused" else (0.05,):
+                    config = {"stage": stage, "clip_grad_norm": max_norm} | precision
+                    (want, norm), what = run(config, OPTIMIZERS[name]), f"{name}, {config}"
+                    for tier, options in tiers_of(folder).items():
+                        got, got_norm = run(config | options, OPTIMIZERS[name])
+                        found += [f"{what}, {tier}: {text}" for text in runs.differences(got, want)]
+                        if got.losses != want.losses or not torch.equal(got_norm, norm):
+                            found.append(f"{what}, {tier}: losses {got.losses}, norm {got_norm}, not {norm}")
+                    if not 0.05 < norm < 1e9:
+                        found.append(f"{what}: a norm of {norm}")
+    return found
+
+
+@pytest.mark.long_where(num_ranks=[1, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_clipping_by_part_has_the_bits_of_clipping_before_the_step(ranks, tmp_path, num_ranks):
+    stages = (1, 3) if 1 in CHOSEN_STAGES else (3,)
+    for found in ranks(num_ranks, equal_bits, tmp_path, stages, timeout=300):
+        assert not found[:8]
+
+
+def in_pieces(folder):
+    config = {"stage": 3, "clip_grad_norm": 0.05}
+    want, _ = run(config, OPTIMIZERS["fused"])
+    with small_pieces():
+        got, _ = run(config | offload(folder), OPTIMIZERS["fused"])
+    return runs.differences(got, want)
+
+
+def test_the_factor_reaches_each_piece_once(ranks, tmp_path):
+    assert ranks(2, in_pieces, tmp_path) == [[], []]
+
+
+def gradients_after_a_step(config):
+    """The gradients that a hook finds, and those after the step; some parameters are in no optimizer."""
+    engine = runs.start({"stage": 3, "clip_grad_norm": 0.05} | config, only_the_blocks)
+    seen = []
+    for has_hook in (False, True):
+        if has_hook:
+            engine.optimizer.register_step_pre_hook(lambda *_: seen.append(flat_gradients(engine)))
+        runs.token_loss(engine, 1).backward()
+        engine.optimizer.step()
+        seen.append(flat_gradients(engine))
+        engine.zero_grad()
+    return seen
+
+
+def only_the_blocks(model):
+    return torch.optim.AdamW(model.blocks.parameters(), lr=1e-2)
+
+
+def flat_gradients(engine):
+    return torch.cat([p.grad for p in engine.parameters() if p.grad is not None])
+
+
+def test_gradients_are_clipped_for_hooks_and_after_the_step(ranks, tmp_path):
+    far = offload(tmp_path)
+    both = ranks(2, gradients_after_a_step, {}), ranks(2, gradients_after_a_step, far)
+    for want, got in zip(*both, strict=True):
+        assert len(want) == len(got) == 3
+        for one, other in zip(want, got, strict=True):
+            assert torch.equal(one, other)
+
+
+# ------------------------------------------------------------------------------------------------- the notes
+
+
+def leaves(buffer, _):
+    """As beside an accelerator: gradients of far main parameters are copied to other memory."""
+    return buffer.trainable and buffer.plan.main_tier is not Tier.DEVICE
+
+
+def backward(engine, number=0):
+    engine.backward(runs.token_loss(engine, number))
+
+
+def first_of(engine):
+    return next(p for p in engine.parameters() if p.requires_grad and p.numel())
+
+
+def scale_through_data(engine):
+    backward(engine)
+    for p in engine.parameters():
+        if p.grad is not None:
+            p.grad.data.mul_(3)
+
+
+def scale_by_a_slot(engine):
+    backward(engine)
+    for p in engine.parameters():
+        if (gradient := torch.Tensor.grad.__get__(p)) is not None:
+            gradient.data.mul_(3)
+
+
+def replace(engine):
+    backward(engine)
+    for p in engine.parameters():
+        if p.requires_grad:
+            p.grad = torch.ones_like(p)
+
+
+def set_whole(engine):
+    backward(engine)
+    engine.set_full_gradient("head.weight" if "head.weight" in names(engine) else "tokens.weight", ones())
+
+
+def names(engine):
+    return {name for name, _ in engine.named_parameters()}
+
+
+def ones():
+    return torch.ones(runs.VOCABULARY, runs.WIDTH)
+
+
+def add_up(engine):
+    backward(engine)
+    engine.backward(runs.token_loss(engine, 1))
+
+
+def accumulate(engine):
+    engine.set_gradient_accumulation_steps(2)
+    backward(engine)
+    engine.step()
+    backward(engine, 1)
+
+
+def add_up_later(engine):
+    with engine.no_sync():
+        backward(engine)
+    engine.backward(runs.token_loss(engine, 1))
+
+
+def clip_twice(engine):
+    backward(engine)
+    engine.clip_grad_norm_(0.05)
+
+
+def clip_another_way(engine):
+    backward(engine)
+    engine.clip_grad_norm_(0.05, norm_type=1)
+
+
+def read_before(engine):
+    """Reads before the backward, which sets others."""
+    flat_gradients(engine) if any(p.grad is not None for p in engine.parameters()) else None
+    backward(engine)
+
+
+def keep_zeros(engine):
+    backward(engine)
+    engine.zero_grad(set_to_none=False)
+    backward(engine)
+
+
+def drop_one(engine):
+    backward(engine)
+    first_of(engine).grad = None
+
+
+WAYS = {
+    backward: True,
+    add_up: False,
+    accumulate: None,  # the host adds up at stages 2 and 3
+    add_up_later: True,
+    scale_through_data: False,
+    scale_by_a_slot: False,
+    replace: False,
+    set_whole: None,
+    clip_twice: False,
+    clip_another_way: False,
+    read_before: True,
+    keep_zeros: False,
+    drop_one: False,
+}
+"""By the way: True if the norm comes from notes; None if a part of it may."""
+
+
+def norms(config, order=2.0):
+    found = []
+    with mock.patch.object(reduced, "leaves_device", leaves):
+        engine = runs.start({"stage": 3, "clip_grad_norm": 1.0} | config)
+        for way, is_noted in WAYS.items():
+            way(engine)
+            runtime = engine._runtime
+            num_noted, got = len(own_gradients(runtime, order).squares), global_norm(runtime, order)
+            for unit in runtime.units:
+                for gradients in unit.gradients:
+                    gradients.noted = None
+            want = global_norm(runtime, order)
+            torch.testing.assert_close(got, want, rtol=2e-7, atol=0)  # float64 sums, rounded to float32 once
+            found.append((way.__name__, is_noted, num_noted))
+            engine.zero_grad()
+            engine.set_gradient_accumulation_steps(1)
+        engine.close(restore=False)
+    return found
+
+
+@pytest.mark.long_where(num_ranks=[1, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("precision", [{}, BF16_MAIN], ids=["fp32", "bf16 main"])
+@pytest.mark.parametrize("stage", CHOSEN_STAGES)
+def test_the_norm_from_notes_is_that_of_the_gradients(ranks, tmp_path, num_ranks, stage, precision):
+    config = offload(tmp_path) | {"stage": stage} | precision
+    for found in ranks(num_ranks, norms, config):
+        for way, is_noted, num_noted in found:
+            if way == "add_up_later" and num_ranks == 1:
+                is_noted = False  # without an exchange there is nothing to defer: the host adds up
+            assert is_noted is None or (num_noted > 0) == is_noted, way
+
+
+def test_other_norms_read_the_gradients(ranks, tmp_path):
+    far = offload(tmp_path)
+    for found in ranks(2, norms, far, 1.0) + ranks(2, norms, far, float("inf")):
+        assert all(num_noted == 0 for *_, num_noted in found)
+
+
+class Sparse(nn.Module):
+    """Blocks of which a step uses some."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x, used):
+        for number in used:
+            x = x + self.blocks[number](x)
+        return x.square().mean()
+
+
+def trained(config):
+    """Losses and norms of steps that use other blocks each time, some of them in two micro-batches."""
+    engine = runs.start(config, model=Sparse())
+    generator, found = torch.Generator().manual_seed(torch.distributed.get_rank()), []
+    for uses in (((0, 1), (1, 2)), ((2,), (2,)), ((0,), ()), ((0, 1, 2), (0,))):
+        for used in uses:
+            loss = engine(torch.randn(4, 6, generator=generator).requires_grad_(), used)
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        found.append(engine.grad_norm.item())
+    return found + torch.cat([p.detach().flatten() for p in engine.parameters()]).tolist()
+
+
+def with_and_without_notes(config, far):
+    want = trained(config)
+    with mock.patch.object(reduced, "leaves_device", leaves):
+        return want, trained(config | far)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_units_that_some_backwards_leave_out_are_clipped_alike(ranks, tmp_path, stage, steps):
+    config = {"stage": stage, "clip_grad_norm": 0.01, "gradient_accumulation_steps": steps}
+    for want, got in ranks(2, with_and_without_notes, config, offload(tmp_path)):
+        assert got == pytest.approx(want, rel=1e-6)  # the norm's 16th digit may differ, then it is rounded
+
+
+class Overflowing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = runs.build()
+
+    def forward(self, tokens, factor=1.0):
+        return self.inner(tokens) * factor
+
+
+def judged(folder, precision):
+    """Which of some steps are taken."""
+    config = {"stage": 3, "precision": precision, "nonfinite": "skip", **offload(folder)}
+    with mock.patch.object(reduced, "leaves_device", leaves):
+        engine = runs.start(config, model=Overflowing())
+        taken = []
+        for number, factor in enumerate((1.0, float("nan"), 1.0, float("inf"), 1.0)):
+            tokens = runs.batch(number)
+            logits = engine(tokens[:, :-1], factor if torch.distributed.get_rank() == 0 else 1.0)
+            engine.backward(logits.float().square().mean())
+            noted = len(own_gradients(engine._runtime).squares)
+            taken.append((engine.step(), noted > 0))
+        return taken
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", {"param_dtype": "fp16", "loss_scale": 8.0}])
+def test_gradients_that_are_not_finite_are_found_in_the_notes(ranks, tmp_path, precision):
+    for taken in ranks(2, judged, tmp_path, precision):
+        assert taken == [(True, True), (False, True)] * 2 + [(True, True)]
