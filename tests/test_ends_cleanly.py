@@ -327,6 +327,7 @@ def test_uncaught_exception_on_all_ranks_is_the_last_thing_said(run: Forks, repe
             assert (ending.code, ending.last_line) == (1, "LookupError: a row is missing")
 
 
+@pytest.mark.long
 def test_no_thread_of_the_groups_is_left_at_exit(run: Forks) -> None:
     for pair in run(*[script(TRAIN, CLOSE_AND_LIST_THREADS, stage=stage) for stage in (1, 3)]):
         for ending in pair:
@@ -344,6 +345,7 @@ def test_process_group_of_the_user_stays_open(run: Forks, repeats: int) -> None:
     assert said == [(0, "still open\n")] * 4 * repeats
 
 
+@pytest.mark.long_where(dead=[0])
 @pytest.mark.parametrize(("kill", "dead"), [(KILL_RANK_1, 1), (KILL_RANK_0, 0)])
 def test_rank_that_is_killed_ends_the_other_with_the_collective(run: Forks, kill: str, dead: int) -> None:
     for pair in run(*[script(TRAIN, kill, stage=stage) for stage in (0, 3)]):

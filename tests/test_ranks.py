@@ -159,6 +159,7 @@ def test_hang_ends_soon_with_the_stacks_of_the_ranks(ranks: Ranks) -> None:
     assert ranks(2, fail_on, []) == [0, 1]
 
 
+@pytest.mark.long
 def test_what_a_rank_returned_is_told_when_others_hang(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"(?s)still running.*Rank 0 has returned gave up"):
         ranks(2, return_while_others_sleep, timeout=2.0)

@@ -189,8 +189,8 @@ AT = [
 ]
 
 
-@pytest.mark.long_where(num_ranks=[1, 3])
-@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.long_where(num_ranks=[1, 3, 4])
+@pytest.mark.long_where(num_ranks=[2], stage=[1])
 @pytest.mark.parametrize(("num_ranks", "stage", "kinds"), AT)
 def test_8_bit_states_are_the_same_bits_at_every_number_of_ranks_and_stage(ranks, num_ranks, stage, kinds):
     found = ranks(num_ranks, every_kind, [f"{kind}8bit" for kind in kinds], stage)[0]

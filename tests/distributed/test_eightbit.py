@@ -245,7 +245,7 @@ def train(kind, configs):
 
 
 @pytest.mark.long_where(kind=["Adam8bit", "Lion8bit", "SGD8bit"])
-@pytest.mark.long_where(num_ranks=[3], kind=["AdEMAMix8bit"])
+@pytest.mark.long_where(num_ranks=[2, 3], kind=["AdEMAMix8bit"])
 @pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

@@ -129,7 +129,7 @@ def stages_in_bf16(kind, num_steps):
     return [line for stage in ALL_STAGES for line in differences(f"stage {stage}", runs[stage], runs[0])]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 4))])
 def test_stages_agree_to_the_bit_in_bf16(ranks, num_ranks):
     assert ranks(num_ranks, stages_in_bf16, "tied GPT", 6, timeout=120) == [[]] * num_ranks
 

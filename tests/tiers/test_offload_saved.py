@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import zeroshard
 from tests.checkpoint import runs
 from tests.distributed.training import numbers
-from tests.tiers.test_offload import BF16_MAIN, FILES, OPTIMIZERS, offload
+from tests.tiers.test_offload import BF16_MAIN, CHOSEN_STAGES, FILES, OPTIMIZERS, offload
 from zeroshard.checkpoint import files
 
 BEFORE, AFTER = range(3), range(3, 6)
@@ -44,11 +44,16 @@ def save(folder, make):
 
 
 def load(folder, make):
-    """By layouts of the checkpoint and of the run: the state that was loaded, and states in memory."""
+    """By layouts of the checkpoint and of the run: the state that was loaded, and states in memory.
+
+    All pairs of them, or in a short run each checkpoint at the next layout.
+    """
     found = {}
-    for name, config in layouts(folder).items():
-        for saved in layouts(folder):
+    for number, (name, config) in enumerate(layouts(folder).items()):
+        for before, saved in enumerate(layouts(folder)):
             if saved.endswith("2") and name.endswith("2"):
+                continue
+            if len(CHOSEN_STAGES) == 1 and (before + 1) % len(layouts(folder)) != number:
                 continue
             engine = runs.start(config, OPTIMIZERS[make], seed=1)
             engine.load_checkpoint(folder / "saved", saved)
