@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from zeroshard.checkpoint.save import Saver
 from zeroshard.checkpointing import Checkpointing
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.wrappers import refuse_wrappers
+from zeroshard.data.losses import LossFunction, check_loss, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
 from zeroshard.deepspeed.habits import DeepSpeedNames
 from zeroshard.forwards.methods import (
@@ -39,8 +39,6 @@ from zeroshard.stepping.attach import Judged, attach
 from zeroshard.stepping.early import EarlySteps
 from zeroshard.stepping.guard import StepGuard
 from zeroshard.stepping.halfway import Arguments, Halfway
-
-LossFunction = Callable[[Any, Any], Tensor]
 
 
 class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, ModuleLike):
@@ -123,7 +121,7 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         Raises:
             ValueError: `loss` is not a loss of one element that requires a gradient.
         """
-        _check_loss(loss)
+        check_loss(loss)
         reducer, send = (
             self._runtime.reducer,
             not self._runtime.context.setting.placements.accumulates_locally,
@@ -146,7 +144,7 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         Raises:
             ValueError: `loss` is not a loss of one element that requires a gradient.
         """
-        _check_loss(loss)
+        check_loss(loss)
         scaled = self._factored(loss.view_as(loss))
         runtime, more, value = self._runtime, not self._is_at_boundary, self.loss_scale
         send = not runtime.context.setting.placements.accumulates_locally
@@ -248,7 +246,7 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         total = torch.zeros((), dtype=torch.float32, device=device)
         pieces = zip(split_batch(inputs, num_steps), split_batch(targets, num_steps), strict=True)
         for piece, target in pieces:
-            loss = self._loss(to_device(piece, device), to_device(target, device))
+            loss = loss_of(self, self.loss_fn, to_device(piece, device), to_device(target, device))
             total += self.backward(loss).float()
             self.step()
         axis = self._axes.dp
@@ -290,20 +288,6 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
     def _is_at_boundary(self) -> bool:
         is_last = self._micro_step + 1 >= self._num_micro_batches
         return is_last if self._boundary is None else self._boundary
-
-    def _loss(self, inputs: Any, targets: Any) -> Tensor:
-        named = dict(inputs) if isinstance(inputs, Mapping) else {}
-        args = inputs if isinstance(inputs, tuple) else () if named else (inputs,)
-        if self.loss_fn is not None:
-            return self.loss_fn(self(*args, **named), targets)
-        output = self(*args, **named) if targets is None else self(*args, **named, labels=targets)
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if not isinstance(loss, Tensor):
-            raise ValueError(
-                "train_batch() needs loss_fn= at initialize, or a model whose output has a tensor `loss`; "
-                f"the model returned {type(output).__name__}"
-            )
-        return loss
 
     def _judge_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Judge a step that the optimizer begins, unless the engine has judged it already."""
@@ -398,13 +382,3 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         saver, closed = self._saver, cast(Any, self._runtime)
         self._parts = self._axes = self._saver = closed
         saver.finish() if restore else saver.leave_alone()
-
-
-def _check_loss(loss: object) -> None:
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return
-    if isinstance(loss, Tensor):
-        got = f"a tensor of shape {list(loss.shape)} with requires_grad={loss.requires_grad}"
-    else:
-        got = f"{loss!r:.80}"
-    raise ValueError(f"backward: expected a loss of one element that requires a gradient, got {got}")

@@ -28,7 +28,8 @@ from zeroshard.config.sections import Config, require_supported
 from zeroshard.data.batches import collator
 from zeroshard.data.blocks import Blocks
 from zeroshard.data.loader import EpochLoader
-from zeroshard.engine import Engine, LossFunction
+from zeroshard.data.losses import LossFunction
+from zeroshard.engine import Engine
 from zeroshard.lazy.recorder import refuse_recording
 from zeroshard.memory.room import check_room, states_of
 from zeroshard.optim.adopt.overrides import forget, read_overrides

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import sys
 import types
+from contextlib import nullcontext
 
 import hypothesis.strategies as st
 import pytest
@@ -92,10 +93,15 @@ def test_nothing_is_in_backward_after_an_exception():
 # -------------------------------------------------------------------------------------- end of backward
 
 
+def at_end(callback):
+    """As a hook: its own result would be taken for a gradient."""
+    at_end_of_backward(callback)
+
+
 def test_a_callback_runs_once_after_the_last_gradient():
     seen, x, z = [], leaf(), leaf()
     y = x * z
-    y.register_hook(lambda gradient: at_end_of_backward(lambda: seen.append((x.grad, z.grad))))
+    y.register_hook(lambda gradient: at_end(lambda: seen.append((x.grad, z.grad))))
     for parameter in (x, z):
         parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
     y.backward()
@@ -107,7 +113,7 @@ def test_a_callback_runs_once_after_the_last_gradient():
 def test_a_callback_runs_after_the_gradients_of_a_nested_backward():
     seen, x = [], leaf()
     y = checkpoint(torch.exp, x, use_reentrant=True) * 2
-    y.register_hook(lambda gradient: at_end_of_backward(lambda: seen.append(x.grad.item())))
+    y.register_hook(lambda gradient: at_end(lambda: seen.append(x.grad.item())))
     y.backward()
     assert seen == [x.grad.item()]
 
@@ -115,7 +121,7 @@ def test_a_callback_runs_after_the_gradients_of_a_nested_backward():
 def test_a_callback_also_runs_where_gradients_are_returned():
     seen, x = [], leaf()
     y = x * 2
-    y.register_hook(lambda gradient: at_end_of_backward(lambda: seen.append("end")))
+    y.register_hook(lambda gradient: at_end(lambda: seen.append("end")))
     torch.autograd.grad(y, x)
     assert seen == ["end"]
 
@@ -124,7 +130,7 @@ def test_a_callback_does_not_run_after_an_exception_nor_in_the_next_backward():
     seen, x = [], leaf()
     y = x * 2
     z = y * 3
-    z.register_hook(lambda gradient: at_end_of_backward(lambda: seen.append("end")))
+    z.register_hook(lambda gradient: at_end(lambda: seen.append("end")))
     y.register_hook(fail)
     with pytest.raises(HookError):
         z.backward()
@@ -132,9 +138,22 @@ def test_a_callback_does_not_run_after_an_exception_nor_in_the_next_backward():
     assert seen == []
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_end_of_a_backward_is_known_also_after_an_exception(fails):
+    is_running = []
+    y = leaf() * 2
+    z = y * 3
+    z.register_hook(lambda gradient: is_running.append(at_end_of_backward(lambda: None)))
+    y.register_hook(fail if fails else lambda gradient: is_running.append(is_running[0]() is not None))
+    with pytest.raises(HookError) if fails else nullcontext():
+        z.backward()
+    assert is_running[0]() is None
+    assert is_running[1:] == ([] if fails else [True])
+
+
 def test_an_exception_in_a_callback_comes_out_of_backward():
     y = leaf() * 2
-    y.register_hook(lambda gradient: at_end_of_backward(fail))
+    y.register_hook(lambda gradient: at_end(fail))
     with pytest.raises(HookError):
         y.backward()
 

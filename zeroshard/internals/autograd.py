@@ -6,6 +6,7 @@ torch has no public way to these facts. tests/sharding/test_autograd.py notices 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
@@ -41,9 +42,25 @@ def backward_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call a function when the backward pass that runs now has ended, unless it ends in an exception."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+class _AtEnd:
+    """A callback for the end of a backward; autograd drops it if the backward ends in an exception."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        self._call()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> Callable[[], object]:
+    """Call a function when the backward pass that runs now has ended, unless it ends in an exception.
+
+    Returns:
+        A function that returns None once the backward has ended, in an exception or not.
+    """
+    at_end = _AtEnd(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(at_end)
+    return weakref.ref(at_end)
 
 
 def will_accumulate(parameters: Iterable[nn.Parameter]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -67,3 +69,16 @@ class UnshardedParameter(nn.Parameter):
         self.note.is_taken = True
         with torch.no_grad():
             _GET_DATA(self).copy_(new)
+
+
+def refuse_gradient(fqn: str) -> Callable[[Tensor], None]:
+    """Return the hook of a frozen parameter; it raises if a forward has made it require a gradient."""
+
+    def refuse(parameter: Tensor) -> None:
+        parameter.grad = None
+        raise RuntimeError(
+            f"'{fqn}' was frozen at initialize and got a gradient, but has no memory for one: set "
+            "requires_grad=True before initialize"
+        )
+
+    return refuse

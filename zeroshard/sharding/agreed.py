@@ -1,4 +1,4 @@
-"""The end of a backward on all ranks together: flags of each rank, each set if it is set on any rank."""
+"""Agreements of all ranks in a backward: flags of each rank, each set if it is set on any rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from zeroshard.comm.collectives import Axis
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.unit import Unit
 
@@ -52,3 +53,12 @@ def read_flags(flags: Iterable[bool], everything: Sequence[Gradients], units: Se
         has_failed=next(flag),
         pace=list(flag),
     )
+
+
+def agree_on_frozen(units: Iterable[Unit], axis: Axis) -> None:
+    """Agree on frozen units with a backward: those after a trained module, perhaps on some ranks only."""
+    units = [unit for unit in units if unit.may_join_backward]
+    flags = [bool(unit.open_calls) or unit.is_in_reentrant for unit in units]
+    answer = axis.any(flags, "agreement on which frozen units have a backward")
+    for unit, joins in zip(units, answer(), strict=True):
+        unit.joins_backward = joins

@@ -13,7 +13,7 @@ than the device; the plan tells where.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,20 +21,21 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Axis, Part
 from zeroshard.comm.streams import Mark, mark_here
-from zeroshard.lazy.deferred import has_memory, is_stored, read_part
+from zeroshard.lazy.deferred import is_stored
 from zeroshard.parameters.attributes import carry_attributes
 from zeroshard.parameters.original import retire
 from zeroshard.parameters.sharded import ShardedParameter, describe_unit
 from zeroshard.parameters.state import Phase
-from zeroshard.parameters.unsharded import DataNote
+from zeroshard.parameters.unsharded import DataNote, refuse_gradient
 from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.context import Context
+from zeroshard.sharding.filling import read, take_over
 from zeroshard.sharding.source import Source
 from zeroshard.sharding.storage import allocate, count_views, release
-from zeroshard.sharding.views import flat_of, move_onto, shaped, unsharded_over
+from zeroshard.sharding.views import move_onto, shaped, unsharded_over
 
 
 class Gather(NamedTuple):
@@ -69,12 +70,9 @@ class FlatBuffer:
         self.main_span = plan.main_span(context.axis.rank)
         """The flat range that `main` holds."""
         if all(is_stored(original.parameter) for original in originals):
-            self.full, self.main = self._read()
+            self.full, self.main = read(plan, originals, self.main_span, context)
         else:
-            values = self._take_over()
-            own = values[self.main_span.slice]
-            self.full = values.to(self.plan.compute_dtype)
-            self.main = own if self.plan.is_alias else self._empty_main().copy_(own)
+            self.full, self.main = take_over(plan, originals, self.main_span, context, self.describe())
         self.rest()
         for original in self.originals:
             retire(original.parameter, original.fqn)
@@ -102,48 +100,6 @@ class FlatBuffer:
     def full_bytes(self) -> int:
         """The bytes of the unsharded parameters, padding included."""
         return self.layout.total * self.full.element_size()
-
-    def _take_over(self) -> Tensor:
-        """[total], main dtype: rank 0's values on every rank, padding zero; the originals are emptied."""
-        values = torch.zeros(self.layout.total, dtype=self.plan.main_dtype, device=self._context.device)
-        for index, original in enumerate(self.originals):
-            data = original.parameter.detach()
-            if has_memory(data) or self._context.axes.dp.rank == 0:  # others need no deferred values
-                values[self.layout.parameter(index).slice].copy_(flat_of(data))
-            original.parameter.data = data.new_empty(0)
-        self._context.axes.dp.broadcast(values, f"first broadcast of {self.describe()}")
-        return values
-
-    def _read(self) -> tuple[Tensor, Tensor]:
-        """`full` and `main`; each rank reads the part that it keeps, from one parameter at a time."""
-        device, own = self._context.device, self.main_span
-        # A `full` that is freed at once is never written: on a CPU it takes no memory at all.
-        make = torch.zeros if self.is_resident else torch.empty
-        full = make(self.layout.total, dtype=self.plan.compute_dtype, device=device)
-        main = full[own.slice]
-        if not self.plan.is_alias:
-            main = self._empty_main().zero_()
-            self._context.memory.rest(main)
-        kept = Span(0, self.layout.total) if self.is_resident else own
-        for index, original in enumerate(self.originals):
-            whole = self.layout.parameter(index)
-            place = whole.intersect(kept)
-            if place.size:
-                data = read_part(original.parameter, place.shifted(-whole.start))
-                if self.plan.main_dtype.itemsize < self.plan.compute_dtype.itemsize:
-                    data = data.to(self.plan.main_dtype)  # gathered values will have this precision
-                if self.is_resident:
-                    full[place.slice].copy_(data)
-                if not self.plan.is_alias:
-                    part = place.intersect(own)
-                    main[part.shifted(-own.start).slice].copy_(data[part.shifted(-place.start).slice])
-            original.parameter.data = original.parameter.new_empty(0)
-            self._context.memory.rest(main)
-        return full, main
-
-    def _empty_main(self) -> Tensor:
-        plan = self.plan
-        return self._context.memory.empty(self.main_span.size, plan.main_dtype, plan.main_tier)
 
     def _make_copy(self) -> Tensor | None:
         """The main parameters in the compute dtype, if gathers start from such a copy."""
@@ -174,8 +130,7 @@ class FlatBuffer:
         for index, sharded in enumerate(self.sharded):
             parameter = unsharded_over(self._view(index), sharded.fqn, self.data_note)
             if not self.trainable:
-                refuse = _refuse_gradient(sharded.fqn)
-                parameter.register_post_accumulate_grad_hook(refuse)
+                parameter.register_post_accumulate_grad_hook(refuse_gradient(sharded.fqn))
                 parameter.requires_grad_(False)
             sharded.unsharded = weakref.ref(parameter)  # weak: a slice need not keep the whole alive
             parameters.append(parameter)
@@ -427,16 +382,3 @@ class FlatBuffer:
     def _view(self, index: int) -> Tensor:
         """The part of `full` under an unsharded parameter, in the shape of the original."""
         return shaped(self.full[self.layout.parameter(index).slice], self.shapes[index])
-
-
-def _refuse_gradient(fqn: str) -> Callable[[Tensor], None]:
-    """The hook of a frozen parameter; it raises if a forward has made the parameter require a gradient."""
-
-    def refuse(parameter: Tensor) -> None:
-        parameter.grad = None
-        raise RuntimeError(
-            f"'{fqn}' was frozen at initialize and got a gradient, but has no memory for one: set "
-            "requires_grad=True before initialize"
-        )
-
-    return refuse

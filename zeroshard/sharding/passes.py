@@ -13,7 +13,6 @@ backward of them, `lease.py` lists the reasons to keep a unit gathered.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from types import FrameType
@@ -33,6 +32,7 @@ from zeroshard.internals.autograd import (
 )
 from zeroshard.internals.nested import cast_outputs
 from zeroshard.parameters.state import Phase
+from zeroshard.sharding.agreed import agree_on_frozen
 from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.calls import CallLog
 from zeroshard.sharding.changes import Changes
@@ -47,16 +47,6 @@ from zeroshard.sharding.unit import ForwardCall, Unit, UnitState
 
 # An attribute of an enum takes longer to read than a global name.
 _REST, _FORWARD, _BACKWARD, _STEP = Phase.REST, Phase.FORWARD, Phase.BACKWARD, Phase.STEP
-
-
-class _AtEnd:
-    """A callback for the end of a backward; autograd drops it if the backward ends in an exception."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def __call__(self) -> None:
-        self._call()
 
 
 class Passes(ShardedModule):
@@ -310,26 +300,16 @@ class Passes(ShardedModule):
         for member in self.units:
             member.begin_backward(task)
         self.reducer.begin(accumulates)
-        self._agree_on_frozen()
+        agree_on_frozen(self.units[1:], self.context.axes.dp)
         if self._is_local:
             for unit in self.units:
                 unit.slots.install()
-        at_end = _AtEnd(self._end_backward)
-        self._backward = weakref.ref(at_end)
-        at_end_of_backward(at_end)
+        self._backward = at_end_of_backward(self._end_backward)
 
     def _trained(self) -> Iterator[nn.Parameter]:
         for unit in self.units:
             for gradients in unit.gradients:
                 yield from (p for p in gradients.buffer.unsharded if p.requires_grad)
-
-    def _agree_on_frozen(self) -> None:
-        """Agree on frozen units with a backward: those after a trained module, perhaps on some ranks only."""
-        units = [unit for unit in self.units[1:] if unit.may_join_backward]
-        flags = [bool(unit.open_calls) or unit.is_in_reentrant for unit in units]
-        answer = self.context.axes.dp.any(flags, "agreement on which frozen units have a backward")
-        for unit, joins in zip(units, answer(), strict=True):
-            unit.joins_backward = joins
 
     def receive(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
         """Pack the gradient of the parameter at `index` of a buffer, and start the reductions that are due.
