@@ -48,7 +48,7 @@ class Selected:
         pytest.param(
             [], "::test_kind", ["test_kind[fast]", "test_kind[slow]"], id="a matrix", marks=pytest.mark.long
         ),
-        pytest.param([], "::test_matrix[4-0]", ["test_matrix[4-0]"], id="a case"),
+        pytest.param([], "::test_matrix[4-0]", ["test_matrix[4-0]"], id="a case", marks=pytest.mark.long),
         pytest.param([], "::test_whole", ["test_whole"], id="a test", marks=pytest.mark.long),
     ],
 )

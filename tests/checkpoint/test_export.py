@@ -111,6 +111,7 @@ def assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         )
 
 
+@pytest.mark.long_where(kind=["T5", "Mixtral", "Bert"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_loads_what_was_trained_to_the_bit(trained, tmp_path, kind):
     folder, state, logits = trained[kind]

@@ -85,7 +85,7 @@ def losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------- documents are apart
 
 
-@pytest.mark.long_where(family=["qwen2", "mistral"], is_flat=[True])
+@pytest.mark.long_where(family=["qwen2", "mistral"])
 @pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize(
     ("family", "attention"),

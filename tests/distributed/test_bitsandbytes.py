@@ -205,7 +205,8 @@ def test_compiled_steps_are_the_same_bits_too(ranks, stage):
     check(found["AdamW8bit"], by_reference("AdamW"))
 
 
-@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.long_where(num_ranks=[1, 4])
+@pytest.mark.long_where(num_ranks=[2], stage=[1])
 @pytest.mark.parametrize(("num_ranks", "stage", "kinds"), AT)
 def test_32_bit_steps_are_those_of_the_class_in_one_process(ranks, num_ranks, stage, kinds):
     names = [*kinds, *(f"{kind}32bit" for kind in kinds if num_ranks == 2)]
@@ -299,7 +300,7 @@ def with_overrides(own, stage):
     return gather(engine, optimizer), bits
 
 
-@pytest.mark.long_where(num_ranks=[4], own=[False])
+@pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize(("num_ranks", "stage"), [(4, 3), (2, 0)])
 @pytest.mark.parametrize("own", [True, False])
 def test_overrides_by_parameter_and_module_are_honoured(ranks, own, num_ranks, stage):

@@ -261,6 +261,7 @@ def test_codes_scales_and_parameters_are_those_of_one_process_at_any_number_of_r
         assert sum(owners) == 2, "one of each group; the others count its steps too"
 
 
+@pytest.mark.long_where(kind=["Adam8bit", "Lion8bit", "SGD8bit", "AdEMAMix8bit"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_all_this_the_model_has_some(kind):
     """8-bit states by the number of all elements; zeros that stay; steps that differ."""

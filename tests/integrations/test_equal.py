@@ -118,6 +118,7 @@ def four_ways(folder):
     return expected, tuned, trained, prepared, plain_loop(batches())
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_trainer_sft_trainer_accelerate_and_a_plain_loop_have_the_same_losses(ranks, tmp_path, num_ranks):
     ddp, tuned, trained, prepared, plain = ranks(num_ranks, four_ways, str(tmp_path))[0]

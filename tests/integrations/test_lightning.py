@@ -75,6 +75,7 @@ def beside_ddp(stage, **options):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_losses_and_parameters_are_the_bits_of_ddp(ranks, num_ranks):
     for losses, evaluated, parameters, steps in ranks(num_ranks, beside_ddp, 3):

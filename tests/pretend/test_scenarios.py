@@ -15,6 +15,11 @@ LONG = {
     *("host_stage2_one_rank_bf16", "parameters_on_host_one_rank", "host_saved", "host_edited_stage1"),
     *(f"{tier}_{act}" for tier in ("parameters_on_host", "files") for act in ("edited", "shown")),
     *(f"{tier}_{act}" for tier in ("parameters_on_host", "files") for act in ("named", "saved")),
+    *("second_copy_recompute", "closed_stage3", "order_changes", "stage3_nonfinite", "offloaded_dropped"),
+    *("offloaded_stage3_recompute", "offloaded_exceptions", "offloaded_in_vain", "offloaded_sizes_differ"),
+    *("pieces", "host_stage3_one_rank", "host_gradients_forgotten", "host_named", "host_saved_stage1"),
+    *("fraction_lamb", "fraction_skips", "fraction_stepped_in_backward", "stepped_in_backward_accumulate"),
+    *("host_edits_in_forward_stage3", "parameters_on_host_kept", "host_stage3_bf16_main"),
     *("averages_after_step_stage3", "two_optimizers_stage3", "one_parameter_by_name", "engines_dropped"),
 }
 """Scenarios of features that have another scenario, alone or together with something else."""

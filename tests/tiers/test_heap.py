@@ -32,6 +32,7 @@ print(resident() - before)
 
 
 @pytest.mark.skipif(not hasattr(os, "confstr") or sys.platform != "linux", reason="about glibc")
+@pytest.mark.long_where(returns=[False])
 @pytest.mark.parametrize(
     ("calls", "given", "returns"), [(True, "", True), (False, "", False), (True, "33554432", False)]
 )

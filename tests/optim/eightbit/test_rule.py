@@ -184,6 +184,7 @@ def convert(folder):
     return by_name, engine.full_optimizer_state("mix")
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_it_trains_and_its_checkpoints_go_on_at_one_and_two_ranks(ranks, tmp_path, num_ranks):
     losses, stop, end = ranks(num_ranks, save, tmp_path)[0]
