@@ -140,8 +140,9 @@ def test_no_part_that_reads_checkpoints_unpickles() -> None:
     assert not found
 
 
-def test_layout_is_pure() -> None:
-    names = list(imported(ZEROSHARD["zeroshard/plan/layout.py"]))
+@pytest.mark.parametrize("module", ["layout", "arrangement", "placement"])
+def test_layout_and_arrangement_are_pure(module: str) -> None:
+    names = list(imported(ZEROSHARD[f"zeroshard/plan/{module}.py"]))
     assert not [name for name in names if is_within(name, "torch")]
 
 

@@ -49,6 +49,7 @@ Replacements = dict[nn.Parameter, ShardedParameter]
 
 def shard_in_place(module: nn.Module, config: Config, mesh: DeviceMesh | None) -> Runtime:
     """Shard a module over the ranks of the default process group, or of a mesh."""
+    require_supported(config)  # before groups are opened
     refuse_recording("shard")
     device = use_device(config.device or _device_of(module, mesh))
     world = open_world(device, Counter(), config.watchdog_s)
@@ -71,7 +72,6 @@ def shard_over(
     module: nn.Module, specs: Sequence[UnitSpec], config: Config, axes: Axes, device: torch.device
 ) -> tuple[Runtime, Replacements]:
     """Shard a module with the units of `find_units`; return its runtime, and the replaced parameters."""
-    require_supported(config)
     record_resets(module)
     check_values(module)
     ignored = find_ignored(module, config.ignored)

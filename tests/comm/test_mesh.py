@@ -45,6 +45,22 @@ def test_all_ranks_lie_on_the_axis_over_which_states_are_sharded(ranks, num_rank
     ]
 
 
+def describe_hybrid_mesh(group_size):
+    mesh = build_mesh(Config(shard_group_size=group_size), CPU)
+    groups = [dist.get_process_group_ranks(mesh.get_group(name)) for name in ("dp_replicate", "dp_shard")]
+    return mesh.mesh_dim_names, mesh.mesh.tolist(), groups
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 4])
+def test_shard_groups_are_consecutive_ranks_and_replicas_have_the_same_place_in_theirs(ranks, group_size):
+    rows = [list(range(first, first + group_size)) for first in range(0, 4, group_size)]
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    assert ranks(4, describe_hybrid_mesh, group_size) == [
+        (("dp_replicate", "dp_shard"), rows, [columns[rank % group_size], rows[rank // group_size]])
+        for rank in range(4)
+    ]
+
+
 def refusal_of_mesh(pp, tp):
     try:
         build_mesh(Config(mesh=Mesh(pp=pp, tp=tp)), CPU)

@@ -33,6 +33,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "zeroshard estimate base-model --precision bf16",
         "zeroshard estimate base-model/config.json --config zeroshard.toml",
     ),
+    "mesh": (
+        "zeroshard mesh --ranks 32 --tp 4 --pp 4",
+        "zeroshard mesh --ranks 16 --shard-group-size 8",
+    ),
     "chat": (
         "zeroshard chat finetuned",
         "zeroshard chat finetuned 'Where is the key of the archive?' --temperature 0",
@@ -93,7 +97,8 @@ def build_parser() -> ArgumentParser:
     """Return the parser of the command line; its result names the command in `command`."""
     parser = _Parser(
         prog="zeroshard",
-        description="Export, inspect and convert checkpoints, estimate memory: one process, no GPU.",
+        description="Export, inspect and convert checkpoints, estimate memory, show groups of ranks: "
+        "one process, no GPU.",
         epilog="zeroshard COMMAND --help shows the options of a command, and examples.",
         allow_abbrev=False,
     )
@@ -176,6 +181,20 @@ def _add_estimate(parser: ArgumentParser) -> None:
     )
 
 
+def _add_mesh(parser: ArgumentParser) -> None:
+    parser.add_argument("--ranks", "--world-size", metavar="N", type=int, required=True, help="all ranks")
+    parser.add_argument("--tp", metavar="N", type=int, default=1, help="ranks of a tensor group (default: 1)")
+    parser.add_argument(
+        "--pp", metavar="N", type=int, default=1, help="ranks of a pipeline group (default: 1)"
+    )
+    parser.add_argument(
+        "--shard-group-size",
+        metavar="N",
+        type=int,
+        help="data-parallel ranks of a shard group, for hybrid sharding (default: all of them)",
+    )
+
+
 def _add_chat(parser: ArgumentParser) -> None:
     parser.add_argument(
         "directory",
@@ -228,6 +247,13 @@ _COMMANDS: dict[str, tuple[str, str, Any]] = {
         "Print the bytes that each rank holds and sends, for an optimizer of Adam's kind.\n"
         "Activations are not counted.",
         _add_estimate,
+    ),
+    "mesh": (
+        "show the groups of ranks that exchange along each axis of the mesh",
+        "Print every tensor, data and pipeline group. Ranks are counted along the tensor\n"
+        "axis first, then along the data-parallel axes, along the pipeline axis last. The\n"
+        "data-parallel axes get the factor of --ranks that --tp and --pp leave.",
+        _add_mesh,
     ),
     "chat": (
         "talk to a saved model in the terminal",

@@ -14,6 +14,7 @@ from zeroshard.cli.chat import chat
 from zeroshard.cli.contents import describe, to_json
 from zeroshard.cli.convert import convert as rewrite
 from zeroshard.cli.planning import plan
+from zeroshard.cli.ranks import show_groups
 from zeroshard.hf.export import export_checkpoint
 from zeroshard.hf.format import Format
 from zeroshard.hf.weights import MAX_SHARD_BYTES
@@ -62,5 +63,12 @@ def _load_tokenizer(folder: Path) -> Any:
         raise ValueError(f"--tokenizer: '{folder}' has none that transformers loads: {error}") from None
 
 
-COMMANDS = {"export": export, "convert": convert, "inspect": inspect, "estimate": plan, "chat": chat}
+COMMANDS = {
+    "export": export,
+    "convert": convert,
+    "inspect": inspect,
+    "estimate": plan,
+    "mesh": show_groups,
+    "chat": chat,
+}
 """The functions of the commands."""

@@ -16,6 +16,7 @@ from zeroshard.comm.counter import Counter
 from zeroshard.comm.groups import shared_group
 from zeroshard.comm.rendezvous import check_device_types, open_store
 from zeroshard.config.sections import Config
+from zeroshard.plan.arrangement import DATA, Arrangement
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD
 
 _MARGIN_S = 30.0
@@ -77,34 +78,19 @@ def stop_process_group() -> None:
 
 
 def build_mesh(config: Config, device: torch.device) -> DeviceMesh:
-    """Return the mesh of `config` over all ranks of the default group.
+    """Return the data-parallel mesh of `config` over all ranks of the default group.
 
     Raises:
         ValueError: the number of ranks does not fit the mesh.
     """
-    num_ranks = dist.get_world_size()
-    these_ranks = f"{num_ranks} rank" + "s" * (num_ranks > 1)
-    model_parallel = config.mesh.pp * config.mesh.tp
-    if num_ranks % model_parallel:
-        raise ValueError(
-            f"{these_ranks} cannot be arranged with mesh.pp={config.mesh.pp} and "
-            f"mesh.tp={config.mesh.tp}: expected a multiple of {model_parallel}"
-        )
-    group_size = config.shard_group_size
-    if group_size is None:
+    num_ranks, group_size = dist.get_world_size(), config.shard_group_size
+    arrangement = Arrangement(num_ranks, config.mesh.pp, config.mesh.tp, group_size)
+    if group_size is None:  # all ranks: configs with model parallelism are refused so far
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(DP_SHARD,))
-    if num_ranks % group_size:
-        raise ValueError(
-            f"{these_ranks} cannot be arranged in groups of shard_group_size={group_size}: "
-            f"expected a multiple of {group_size}"
-        )
     # Not by init_device_mesh: its groups would have the default timeout.
-    ranks = torch.arange(num_ranks).view(-1, group_size)
-    groups = [
-        _own_group(purpose, parts.tolist(), config.watchdog_s)
-        for purpose, parts in ((DP_REPLICATE, ranks.T), (DP_SHARD, ranks))
-    ]
-    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(DP_REPLICATE, DP_SHARD))
+    groups = [_own_group(axis, arrangement.groups(axis), config.watchdog_s) for axis in DATA]
+    ranks = torch.tensor(arrangement.group_of(dist.get_rank(), *DATA)).view(-1, group_size)
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=DATA)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)

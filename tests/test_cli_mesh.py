@@ -1,0 +1,161 @@
+"""`zeroshard mesh`: the groups of ranks, as a person reads them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from zeroshard.cli.main import main
+from zeroshard.plan.arrangement import AXES, DATA, PP, TP, Arrangement
+from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD
+
+ROOT = Path(__file__).parents[1]
+
+
+def shown(capsys, *arguments: object) -> list[str]:
+    """The paragraphs that the command prints."""
+    assert main(["mesh", *map(str, arguments)]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    paragraphs: list[str] = out.removesuffix("\n").split("\n\n")
+    return paragraphs
+
+
+def cells(paragraph: str) -> tuple[str, list[str], list[list[str]]]:
+    """The title of a table, the names of its columns, and its rows."""
+    title, columns, _, *rows = paragraph.splitlines()
+    return title, columns.split(), [re.split(r"\s{2,}", row.strip()) for row in rows]
+
+
+def tables(paragraphs: list[str]) -> dict[str, list[list[int]]]:
+    """The groups of each table, by its title."""
+    found = {}
+    for paragraph in paragraphs:
+        if "────" in paragraph:
+            title, _, rows = cells(paragraph)
+            found[title] = [[int(rank) for rank in row[-1].split(", ")] for row in rows]
+    return found
+
+
+def test_every_group_of_32_ranks_with_tp_4_and_pp_4_is_shown(capsys):
+    paragraphs = shown(capsys, "--ranks", 32, "--tp", 4, "--pp", 4)
+    assert tables(paragraphs) == {
+        "8 tensor groups of 4 consecutive ranks (tp)": [[r, r + 1, r + 2, r + 3] for r in range(0, 32, 4)],
+        "16 data groups of 2 ranks, stride 4 (dp_shard)": [[r, r + 4] for r in range(32) if r % 8 < 4],
+        "8 pipeline groups of 4 ranks, stride 8 (pp)": [[r, r + 8, r + 16, r + 24] for r in range(8)],
+    }
+    assert paragraphs[0].splitlines() == [
+        "32 ranks, counted along the last axis first: pp 4 x dp_replicate 1 x dp_shard 2 x tp 4",
+        "parts of the model, pp x tp: 16; data-parallel ranks of a part: 2",
+    ]
+    assert paragraphs[-2] == "no groups along axes of 1 rank: dp_replicate"
+    assert paragraphs[-1] == ("Training on this mesh: not available in zeroshard yet: mesh.pp=4, mesh.tp=4")
+
+
+def test_a_group_has_a_number_and_its_place_on_the_other_axes(capsys):
+    paragraphs = shown(capsys, "--ranks", 24, "--tp", 2, "--pp", 3, "--shard-group-size", 2)
+    arrangement = Arrangement(24, 3, 2, 2)
+    for paragraph in paragraphs[1:-1]:
+        _, columns, rows = cells(paragraph)
+        assert columns[0] == "group"
+        assert columns[-1] == "ranks"
+        for number, row in enumerate(rows):
+            first = int(row[-1].split(", ")[0])
+            place = arrangement.coordinates(first)._asdict()
+            assert row[:-1] == [str(number), *(str(place[axis]) for axis in columns[1:-1])]
+
+
+@pytest.mark.parametrize(("num_ranks", "pp", "tp", "size"), [(16, 2, 2, 2), (24, 1, 2, 3), (16, 2, 1, 4)])
+def test_hybrid_sharding_has_groups_of_shards_and_of_replicas_too(capsys, num_ranks, pp, tp, size):
+    paragraphs = shown(capsys, "--ranks", num_ranks, "--pp", pp, "--tp", tp, "--shard-group-size", size)
+    arrangement = Arrangement(num_ranks, pp, tp, size)
+    kinds = {
+        "tensor": (TP,),
+        "data": DATA,
+        "shard": (DP_SHARD,),
+        "replica": (DP_REPLICATE,),
+        "pipeline": (PP,),
+    }
+    expected = {kind: arrangement.groups(*axes) for kind, axes in kinds.items()}
+    found = {title.split()[1]: groups for title, groups in tables(paragraphs).items()}
+    several = {kind: groups for kind, groups in expected.items() if len(groups) < num_ranks}
+    assert found == several
+    titles = [title for title in tables(paragraphs) if "data" in title]
+    assert titles[0].endswith("(dp_replicate x dp_shard)")
+
+
+@pytest.mark.parametrize(
+    ("options", "axis"),
+    [((), "dp_shard"), (("--shard-group-size", 4), "dp_shard"), (("--shard-group-size", 1), "dp_replicate")],
+)
+def test_data_parallel_ranks_of_one_axis_are_shown_once(capsys, options, axis):
+    paragraphs = shown(capsys, "--ranks", 4, *options)
+    assert tables(paragraphs) == {f"1 data group of 4 consecutive ranks ({axis})": [[0, 1, 2, 3]]}
+    single = ", ".join(other for other in AXES if other != axis)
+    assert paragraphs[-1] == f"no groups along axes of 1 rank: {single}"  # and training is possible
+
+
+def test_one_rank_has_no_groups(capsys):
+    _, *rest = shown(capsys, "--ranks", 1)
+    assert rest == ["no groups along axes of 1 rank: pp, dp_replicate, dp_shard, tp"]
+
+
+def test_all_axes_may_have_several_ranks(capsys):
+    paragraphs = shown(capsys, "--ranks", 16, "--tp", 2, "--pp", 2, "--shard-group-size", 2)
+    assert len(tables(paragraphs)) == 5
+    assert "no groups" not in "\n".join(paragraphs)
+
+
+def test_a_long_group_is_shortened_and_its_title_has_the_stride(capsys):
+    paragraphs = shown(capsys, "--world-size", 128, "--tp", 4)
+    title, _, rows = cells(paragraphs[2])
+    assert title == "4 data groups of 32 ranks, stride 4 (dp_shard)"
+    assert [row[-1] for row in rows] == [f"{r}, {r + 4}, {r + 8}, ..., {r + 124}" for r in range(4)]
+    assert max(map(len, "\n".join(paragraphs).splitlines())) <= 100
+
+
+def test_the_example_of_the_documentation_is_what_is_printed(capsys):
+    page = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```\n\$ zeroshard mesh (.*?)\n(.*?)```", page, re.DOTALL)
+    arguments, printed = example
+    assert main(["mesh", *arguments.split()]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "--ranks"),
+        (("--ranks", "many"), "'many'"),
+        (("--ranks", 0), "num_ranks: expected at least 1 rank, got 0"),
+        (("--ranks", 10**12), "--ranks: expected at most 65,536, got 1,000,000,000,000"),
+        (("--ranks", 8, "--tp", 0), "config key 'mesh.tp': expected an integer >= 1, got 0"),
+        (("--ranks", 8, "--pp", -1), "config key 'mesh.pp': expected an integer >= 1, got -1"),
+        (("--ranks", 8, "--shard-group-size", 0), "config key 'shard_group_size'"),
+        (
+            ("--ranks", 32, "--tp", 3, "--pp", 4),
+            "32 ranks cannot be arranged with mesh.pp=4 and mesh.tp=3: expected a multiple of 12",
+        ),
+        (
+            ("--ranks", 32, "--tp", 4, "--shard-group-size", 3),
+            "32 ranks cannot be arranged with mesh.pp=1 and mesh.tp=4 in groups of shard_group_size=3: "
+            "expected a multiple of 12",
+        ),
+        (
+            ("--ranks", 8, "--shard-group-size", 3),
+            "8 ranks cannot be arranged in groups of shard_group_size=3: expected a multiple of 3",
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_be_ends_with_2_and_one_line(capsys, arguments, expected):
+    try:
+        code = main(["mesh", *map(str, arguments)])
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith("zeroshard: ")
+    assert err.count("\n") == 1
+    assert expected in err

@@ -1,0 +1,151 @@
+"""The places of ranks on the axes of the mesh: integers in, integers out.
+
+The axes are pp, dp_replicate, dp_shard and tp. Ranks are counted in the order of Megatron-LM: along tp first,
+then along the data-parallel axes, along pp last. So the ranks that exchange most are neighbours, and lie in
+one node if its size allows it. Eight ranks with pp=2 and tp=2 have 8 // (2 * 2) = 2 data-parallel ranks:
+
+                 tp 0   tp 1
+    pp 0  dp 0     0      1      a row is a tensor group: 0 1
+          dp 1     2      3      a column of a block is a data group: 0 2
+    pp 1  dp 0     4      5      the same place of each block is a pipeline group: 0 4
+          dp 1     6      7
+
+Hybrid sharding divides the data-parallel ranks: a shard group is a run of them (dp_shard), and the ranks with
+the same place in their shard groups hold the same shard (dp_replicate).
+
+Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", and `initialize_model_parallel` of Megatron-LM, whose order is tp, dp, pp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD
+
+PP, TP = "pp", "tp"
+"""The axes over which a model is divided: by its layers (pipeline), and inside each layer (tensor)."""
+
+DATA = (DP_REPLICATE, DP_SHARD)
+"""The axes over which a batch is divided."""
+
+
+class PerAxis(NamedTuple):
+    """A number for each axis, from the slowest to the fastest one."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+
+AXES = PerAxis._fields
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The arrangement of `num_ranks` ranks along the axes of the mesh.
+
+    Args:
+        num_ranks: all ranks.
+        pp: ranks along the pipeline axis.
+        tp: ranks along the tensor axis.
+        shard_group_size: data-parallel ranks in a shard group. None: all of them are one group.
+
+    Raises:
+        ValueError: a number below 1, or numbers that do not divide `num_ranks`.
+    """
+
+    num_ranks: int
+    pp: int = 1
+    tp: int = 1
+    shard_group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        given = {"num_ranks": self.num_ranks, "mesh.pp": self.pp, "mesh.tp": self.tp}
+        if self.shard_group_size is not None:
+            given["shard_group_size"] = self.shard_group_size
+        for name, number in given.items():
+            if number < 1:
+                raise ValueError(f"{name}: expected at least 1 rank, got {number}")
+        along_model = f"with mesh.pp={self.pp} and mesh.tp={self.tp}"
+        self._require_multiple(self.num_parts, along_model)
+        if self.shard_group_size is not None:
+            how = f"in groups of shard_group_size={self.shard_group_size}"
+            how = how if self.num_parts == 1 else f"{along_model} {how}"
+            self._require_multiple(self.num_parts * self.shard_group_size, how)
+
+    def _require_multiple(self, divisor: int, how: str) -> None:
+        if self.num_ranks % divisor:
+            these_ranks = f"{self.num_ranks} rank" + "s" * (self.num_ranks > 1)
+            raise ValueError(f"{these_ranks} cannot be arranged {how}: expected a multiple of {divisor}")
+
+    @property
+    def num_parts(self) -> int:
+        """Parts into which the pipeline and tensor axes divide the model."""
+        return self.pp * self.tp
+
+    @property
+    def num_data(self) -> int:
+        """Data-parallel ranks, which train the same part of the model."""
+        return self.num_ranks // self.num_parts
+
+    @cached_property
+    def sizes(self) -> PerAxis:
+        """The number of ranks along each axis."""
+        shard = self.num_data if self.shard_group_size is None else self.shard_group_size
+        return PerAxis(pp=self.pp, dp_replicate=self.num_data // shard, dp_shard=shard, tp=self.tp)
+
+    @cached_property
+    def strides(self) -> PerAxis:
+        """The difference of two ranks that are neighbours on an axis."""
+        return PerAxis(*(prod(self.sizes[index + 1 :]) for index in range(len(AXES))))
+
+    def coordinates(self, rank: int) -> PerAxis:
+        """Return the place of a rank on each axis. Raises ValueError for a rank that does not exist."""
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"expected a rank in [0, {self.num_ranks}), got {rank}")
+        return PerAxis(
+            *(rank // stride % size for stride, size in zip(self.strides, self.sizes, strict=True))
+        )
+
+    def rank_at(self, coordinates: PerAxis) -> int:
+        """Return the rank at a place. Raises ValueError for a place that does not exist."""
+        for axis, place, size in zip(AXES, coordinates, self.sizes, strict=True):
+            if not 0 <= place < size:
+                raise ValueError(f"expected a coordinate in [0, {size}) on the axis {axis}, got {place}")
+        return sum(place * stride for place, stride in zip(coordinates, self.strides, strict=True))
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Return the groups that exchange along some axes together; each rank is in one of them.
+
+        `groups(TP)` gives tensor groups. `groups(*DATA)` gives for each part of the model the ranks that
+        train it, and `groups(PP, TP)` for each copy of the model the ranks that hold it.
+
+        Raises:
+            ValueError: there is no such axis.
+        """
+        offsets = self._spanned(axes)
+        others = tuple(axis for axis in AXES if axis not in axes)
+        return [[first + offset for offset in offsets] for first in self._spanned(others)]
+
+    def group_of(self, rank: int, *axes: str) -> list[int]:
+        """Return the one of `groups(*axes)` that a rank is in. Raises ValueError as these two do."""
+        offsets = self._spanned(axes)
+        first = self.rank_at(self.coordinates(rank)._replace(**dict.fromkeys(axes, 0)))
+        return [first + offset for offset in offsets]
+
+    def _spanned(self, axes: tuple[str, ...]) -> list[int]:
+        """Return the ranks, in order, whose coordinates on all other axes are 0."""
+        for axis in axes:
+            if axis not in AXES:
+                raise ValueError(f"expected axes among {', '.join(AXES)}, got {axis!r}")
+        ranges = [
+            range(0, stride * size, stride) if axis in axes else range(1)
+            for axis, stride, size in zip(AXES, self.strides, self.sizes, strict=True)
+        ]
+        return [sum(parts) for parts in product(*ranges)]
