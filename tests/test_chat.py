@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,12 +60,33 @@ def test_a_model_without_a_chat_template_goes_on_with_the_text(
     assert capsys.readouterr().out.strip() == expected_answer(tmp_path, "<s>ab", 5)
 
 
+def test_an_answer_ends_at_the_last_position_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    save_tiny_llama(tmp_path, chat_template=None)
+    capsys.readouterr()
+    lengths, generate = [], LlamaForCausalLM.generate
+
+    def measured(model: LlamaForCausalLM, **how: Any) -> Any:
+        written = generate(model, **how, min_new_tokens=how["max_new_tokens"])
+        lengths.append(written.shape[1])
+        return written
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", measured)
+    assert main(["chat", str(tmp_path), "abc", "--max-tokens", "200"]) == 0
+    assert lengths == [CONTEXT]
+    assert not capsys.readouterr().err
+
+
 def test_a_conversation_has_what_was_said_before_and_drops_the_oldest_when_it_is_full(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny_llama(tmp_path)
     from transformers import LlamaForCausalLM
 
+    capsys.readouterr()
     lengths, generate = [], LlamaForCausalLM.generate
 
     def noted(self, input_ids, **kwargs):

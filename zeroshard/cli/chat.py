@@ -71,21 +71,26 @@ class Answerer:
         self._model = model.to(device).eval()
         self._streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         sampled = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        self._how = {"max_new_tokens": max_tokens, "use_cache": True, **sampled}
-        longest = getattr(self._model.config, "max_position_embeddings", None)
-        self._room = None if longest is None else max(1, longest - max_tokens)
+        self._how, self._max_tokens = {"use_cache": True, **sampled}, max_tokens
+        self._longest = getattr(self._model.config, "max_position_embeddings", None)
+        self._room = None if self._longest is None else max(1, self._longest - max_tokens)
 
     @torch.no_grad()
     def answer(self, messages: Messages) -> str:
-        """Print and return the answer to the last of the messages; the oldest ones go if there is no room."""
+        """Print and return the answer to the last of the messages.
+
+        The oldest ones go if there is no room. The answer ends at the last position of the model.
+        """
         ids = self._encode(messages)
         num_system = sum(message["role"] == "system" for message in messages)
         while self._room is not None and ids.shape[1] > self._room and len(messages) > num_system + 2:
             messages = messages[:num_system] + messages[num_system + 2 :]  # a question and its answer
             ids = self._encode(messages)
         mask = torch.ones_like(ids)
+        left = self._max_tokens if self._longest is None else max(1, self._longest - ids.shape[1])
+        num = min(self._max_tokens, left)
         written = self._model.generate(
-            input_ids=ids, attention_mask=mask, streamer=self._streamer, **self._how
+            input_ids=ids, attention_mask=mask, max_new_tokens=num, streamer=self._streamer, **self._how
         )
         return str(self._tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)).strip()
 
