@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import zeroshard
 from tests.checkpoint import runs
 from zeroshard.optim import LAMB, AdamW8bit
 
@@ -113,6 +114,28 @@ def test_few_gradients_are_left_after_a_backward(ranks):
     for held in ranks(2, gradients_after_a_backward):
         assert held[True] == 0
         assert held[False] >= 16 * 64 * 64 * 4 // 2
+
+
+def gradients_of_one_rank(precision):
+    """Bytes of gradients after a backward, and as they are estimated."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(16)))
+    config = {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}, "precision": precision}
+    estimated = zeroshard.estimate(model, 1, config, host_computes=True).gradients
+    engine = runs.start(config, MAKERS["AdamW"], model=model)
+    engine.backward(engine(torch.ones(2, 64)).square().mean())
+    held = engine.memory_report().gradients
+    assert engine.step()
+    engine.close(restore=False)
+    return held, estimated
+
+
+def test_gradients_of_units_that_compute_with_main_parameters_stay_and_are_estimated(ranks):
+    total = 16 * 64 * 64
+    [(held, estimated)] = ranks(1, gradients_of_one_rank, {})
+    assert held == estimated == 4 * total
+    [(held, estimated)] = ranks(1, gradients_of_one_rank, {"param_dtype": "bf16"})  # it computes with a copy
+    assert held == 0
+    assert 0 < estimated <= 4 * total // 8
 
 
 def mistakes():

@@ -70,9 +70,12 @@ def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier:
     each = [sum(traffic.gradient_bytes(b, setting, num, tier) for b in unit.buffers) for unit in units]
     if not setting.steps_in_backward or num > 1:
         return sum(each)
+    late = {number for number, unit in enumerate(units) if any(b.is_alias for b in unit.buffers)}
+    """The units that compute with main parameters, which are stepped after the backward."""
+    early = sorted(size for number, size in enumerate(each) if number not in late)
     # Of the units that are stepped or wait for it, and of the one that is reduced.
     num_units = 1 + (1 if setting.host_computes else MOST_UNDER_WAY)
-    return sum(sorted(each)[-num_units:])
+    return sum(each[number] for number in late) + sum(early[-num_units:])
 
 
 def _staging_bytes(units: Sequence[UnitPlan], setting: Setting, states: States) -> int:

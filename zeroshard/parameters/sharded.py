@@ -100,14 +100,14 @@ class ShardedParameter(nn.Parameter):
         is_quiet = QUIET.get(id(frame.f_code))
         if is_quiet is None or (not is_quiet[1] and self.state.has_sums):
             check_reader(self, frame)
-        self.state.has_shown_gradients = True
+        self.state.show_gradients()
         return gradient_of(self)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         if gradient is None and self.state.has_sums:
             self.state.forget_gradient(self)
-        self.state.has_shown_gradients = True
+        self.state.show_gradients()
         try:
             set_gradient(self, gradient)
         except RuntimeError as error:
@@ -186,9 +186,9 @@ class ShardedParameter(nn.Parameter):
             return _compute(func, types, args, kwargs)
         if func == GET_GRAD:
             check_reader(args[0], sys._getframe(1))
-            args[0].state.has_shown_gradients = True
+            args[0].state.show_gradients()
         elif func in SET_GRAD:
-            args[0].state.has_shown_gradients = True
+            args[0].state.show_gradients()
             if (len(args) == 1 or args[1] is None) and args[0].state.has_sums:
                 args[0].state.forget_gradient(args[0])
         elif func is torch.autograd.backward:

@@ -49,12 +49,19 @@ class ModuleState:
     """True if that backward has ended in an exception."""
     has_shown_gradients = False
     """True if somebody may hold a `p.grad` that the last backward has set, and change it unseen."""
+    before_show: Callable[[], object] = object
+    """Scales gradients whose clip factor is still to be applied, before somebody sees or changes one."""
     has_sums = False
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
     forget_gradient: Callable[[Any], object]
     """Drops these sums for one parameter; set by the runtime."""
     owns_memory: Callable[[Tensor], bool]
     """True if a tensor lies in one of the flat buffers; set by the runtime."""
+
+    def show_gradients(self) -> None:
+        """Prepare for somebody who reads or sets a `p.grad`."""
+        self.has_shown_gradients = True
+        self.before_show()
 
     def move(self, phase: Phase) -> None:
         """Go on to another phase.

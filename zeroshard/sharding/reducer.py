@@ -183,6 +183,7 @@ class Reducer:
             self._order.agree(self._axis)
             self._must_agree = False
         self._to_start, self._ready = deque(self._order.of_reductions()), set()
+        self._state.before_show()  # a step that has failed may have left some, and this backward adds to them
         self._is_open, self._state.has_shown_gradients = True, False
 
     def start(self, unit: Unit) -> None:

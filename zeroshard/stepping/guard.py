@@ -35,8 +35,8 @@ class StepGuard:
         is_narrow = config.precision.main_dtype is torch.bfloat16
         self.rounding = Rounding.agreed(runtime.context.axes.dp) if is_narrow else None
         """The rounding of updates into main parameters of bfloat16; None for wider ones."""
-        clips = config.clip_grad_norm is not None and optimizer is not None
-        self.scaling = Scaling(optimizer) if clips and optimizer and has_far_parameters(runtime) else None
+        clips = config.clip_grad_norm is not None and has_far_parameters(runtime)
+        self.scaling = Scaling(optimizer, runtime.state) if clips and optimizer is not None else None
         """Clips part by part; None where main parameters lie on the device."""
         self.grad_norm: Tensor | None = None
         """The global norm before the last clipping, 0-dim; None before."""
@@ -63,6 +63,7 @@ class StepGuard:
         Raises:
             RuntimeError: `must_be_finite`, and the norm is not; gradients are as they were.
         """
+        self._runtime.state.before_show()
         self.grad_norm = norm = global_norm(self._runtime, order)
         if must_be_finite and not norm.isfinite():
             what = describe_nonfinite(self._runtime, order)
@@ -79,6 +80,7 @@ class StepGuard:
         Raises:
             RuntimeError: gradients are not finite, with `nonfinite="error"`.
         """
+        self._runtime.state.before_show()  # the last step may have failed halfway
         norm = None
         if self._max_norm is not None:
             self.grad_norm = norm = global_norm(self._runtime)

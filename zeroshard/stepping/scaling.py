@@ -16,25 +16,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
+from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.clipping import scale_
 
 
 class Scaling:
-    """Scales the gradients of a step part by part, if nobody looks at them before the step.
+    """Scales the gradients of a step part by part.
+
+    As soon as somebody else looks at a gradient, all are scaled: a wrapper of `step()`, a step that does not
+    go by parts, or anybody after a step that has failed.
 
     Args:
         optimizer: the optimizer of the step.
+        state: the state of the module; it tells that somebody looks.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
+    def __init__(self, optimizer: Optimizer, state: ModuleState) -> None:
+        self._optimizer, self._state = weakref.ref(optimizer), state
         self._factor: Tensor | None = None
         """0-dim, float32; None if there is nothing to scale."""
         self._is_read = False
-        self._left: dict[ShardedParameter, None] = {}
-        """The parameters whose gradients were not scaled yet."""
+        self._left: dict[ShardedParameter, int] = {}
+        """Elements at the end of each gradient that were not scaled yet: pieces come from the first on."""
 
     def begin(self, parameters: Iterable[ShardedParameter], factor: Tensor) -> bool:
         """Have the gradients of parameters scaled during the step that comes next.
@@ -46,7 +51,8 @@ class Scaling:
         if optimizer is None or has_hooks_of_others(optimizer):
             return False
         self._factor, self._is_read = factor, False
-        self._left = {p: None for p in parameters if gradient_of(p) is not None}
+        self._left = {p: g.numel() for p in parameters if (g := gradient_of(p)) is not None}
+        self._state.before_show = self.finish
         return True
 
     def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
@@ -55,24 +61,36 @@ class Scaling:
     @contextmanager
     def fetched(self, parameters: Sequence[ShardedParameter]) -> Iterator[None]:
         """Scale the gradients of a part, or of a piece of it."""
-        self._scale(parameters)
-        yield
+        gradients = {p: g for p in parameters if (g := gradient_of(p)) is not None}
+        self._scale(list(gradients.values()))
+        for p, gradient in gradients.items():
+            if p in self._left:
+                self._left[p] -= gradient.numel()
+        before, self._state.before_show = self._state.before_show, object  # now the optimizer looks
+        try:
+            yield
+        finally:
+            self._state.before_show = before
 
     def end_step(self) -> None:
         """Scale the gradients of parameters that the optimizer does not have, as others may read them."""
-        self._scale(list(self._left))
+        self.finish()
+
+    def finish(self) -> None:
+        """Scale what is left at once."""
+        left, self._left, self._state.before_show = self._left, {}, object
+        rest = [g[-num:] for p, num in left.items() if num and (g := gradient_of(p)) is not None]
+        self._scale(rest)
         self._factor = None
 
     @torch.no_grad()
-    def _scale(self, parameters: Sequence[ShardedParameter]) -> None:
+    def _scale(self, gradients: Sequence[Tensor]) -> None:
         if self._factor is not None and not self._is_read:
             self._is_read = True
             if self._factor.item() == 1.0:
                 self._factor = None
-        if self._factor is not None and parameters:
-            scale_([g for p in parameters if (g := gradient_of(p)) is not None], self._factor)
-        for p in parameters:
-            self._left.pop(p, None)
+        if self._factor is not None and gradients:
+            scale_(gradients, self._factor)
 
 
 def has_far_parameters(runtime: Runtime) -> bool:
