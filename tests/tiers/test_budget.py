@@ -52,6 +52,8 @@ def test_the_check_reads_this_node(tmp_path):
     check_budget({"optimizer states": 1}, 4096, [tmp_path, str(tmp_path)], 2)
     with pytest.raises(RuntimeError, match=r"Expected \d+.* of host memory(.|\n)*/.* got .* free"):
         check_budget({"optimizer states": 1 << 60}, 1 << 60, [tmp_path], 2)
+    with pytest.raises(ValueError, match=r"nvme_path: expected .* '/proc/self': its file system has no room"):
+        check_budget({}, nvme=1, folders=["/proc/self"], num_ranks_on_node=1)
     with pytest.raises(ValueError, match=r"nvme_path: expected an existing folder .* does not exist"):
         check_budget({}, 1, [tmp_path / "missing"], 1)
     assert 0 < host_bytes_free() <= psutil.virtual_memory().total

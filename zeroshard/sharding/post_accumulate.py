@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.sharding.gradients import Gradients
 
 
@@ -37,7 +37,7 @@ class PostAccumulateHooks:
         for parameter in waiting.values():
             with past_guards():
                 hooks = parameter._post_accumulate_grad_hooks
-                has_gradient = parameter.grad is not None
+                has_gradient = gradient_of(parameter) is not None
             for hook in tuple(hooks.values()) if hooks and has_gradient else ():
                 with torch.no_grad():
                     hook(parameter)

@@ -225,6 +225,8 @@ def check_folder(folder: Path) -> None:
     if not folder.is_dir():
         reason = "it is no folder" if folder.exists() else "it does not exist"
         raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: {reason}")
+    if not os.statvfs(folder).f_blocks:  # as of /proc
+        raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: its file system has no room for files")
 
 
 def place_in(folder: Path) -> Path:
