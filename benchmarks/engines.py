@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from before import is_there, load
-from model import Shape, build_model, next_token_loss
+from model import GPT, Shape, build_model, next_token_loss
 
 Step = Callable[[Tensor], Tensor]
 """(batch, sequence + 1) tokens -> this rank's loss, after a whole optimizer step."""
@@ -43,7 +43,7 @@ class Setting:
         """True if engines compute in bf16."""
         return self.precision == "bf16"
 
-    def model(self) -> nn.Module:
+    def model(self) -> GPT:
         """The common initial weights, on the device, in fp32."""
         return build_model(self.shape, self.device)
 

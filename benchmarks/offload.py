@@ -8,6 +8,9 @@ round. Ratios of steps of the same round are compared. On CPU ranks host memory 
 everything where it was. An engine with files sets glibc's allocator for its whole process, so the one
 without offload has that setting too.
 
+DeepSpeed builds its CPU Adam and its file access at the first start, which takes minutes; the latter needs
+the headers of libaio. "deepspeed-nvme" has optimizer states in files, "deepspeed-nvme-parameters" all.
+
 After the timed rounds each engine with files takes one more step, whose reads, steps and writes are recorded
 and drawn. Values of `parameters="nvme"` are gathered through the page cache: those bytes do not count.
 """
@@ -18,6 +21,7 @@ import argparse
 import gc
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +39,7 @@ from medians import median_of, median_ratio
 from model import add_shape_arguments, build_tokens, shape_from
 from offload_engines import BASE, ENGINES, TIERS, why_not
 from offload_timeline import Recording, draw, recorded
-from step_time import check_losses, mean_losses, run_rounds, slowest_rank
+from step_time import Times, check_losses, mean_losses, run_rounds, slowest_rank
 
 LOSS_TOLERANCE = 2e-2
 """Of the losses after warm-up; 8-bit states and bf16 main parameters differ in the third digit."""
@@ -91,6 +95,7 @@ def build(
             if name in TIERS:
                 raise
             skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            traceback.print_exc()  # of the whole error; files of results have no paths
     return built
 
 
@@ -116,6 +121,12 @@ def rates(recording: Recording) -> dict[str, float]:
         "seconds": seconds,
         "gb_per_s": (read + written) / seconds / GIGABYTE,
     }
+
+
+def ratios_to_peers(name: str, times: Times) -> dict[str, dict[str, float]]:
+    """Median paired ratios of an engine of zeroshard to the other libraries of the run."""
+    peers = [peer for peer in times if peer not in TIERS] if name in TIERS else []
+    return {peer: median_ratio(times[name], times[peer])._asdict() for peer in peers}
 
 
 def show(rows: list[dict[str, Any]], title: str, console: Console) -> None:
@@ -164,6 +175,7 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> Non
                 "engine": name,
                 "median_s": median_of(times[name])._asdict(),
                 "ratio": median_ratio(times[name], times[BASE])._asdict(),
+                "ratio_to_peers": ratios_to_peers(name, times),
                 "loss_after_warmup": losses[name],
                 "bytes": bytes_of(engine) if engine is not None else None,
                 "files": rates(recordings[name]) if name in recordings else None,

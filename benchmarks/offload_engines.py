@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from engines import Setting, Step, adamw, fsdp2_step, zeroshard_step
-from model import next_token_loss
+from model import GPT, next_token_loss
 
 BASE = "none"
 """The engine that the others are compared with."""
@@ -112,27 +112,52 @@ def _torchao(setting: Setting, folder: Path) -> tuple[Step, Any]:
     return step, None
 
 
+def _deepspeed_zero(model: GPT, folder: Path, *, tier: str, pinned: bool) -> dict[str, Any]:
+    """The section "zero_optimization" of DeepSpeed; buffers fit the model as ours do.
+
+    With DeepSpeed's own sizes, made for billions of parameters, "nvme" would be host memory: up to 1e9
+    parameters stay there, and all states are one group that is read, stepped and written as a whole.
+    """
+    # By default it puts its own function in the place of F.linear, for all engines of the process.
+    zero: dict[str, Any] = {"stage": 3, "memory_efficient_linear": False}
+    if tier == "cpu":
+        return zero | {"offload_optimizer": {"device": "cpu", "pin_memory": pinned}}
+    num_ranks = dist.get_world_size()
+    block = sum(p.numel() for p in model.blocks[0].parameters()) // num_ranks
+    place = {"device": "nvme", "nvme_path": str(folder), "pin_memory": True}
+    # Parameter, gradient and two states of a group each: one is read, one is stepped, one is written.
+    pipeline = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
+    zero |= {"offload_optimizer": place | pipeline, "sub_group_size": block}
+    if tier == "nvme-parameters":
+        largest = max(p.numel() for p in model.parameters()) // num_ranks
+        zero["offload_param"] = place | {"max_in_cpu": 0, "buffer_count": 32, "buffer_size": largest}
+        # Each gathered weight holds a buffer, so none is kept for its backward. No prefetch: that of
+        # DeepSpeed 0.19.8 asks for weights that have a buffer already, and fails.
+        whole = block * num_ranks
+        zero |= {"stage3_max_live_parameters": 3 * whole, "stage3_max_reuse_distance": 0}
+        zero |= {"stage3_prefetch_bucket_size": 0}
+    return zero
+
+
 def _deepspeed(setting: Setting, folder: Path, *, tier: str) -> tuple[Step, Any]:
-    """DeepSpeed ZeRO-Offload ("cpu") or ZeRO-Infinity ("nvme", parameters too), with its own CPU Adam."""
+    """DeepSpeed with its own CPU Adam: ZeRO-Offload ("cpu") or ZeRO-Infinity (the others)."""
     if setting.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
     import deepspeed as ds
 
-    pinned = {"pin_memory": setting.device.type == "cuda"}
-    place = {"device": tier, **pinned} | ({"nvme_path": str(folder)} if tier == "nvme" else {})
-    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": place}
-    if tier == "nvme":
-        zero["offload_optimizer"] = place | {"pipeline_read": True, "pipeline_write": True}
-        zero["offload_param"] = place
+    model = setting.model()
+    zero = _deepspeed_zero(model, folder, tier=tier, pinned=setting.device.type == "cuda")
     config = {
         "train_micro_batch_size_per_gpu": setting.batch,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.01}},
         "zero_optimization": zero,
+        "gradient_clipping": 0.0,  # its default is 1.0; the others do not clip
         "bf16": {"enabled": setting.bf16},
         "aio": {"block_size": 1 << 20, "queue_depth": 16, "single_submit": False, "overlap_events": True},
         "steps_per_print": 10**9,
     }
-    model = setting.model()
+    if "offload_param" in zero:  # by `initialize` parameters become bf16 where float16 is not supported
+        ds.zero.Init(model, config_dict_or_path=config, remote_device="nvme", pin_memory=True)
     engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
@@ -152,6 +177,7 @@ ENGINES: dict[str, Build] = {
     "torchao-cpu": _torchao,
     "deepspeed-cpu": partial(_deepspeed, tier="cpu"),
     "deepspeed-nvme": partial(_deepspeed, tier="nvme"),
+    "deepspeed-nvme-parameters": partial(_deepspeed, tier="nvme-parameters"),
 }
 
 

@@ -74,13 +74,19 @@ def _git(*arguments: str) -> str | None:
         return None
 
 
+def _arguments() -> list[str]:
+    """The command line without --folder, which is a path of this machine."""
+    before = [None, *sys.argv[1:]]
+    return [a for a, last in zip(sys.argv[1:], before, strict=False) if "--folder" not in (a, last)]
+
+
 def write(name: str, rows: Any, **extra: Any) -> Path:
     """Write `results/<name>.json` and return its path."""
     RESULTS.mkdir(exist_ok=True)
     script = Path(sys.argv[0])
     document = {
         "benchmark": name,
-        "command": shlex.join(["python", f"benchmarks/{script.name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{script.name}", *_arguments()]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(
