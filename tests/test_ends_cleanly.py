@@ -338,6 +338,7 @@ def test_no_thread_of_the_groups_is_left_at_exit(run: Forks) -> None:
                 assert thread not in after
 
 
+@pytest.mark.long
 @REPEATS
 def test_process_group_of_the_user_stays_open(run: Forks, repeats: int) -> None:
     endings = run(*[script(OWN_GROUP, TRAIN, STILL_OPEN, stage=stage) for stage in (1, 3)] * repeats)
@@ -357,6 +358,7 @@ def test_rank_that_is_killed_ends_the_other_with_the_collective(run: Forks, kill
         assert f"rank {dead} has exited" in waiting.last_line
 
 
+@pytest.mark.long
 def test_exception_or_exit_of_one_rank_ends_the_other_too(run: Forks) -> None:
     (waiting, failed), (deserted, gone) = run(
         script(TRAIN, FAIL_ON_RANK_1), script(TRAIN, EXIT_ON_RANK_1, TRAIN_ON)
@@ -376,6 +378,7 @@ HAD_FEWER_BATCHES = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.long_where(part=[FEWER_BATCHES_ON_RANK_1])
 @STAGES
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ def loaded_modules() -> list[str]:
     return report_of("loaded")
 
 
+@pytest.mark.long
 def test_import_loads_nothing_heavy(loaded_modules: list[str]) -> None:
     roots = {name: name.partition(".")[0] for name in loaded_modules}
     assert not {name for name, root in roots.items() if root not in {"zeroshard", *sys.stdlib_module_names}}

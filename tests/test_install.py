@@ -83,6 +83,7 @@ def test_an_error_of_pip_ends_it_with_what_pip_said(tmp_path: Path) -> None:
     assert "could not install transformers>=5 safetensors" in done.stderr
 
 
+@pytest.mark.long_where(target=["finetune", "finetune-llm"])
 @pytest.mark.parametrize("target", ["finetune", "test", "finetune-llm"])
 def test_a_target_installs_what_it_needs_first(target: str) -> None:
     extras = {"finetune": "hf plot", "test": "dev", "finetune-llm": LLM}[target]

@@ -208,6 +208,7 @@ def train(folder: str, stage: int) -> tuple[list[float], list[float], bool]:
     return losses, expected, all(torch.equal(value, wanted[name]) for name, value in state.items())
 
 
+@pytest.mark.long_where(stage=[0, 1])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.long_where(num_ranks=[1], stage=[0, 1])
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -179,6 +179,7 @@ def test_rank_that_raises_comes_before_the_stacks_of_those_that_wait(
     assert 0 < message.index("in fail_while_others_wait") < message.index("in wait_for_all")
 
 
+@pytest.mark.long
 def test_process_that_dies_is_named_with_its_signal(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module, "GRACE", 1.0)
     with pytest.raises(RankError) as caught:
@@ -187,6 +188,7 @@ def test_process_that_dies_is_named_with_its_signal(ranks: Ranks, monkeypatch: p
     assert ranks(2, fail_on, []) == [0, 1]
 
 
+@pytest.mark.long
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     file = tmp_path / "process_id"
     code = "import sys; from tests.ranks import Ranks; from tests import test_ranks; Ranks()"

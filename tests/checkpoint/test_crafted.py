@@ -475,6 +475,7 @@ def load_flipped(folder: str, file: str, seeds: range) -> list[str]:
     return found
 
 
+@pytest.mark.long_where(file=[VALUES, TENSORS])
 @pytest.mark.parametrize("file", [MANIFEST, VALUES, TENSORS])
 def test_random_bytes_in_a_file_never_end_in_another_kind_of_error(ranks, tmp_path, file):
     (found,) = ranks(1, load_flipped, str(tmp_path), file, range(80), timeout=120)

@@ -472,6 +472,7 @@ def exchange_with_bitsandbytes(folder):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_bitsandbytes_and_others_load_each_others_states(ranks, tmp_path):
     pytest.importorskip("bitsandbytes")

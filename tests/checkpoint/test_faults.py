@@ -288,6 +288,7 @@ def damaged(good: Path, damage: Damage, name: str) -> Path:
     return bad
 
 
+@pytest.mark.long_where(verify=[False])
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_damaged_checkpoint_is_one_error_that_names_the_file(ranks, tmp_path, verify):
     assert ranks(2, load_damaged, str(tmp_path), verify, timeout=120) == [[], []]

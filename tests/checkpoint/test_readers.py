@@ -70,6 +70,7 @@ assert not any(name.startswith("zeroshard") for name in sys.modules)
 """
 
 
+@pytest.mark.long
 def test_torch_makes_one_file_of_it_without_zeroshard(ranks, tmp_path):
     want = [ranks(num_ranks, saved, tmp_path / str(num_ranks), 3)[0] for num_ranks in (1, 2)]
     paths = [

@@ -59,6 +59,7 @@ def all_gathers(size):
     return results
 
 
+@pytest.mark.long_where(num_ranks=[1, 3])
 @pytest.mark.parametrize("num_ranks", WORLDS)
 def test_an_all_gather_brings_what_torchs_own_brings(ranks, num_ranks):
     for results in ranks(num_ranks, all_gathers, 1027):

@@ -85,6 +85,7 @@ def losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------- documents are apart
 
 
+@pytest.mark.long_where(family=["llama"], attention=["eager"])
 @pytest.mark.long_where(family=["qwen2", "mistral"])
 @pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize(
@@ -175,6 +176,7 @@ def test_with_the_blocks_the_collator_gives_each_label_the_same_weight(tmp_path:
     assert len(set(nums.tolist())) > 1
 
 
+@pytest.mark.long_where(num_ranks=[1, 2, 8])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 @torch.no_grad()
 def test_the_evaluation_of_all_ranks_is_the_mean_over_all_labels(tmp_path: Path, num_ranks: int) -> None:

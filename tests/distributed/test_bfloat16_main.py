@@ -513,6 +513,7 @@ def resume(kind, folder, stage):
     return engine.full_state_dict()
 
 
+@pytest.mark.long
 @pytest.mark.long_where(kind=["fused AdamW"])
 @pytest.mark.long_where(kind=["LAMB", "bitsandbytes"])
 @pytest.mark.parametrize("kind", ["fused AdamW", "AdamW8bit", "LAMB", "bitsandbytes"])

@@ -264,6 +264,7 @@ def in_groups(stage):
     return gather(engine, optimizer), rates, optimizer.param_groups[0]["label"]
 
 
+@pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_groups_keep_their_hyperparameters_and_schedulers_go_on_working(ranks, stage):
     found, rates, label = ranks(2, in_groups, stage)[0]

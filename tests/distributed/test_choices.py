@@ -128,6 +128,7 @@ def seeded(loss):
     return again
 
 
+@pytest.mark.long_where(name=list(MODELS)[1:])
 @pytest.mark.long_where(name=["Whisper that drops layers"])
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_that_run_other_parts_of_a_list_train_as_in_ddp_to_the_bit(ranks, name):

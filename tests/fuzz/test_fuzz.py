@@ -27,6 +27,7 @@ def contents(seed):
     return case.describe(), [value.tolist() for value in case.model.state_dict().values()]
 
 
+@pytest.mark.long
 def test_a_seed_makes_the_same_case_in_every_process(ranks):
     for seed in range(8):
         assert ranks(2, contents, seed, process_group=False) == [contents(seed)] * 2

@@ -501,6 +501,7 @@ HARD = {
 }
 
 
+@pytest.mark.long_where(what=list(HARD)[::2])
 @pytest.mark.long_where(use_reentrant=[True], what=list(HARD)[1:])
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("what", HARD)

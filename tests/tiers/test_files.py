@@ -379,6 +379,7 @@ raise LookupError("the end")
 """
 
 
+@pytest.mark.long
 def test_a_forked_process_leaves_the_files_alone_and_an_exception_removes_them(tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -65,7 +65,7 @@ def trained_in_pieces(folder, names):
 @pytest.mark.parametrize(
     ("num_ranks", "names"),
     [
-        (2, ("AdamW", "8-bit", "AdEMAMix")),
+        (2, ("AdamW", "8-bit")),
         pytest.param(1, tuple(OPTIMIZERS), marks=pytest.mark.long),
         pytest.param(3, tuple(OPTIMIZERS), marks=pytest.mark.long),
     ],

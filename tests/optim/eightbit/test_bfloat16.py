@@ -79,6 +79,7 @@ def check_equal(p, q, states, others):
                 torch.testing.assert_close(values, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.long_where(kernel=["torch"])
 @pytest.mark.long_where(name=[name for name in RULES if name != "Adam"])
 @pytest.mark.parametrize("name", RULES)
 def test_parameters_and_states_have_the_bits_of_a_step_in_float32_rounded_afterwards(name, kernel):

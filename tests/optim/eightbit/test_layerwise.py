@@ -89,6 +89,7 @@ def check(name, reference, parameter, states):
         assert torch.equal(states[f"{key}_absmax"], blocks.absmax), (name, key)
 
 
+@pytest.mark.long_where(kind=["LARS8bit"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_follows_the_formula(kind):
     model = build()
@@ -135,6 +136,7 @@ def shard(kind, configs):
     return set(exchanges)
 
 
+@pytest.mark.long_where(kind=["LARS8bit"])
 @pytest.mark.long_where(num_ranks=[1, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

@@ -53,6 +53,7 @@ def check_states(state, reference):
         assert torch.equal(state[f"{name}_absmax"], blocks.absmax), name
 
 
+@pytest.mark.long_where(size=[5003], name=[name for name in KINDS if name != "AdamW8bit"])
 @pytest.mark.long_where(size=[70_001], name=[name for name in KINDS if name != "AdamW8bit"])
 @pytest.mark.parametrize("size", [4096, 5003, 70_001])
 @pytest.mark.parametrize("name", KINDS)
@@ -287,6 +288,7 @@ def test_a_nan_reaches_the_parameter(name, kernel):
     assert parameter[512:].isfinite().all()
 
 
+@pytest.mark.long
 @pytest.mark.long_where(is_broken=[False])
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_without_numba_or_with_a_broken_one_there_is_one_warning(is_broken, tmp_path):
