@@ -31,7 +31,7 @@ LONG = {
     *("host_edits_in_forward_stage3", "parameters_on_host_kept", "host_stage3_bf16_main"),
     *("averages_after_step_stage3", "two_optimizers_stage3", "one_parameter_by_name", "engines_dropped"),
 }
-"""Scenarios of features that have another scenario, alone or together with something else."""
+"""Scenarios of features that have another one, alone or together with something else, and of rare uses."""
 
 
 def is_repeated(name: str) -> bool:
