@@ -96,6 +96,8 @@ def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
             trace.put_on_host([bits])
         return round_(values, bits)
 
+    with torch.device("cpu"):  # torch notes its functions with the first context, and keeps the note
+        torch.empty(0)
     for name in ("empty", "zeros", "tensor"):
         patch.setattr(torch, name, _making(getattr(torch, name), trace))
     for name in ("frombuffer", "from_numpy", "get_rng_state"):

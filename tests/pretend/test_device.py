@@ -100,3 +100,15 @@ def waits_for_memory_of_the_host(device: str | torch.device) -> set[Kind]:
 def test_memory_whose_device_is_spelled_cpu_is_the_host_s(ranks: Ranks) -> None:
     assert ranks(1, waits_for_memory_of_the_host, "cpu") == [set()]
     assert ranks(1, waits_for_memory_of_the_host, torch.device("cpu")) == [{Kind.SYNC}]
+
+
+def empty_is_on_meta_afterwards() -> bool:
+    torch.utils._device._device_constructors.cache_clear()  # as in a process without a context so far
+    with pretend_device(), torch.device("cpu"):
+        torch.empty(1)
+    with torch.device("meta"):
+        return torch.empty(1).is_meta
+
+
+def test_contexts_of_devices_work_as_before_afterwards(ranks: Ranks) -> None:
+    assert ranks(1, empty_is_on_meta_afterwards) == [True]
