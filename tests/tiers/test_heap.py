@@ -31,7 +31,6 @@ print(resident() - before)
 """
 
 
-@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "confstr") or sys.platform != "linux", reason="about glibc")
 @pytest.mark.long_where(returns=[False])
 @pytest.mark.parametrize(
