@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.training import BF16, build, gpus, start
+from zeroshard.stepping.clipping import own_gradients
 from zeroshard.tiers.memory import held_bytes
 
 WIDTH, DEPTH = 1024, 8
@@ -55,6 +56,45 @@ def test_the_host_steps_to_the_values_of_the_device(ranks, tmp_path, num_ranks, 
             # A CPU may round the last bit in another way, which bfloat16 can turn into one of its own.
             assert moved == pytest.approx(plain, rel=1e-2 if precision else 1e-6)
             assert difference <= (1e-3 if precision else 1e-6)
+
+
+def micro_batches(stage, precision, offload):
+    """Losses and norms of two steps of three micro-batches, weights, and how many buffers have a note."""
+    config = {"precision": precision, "clip_grad_norm": 0.01, "gradient_accumulation_steps": 3}
+    engine = start(build(), stage, offload=offload, **config)
+    losses = train_there(engine, range(3))
+    norms = [engine.grad_norm.item()]
+    for number in (3, 4):
+        losses += train_there(engine, [number])
+    inputs = torch.randn(64, engine.module.width, generator=torch.Generator().manual_seed(5)).cuda()
+    engine.backward(engine(inputs).float().square().mean())
+    num_noted = len(own_gradients(engine._runtime).squares)
+    engine.step()
+    weights = [weight.cpu() for weight in engine.full_state_dict().values()]
+    return losses, [*norms, engine.grad_norm.item()], weights, num_noted
+
+
+def plain_and_far_micro_batches(stage, precision):
+    losses, norms, weights, _ = micro_batches(stage, precision, {})
+    moved = micro_batches(stage, precision, HOST)
+    differences = [(a - b).abs().max().item() for a, b in zip(weights, moved[2], strict=True)]
+    return (losses, norms), moved[:2], max(differences, default=0.0), moved[3]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "precision", [{}, BF16, BF16 | {"main_dtype": "bf16"}], ids=["fp32", "bf16", "bf16 main"]
+)
+@pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=gpus(n)) for n in (1, 2)])
+def test_the_device_adds_up_micro_batches_and_their_norm(ranks, num_ranks, stage, precision):
+    for plain, moved, difference, num_noted in ranks(
+        num_ranks, plain_and_far_micro_batches, stage, precision, process_group=False, timeout=300
+    ):
+        tolerance = 1e-2 if precision else 1e-6  # as above
+        for one, other in zip(plain, moved, strict=True):
+            assert other == pytest.approx(one, rel=tolerance)
+        assert difference <= (1e-2 if "main_dtype" in precision else 1e-3 if precision else 1e-6)
+        assert num_noted > 0
 
 
 def early_and_late(offload):

@@ -235,6 +235,13 @@ def _gradients_are_freed_under_their_copies(bench: Bench, patch: pytest.MonkeyPa
     patch.setattr(SideStream, "hold", lambda side, tensor, *, most: side.mark())
 
 
+@_must_show(Kind.FREED, scenarios=("host_stage3_clip_accumulate",))
+def _sums_are_freed_under_their_copies(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Host memory of sums goes back to the system while the device copies from it, to add to them."""
+    beside = Landing.beside
+    patch.setattr(Landing, "beside", lambda landing, values, *on_host: beside(landing, values))
+
+
 @_must_show(Kind.REUSE, scenarios=("files_stage1",))
 def _no_wait_for_older_gradients(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Compute uses the memory of older gradients before they have been copied to the host."""
@@ -272,11 +279,6 @@ _no_wait_in("finish_gathers", FlatBuffer, "await_copies", Kind.RACE, "parameters
 _no_wait_in("release", FlatBuffer, "await_copies", Kind.FREED, "host_dropped")
 _no_wait_in("forget", ReducedGradients, "_wait_on_host", Kind.RACE, "host_gradients_forgotten")
 _no_wait_in("drop", ReducedGradients, "_wait_on_host", Kind.FREED, "host_gradients_forgotten")
-_no_wait_in(
-    "add_up",
-    *(ReducedGradients, "_wait_on_host", Kind.RACE),
-    *("parameters_on_host_accumulate", "host_stage3_clip_accumulate"),  # p.grad is there; sums are kept
-)
 # Two more calls of await_copies, in Edits and in EarlySteps, are not needed as the engine is now, so nothing
 # shows their absence. Before an edit in a forward is kept, the host waits for a copy of the edited values on
 # compute. Before a unit is stepped in the backward, it waits for the gradient's copy, which began after all

@@ -11,6 +11,7 @@ from torch import nn
 from tests.checkpoint import runs
 from tests.tiers.test_offload import BF16_MAIN, CHOSEN_STAGES, OPTIMIZERS, offload
 from tests.tiers.test_pieces import small_pieces
+from zeroshard.parameters.sharded import gradient_of
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding import reduced
 from zeroshard.stepping.clipping import global_norm, own_gradients
@@ -209,8 +210,8 @@ def drop_one(engine):
 
 WAYS = {
     backward: True,
-    add_up: False,
-    accumulate: None,  # the host adds up at stages 2 and 3
+    add_up: True,
+    accumulate: True,
     add_up_later: True,
     scale_through_data: False,
     scale_by_a_slot: False,
@@ -254,8 +255,6 @@ def test_the_norm_from_notes_is_that_of_the_gradients(ranks, tmp_path, num_ranks
     config = offload(tmp_path) | {"stage": stage} | precision
     for found in ranks(num_ranks, norms, config):
         for way, is_noted, num_noted in found:
-            if way == "add_up_later" and num_ranks == 1:
-                is_noted = False  # without an exchange there is nothing to defer: the host adds up
             assert is_noted is None or (num_noted > 0) == is_noted, way
 
 
@@ -305,6 +304,53 @@ def test_units_that_some_backwards_leave_out_are_clipped_alike(ranks, tmp_path, 
     config = {"stage": stage, "clip_grad_norm": 0.01, "gradient_accumulation_steps": steps}
     for want, got in ranks(2, with_and_without_notes, config, offload(tmp_path)):
         assert got == pytest.approx(want, rel=1e-6)  # the norm's 16th digit may differ, then it is rounded
+
+
+class Together(nn.Module):
+    """One unit, of which a step uses some layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Sparse()
+
+    def forward(self, x, used):
+        return self.inner(x, used)
+
+
+def in_one_unit(config):
+    """The bits of gradients, of the norm and of parameters, and whether the norm comes from notes."""
+    engine = runs.start(config | {"units": ["Sparse"]}, model=Together())
+    generator, found, noted = torch.Generator().manual_seed(torch.distributed.get_rank()), [], []
+    for uses in (((0, 1), (1, 2)), ((0,), (0, 1, 2), (2,)), ((0, 1, 2), (0,)), ((1,), (1,))):
+        grads = []
+        for used in uses:
+            engine.backward(engine(torch.randn(4, 6, generator=generator).requires_grad_(), used))
+            slots = [gradient_of(p) for p in engine.parameters()]  # p.grad is a look, which voids notes
+            assert all(new is old for old, new in zip(grads, slots, strict=False) if old is not None)
+            grads = slots
+        noted.append(len(own_gradients(engine._runtime).squares))
+        found += [None if grad is None else grad.clone() for grad in grads]
+        engine.step()
+        found += [engine.grad_norm, *(p.detach().clone() for p in engine.parameters())]
+    engine.close(restore=False)
+    return found, noted
+
+
+def bits_in_one_unit(config, far):
+    (want, _), notes = in_one_unit(config), []
+    with mock.patch.object(reduced, "leaves_device", leaves):
+        got, notes = in_one_unit(config | far)
+    same = [one is other or torch.equal(one, other) for one, other in zip(want, got, strict=True)]
+    return same, notes
+
+
+@pytest.mark.parametrize("precision", [{}, BF16_MAIN], ids=["fp32", "bf16 main"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_layers_that_some_backwards_leave_out_add_up_alike(ranks, tmp_path, stage, precision):
+    config = {"stage": stage, "clip_grad_norm": 0.01} | precision
+    for same, notes in ranks(2, bits_in_one_unit, config, offload(tmp_path)):
+        assert all(same)
+        assert all(num > 0 for num in notes)
 
 
 class Overflowing(nn.Module):

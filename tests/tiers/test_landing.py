@@ -22,11 +22,16 @@ def context():
     return SimpleNamespace(streams=Streams.on(device), memory=memory, landed=[])
 
 
+def land(landing, values):
+    with landing.beside(values):
+        return landing.land(values)
+
+
 def test_buffers_of_one_size_share_memory_that_is_free(context):
     before, addresses = held_bytes().host, set()
     for number in range(6):
         landing = Landing(context, SIZE)
-        gradient = landing.land(torch.full((SIZE,), float(number)))[:10]  # p.grad is such a view
+        gradient = land(landing, torch.full((SIZE,), float(number)))[:10]  # p.grad is such a view
         landing.wait()
         assert gradient.eq(number).all()
         addresses.add(gradient.data_ptr())
@@ -37,10 +42,10 @@ def test_buffers_of_one_size_share_memory_that_is_free(context):
 
 def test_memory_that_is_held_is_not_written_to(context):
     landing = Landing(context, SIZE)
-    first, second = landing.land(torch.ones(SIZE)), landing.land(torch.zeros(SIZE))
+    first, second = land(landing, torch.ones(SIZE)), land(landing, torch.zeros(SIZE))
     part = first[:4]
     del first
-    landing.land(torch.zeros(SIZE))
+    land(landing, torch.zeros(SIZE))
     landing.wait()
     assert part.eq(1).all()
     assert second.eq(0).all()

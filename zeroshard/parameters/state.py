@@ -48,7 +48,7 @@ class ModuleState:
     has_failed_in_step = False
     """True if that backward has ended in an exception."""
     has_shown_gradients = False
-    """True if somebody may hold a `p.grad` that the last backward has set, and change it unseen."""
+    """True if somebody may hold a `p.grad`, and change it unseen."""
     before_show: Callable[[], object] = object
     """Scales gradients whose clip factor is still to be applied, before somebody sees or changes one."""
     has_sums = False

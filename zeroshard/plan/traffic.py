@@ -26,13 +26,17 @@ def gradient_bytes(
 ) -> int:
     """Bytes of gradients on a tier before an optimizer step: of one micro-batch, or of the sum of several.
 
-    Those of the tier of files are in host memory.
+    Those of the tier of files are in host memory. Sums in a wider dtype than main parameters have memory of
+    their own there, because the device reads them while it writes the gradients that the optimizer reads.
     """
     place = Tier.HOST if buffer.main_tier is Tier.DISK and not setting.host_computes else buffer.main_tier
     if not buffer.trainable or tier is not (Tier.DEVICE if setting.host_computes else place):
         return 0
+    of_one = buffer.main_size * buffer.main_dtype.itemsize
     if num_micro_batches == 1:
-        return buffer.main_size * buffer.main_dtype.itemsize
+        return of_one
+    if tier is not Tier.DEVICE and buffer.main_dtype is not buffer.wide_dtype:
+        return of_one + buffer.main_size * buffer.wide_dtype.itemsize
     is_local = setting.placements.accumulates_locally and tier is Tier.DEVICE
     return (buffer.layout.total if is_local else buffer.main_size) * buffer.wide_dtype.itemsize
 

@@ -136,9 +136,6 @@ class Gradients:
         self.used = used  # for the agreement of all ranks
         return deliver
 
-    def add_up(self) -> None:
-        """Add gradients that have come to the host to those that are there, if they are to be added."""
-
     def drop(self) -> None:
         """Forget all gradients that are in no `p.grad` yet, after the reductions under way have ended."""
         self.used = [False] * len(self.used)

@@ -1,14 +1,18 @@
 """Reduced gradients leave the device for host memory, where the optimizer reads them.
 
 The copies run on a stream of their own, beside the rest of the backward. The host waits for them before it
-adds to them or hands them to the parameters. Values of a few buffers are on their way at a time: compute
-waits for older copies, so that their memory on the device is free again within the backward.
+hands them to the parameters. Sums of micro-batches lie on the host. They come to the device on the same
+stream, which adds to them and sends them back, so the host adds nothing. Values of a few buffers are on their
+way at a time: compute waits for older copies, so that their memory on the device is free again within the
+backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from zeroshard.comm import streams
@@ -42,21 +46,45 @@ class Landing:
 
     def __init__(self, context: Context, size: int) -> None:
         self._context, self._size = context, size
-        self._under_way: list[Mark] = []
-        """The ends of copies that the host has not waited for."""
+        self._under_way: list[tuple[Mark, tuple[Tensor, ...]]] = []
+        """The ends of copies that the host has not waited for, and the memory of the host that they use."""
+
+    @contextmanager
+    def beside(self, values: Tensor, *on_host: Tensor) -> Iterator[None]:
+        """Issue work on the stream of the copies to the host, after all compute so far.
+
+        Args:
+            values: the tensor of the device that this work reads; its memory is kept until the work is over.
+            on_host: memory of the host that this work reads or writes; kept likewise.
+        """
+        to_host = self._context.streams.to_host
+        try:
+            with to_host.after_compute():
+                yield
+        finally:
+            self._under_way.append((to_host.hold(values, most=_MOST_UNDER_WAY), on_host))
+
+    def fetched(self, sums: Sequence[tuple[slice, Tensor]]) -> Tensor:
+        """Copy sums of one dtype to the device, called `beside`; return them in their places, [size]."""
+        device, dtype = self._context.device, sums[0][1].dtype
+        whole = torch.zeros(self._size, dtype=dtype, device=device)
+        for place, values in sums:
+            whole[place].copy_(values, non_blocking=True)
+        return whole
 
     def land(self, values: Tensor) -> Tensor:
-        """Start to copy `values`, [size]; return the host's tensor, to be read after `wait`."""
+        """Copy `values`, [size], to the host, called `beside`.
+
+        Returns:
+            The host's tensor, to be read after `wait`.
+        """
         target = self._find(values)
-        to_host = self._context.streams.to_host
-        with to_host.after_compute():
-            target.copy_(values, non_blocking=True)
-        self._under_way.append(to_host.hold(values, most=_MOST_UNDER_WAY))
+        target.copy_(values, non_blocking=True)
         return target
 
     def arrival(self) -> Callable[[], None]:
         """Return a call that lets the host wait until the values so far have landed, in any thread."""
-        marks = tuple(self._under_way)
+        marks = tuple(mark for mark, _ in self._under_way)
 
         def wait() -> None:
             for mark in marks:
@@ -67,7 +95,7 @@ class Landing:
     def wait(self) -> None:
         """Let the host wait until all values have landed."""
         self.arrival()()
-        for mark in self._under_way:
+        for mark, _ in self._under_way:
             self._context.streams.to_host.let_go(mark)
         self._under_way.clear()
 

@@ -1,7 +1,7 @@
 """The sum of squares of gradients that leave the device, taken there before they leave.
 
 The host would have to read all gradients once more for their norm. A note holds only as long as gradients are
-those that the backward has set: nobody has added to them, replaced them or seen them since.
+those that the backward has set or added to: nobody has changed them, replaced them or seen them since.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class ReducedGradients(Gradients):
         self._reduction: Iterator[bool] | None = None
         self._is_exchanging = False
         self._reduced: Tensor | None = None
-        self._addend: Tensor | None = None
-        """Gradients on their way to the host, to be added there to `_reduced`, or else to `p.grad`."""
+        self._has_sums = False
+        """True if `_reduced` holds the values of those `p.grad` as well that there are."""
         self._squares: Tensor | None = None
         """Of gradients on their way to the host: the sum of squares that this rank counts, 0-dim, float64."""
         self._landing = Landing(context, buffer.plan.main_size) if leaves_device(buffer, context) else None
@@ -232,45 +232,56 @@ class ReducedGradients(Gradients):
         """Keep reduced gradients until the ranks have agreed on which parameters were used."""
         if self.unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
             result.mul_(self.unscale)
-        self.add_up()
-        is_first = self._reduced is None and not self.is_kept
-        grads = [gradient_of(parameter) for parameter in self.buffer.sharded] if is_first else [None]
-        has_all = all(gradient is not None for gradient in grads)
+        sums = self._sums_so_far()
         if self._landing is not None:
-            is_addend = has_all or not is_first  # a sum is rounded once
-            result = result if is_addend else result.to(self.buffer.plan.main_dtype)
-            self._squares = None if is_addend else self._squares_of(result)
-            result = self._landing.land(result)
-        if has_all or self._reduced is not None:
-            self._addend = result
-            if self._landing is None:
-                self.add_up()
-        else:
-            self._reduced = result if self.is_kept else result.to(self.buffer.plan.main_dtype)
+            self._leave(result, sums, self._landing)
+            return
+        for own, total in sums:
+            total.add_(result[own])
+        if not sums:
+            self._reduced = result
+        if self._reduced is not None and not self.is_kept:
+            self._reduced = self._reduced.to(self.buffer.plan.main_dtype)
 
-    def _squares_of(self, result: Tensor) -> Tensor | None:
-        """The sum of squares of the elements that this rank counts; None if no norm will be asked for."""
-        if self._context.setting.steps_in_backward or result.dtype is torch.float64:  # whose squares overflow
-            return None
-        own = [result[part][self.buffer.counted(index)] for index, part in enumerate(self._own_slices)]
+    def _sums_so_far(self, *, of_all: bool = True) -> list[tuple[slice, Tensor]]:
+        """The sums that reduced gradients are added to as they arrive, with their places in these.
+
+        Args:
+            of_all: True for sums in `p.grad` only if each parameter has one.
+        """
+        if self._reduced is not None:
+            return [(slice(None), self._reduced)]
+        grads = [] if self.is_kept else [gradient_of(parameter) for parameter in self.buffer.sharded]
+        if of_all and any(gradient is None for gradient in grads):
+            return []
+        return [(own, g) for own, g in zip(self._own_slices, grads, strict=False) if g is not None]
+
+    def _leave(self, result: Tensor, sums: list[tuple[slice, Tensor]], landing: Landing) -> None:
+        """Send reduced gradients to the host. Sums come from there, and return: the device adds."""
+        has_all = bool(sums)
+        if not has_all:
+            sums = self._sums_so_far(of_all=False)
+            self._has_sums = bool(sums)
+        needs_norm = not (self.is_kept or self._context.setting.steps_in_backward)
+        is_noted = needs_norm and result.dtype is not torch.float64  # whose squares overflow
+        self._squares = torch.empty((), dtype=torch.float64, device=result.device) if is_noted else None
+        with landing.beside(result, *(total for _, total in sums)):
+            total = landing.fetched(sums).add_(result) if has_all else result
+            total = total if self.is_kept else total.to(self.buffer.plan.main_dtype)
+            if sums and not has_all:  # rounded first, as where `deliver` adds
+                total = landing.fetched(sums).add_(total)
+            if self._squares is not None:
+                self._squares.copy_(self._squares_of(total))
+            if has_all and total.dtype is sums[0][1].dtype:
+                for own, target in sums:
+                    target.copy_(total[own], non_blocking=True)
+            else:
+                self._reduced = landing.land(total)
+
+    def _squares_of(self, total: Tensor) -> Tensor:
+        """The sum of squares of the elements that this rank counts, 0-dim, float64."""
+        own = [total[part][self.buffer.counted(index)] for index, part in enumerate(self._own_slices)]
         return foreach_sum_of_squares(own).sum()
-
-    def add_up(self) -> None:
-        addend, self._addend = self._addend, None
-        if addend is not None:
-            self._wait_on_host()
-            self._reduced = self._sum(self._reduced, addend)
-
-    def _sum(self, reduced: Tensor | None, addend: Tensor) -> Tensor | None:
-        """Add to `reduced` and return the sum, or to `p.grad` of all parameters."""
-        if reduced is not None:
-            total = reduced.add_(addend)
-            return total if self.is_kept else total.to(self.buffer.plan.main_dtype)
-        for parameter, own in zip(self.buffer.sharded, self._own_slices, strict=True):
-            gradient = gradient_of(parameter)
-            assert gradient is not None, "all had one"
-            gradient.add_(addend[own])
-        return None
 
     def keep_deferred(self) -> None:
         self._arrived = [False] * len(self._arrived)
@@ -278,9 +289,7 @@ class ReducedGradients(Gradients):
 
     def deliver(self, used: Sequence[bool]) -> None:
         self.complete()
-        if self.is_kept:
-            self.add_up()
-        else:
+        if not self.is_kept:
             self._move(GradientState.EMPTY)
             deliver = self._detach(used)
             self._wait_on_host()
@@ -288,32 +297,36 @@ class ReducedGradients(Gradients):
 
     def _detach(self, used: Sequence[bool]) -> Callable[[], None]:
         arrives = self._landing.arrival() if self._landing is not None else None
-        (reduced, self._reduced), (addend, self._addend) = (self._reduced, None), (self._addend, None)
-        squares, self._squares, self.noted = self._squares, None, None
+        reduced, squares, has_sums = self._reduced, self._squares, self._has_sums
+        self._reduced, self._squares, self._has_sums, self.noted = None, None, False, None
         self.used = [False] * len(self.used)
 
         def deliver() -> None:
-            nonlocal reduced, addend
+            nonlocal reduced
             if arrives is not None:
                 arrives()
-            if addend is not None:
-                reduced, addend = self._sum(reduced, addend), None
             total, reduced = reduced, None  # nobody else is to keep its memory
-            if total is None:  # it was added as it arrived
-                return
-            is_new = all(gradient_of(parameter) is None for parameter in self.buffer.sharded)
-            for index, parameter in enumerate(self.buffer.sharded):
-                if not used[index]:
-                    continue
-                gradient = total[self._own_slices[index]]
-                if (before := gradient_of(parameter)) is None:
-                    set_gradient(parameter, gradient)
-                else:
-                    before.add_(gradient)
-            if is_new and squares is not None:
+            adds = total is not None and self._set(total, used, has_sums)
+            if squares is not None and not adds:
                 self.noted = Noted.of(self.buffer, squares)
 
         return deliver
+
+    def _set(self, total: Tensor, used: Sequence[bool], has_sums: bool) -> bool:
+        """Set `p.grad` of the parameters that were used; return True if a value was added to one here."""
+        adds = False
+        for index, parameter in enumerate(self.buffer.sharded):
+            if not used[index]:
+                continue
+            gradient = total[self._own_slices[index]]
+            if (before := gradient_of(parameter)) is None:
+                set_gradient(parameter, gradient)
+            elif has_sums:
+                before.copy_(gradient)
+            else:
+                before.add_(gradient)
+                adds = True
+        return adds
 
     def _wait_on_host(self) -> None:
         if self._landing is not None:
@@ -326,7 +339,8 @@ class ReducedGradients(Gradients):
         num = len(self.used)
         if self._flat is not None:
             self._pool.forget(self._flat)
-        self._flat = self._reduced = self._addend = self._squares = None
+        self._flat = self._reduced = self._squares = None
+        self._has_sums = False
         self._is_deferred = False
         self._arrived, self._filled = [False] * num, [False] * num
         self.num_missing = num

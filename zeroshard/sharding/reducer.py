@@ -184,7 +184,10 @@ class Reducer:
             self._must_agree = False
         self._to_start, self._ready = deque(self._order.of_reductions()), set()
         self._state.before_show()  # a step that has failed may have left some, and this backward adds to them
-        self._is_open, self._state.has_shown_gradients = True, False
+        self._is_open = True
+        if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
+            gradients = (gradient_of(p) for one in self._all for p in one.buffer.sharded)
+            self._state.has_shown_gradients = any(gradient is not None for gradient in gradients)
 
     def start(self, unit: Unit) -> None:
         """Start the reduction of a unit when it is its turn, unless reductions are deferred; repeatable."""
@@ -236,9 +239,6 @@ class Reducer:
             self._ended.append(unit)
         elif self.step_unit is not None and self._may_step(unit):
             self.step_unit(unit)
-        else:
-            for gradients in unit.gradients:
-                gradients.add_up()
 
     def _may_step(self, unit: Unit) -> bool:
         if not unit.gradients or unit.computes_with_main or self._has_more:

@@ -147,16 +147,19 @@ def _overflowing(bench: Bench) -> list[Tensor]:
 
 
 def _forgotten(bench: Bench) -> list[Tensor]:
-    """One gradient, then all, are forgotten between two micro-batches, while they are copied to the host."""
+    """All gradients, then one, are forgotten between two micro-batches, while they are copied to the host."""
     losses = []
     for number in range(4):
         losses.append(bench.loss(number))
         bench.engine.backward(losses[-1])
         if number == 0:
-            next(iter(bench.engine.parameters())).grad = None
-        elif number == 2:
             bench.engine.zero_grad()
+            bench.engine.set_gradient_accumulation_steps(1)  # gradients in another dtype take other memory
+            continue
+        if number == 2:
+            next(iter(bench.engine.parameters())).grad = None
         bench.engine.step()
+        bench.engine.set_gradient_accumulation_steps(2) if number == 1 else None
     return [loss.detach() for loss in losses]
 
 
