@@ -151,8 +151,9 @@ def flops_per_token(name: str, num_matmul: int, sequence: int) -> float:
 def llama_model(name: str, args: argparse.Namespace) -> LlamaForCausalLM:
     """Build a model with values of a table, whose length no row of a matrix divides."""
     bound = 0.02 * math.sqrt(3)
-    table = torch.empty((1 << 24) - 3).uniform_(-bound, bound, generator=torch.Generator().manual_seed(0))
     with zeroshard.deferred_init(), no_init_weights():
+        # Deferred, too: what is recorded keeps a copy of each part of another tensor, as large as the model.
+        table = torch.empty((1 << 24) - 3).uniform_(-bound, bound, generator=torch.Generator().manual_seed(0))
         model = LlamaForCausalLM(llama(name, args))
         for parameter in model.parameters():
             if parameter.dim() > 1:
