@@ -17,7 +17,7 @@ LAYERS = (
     {"comm", "tiers", "lazy", "data", "deepspeed", "safetensors"},
     {"parameters"},
     {"sharding", "agreement"},
-    {"stepping", "forwards", "guards", "restore", "full"},
+    {"stepping", "forwards", "guards", "restore", "full", "parallel"},
     {"assemble", "optim"},
     {"checkpoint", "hf", "byname", "memory", "sharded"},
     {"engine", "checkpointing", "modulelike", "reports"},

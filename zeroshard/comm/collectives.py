@@ -115,6 +115,10 @@ class Axis:
         group = self._groups[Channel.GATHER]
         return [0] if group is None else dist.get_process_group_ranks(group)
 
+    def group(self, channel: Channel) -> dist.ProcessGroup | None:
+        """Return the process group of a channel; None for a single rank."""
+        return self._groups[channel]
+
     def reduce_over(self, group: dist.ProcessGroup) -> None:
         """Give reductions another group of the same ranks, so that they run beside gathers."""
         self._groups[Channel.REDUCE] = group
@@ -146,7 +150,7 @@ class Axis:
             if flat.data_ptr() != own.data_ptr():
                 flat.copy_(own)
             return self._copied()
-        self._note("all_gather", own.nbytes * (self.size - 1), label, channel.value)
+        self.note("all_gather", own.nbytes * (self.size - 1), label, channel.value)
         if not self.exchanges:
             with self.waits.naming(label):
                 dist.all_gather_into_tensor(flat, own, group=self._groups[channel], async_op=False)
@@ -172,7 +176,7 @@ class Axis:
         # when it changes.
         with self.waits.naming(label), dist._coalescing_manager(group=group, async_ops=False):
             for part in parts:
-                self._note("all_gather", part.own.nbytes * (self.size - 1), label, GATHER)
+                self.note("all_gather", part.own.nbytes * (self.size - 1), label, GATHER)
                 dist.all_gather_into_tensor(part.flat, part.own, group=group, async_op=False)
         return Issued(self.waits.issue(label))
 
@@ -195,7 +199,7 @@ class Axis:
         if self.size == 1 or not flat.numel():
             out.copy_(own)
             return self._copied()
-        self._note("reduce_scatter", own.nbytes * (self.size - 1), label, REDUCE)
+        self.note("reduce_scatter", own.nbytes * (self.size - 1), label, REDUCE)
         if not self.exchanges:
             target = out if out.dtype == flat.dtype else torch.empty_like(own)
             group = self._groups[Channel.REDUCE]
@@ -221,7 +225,7 @@ class Axis:
         still computes the values, and their devices would wait longer than a collective may take.
         """
         if self.size > 1 and tensor.numel():
-            self._note("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0, label)
+            self.note("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0, label)
             group = self._groups[Channel.GATHER]
             source = dist.get_global_rank(group, 0) if group is not None else 0
             data = tensor.contiguous()
@@ -251,7 +255,7 @@ class Axis:
             return lambda: list(flags)
         proof, entries = (self.ledger.proof(), self.ledger.entries()) if compares else ([], None)
         bitmap = torch.tensor([*flags, *proof], dtype=torch.uint8, device="cpu")
-        self._note("control", bitmap.numel(), label)
+        self.note("control", bitmap.numel(), label)
         work = dist.all_reduce(bitmap, dist.ReduceOp.MAX, group=self._control, async_op=True)
 
         def answer() -> list[bool]:
@@ -279,7 +283,7 @@ class Axis:
         """
         if self.size == 1:
             return value
-        self._note("control", value.numel() * value.element_size(), label)
+        self.note("control", value.numel() * value.element_size(), label)
         parts = [torch.empty_like(value) for _ in range(self.size)]
         group = self._groups[Channel.REDUCE]
         if self.exchanges:
@@ -298,7 +302,7 @@ class Axis:
         if self.size == 1:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self._note("control", own.numel(), label)
+        self.note("control", own.numel(), label)
         sizes = self._gather_small(torch.tensor([own.numel()], device="cpu"), label)
         longest = int(torch.stack(sizes).max())
         padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
@@ -317,7 +321,7 @@ class Axis:
         )
         return parts
 
-    def _note(self, kind: str, num_bytes: int, label: str, line: str = CONTROL) -> None:
+    def note(self, kind: str, num_bytes: int, label: str, line: str = CONTROL) -> None:
         """Count and note a collective that sends `num_bytes`."""
         self.counter.add(kind, num_bytes)
         self.ledger.note(label, line)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from zeroshard.tables import LINE, format_bytes, render
 
-CONTROL = "control"
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "point_to_point", CONTROL)
+CONTROL, ALL_REDUCE = "control", "all_reduce"
+KINDS = ("all_gather", "reduce_scatter", ALL_REDUCE, "point_to_point", CONTROL)
 """`point_to_point` is pipeline traffic; `control` are small agreements outside of the wire formula."""
 
 

@@ -1,0 +1,101 @@
+"""Parts of parameters over a tensor group: every element is held, and counted once."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroshard.plan.cuts import Cut, Section, heads, joined
+from zeroshard.plan.layout import Span
+
+
+@st.composite
+def cuts(draw):
+    num_ranks = draw(st.integers(1, 8))
+    sections = []
+    for _ in range(draw(st.integers(1, 4))):
+        unit = draw(st.integers(1, 5))
+        divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0 and unit > 1]
+        num_heads = draw(
+            st.one_of(st.integers(1, 3).map(lambda n, r=num_ranks: n * r), *map(st.just, divisors))
+        )
+        sections.append(Section(num_heads * unit, unit))
+    around = draw(st.tuples(*[st.integers(1, 3)] * 2))
+    dim = draw(st.integers(0, 2))
+    shape = [*around]
+    shape.insert(dim, sum(section.size for section in sections))
+    return Cut("weight", tuple(shape), dim, num_ranks, tuple(sections))
+
+
+@given(cuts())
+def test_each_element_is_held_and_counted_once(cut):
+    held, counted = set(), []
+    for rank in range(cut.num_ranks):
+        own = [index for span in cut.spans(rank) for index in range(span.start, span.stop)]
+        assert len(own) == cut.local_shape[cut.dim]
+        held |= set(own)
+        counted += [own[index] for span in cut.counted(rank) for index in range(span.start, span.stop)]
+    assert held == set(range(cut.shape[cut.dim]))
+    assert sorted(counted) == sorted(held)
+    assert cut.local_shape[: cut.dim] == cut.shape[: cut.dim]
+    assert cut.local_shape[cut.dim + 1 :] == cut.shape[cut.dim + 1 :]
+
+
+@given(cuts())
+def test_each_rank_has_whole_heads_of_each_section(cut):
+    start = 0
+    for number, section in enumerate(cut.sections):
+        for rank in range(cut.num_ranks):
+            span = cut.spans(rank)[number]
+            assert span.size
+            assert span.size % section.unit == (span.start - start) % section.unit == 0
+            assert start <= span.start
+            assert span.stop <= start + section.size
+        start += section.size
+
+
+@given(cuts())
+def test_all_ranks_have_as_much(cut):
+    sizes = {sum(span.size for span in cut.spans(rank)) for rank in range(cut.num_ranks)}
+    assert sizes == {cut.local_shape[cut.dim]}
+    assert cut.local_numel * cut.num_ranks >= Cut("whole", cut.shape, cut.dim, 1).local_numel
+
+
+def test_queries_keys_and_values_in_one():
+    cut = Cut("qkv", (16, 3), 0, 2, heads(4, 2, 2, size=2))
+    assert cut.spans(0) == (Span(0, 4), Span(8, 10), Span(12, 14))
+    assert cut.spans(1) == (Span(4, 8), Span(10, 12), Span(14, 16))
+    assert cut.local_shape == (8, 3)
+
+
+def test_fewer_heads_than_ranks_are_shared_by_neighbours():
+    cut = Cut("k", (4, 3), 0, 4, heads(2, size=2))
+    assert [cut.spans(rank) for rank in range(4)] == [(Span(0, 2),)] * 2 + [(Span(2, 4),)] * 2
+    assert [cut.counted(rank) for rank in range(4)] == [(Span(0, 2),), ()] * 2
+    assert cut.copies() == 2
+
+
+@pytest.mark.parametrize(
+    ("cut", "text"),
+    [
+        (lambda: Cut("w", (6, 2), 0, 4), "'w', dimension 0 of shape (6, 2): 6 elements cannot be divided "
+         "over mesh.tp=4 ranks; expected a multiple of 4"),
+        (lambda: Cut("w", (2,), 0, 4), "2 elements cannot be divided over mesh.tp=4 ranks"),
+        (lambda: Cut("w", (6, 2), 0, 4, heads(3, size=2)), "3 heads of 2 cannot be divided over mesh.tp=4 "
+         "ranks; expected a multiple or a divisor of 4"),
+        (lambda: Cut("w", (6, 2), 0, 2, (Section(6, 4),)), "6 elements are no whole heads of 4"),
+        (lambda: Cut("w", (6, 2), 0, 2, heads(2, size=2)), "expected sections of 6 elements together"),
+        (lambda: Cut("w", (6, 2), 0, 2, (Section(6), Section(0))), "0 elements are no whole heads of 1"),
+        (lambda: Cut("w", (6, 2), 2, 2), "expected a dimension of shape (6, 2), got 2"),
+        (lambda: Cut("w", (6, 2), 0, 0), "expected at least 1 rank, got 0"),
+        (lambda: Cut("w", (6, 2), 0, 2).spans(2), "expected a rank in [0, 2), got 2"),
+    ],
+)  # fmt: skip
+def test_errors_tell_the_numbers(cut, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        cut()
+
+
+def test_ranges_that_follow_each_other_are_joined():
+    assert joined([Span(0, 2), Span(2, 5), Span(6, 6), Span(7, 8)]) == (Span(0, 5), Span(7, 8))

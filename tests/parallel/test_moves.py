@@ -1,0 +1,218 @@
+"""Steps of activations over the tensor ranks give the values and gradients of one process."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from zeroshard.comm.activations import Activations
+from zeroshard.comm.collectives import Axis
+from zeroshard.comm.counter import Counter
+from zeroshard.parallel.tensor.moves import Move, move
+from zeroshard.parallel.tensor.vocabulary import cross_entropy, embed
+from zeroshard.plan.cuts import Cut
+
+RANKS = [1, 2, 3, 4]
+D, HIDDEN, ROWS, TOKENS = 12, 24, 24, 36
+EXACT = {"rtol": 0, "atol": 1e-12}
+"""In float64: sums are taken in another order than in one process."""
+
+
+def tensor_ranks():
+    counter = Counter()
+    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=counter, timeout_s=20.0)
+    return Activations(axis, tag=3), counter
+
+
+def values(*shape, salt=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(salt), dtype=torch.float64).to(dtype)
+
+
+def part(value, dim, over):
+    return value.chunk(over.size, dim)[over.rank].clone()
+
+
+# ---------------------------------------------------------------------------------------------- exchanges
+
+
+def exchanged(dtype):
+    """Results of each exchange, for tensors that differ by rank, beside the expected ones."""
+    over, _ = tensor_ranks()
+    found = []
+    for shape in ((5,), (2, 6), (over.size, 12, 2)):
+        everyone = [values(*shape, salt=rank, dtype=dtype) for rank in range(over.size)]
+        total = sum((one.float() if dtype is torch.bfloat16 else one for one in everyone[1:]), everyone[0])
+        found.append((over.sum(everyone[over.rank], "test"), total.to(dtype)))
+        for dim in range(len(shape)):
+            found.append((over.gather(everyone[over.rank], dim, "test"), torch.cat(everyone, dim)))
+            if shape[dim] % over.size == 0:
+                found.append(
+                    (over.scatter(everyone[over.rank], dim, "test"), part(total.to(dtype), dim, over))
+                )
+                found.append((over.split(everyone[0], dim), part(everyone[0], dim, over)))
+    found.append((over.sum(values(0, dtype=dtype), "test"), values(0, dtype=dtype)))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sums_are_taken_in_the_order_of_ranks_and_rounded_once(ranks, num_ranks, dtype):
+    for found in ranks(num_ranks, exchanged, dtype):
+        for got, want in found:
+            assert got.dtype == want.dtype == dtype
+            assert torch.equal(got, want)
+
+
+def counted():
+    over, counter = tensor_ranks()
+    over.sum(values(10), "test")
+    over.gather(values(3, 4), 1, "test")
+    over.scatter(values(8, 3), 0, "test")
+    return dict(counter.bytes_sent)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_bytes_are_counted(ranks, num_ranks):
+    padded = -(-10 // num_ranks) * num_ranks
+    for sent in ranks(num_ranks, counted):
+        peers = num_ranks - 1
+        assert sent["reduce_scatter"] == 8 * (padded + 24) // num_ranks * peers
+        assert sent["all_gather"] == 8 * (padded // num_ranks + 12) * peers
+
+
+def split_unevenly():
+    over, _ = tensor_ranks()
+    with pytest.raises(ValueError, match="expected a multiple of the 2 tensor-parallel ranks in dimension 1"):
+        over.split(values(2, 5), 1)
+
+
+def test_a_part_that_does_not_divide_is_refused(ranks):
+    ranks(2, split_unevenly)
+
+
+# -------------------------------------------------------------------------------------------------- layers
+
+
+def pair(by_sequence):
+    """An MLP divided by columns, then rows; its input and output divided along the sequence, or whole."""
+    over, _ = tensor_ranks()
+    x, up, down = values(ROWS, D, salt=1), values(HIDDEN, D, salt=2), values(D, HIDDEN, salt=3)
+    whole = [one.clone().requires_grad_() for one in (x, up, down)]
+    want = F.linear(F.gelu(F.linear(whole[0], whole[1])), whole[2])
+    weight = values(*want.shape, salt=4)
+    (want * weight).sum().backward()
+
+    def own(value):
+        return part(value, 0, over) if by_sequence else value
+
+    mine = [one.requires_grad_() for one in (own(x).clone(), part(up, 0, over), part(down, 1, over))]
+    there, back = (Move.GATHER_SUMMANDS, Move.SUM_TO_PARTS) if by_sequence else (Move.COPY, Move.SUM)
+    hidden = F.gelu(F.linear(move(mine[0], there, over, "mlp", 0), mine[1]))
+    got = move(F.linear(hidden, mine[2]), back, over, "mlp", 0)
+    (got * own(weight)).sum().backward()
+    wanted = (own(want), own(whole[0].grad), part(whole[1].grad, 0, over), part(whole[2].grad, 1, over))
+    return list(zip((got.detach(), *(one.grad for one in mine)), wanted, strict=True))
+
+
+@pytest.mark.parametrize("by_sequence", [False, True])
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_columns_then_rows_are_the_layers_of_one_process(ranks, num_ranks, by_sequence):
+    for found in ranks(num_ranks, pair, by_sequence):
+        for got, want in found:
+            torch.testing.assert_close(got, want.detach(), **EXACT)
+
+
+def gathered_and_split():
+    """A layer divided by columns whose output is gathered; then every rank takes its rows again."""
+    over, _ = tensor_ranks()
+    x, weight = values(ROWS, D, salt=1), values(HIDDEN, D, salt=2)
+    whole = [one.clone().requires_grad_() for one in (x, weight)]
+    want = F.linear(*whole).tanh()
+    want.square().sum().backward()
+    mine = [x.clone().requires_grad_(), part(weight, 0, over).requires_grad_()]
+    columns = F.linear(move(mine[0], Move.COPY, over, "layer"), mine[1])
+    out = move(columns, Move.GATHER, over, "layer").tanh()
+    rows = move(out, Move.SPLIT, over, "layer", 0)
+    rows.square().sum().backward()
+    wanted = (part(want, 0, over), whole[0].grad, part(whole[1].grad, 0, over))
+    return list(zip((rows.detach(), mine[0].grad, mine[1].grad), wanted, strict=True))
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_outputs_are_gathered_and_split(ranks, num_ranks):
+    for found in ranks(num_ranks, gathered_and_split):
+        for got, want in found:
+            torch.testing.assert_close(got, want.detach(), **EXACT)
+
+
+# ---------------------------------------------------------------------------------------------- vocabulary
+
+
+def looked_up(dtype):
+    over, _ = tensor_ranks()
+    table = values(TOKENS, D, dtype=dtype)
+    tokens = torch.tensor([[0, TOKENS - 1, 5], [17, 5, 20]])
+    whole, cut = table.clone().requires_grad_(), Cut("tokens", tuple(table.shape), 0, over.size)
+    want = F.embedding(tokens, whole)
+    weight = values(*want.shape, salt=9, dtype=dtype)
+    (want * weight).sum().backward()
+    (own,) = cut.spans(over.rank)
+    mine = table[own.slice].clone().requires_grad_()
+    got = embed(tokens, mine, own, over, "tokens")
+    (got * weight).sum().backward()
+    return torch.equal(got, want), torch.equal(mine.grad, whole.grad[own.slice])
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding_has_the_bits_of_one_process(ranks, num_ranks, dtype):
+    for same in ranks(num_ranks, looked_up, dtype):
+        assert same == (True, True)
+
+
+def losses():
+    over, counter = tensor_ranks()
+    logits, targets = 30 * values(ROWS, TOKENS), torch.arange(ROWS) * 7 % TOKENS
+    targets[::5] = -100
+    found = []
+    for reduction, ignored in itertools.product(("mean", "sum", "none"), (-100, 3)):
+        own_targets = targets if ignored == -100 else targets.clamp(min=0)
+        whole = logits.clone().requires_grad_()
+        want = F.cross_entropy(whole, own_targets, reduction=reduction, ignore_index=ignored)
+        want.sum().backward()
+        (own,) = Cut("head", (TOKENS, D), 0, over.size).spans(over.rank)
+        mine = logits[:, own.slice].clone().requires_grad_()
+        before = sum(counter.calls.values())
+        got = cross_entropy(mine, own_targets, own, over, reduction=reduction, ignore_index=ignored)
+        assert sum(counter.calls.values()) - before == (over.size > 1)
+        got.sum().backward()
+        found += [(got, want), (mine.grad, whole.grad[:, own.slice])]
+    with pytest.raises(ValueError, match="reduction: expected 'mean', 'sum' or 'none', got 'max'"):
+        cross_entropy(mine, own_targets, own, over, reduction="max")
+    return [(got.detach(), want.detach()) for got, want in found]
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_the_loss_over_divided_logits_is_that_over_all(ranks, num_ranks):
+    for found in ranks(num_ranks, losses):
+        for got, want in found:
+            torch.testing.assert_close(got, want, **EXACT)
+
+
+def without_targets():
+    """No row counts; the mean is then not a number, as in torch."""
+    over, _ = tensor_ranks()
+    logits = values(4, 12 // over.size).requires_grad_()
+    (own,) = Cut("head", (12, D), 0, over.size).spans(over.rank)
+    total = cross_entropy(logits, torch.full((4,), -100), own, over, reduction="sum")
+    mean = cross_entropy(logits, torch.full((4,), -100), own, over)
+    total.backward()
+    return total.item(), mean.item(), logits.grad.abs().max().item()
+
+
+def test_rows_that_do_not_count_give_no_loss(ranks):
+    for total, mean, largest in ranks(2, without_targets):
+        assert total == largest == 0
+        assert mean != mean

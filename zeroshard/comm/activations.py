@@ -1,0 +1,91 @@
+"""Exchanges of activations over one axis: a tensor in, a tensor out, when the values are there.
+
+The axis is that of tensor parallelism, whose ranks compute parts of the same layer. All ranks of the axis
+make the same calls in the same order, with the same shapes and dtypes. The results are the same bits on all
+ranks, or parts of one tensor that is. Sums are taken at least in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.comm.collectives import Axis, Channel
+from zeroshard.comm.counter import ALL_REDUCE
+from zeroshard.comm.pool import BufferPool
+
+
+class Activations:
+    """Sums, gathers and splits tensors over the ranks of an axis.
+
+    Args:
+        axis: the axis.
+        tag: a tag of this engine that no other exchange uses. One exchange of activations follows another, so
+            one tag serves them all.
+    """
+
+    def __init__(self, axis: Axis, tag: int) -> None:
+        self.rank, self.size = axis.rank, axis.size
+        self._axis, self._tag = axis, tag
+        self._pool = BufferPool(axis.device)
+
+    def sum(self, value: Tensor, label: str) -> Tensor:
+        """Return the sum of a tensor over the ranks, of the same shape and dtype."""
+        if self.size == 1 or not value.numel():
+            return value
+        if not self._axis.exchanges:
+            total = value.contiguous().clone()
+            self._axis.note(ALL_REDUCE, 2 * value.nbytes * (self.size - 1) // self.size, label)
+            with self._axis.waits.naming(label):
+                dist.all_reduce(total, group=self._axis.group(Channel.GATHER), async_op=False)
+            self._axis.waits.issue(label)
+            return total
+        num = value.numel()
+        flat = value.new_empty(-(-num // self.size) * self.size)
+        flat[:num].copy_(value.reshape(-1))
+        flat[num:].zero_()
+        own = flat.chunk(self.size)[self.rank]
+        own.copy_(self._scattered(flat, label))
+        self._axis.all_gather(flat, own, tag=self._tag, label=label).wait()
+        return flat[:num].view(value.shape)
+
+    def gather(self, value: Tensor, dim: int, label: str) -> Tensor:
+        """Return the tensors of all ranks, in rank order, as one along `dim`."""
+        if self.size == 1:
+            return value
+        own = value.contiguous()
+        flat = value.new_empty(self.size * own.numel())
+        self._axis.all_gather(flat, own.view(-1), tag=self._tag, label=label).wait()
+        parts = flat.view(self.size, *own.shape)
+        return parts.flatten(0, 1) if dim == 0 and own.dim() else torch.cat(parts.unbind(), dim)
+
+    def split(self, value: Tensor, dim: int) -> Tensor:
+        """Return this rank's part along `dim`, a copy. Raises ValueError for a size that does not divide."""
+        if self.size == 1:
+            return value
+        if value.shape[dim] % self.size:
+            raise ValueError(
+                f"expected a multiple of the {self.size} tensor-parallel ranks in dimension {dim}, "
+                f"got {value.shape[dim]} of shape {list(value.shape)}"
+            )
+        return value.chunk(self.size, dim)[self.rank].contiguous()
+
+    def scatter(self, value: Tensor, dim: int, label: str) -> Tensor:
+        """Return this rank's part along `dim` of the sum over the ranks.
+
+        Raises:
+            ValueError: the size does not divide.
+        """
+        if self.size == 1:
+            return value
+        own = self.split(value, dim)
+        flat = torch.stack(value.chunk(self.size, dim)).view(-1)
+        return self._scattered(flat, label).view(own.shape)
+
+    def _scattered(self, flat: Tensor, label: str) -> Tensor:
+        """Return this rank's part of the sum of `flat`, [size * K], which is used up: [K]."""
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        own = flat.new_empty(flat.numel() // self.size, dtype=wide)
+        self._axis.reduce_scatter(flat, own, self._pool, tag=self._tag, label=label).wait()
+        return own.to(flat.dtype)

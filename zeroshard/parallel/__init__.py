@@ -1,0 +1,1 @@
+"""Parallelism inside the model: parts of layers, and runs of layers."""

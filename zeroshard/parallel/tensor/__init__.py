@@ -1,0 +1,1 @@
+"""Layers whose parts are computed by the ranks of a tensor group."""

@@ -1,0 +1,97 @@
+"""The steps of activations between layers that are divided over the tensor ranks, with their backward.
+
+A tensor is, over these ranks, the same on each (whole), a part of a dimension on each (part), or a summand on
+each. A move leads from one to another. Its backward leads the gradient the opposite way:
+
+    move               forward            backward of the gradient
+    COPY               whole              a summand on each: sum
+    SUM                summands: sum      whole
+    GATHER             parts: gather      whole: split
+    SPLIT              whole: split       parts: gather
+    GATHER_SUMMANDS    parts: gather      a summand on each: sum and split
+    SUM_TO_PARTS       sum and split      parts: gather
+
+COPY and SUM stand around a pair of layers, the first one divided by its columns, the second one by its rows
+(Shoeybi et al. 2019, "Megatron-LM", section 3: f and g). The last two take their place where the regions
+between such pairs are divided along the sequence (Korthikanti et al. 2022, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from zeroshard.comm.activations import Activations
+
+
+class _Way(Enum):
+    """The way of a tensor in one direction."""
+
+    KEEP = "keep"
+    SUM = "sum"
+    GATHER = "gather"
+    SPLIT = "split"
+    SCATTER = "sum and split"
+
+
+class Move(Enum):
+    """The moves: (way of the forward, way of the backward)."""
+
+    COPY = (_Way.KEEP, _Way.SUM)
+    SUM = (_Way.SUM, _Way.KEEP)
+    GATHER = (_Way.GATHER, _Way.SPLIT)
+    SPLIT = (_Way.SPLIT, _Way.GATHER)
+    GATHER_SUMMANDS = (_Way.GATHER, _Way.SCATTER)
+    SUM_TO_PARTS = (_Way.SCATTER, _Way.GATHER)
+
+
+def move(value: Tensor, how: Move, over: Activations, label: str, dim: int = -1) -> Tensor:
+    """Move a tensor over the tensor ranks.
+
+    Args:
+        value: the tensor; the same shape and dtype on all ranks.
+        how: the move.
+        over: the exchanges of the tensor ranks.
+        label: the name of the layer, for messages.
+        dim: the dimension of the parts.
+
+    Raises:
+        ValueError: the ranks do not divide the dimension.
+    """
+    if over.size == 1:
+        return value
+    moved: Tensor = _Moved.apply(value, how, over, label, dim)
+    return moved
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, how: Move, over: Activations, label: str, dim: int) -> Tensor:
+        ctx.how, ctx.over, ctx.label, ctx.dim = how, over, label, dim
+        there, _ = how.value
+        return _go(value, there, over, f"{there.value} of activations of {label}", dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _, back = ctx.how.value
+        label = f"{back.value} of gradients of activations of {ctx.label}"
+        return _go(gradient, back, ctx.over, label, ctx.dim), None, None, None, None
+
+
+def _go(value: Tensor, way: _Way, over: Activations, label: str, dim: int) -> Tensor:
+    match way:
+        case _Way.KEEP:
+            return value.view_as(value)
+        case _Way.SUM:
+            return over.sum(value, label)
+        case _Way.GATHER:
+            return over.gather(value, dim, label)
+        case _Way.SPLIT:
+            return over.split(value, dim)
+        case _Way.SCATTER:
+            return over.scatter(value, dim, label)

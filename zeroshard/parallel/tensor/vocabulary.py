@@ -1,0 +1,103 @@
+"""Embeddings, and losses over logits, that are divided over the tensor ranks by the vocabulary.
+
+Each rank has the rows of a range of tokens, and computes the logits of that range. Nobody has all logits.
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from zeroshard.comm.activations import Activations
+from zeroshard.parallel.tensor.moves import Move, move
+from zeroshard.plan.layout import Span
+
+
+def embed(tokens: Tensor, weight: Tensor, own: Span, over: Activations, label: str) -> Tensor:
+    """Look up tokens in a table whose rows are divided over the ranks.
+
+    Args:
+        tokens: any shape, integers in [0, vocabulary); the same on all ranks.
+        weight: [own.size, d], this rank's rows.
+        own: the tokens of these rows.
+        over: the exchanges of the tensor ranks.
+        label: the name of the layer, for messages.
+
+    Returns:
+        [*tokens.shape, d], the same on all ranks.
+    """
+    is_elsewhere = (tokens < own.start) | (tokens >= own.stop)
+    found = F.embedding((tokens - own.start).masked_fill(is_elsewhere, 0), weight)
+    return move(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), Move.SUM, over, label)
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    own: Span,
+    over: Activations,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """Return the loss of `torch.nn.functional.cross_entropy` over logits that are divided by classes.
+
+    One exchange of three numbers for each row: the largest logit of each rank, its sum of exponentials, and
+    the logit of the target.
+
+    Args:
+        logits: [N, own.size], this rank's classes, in the dtype of the sums.
+        targets: [N], integers in [0, classes) or `ignore_index`; the same on all ranks.
+        own: the classes of this rank.
+        over: the exchanges of the tensor ranks.
+        ignore_index: the target of rows that do not count.
+        reduction: "mean" over the rows that count, "sum" or "none".
+
+    Returns:
+        0-dim, or [N] for "none"; the same on all ranks.
+
+    Raises:
+        ValueError: another reduction.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    counts = targets != ignore_index
+    losses: Tensor = _RowLosses.apply(logits, targets, counts, own, over)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / counts.sum()
+
+
+class _RowLosses(torch.autograd.Function):
+    """[N]: log(sum(exp(logits))) - logits[target], and 0 for rows that do not count."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, counts: Tensor, own: Span, over: Activations
+    ) -> Tensor:
+        is_own = counts & (targets >= own.start) & (targets < own.stop)
+        place = (targets - own.start).masked_fill(~is_own, 0).unsqueeze(1)
+        of_target = logits.gather(1, place).squeeze(1).masked_fill(~is_own, 0.0)
+        largest = logits.amax(1)
+        sums = (logits - largest.unsqueeze(1)).exp_().sum(1)
+        everyone = over.gather(torch.stack((largest, sums, of_target)).unsqueeze(0), 0, "sums of logits")
+        largest = everyone[:, 0].amax(0)
+        total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0)
+        losses = total.log() + largest - everyone[:, 2].sum(0)
+        ctx.save_for_backward(logits, largest + total.log(), place, is_own, counts)
+        return losses.masked_fill(~counts, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        logits, log_total, place, is_own, counts = ctx.saved_tensors
+        of_logits = (logits - log_total.unsqueeze(1)).exp_()
+        of_logits.scatter_add_(1, place, -is_own.unsqueeze(1).to(of_logits.dtype))
+        of_logits.mul_(gradient.masked_fill(~counts, 0.0).unsqueeze(1))
+        return of_logits, None, None, None, None
