@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -16,7 +17,7 @@ from zeroshard.comm.counter import Counter
 from zeroshard.comm.groups import shared_group
 from zeroshard.comm.rendezvous import check_device_types, open_store
 from zeroshard.config.sections import Config
-from zeroshard.plan.arrangement import DATA, Arrangement
+from zeroshard.plan.arrangement import AXES, DATA, PP, TP, Arrangement
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD
 
 _MARGIN_S = 30.0
@@ -78,19 +79,24 @@ def stop_process_group() -> None:
 
 
 def build_mesh(config: Config, device: torch.device) -> DeviceMesh:
-    """Return the data-parallel mesh of `config` over all ranks of the default group.
+    """Return the mesh of `config` over all ranks of the default group, with the axes that it asks for.
 
     Raises:
         ValueError: the number of ranks does not fit the mesh.
     """
     num_ranks, group_size = dist.get_world_size(), config.shard_group_size
     arrangement = Arrangement(num_ranks, config.mesh.pp, config.mesh.tp, group_size)
-    if group_size is None:  # all ranks: configs with model parallelism are refused so far
+    if group_size is None and arrangement.num_parts == 1:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(DP_SHARD,))
+    sizes = arrangement.sizes._asdict()
+    left_out = {axis for axis in (PP, TP) if sizes[axis] == 1} | (
+        {DP_REPLICATE} if group_size is None else set()
+    )
+    names = tuple(axis for axis in AXES if axis not in left_out)
     # Not by init_device_mesh: its groups would have the default timeout.
-    groups = [_own_group(axis, arrangement.groups(axis), config.watchdog_s) for axis in DATA]
-    ranks = torch.tensor(arrangement.group_of(dist.get_rank(), *DATA)).view(-1, group_size)
-    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=DATA)
+    groups = [_own_group(axis, arrangement.groups(axis), config.watchdog_s) for axis in names]
+    ranks = torch.arange(num_ranks).view([sizes[axis] for axis in names])
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -100,7 +106,8 @@ class Axes:
     mesh: DeviceMesh | None
     """None once closed: a mesh holds its process groups, and so their threads."""
     dp: Axis
-    """All data-parallel ranks: agreements, the first broadcast, the mean of losses."""
+    """The data-parallel ranks of this part of the model, all ranks where it has one part: agreements, the
+    first broadcast, the mean of losses."""
     dp_shard: Axis
     """The ranks of this rank's shard group."""
     dp_replicate: Axis
@@ -108,12 +115,14 @@ class Axes:
     dp_inner: Axis
     """The part of the shard group that keeps a second copy of the parameters between forward and backward;
     this rank alone where there is none."""
+    tp: Axis
+    """The ranks that compute parts of the same layers, on the same batches."""
 
     @staticmethod
     def of_one_group(mesh: DeviceMesh | None, axis: Axis) -> Axes:
-        """Return the axes when all data-parallel ranks form one shard group."""
+        """Return the axes when all data-parallel ranks form one shard group, and no other axis has ranks."""
         alone = axis.over(None)
-        return Axes(mesh, dp=axis, dp_shard=axis, dp_replicate=alone, dp_inner=alone)
+        return Axes(mesh, dp=axis, dp_shard=axis, dp_replicate=alone, dp_inner=alone, tp=alone)
 
     def __getitem__(self, name: str) -> Axis:
         """The axis that an `Exchange` is over."""
@@ -127,8 +136,8 @@ class Axes:
 
     @property
     def members(self) -> tuple[Axis, ...]:
-        """All axes over data-parallel ranks."""
-        return self.dp, self.dp_shard, self.dp_replicate, self.dp_inner
+        """All axes."""
+        return self.dp, self.dp_shard, self.dp_replicate, self.dp_inner, self.tp
 
     def drain(self, seconds: float) -> None:
         """Wait for exchanges under way."""
@@ -162,8 +171,8 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
     """Return this rank's view of `mesh`; collective: all ranks must call it in the same order.
 
     Args:
-        mesh: a mesh of one axis of any name, or with an axis dp_shard. If it has dp_replicate too, it holds
-            all ranks.
+        mesh: a mesh of one axis of any name, or with an axis dp_shard. If it has further axes, it holds all
+            ranks.
         world: the axis of all ranks.
         inner_size: ranks of a part of the shard group, see `Axes.dp_inner`.
 
@@ -177,19 +186,23 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
             f"sharding), got {mesh.ndim} axes with the names {mesh.mesh_dim_names}: rename its axes, or give "
             "one of them: mesh['name']"
         )
+    others = [name for name in (DP_REPLICATE, PP, TP) if name in names]
+    if others and mesh.size() != world.size:
+        raise ValueError(
+            f"expected a mesh with an axis {others[0]!r} to hold all {world.size} ranks, got {mesh.size()}"
+        )
     shard = mesh.get_group(DP_SHARD if DP_SHARD in names else 0)
-    if DP_REPLICATE in names:
-        if mesh.size() != world.size:
-            raise ValueError(
-                f"expected a mesh with an axis {DP_REPLICATE!r} to hold all {world.size} ranks, "
-                f"got {mesh.size()}"
-            )
-        replicate = world.over(mesh.get_group(DP_REPLICATE))
-        axes = Axes(mesh, world, world.over(shard), replicate, world.over(None))
+    if PP in names or TP in names:
+        dp = _open_parts("data", mesh, DATA, world)
     elif mesh.size() == world.size:
-        axes = Axes.of_one_group(mesh, world)
+        dp = world
     else:
-        axes = Axes.of_one_group(mesh, world.over(shard, _control_group(shard, world.timeout_s)))
+        dp = world.over(shard, _control_group(shard, world.timeout_s))
+    axes = Axes.of_one_group(mesh, dp)
+    if DP_REPLICATE in names:
+        axes.dp_shard, axes.dp_replicate = world.over(shard), world.over(mesh.get_group(DP_REPLICATE))
+    if TP in names:
+        axes.tp = _open_parts(TP, mesh, (TP,), world)
     if not axes.dp_shard.exchanges and axes.dp_shard.size > 1:
         # The other axes need no second one: dp_inner only gathers, dp_replicate only reduces.
         axes.dp_shard.reduce_over(_shard_subgroup("reductions", axes, axes.dp_shard.size))
@@ -231,14 +244,29 @@ def _shard_subgroup(purpose: str, axes: Axes, size: int) -> dist.ProcessGroup:
     return _own_group(purpose, parts, axes.dp.timeout_s)
 
 
-def _own_group(purpose: str, parts: list[list[int]], timeout_s: float) -> dist.ProcessGroup:
+def _open_parts(purpose: str, mesh: DeviceMesh, axes: Sequence[str], world: Axis) -> Axis:
+    """Return the axis of the ranks that differ from this one on some axes of the mesh alone; collective."""
+    names = mesh.mesh_dim_names or ()
+    inner = [number for number, name in enumerate(names) if name in axes]
+    outer = [number for number, name in enumerate(names) if name not in axes]
+    ranks = mesh.mesh.permute(*outer, *inner)
+    parts: list[list[int]] = ranks.flatten(len(outer)).flatten(0, max(0, len(outer) - 1)).tolist()
+    group = _own_group(purpose, parts, world.timeout_s)
+    is_served = dist.get_backend(group) == "gloo" or len(parts[0]) == 1
+    control = None if is_served else _own_group(f"{purpose} control", parts, world.timeout_s, "gloo")
+    return world.over(group, control)
+
+
+def _own_group(
+    purpose: str, parts: list[list[int]], timeout_s: float, backend: str | None = None
+) -> dist.ProcessGroup:
     """Return the group of this rank's part; makes a group of each part the first time. Collective."""
-    timeout = group_timeout(dist.get_backend(), timeout_s)
+    timeout = group_timeout(backend or dist.get_backend(), timeout_s)
     return shared_group(
         purpose,
         parts,
         timeout_s,
-        lambda: dist.new_subgroups_by_enumeration(parts, timeout=timeout)[0],
+        lambda: dist.new_subgroups_by_enumeration(parts, timeout=timeout, backend=backend)[0],
     )
 
 
@@ -251,10 +279,10 @@ def _take_number(axes: Axes) -> int:
         RuntimeError: too many engines are alive.
     """
     global _numbers_used
-    own = _numbers_used, [number % _NUM_TAG_RANGES for number in _numbers.values()]
-    everyone: list[tuple[int, list[int]]] = axes.dp.all_gather_object(own, "agreement on tags")
-    number = max(used for used, _ in everyone)
-    taken = {tags for _, alive in everyone for tags in alive}
+    number, taken = _numbers_used, {number % _NUM_TAG_RANGES for number in _numbers.values()}
+    for axis in (axes.dp, axes.tp):
+        everyone: list[tuple[int, set[int]]] = axis.all_gather_object((number, taken), "agreement on tags")
+        number, taken = max(used for used, _ in everyone), {tags for _, alive in everyone for tags in alive}
     if len(taken) == _NUM_TAG_RANGES:
         raise RuntimeError(f"{_NUM_TAG_RANGES} engines are alive: close() or delete those that are not used")
     while number % _NUM_TAG_RANGES in taken:
