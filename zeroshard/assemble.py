@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm import streams
+from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import share_of_cores, use_device
@@ -25,6 +26,7 @@ from zeroshard.guards.copies import guard_copies
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
 from zeroshard.lazy.recorder import refuse_recording
+from zeroshard.parallel.tensor.layers import Style, divide
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
@@ -41,7 +43,7 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.tiers.places import TierMemory, open_swap
 
-_TAGS_PER_BUFFER = 2
+_TAG_OF_ACTIVATIONS, _TAGS_PER_BUFFER = 1, 2
 
 Replacements = dict[nn.Parameter, ShardedParameter]
 """Original parameter -> the sharded parameter in its place."""
@@ -69,9 +71,17 @@ def open_data_parallel(config: Config, world: Axis, mesh: DeviceMesh | None = No
 
 
 def shard_over(
-    module: nn.Module, specs: Sequence[UnitSpec], config: Config, axes: Axes, device: torch.device
+    module: nn.Module,
+    specs: Sequence[UnitSpec],
+    config: Config,
+    axes: Axes,
+    device: torch.device,
+    tp_plan: Mapping[str, str | Style] | None = None,
 ) -> tuple[Runtime, Replacements]:
     """Shard a module with the units of `find_units`; return its runtime, and the replaced parameters."""
+    changes = Changes()
+    if axes.tp.size > 1:
+        specs = divide(module, specs, tp_plan or {}, Activations(axes.tp, _TAG_OF_ACTIVATIONS), changes)
     record_resets(module)
     check_values(module)
     ignored = find_ignored(module, config.ignored)
@@ -90,7 +100,7 @@ def shard_over(
     place_ignored(ignored, device)
     pool = BufferPool(device)
     replacements: Replacements = {}
-    tags = 0
+    tags = _TAG_OF_ACTIVATIONS + 1
     units: list[Unit] = []
     for spec, plan in zip(specs, plans, strict=True):
         buffers = []
@@ -102,7 +112,6 @@ def shard_over(
             replacements.update(zip(parameters, buffer.sharded, strict=True))
         gradients = [gradients_of(buffer, context, pool) for buffer in buffers if buffer.trainable]
         units.append(Unit(plan, spec.modules, buffers, gradients, context.streams.gather))
-    changes = Changes()
     if config.compile:
         compile_forwards(units, changes)
     if config.recompute == "unit":

@@ -103,7 +103,7 @@ def initialize(
             num_ranks=axes.dp.size,
         )
         on_all(axes.dp, "check of the room for offload", check)
-    runtime, replacements = shard_over(model, specs, config, axes, device)
+    runtime, replacements = shard_over(model, specs, config, axes, device, tp_plan)
     if optimizer is not None:
         take_over(optimizer, replacements, overrides)
     forget(optimizer, replacements)

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm.collectives import Axis
 from zeroshard.full.gradients import ShownGradients
 from zeroshard.parameters.attributes import carry_attributes
+from zeroshard.parameters.parts import whole_of
+from zeroshard.plan.originals import Original
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.slots import ShownParameter
@@ -178,19 +181,31 @@ def full_state_dict(runtime: Runtime) -> dict[str, Tensor]:
     """
     runtime.settle()
     runtime.check_slots()
-    is_first = runtime.context.axes.dp.rank == 0
+    axes = runtime.context.axes
+    is_first = axes.dp.rank == axes.tp.rank == 0
     whole: dict[int, Tensor] = {}
     for buffer in runtime.buffers:
         flat = buffer.gather_main()
-        if is_first:
-            dtype = torch.promote_types(flat.dtype, torch.float32)
-            views = buffer.main_views(flat.to(device="cpu", dtype=dtype))
-            # A copy each: a view would keep the whole flat buffer alive, padding included.
-            whole.update(zip(map(id, buffer.sharded), [view.clone() for view in views], strict=True))
+        dtype = torch.promote_types(flat.dtype, torch.float32)
+        for view, original, sharded in zip(
+            buffer.main_views(flat), buffer.originals, buffer.sharded, strict=True
+        ):
+            values = _over_tensor_ranks(view, original, axes.tp)
+            if is_first:  # a copy: a view would keep the whole flat buffer alive, padding included
+                whole[id(sharded)] = values.to(device="cpu", dtype=dtype, copy=True)
     if not is_first:
         return {}
     state = runtime.module.state_dict(keep_vars=True)
     return {name: whole[id(value)] if id(value) in whole else _copy(value) for name, value in state.items()}
+
+
+def _over_tensor_ranks(part: Tensor, original: Original, axis: Axis) -> Tensor:
+    """Return the whole values of a parameter, of which the ranks of a tensor group have parts."""
+    if original.cut is None:
+        return part
+    flat = part.new_empty(axis.size * part.numel())
+    axis.all_gather(flat, part.reshape(-1), tag=0, label=f"all-gather of '{original.fqn}'").wait()
+    return whole_of(flat.view(axis.size, *part.shape).unbind(), original.cut)
 
 
 def _copy(value: Any) -> Any:

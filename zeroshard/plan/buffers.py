@@ -151,7 +151,7 @@ class UnitPlan:
 def plan_units(specs: Iterable[UnitSpec], setting: Setting) -> list[UnitPlan]:
     """Plan the units of a model, in the order of their specifications; see `group` for their buffers."""
     specs = list(specs)
-    sizes = [sum(o.parameter.numel() for o in spec.originals if o.parameter.requires_grad) for spec in specs]
+    sizes = [sum(o.numel for o in spec.originals if o.parameter.requires_grad) for spec in specs]
     near = units_on_device(sizes, setting.device_fraction)
     plans = []
     for spec, is_near in zip(specs, near, strict=True):
@@ -208,9 +208,7 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     is_cast = main != compute and main_tier is Tier.DEVICE
     is_freed = is_sharded and (bool(gathers) or is_cast or far is not Tier.DEVICE)
     return BufferPlan(
-        layout=Layout(
-            tuple(original.parameter.numel() for original in originals), sizes[DP_SHARD], sizes[DP_REPLICATE]
-        ),
+        layout=Layout(tuple(original.numel for original in originals), sizes[DP_SHARD], sizes[DP_REPLICATE]),
         trainable=first.requires_grad,
         compute_dtype=compute,
         main_dtype=main,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from zeroshard.plan.cuts import Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,18 @@ class Original:
     fqn: str
     owners: tuple[tuple[nn.Module, str], ...]
     """Pairs (module, attribute); several for a tied parameter."""
+    cut: Cut | None = None
+    """The cut over the ranks of a tensor group, which hold a part each; None if each holds all of it."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of what this rank computes with."""
+        return self.parameter.shape if self.cut is None else torch.Size(self.cut.local_shape)
+
+    @property
+    def numel(self) -> int:
+        """Elements of what this rank computes with."""
+        return self.shape.numel()
 
     @property
     def keeps_dtype(self) -> bool:
@@ -26,3 +41,8 @@ class Original:
 def computes_in_own_dtype(module: nn.Module) -> bool:
     """True for torch's BatchNorm: its inputs and parameters are not cast."""
     return isinstance(module, _BatchNorm)
+
+
+def counts(original: Original, tp_rank: int) -> bool:
+    """True for the one of several tensor ranks with the same values that counts them, as in norms."""
+    return tp_rank == 0 if original.cut is None else bool(original.cut.counted(tp_rank))

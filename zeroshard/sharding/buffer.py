@@ -29,7 +29,7 @@ from zeroshard.parameters.state import Phase
 from zeroshard.parameters.unsharded import DataNote, refuse_gradient
 from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.layout import Span
-from zeroshard.plan.originals import Original
+from zeroshard.plan.originals import Original, counts
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.filling import read, take_over
@@ -63,7 +63,8 @@ class FlatBuffer:
         self.plan, self.originals = plan, tuple(originals)
         self.unit_name, self.tag, self._context = unit_name, tag, context
         self.layout, self.trainable = plan.layout, plan.trainable
-        self.shapes = tuple(original.parameter.shape for original in originals)
+        self._counts = [counts(original, context.axes.tp.rank) for original in originals]
+        self.shapes = tuple(original.shape for original in originals)
         self.is_resident, self.is_partial = plan.is_resident, plan.is_partial
         self.is_alias_of_all = plan.is_alias and not plan.gathers
         """True if `full` holds the values of `main` by itself, without copy or exchange."""
@@ -146,7 +147,9 @@ class FlatBuffer:
         return whole.intersect(self.main_span).start - whole.start
 
     def counted(self, index: int) -> slice:
-        """The part of a sharded parameter that counts for this rank: each element once in a shard group."""
+        """The part of a sharded parameter that this rank counts: each element once in a copy of the model."""
+        if not self._counts[index]:
+            return slice(0, 0)
         return slice(None) if self.is_partial else self.layout.owned(index, self._context.axis.rank).slice
 
     def describe(self) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.lazy.deferred import has_memory, read_part
+from zeroshard.parameters.parts import part_of
 from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original
@@ -30,13 +31,32 @@ def take_over(
     values = torch.zeros(plan.layout.total, dtype=plan.main_dtype, device=context.device)
     for index, original in enumerate(originals):
         data = original.parameter.detach()
-        if has_memory(data) or context.axes.dp.rank == 0:  # others need no deferred values
+        if context.axes.tp.size > 1:
+            _take_part(values[plan.layout.parameter(index).slice], original, context)
+        elif has_memory(data) or context.axes.dp.rank == 0:  # others need no deferred values
             values[plan.layout.parameter(index).slice].copy_(flat_of(data))
         original.parameter.data = data.new_empty(0)
     context.axes.dp.broadcast(values, f"first broadcast of {what}")
     main = values[own.slice]
     full = values.to(plan.compute_dtype)
     return full, main if plan.is_alias else _empty_main(plan, own, context).copy_(main)
+
+
+def _take_part(target: Tensor, original: Original, context: Context) -> None:
+    """Write this rank's part of the values that the first of its tensor ranks has.
+
+    The parts of the first data-parallel ranks are those that count, but all ranks issue the same collectives.
+    """
+    axes, data = context.axes, original.parameter.detach()
+    has_values = has_memory(data) or axes.dp.rank == 0
+    if axes.tp.rank == 0 and has_values:
+        whole = flat_of(data).to(context.device)
+    else:
+        whole = torch.empty(data.numel(), dtype=data.dtype, device=context.device)
+    axes.tp.broadcast(whole, f"first broadcast of '{original.fqn}' over the tensor ranks")
+    if original.cut is not None:
+        whole = part_of(whole.view(original.cut.shape), original.cut, axes.tp.rank).reshape(-1)
+    target.copy_(whole)
 
 
 def read(

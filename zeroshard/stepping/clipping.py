@@ -90,21 +90,25 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
     Returns:
         0-dim, float32.
     """
-    axis, device = runtime.context.axis, runtime.context.device
+    axes, device = runtime.context.axes, runtime.context.device
     own = own_gradients(runtime, order)
     groups = by_device(own.tensors)
     if math.isinf(order):
-        largest = torch.zeros(axis.size, dtype=torch.float64, device=device)
+        largest = torch.zeros((), dtype=torch.float64, device=device)
         for group in groups:
-            found = moves.to_device(_largest(group), device)
-            torch.maximum(largest[axis.rank], found, out=largest[axis.rank])
-        return axis.sum(largest, "largest gradients").max().float()
+            largest = torch.maximum(largest, moves.to_device(_largest(group), device))
+        for axis in (axes.dp_shard, axes.tp):
+            everyone = torch.zeros(axis.size, dtype=torch.float64, device=device)
+            everyone[axis.rank] = largest
+            largest = axis.sum(everyone, "largest gradients").max()
+        return largest.float()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for group in groups:
         total += moves.to_device(sum_of_powers(group, order).sum(), device)
     if own.squares:
         total += torch.stack(own.squares).sum()
-    total = axis.sum(total, f"sum of the gradient norms to the power of {order:g}")
+    for axis in (axes.dp_shard, axes.tp):
+        total = axis.sum(total, f"sum of the gradient norms to the power of {order:g}")
     return (total.sqrt() if order == 2.0 else total.pow(1.0 / order)).float()
 
 

@@ -18,7 +18,9 @@ from zeroshard.parallel.tensor.moves import Move, move
 from zeroshard.plan.layout import Span
 
 
-def embed(tokens: Tensor, weight: Tensor, own: Span, over: Activations, label: str) -> Tensor:
+def embed(
+    tokens: Tensor, weight: Tensor, own: Span, over: Activations, label: str, *, padding: int | None = None
+) -> Tensor:
     """Look up tokens in a table whose rows are divided over the ranks.
 
     Args:
@@ -27,12 +29,15 @@ def embed(tokens: Tensor, weight: Tensor, own: Span, over: Activations, label: s
         own: the tokens of these rows.
         over: the exchanges of the tensor ranks.
         label: the name of the layer, for messages.
+        padding: the token whose row gets no gradient.
 
     Returns:
         [*tokens.shape, d], the same on all ranks.
     """
     is_elsewhere = (tokens < own.start) | (tokens >= own.stop)
-    found = F.embedding((tokens - own.start).masked_fill(is_elsewhere, 0), weight)
+    is_own_padding = padding is not None and own.start <= padding < own.stop
+    row = padding - own.start if padding is not None and is_own_padding else None
+    found = F.embedding((tokens - own.start).masked_fill(is_elsewhere, 0), weight, padding_idx=row)
     return move(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), Move.SUM, over, label)
 
 

@@ -1,0 +1,30 @@
+"""The part of a tensor that a rank of a tensor group holds, and the whole made of all parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeroshard.plan.cuts import Cut
+
+
+def part_of(whole: Tensor, cut: Cut, rank: int) -> Tensor:
+    """Return a rank's part of a tensor, [*cut.local_shape]: a copy, or a view where it is one range."""
+    parts = [whole.narrow(cut.dim, span.start, span.size) for span in cut.spans(rank)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
+
+
+def whole_of(parts: Sequence[Tensor], cut: Cut) -> Tensor:
+    """Return the tensor whose parts the ranks hold, in rank order: [*cut.shape].
+
+    Where several ranks hold the same elements, those of the last one are taken.
+    """
+    whole = parts[0].new_empty(cut.shape)
+    for rank, part in enumerate(parts):
+        start = 0
+        for span in cut.spans(rank):
+            whole.narrow(cut.dim, span.start, span.size).copy_(part.narrow(cut.dim, start, span.size))
+            start += span.size
+    return whole
