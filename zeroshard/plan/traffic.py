@@ -28,17 +28,21 @@ def gradient_bytes(
 
     Those of the tier of files are in host memory. Sums in a wider dtype than main parameters have memory of
     their own there, because the device reads them while it writes the gradients that the optimizer reads.
+    Where a micro-batch leaves parameters out, up to twice as much is there.
     """
-    place = Tier.HOST if buffer.main_tier is Tier.DISK and not setting.host_computes else buffer.main_tier
-    if not buffer.trainable or tier is not (Tier.DEVICE if setting.host_computes else place):
+    if not buffer.trainable:
         return 0
-    of_one = buffer.main_size * buffer.main_dtype.itemsize
+    place = Tier.HOST if buffer.main_tier is Tier.DISK else buffer.main_tier
+    place = Tier.DEVICE if setting.host_computes else place
+    of_one = buffer.main_size * buffer.main_dtype.itemsize if tier is place else 0
     if num_micro_batches == 1:
         return of_one
-    if tier is not Tier.DEVICE and buffer.main_dtype is not buffer.wide_dtype:
-        return of_one + buffer.main_size * buffer.wide_dtype.itemsize
-    is_local = setting.placements.accumulates_locally and tier is Tier.DEVICE
-    return (buffer.layout.total if is_local else buffer.main_size) * buffer.wide_dtype.itemsize
+    if setting.placements.accumulates_locally and (buffer.reductions or place is Tier.DEVICE):
+        of_sums = buffer.layout.total * buffer.wide_dtype.itemsize if tier is Tier.DEVICE else 0
+        return of_sums if place is Tier.DEVICE else of_sums + of_one
+    of_sums = buffer.main_size * buffer.wide_dtype.itemsize if tier is place else 0
+    is_apart = tier is not Tier.DEVICE and buffer.main_dtype is not buffer.wide_dtype
+    return of_sums + of_one if is_apart else of_sums
 
 
 def unsharded_bytes(unit: UnitPlan) -> int:

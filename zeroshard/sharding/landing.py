@@ -62,6 +62,7 @@ class Landing:
             with to_host.after_compute():
                 yield
         finally:
+            self._under_way = [one for one in self._under_way if not one[0].is_over()]
             self._under_way.append((to_host.hold(values, most=_MOST_UNDER_WAY), on_host))
 
     def fetched(self, sums: Sequence[tuple[slice, Tensor]]) -> Tensor:

@@ -71,8 +71,10 @@ class ReducedGradients(Gradients):
         self._reduction: Iterator[bool] | None = None
         self._is_exchanging = False
         self._reduced: Tensor | None = None
-        self._has_sums = False
-        """True if `_reduced` holds the values of those `p.grad` as well that there are."""
+        self._holds_sums = False
+        """True if `_reduced` holds sums of several micro-batches, to be added to `p.grad`."""
+        self._added: set[int] = set()
+        """Parameters whose gradients have been added to their `p.grad` as they arrived."""
         self._squares: Tensor | None = None
         """Of gradients on their way to the host: the sum of squares that this rank counts, 0-dim, float64."""
         self._landing = Landing(context, buffer.plan.main_size) if leaves_device(buffer, context) else None
@@ -229,54 +231,79 @@ class ReducedGradients(Gradients):
                     self._move(GradientState.REDUCED)
 
     def _absorb(self, result: Tensor) -> None:
-        """Keep reduced gradients until the ranks have agreed on which parameters were used."""
+        """Add reduced gradients to what is there, until the ranks have agreed on which parameters were used.
+
+        sums are kept (`p.grad` is narrow)   all of them to `_reduced`, which `deliver` adds to `p.grad`
+        there is a `p.grad`                  to it
+        there is none                        to `_reduced`, which becomes `p.grad`
+        """
         if self.unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
             result.mul_(self.unscale)
+        self._holds_sums |= self.is_kept
         sums = self._sums_so_far()
+        dtype = result.dtype if self.is_kept else self.buffer.plan.main_dtype
+        is_new = self._reduced is None and len(sums) < len(self.buffer.sharded)
         if self._landing is not None:
-            self._leave(result, sums, self._landing)
+            is_new |= self._holds_sums and any(total.dtype is not dtype for _, total in sums)
+            self._leave(result, dtype, sums, is_new, self._landing)
             return
         for own, total in sums:
             total.add_(result[own])
-        if not sums:
+        if is_new:
             self._reduced = result
-        if self._reduced is not None and not self.is_kept:
-            self._reduced = self._reduced.to(self.buffer.plan.main_dtype)
+        if self._reduced is not None:
+            self._reduced = self._reduced.to(dtype)
 
-    def _sums_so_far(self, *, of_all: bool = True) -> list[tuple[slice, Tensor]]:
-        """The sums that reduced gradients are added to as they arrive, with their places in these.
+    def _sums_so_far(self) -> list[tuple[slice, Tensor]]:
+        """The tensors that reduced gradients are added to, each with its place in these."""
+        if self._holds_sums:
+            return [] if self._reduced is None else [(slice(None), self._reduced)]
+        sums = []
+        for index, (parameter, own) in enumerate(zip(self.buffer.sharded, self._own_slices, strict=True)):
+            if self._reduced is not None and index not in self._added:
+                sums.append((own, self._reduced[own]))
+            elif (gradient := gradient_of(parameter)) is not None:
+                self._added.add(index)
+                sums.append((own, gradient))
+        return sums
+
+    def _leave(
+        self,
+        result: Tensor,
+        dtype: torch.dtype,
+        sums: Sequence[tuple[slice, Tensor]],
+        is_new: bool,
+        landing: Landing,
+    ) -> None:
+        """Send reduced gradients to the host. Sums come from there, and return: the device adds.
 
         Args:
-            of_all: True for sums in `p.grad` only if each parameter has one.
+            dtype: the dtype on the host.
+            sums: as `_sums_so_far` gives them.
+            is_new: True if they need memory of their own on the host.
         """
-        if self._reduced is not None:
-            return [(slice(None), self._reduced)]
-        grads = [] if self.is_kept else [gradient_of(parameter) for parameter in self.buffer.sharded]
-        if of_all and any(gradient is None for gradient in grads):
-            return []
-        return [(own, g) for own, g in zip(self._own_slices, grads, strict=False) if g is not None]
-
-    def _leave(self, result: Tensor, sums: list[tuple[slice, Tensor]], landing: Landing) -> None:
-        """Send reduced gradients to the host. Sums come from there, and return: the device adds."""
-        has_all = bool(sums)
-        if not has_all:
-            sums = self._sums_so_far(of_all=False)
-            self._has_sums = bool(sums)
         needs_norm = not (self.is_kept or self._context.setting.steps_in_backward)
-        is_noted = needs_norm and result.dtype is not torch.float64  # whose squares overflow
-        self._squares = torch.empty((), dtype=torch.float64, device=result.device) if is_noted else None
+        if (
+            needs_norm and self._squares is None and result.dtype is not torch.float64
+        ):  # whose squares overflow
+            # A second part of the gradients writes to the same memory, in the order of the stream.
+            self._squares = torch.empty((), dtype=torch.float64, device=result.device)
         with landing.beside(result, *(total for _, total in sums)):
-            total = landing.fetched(sums).add_(result) if has_all else result
-            total = total if self.is_kept else total.to(self.buffer.plan.main_dtype)
-            if sums and not has_all:  # rounded first, as where `deliver` adds
-                total = landing.fetched(sums).add_(total)
+            values = result.to(dtype)
+            if sums:
+                fetched = landing.fetched(sums)
+                for own, _ in sums:
+                    fetched[own].add_(result[own])
+                    if is_new:
+                        values[own].copy_(fetched[own])
+                values = values if is_new else fetched
             if self._squares is not None:
-                self._squares.copy_(self._squares_of(total))
-            if has_all and total.dtype is sums[0][1].dtype:
-                for own, target in sums:
-                    target.copy_(total[own], non_blocking=True)
-            else:
-                self._reduced = landing.land(total)
+                self._squares.copy_(self._squares_of(values))
+            for own, target in sums:
+                if target.dtype is dtype:  # else it is replaced
+                    target.copy_(values[own], non_blocking=True)
+            if is_new:
+                self._reduced = landing.land(values)
 
     def _squares_of(self, total: Tensor) -> Tensor:
         """The sum of squares of the elements that this rank counts, 0-dim, float64."""
@@ -297,8 +324,9 @@ class ReducedGradients(Gradients):
 
     def _detach(self, used: Sequence[bool]) -> Callable[[], None]:
         arrives = self._landing.arrival() if self._landing is not None else None
-        reduced, squares, has_sums = self._reduced, self._squares, self._has_sums
-        self._reduced, self._squares, self._has_sums, self.noted = None, None, False, None
+        reduced, squares, added = self._reduced, self._squares, self._added
+        self._reduced, self._squares, self._added, self._holds_sums = None, None, set(), False
+        self.noted = None
         self.used = [False] * len(self.used)
 
         def deliver() -> None:
@@ -306,26 +334,23 @@ class ReducedGradients(Gradients):
             if arrives is not None:
                 arrives()
             total, reduced = reduced, None  # nobody else is to keep its memory
-            adds = total is not None and self._set(total, used, has_sums)
+            adds = total is not None and self._set(total, [u and i not in added for i, u in enumerate(used)])
             if squares is not None and not adds:
                 self.noted = Noted.of(self.buffer, squares)
 
         return deliver
 
-    def _set(self, total: Tensor, used: Sequence[bool], has_sums: bool) -> bool:
-        """Set `p.grad` of the parameters that were used; return True if a value was added to one here."""
+    def _set(self, total: Tensor, chosen: Sequence[bool]) -> bool:
+        """Set `p.grad` of chosen parameters; return True if a value was added to one here."""
         adds = False
         for index, parameter in enumerate(self.buffer.sharded):
-            if not used[index]:
-                continue
-            gradient = total[self._own_slices[index]]
-            if (before := gradient_of(parameter)) is None:
-                set_gradient(parameter, gradient)
-            elif has_sums:
-                before.copy_(gradient)
-            else:
-                before.add_(gradient)
-                adds = True
+            if chosen[index]:
+                gradient = total[self._own_slices[index]]
+                if (before := gradient_of(parameter)) is None:
+                    set_gradient(parameter, gradient)
+                else:
+                    before.add_(gradient)
+                    adds = True
         return adds
 
     def _wait_on_host(self) -> None:
@@ -340,7 +365,7 @@ class ReducedGradients(Gradients):
         if self._flat is not None:
             self._pool.forget(self._flat)
         self._flat = self._reduced = self._squares = None
-        self._has_sums = False
+        self._holds_sums, self._added = False, set()
         self._is_deferred = False
         self._arrived, self._filled = [False] * num, [False] * num
         self.num_missing = num
