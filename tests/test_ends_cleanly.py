@@ -320,6 +320,7 @@ def test_script_that_simply_ends_exits_with_0_and_says_nothing(run: Forks, repea
     assert [(ending.code, ending.output) for pair in endings for ending in pair] == [(0, "")] * 8 * repeats
 
 
+@pytest.mark.long
 @REPEATS
 def test_uncaught_exception_on_all_ranks_is_the_last_thing_said(run: Forks, repeats: int) -> None:
     for pair in run(*[script(TRAIN, FAIL, stage=stage) for stage in (1, 3)] * repeats):

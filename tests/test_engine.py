@@ -444,6 +444,7 @@ def test_train_batch_returns_a_mean_in_float32_where_bfloat16_is_the_default(ran
             assert (is_float32, num_steps) == (True, 1)
 
 
+@pytest.mark.long_where(num_ranks=[3])
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_train_batch_is_the_loop_by_hand_and_returns_the_mean_over_all_ranks(ranks, num_ranks):
     results = ranks(num_ranks, batches)

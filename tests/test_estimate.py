@@ -105,7 +105,7 @@ def measured_in_8_bits(configs):
     return found
 
 
-@pytest.mark.long_where(num_ranks=[1, 4])
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_8_bit_states_are_foretold_to_the_byte_for_the_rank_that_holds_most(ranks, num_ranks):
     configs = [(name, {"stage": stage}) for name, stage in product(MODELS, ALL_STAGES)]

@@ -338,6 +338,7 @@ print(all(torch.equal(state[name], value) for name, value in plain.state_dict().
 """
 
 
+@pytest.mark.long
 def test_without_torchrun_a_script_is_one_rank_that_computes_what_plain_pytorch_does(tmp_path):
     torchruns = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(torchruns)}

@@ -260,6 +260,7 @@ def steps_and_groups(folder):
     return found
 
 
+@pytest.mark.long
 def test_steps_and_hyperparameters_take_the_form_that_the_optimizer_has(ranks, converted):
     (found,) = ranks(1, steps_and_groups, converted[0])
     for name, (steps, group) in found.items():
@@ -353,6 +354,7 @@ def refuse_all(folder):
     }
 
 
+@pytest.mark.long
 def test_what_would_train_on_with_other_numbers_is_one_error_and_changes_nothing(ranks, tmp_path):
     for found in ranks(2, refuse_all, tmp_path):
         for name, message in found.items():

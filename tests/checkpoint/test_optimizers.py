@@ -336,7 +336,7 @@ def with_schedule(folder, name, order):
     return found + [calls[1:]] * any(one != calls[0] for one in calls)
 
 
-@pytest.mark.long_where(order=[(0, 1, 2)])
+@pytest.mark.long
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)], ids=["same groups", "reordered groups"])
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_a_schedule_goes_on_where_it_was(ranks, tmp_path, name, order):

@@ -99,6 +99,7 @@ def resume_in_small_pieces(folder, num_bytes):
         return resume(folder, [3, 1])
 
 
+@pytest.mark.long
 def test_tensors_of_many_boxes_are_put_together_again(ranks, run, tmp_path):
     _, stop, end = run
     ranks(2, save_in_small_boxes, tmp_path, 300)

@@ -95,6 +95,7 @@ def stages_alike(kind):
     return differences("0 and 1", runs[0], runs[1]) + differences("2 and 3", runs[2], runs[3])
 
 
+@pytest.mark.long
 def test_stages_that_add_in_the_same_order_agree_to_the_bit_on_three_ranks(ranks):
     assert ranks(3, stages_alike, "tied GPT") == [[]] * 3
 

@@ -165,13 +165,14 @@ def all_stages(kinds, configs):
     return found
 
 
-@pytest.mark.long_where(num_ranks=[3, 4])
+@pytest.mark.long_where(num_ranks=[1, 3, 4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_optimizer_at_every_stage_has_the_bits_of_float32_steps_rounded_by_hand(ranks, num_ranks):
     configs = [{"stage": stage} for stage in STAGES]
     assert ranks(num_ranks, all_stages, list(KINDS), configs) == [[]] * num_ranks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_so_has_a_float32_model_that_computes_as_it_is_and_hybrid_sharding(ranks, num_ranks):
     configs = [{"stage": stage, "precision": {"main_dtype": "bf16"}} for stage in (1, 3)]

@@ -205,7 +205,7 @@ def test_compiled_steps_are_the_same_bits_too(ranks, stage):
     check(found["AdamW8bit"], by_reference("AdamW"))
 
 
-@pytest.mark.long_where(num_ranks=[1, 4])
+@pytest.mark.long_where(num_ranks=[1, 3, 4])
 @pytest.mark.long_where(num_ranks=[2], stage=[1])
 @pytest.mark.parametrize(("num_ranks", "stage", "kinds"), AT)
 def test_32_bit_steps_are_those_of_the_class_in_one_process(ranks, num_ranks, stage, kinds):

@@ -126,6 +126,7 @@ def test_what_is_read_by_name_is_that_of_plain_pytorch(ranks, num_ranks):
     ranks(num_ranks, read_all, LAYOUTS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_training_goes_on_from_what_is_written_by_name(ranks, num_ranks):
     ranks(num_ranks, write_all, LAYOUTS)
@@ -191,6 +192,7 @@ def in_eight_bits():
         eight_bits(stage)
 
 
+@pytest.mark.long
 def test_states_of_8_bits_come_back_in_float32(ranks):
     ranks(2, in_eight_bits)
 

@@ -187,7 +187,7 @@ def cut_units_in_recomputed_units(num_prefetch):
     return found
 
 
-@pytest.mark.long_where(num_prefetch=[0, 1])
+@pytest.mark.long
 @pytest.mark.parametrize("num_prefetch", [0, 1, 3])
 def test_cuts_around_recomputed_units_with_units_inside(ranks, num_prefetch):
     assert ranks(2, cut_units_in_recomputed_units, num_prefetch) == [[], []]

@@ -246,7 +246,7 @@ def train(kind, configs):
 
 @pytest.mark.long_where(kind=["Adam8bit", "Lion8bit", "SGD8bit"])
 @pytest.mark.long_where(num_ranks=[2, 3], kind=["AdEMAMix8bit"])
-@pytest.mark.long_where(num_ranks=[1, 4])
+@pytest.mark.long_where(num_ranks=[1, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_codes_scales_and_parameters_are_those_of_one_process_at_any_number_of_ranks_and_stage(

@@ -215,6 +215,7 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(ranks, num_ranks):
     assert ranks(num_ranks, skip_one, half(1024)) == [[]] * num_ranks
 
 
+@pytest.mark.long
 def test_in_other_dtypes_steps_are_left_out_when_that_is_asked_for(ranks):
     assert ranks(2, skip_one, {"nonfinite": "skip"}) == [[], []]
     assert ranks(2, skip_one, {"nonfinite": "skip", "precision": {"param_dtype": "bf16"}}) == [[], []]
@@ -241,6 +242,7 @@ def overflow_in_a_micro_batch(way):
     return found
 
 
+@pytest.mark.long
 def test_an_overflow_in_one_micro_batch_leaves_out_the_whole_step(ranks):
     wait = [False, False]
     for num_ranks in (1, 2):

@@ -48,6 +48,7 @@ def groups_against_ddp(group_sizes):
     ]
 
 
+@pytest.mark.long
 def test_groups_of_one_and_of_two_on_two_ranks_equal_ddp_to_the_bit(ranks):
     assert ranks(2, groups_against_ddp, [1, 2]) == [[], []]
 

@@ -64,5 +64,6 @@ def test_ranks_that_call_blocks_in_different_orders_raise_an_error_that_names_th
         ), message
 
 
+@pytest.mark.long
 def test_a_rank_that_is_only_slow_is_no_false_alarm(ranks):
     assert ranks(2, train, [IN_ORDER] * 2, 3, slow_s=4.0, process_group=False) == [None, None]

@@ -192,8 +192,7 @@ def run(net, optimizer):
     return finish(net, losses)
 
 
-@pytest.mark.long_where(num_ranks=[1], is_view=[False])
-@pytest.mark.long_where(num_ranks=[2], is_view=[False])
+@pytest.mark.long
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_results_and_parameters_in_any_container_or_object_are_those_of_ddp(ranks, num_ranks, is_view):

@@ -192,5 +192,6 @@ def by_prefetch_and_units():
     return found
 
 
+@pytest.mark.long
 def test_units_and_prefetch_and_resharding_do_not_change_the_numbers(ranks):
     assert ranks(2, by_prefetch_and_units) == [[], []]

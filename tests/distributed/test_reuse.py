@@ -373,7 +373,7 @@ def same_as_averaged(model, loss):
     return [f"stage {stage}: {distance:g}" for (_, stage), distance in found.items() if distance > 1e-6]
 
 
-@pytest.mark.long_where(num_ranks=[2], use_reentrant=[True])
+@pytest.mark.long_where(num_ranks=[2])
 @RANKS
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_around_blocks_and_parts_of_them_change_no_number(ranks, num_ranks, use_reentrant):

@@ -80,7 +80,7 @@ def all_together():
     return found
 
 
-@pytest.mark.long_where(num_ranks=[1])
+@pytest.mark.long
 @RANKS
 def test_one_backward_over_the_losses_of_several_engines_is_one_for_each(ranks, num_ranks):
     assert ranks(num_ranks, all_together) == [{}] * num_ranks

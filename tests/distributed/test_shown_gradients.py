@@ -48,6 +48,7 @@ def shown_gradients():
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_full_gradients_are_shown_with_full_parameters(ranks, num_ranks):
     assert ranks(num_ranks, shown_gradients) == [[]] * num_ranks

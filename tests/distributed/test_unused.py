@@ -123,6 +123,7 @@ def test_layers_left_out_on_all_ranks_keep_no_gradient(ranks):
     assert ranks(2, follow_with_both, plans) == [[], []]
 
 
+@pytest.mark.long
 def test_a_unit_that_returns_its_input_on_one_rank_counts_zeros(ranks):
     plans = [
         ({1: "input"}, {}),
@@ -135,6 +136,7 @@ def test_a_unit_that_returns_its_input_on_one_rank_counts_zeros(ranks):
     assert ranks(2, follow_with_both, plans) == [[], []]
 
 
+@pytest.mark.long
 def test_a_unit_that_returns_a_constant_on_one_rank_cuts_off_those_before_it(ranks):
     plans = [
         ({1: "constant"}, {}),
@@ -279,6 +281,7 @@ def traffic_after_a_short_first_forward():
     return found
 
 
+@pytest.mark.long
 def test_a_first_forward_that_leaves_out_units_costs_no_traffic_later(ranks):
     assert ranks(2, traffic_after_a_short_first_forward) == [[], []]
 
@@ -354,6 +357,7 @@ def skip_before_frozen():
     ]
 
 
+@pytest.mark.long
 def test_frozen_units_that_have_a_backward_on_one_rank_only_are_gathered_on_all(ranks):
     assert ranks(2, skip_before_frozen) == [[], []]
 

@@ -12,7 +12,7 @@ from tests.fuzz.run import Trace, differences, failures, run_cases
 SEEDS = (*range(26), 569, 656)  # the last two found what the first ones do not
 
 
-@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.long_where(num_ranks=[3, 4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_random_models_and_configs_train_as_plain_pytorch_to_the_bit(ranks, num_ranks):
     seeds = [seed for seed in SEEDS if num_ranks_of(seed) == num_ranks]

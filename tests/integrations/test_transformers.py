@@ -63,7 +63,7 @@ def train_beside_ddp(folder, stages, **options):
     return rows
 
 
-@pytest.mark.long_where(num_ranks=[1])
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_without_clipping_losses_and_parameters_are_the_bits_of_ddp(ranks, tmp_path, num_ranks):
     for row in ranks(num_ranks, train_beside_ddp, str(tmp_path), [1, 3], max_grad_norm=0)[0]:

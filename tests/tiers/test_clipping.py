@@ -57,7 +57,7 @@ def equal_bits(folder, stages):
     return found
 
 
-@pytest.mark.long_where(num_ranks=[1, 4])
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_clipping_by_part_has_the_bits_of_clipping_before_the_step(ranks, tmp_path, num_ranks):
     stages = (1, 3) if 1 in CHOSEN_STAGES else (3,)

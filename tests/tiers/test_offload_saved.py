@@ -71,6 +71,7 @@ def load(folder, make):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "num_ranks"), [("AdamW", 3), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
 )
@@ -166,6 +167,7 @@ def build_deferred(_, __):
         return LlamaForCausalLM(LlamaConfig(**SIZES))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_models_are_built_in_files_generate_and_are_given_back(ranks, tmp_path, num_ranks):
     torch.manual_seed(0)

@@ -62,6 +62,7 @@ def trained_in_pieces(folder, names):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "names"),
     [

@@ -136,8 +136,7 @@ def shard(kind, configs):
     return set(exchanges)
 
 
-@pytest.mark.long_where(kind=["LARS8bit"])
-@pytest.mark.long_where(num_ranks=[1, 3, 4])
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_all_stages_follow_the_formula_with_one_exchange_a_step(ranks, num_ranks, kind):
