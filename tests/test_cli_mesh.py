@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from zeroshard.cli.main import main
-from zeroshard.plan.arrangement import AXES, DATA, PP, TP, Arrangement
-from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD
+from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
+from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, TP
 
 ROOT = Path(__file__).parents[1]
 

@@ -81,7 +81,7 @@ def shard_over(
     """Shard a module with the units of `find_units`; return its runtime, and the replaced parameters."""
     changes = Changes()
     if axes.tp.size > 1:
-        specs = divide(module, specs, tp_plan or {}, Activations(axes.tp, _TAG_OF_ACTIVATIONS), changes)
+        specs = divide(module, specs, tp_plan, Activations(axes.tp, _TAG_OF_ACTIVATIONS), changes)
     record_resets(module)
     check_values(module)
     ignored = find_ignored(module, config.ignored)

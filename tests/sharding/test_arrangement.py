@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from zeroshard.plan.arrangement import AXES, DATA, PP, TP, Arrangement, PerAxis
-from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD
+from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement, PerAxis
+from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, TP
 
 KINDS = [axes for count in range(len(AXES) + 1) for axes in itertools.combinations(AXES, count)]
 """Every set of axes."""

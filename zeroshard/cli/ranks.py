@@ -6,8 +6,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
 from zeroshard.config.sections import Config, Mesh, require_supported
-from zeroshard.plan.arrangement import AXES, DATA, PP, TP, Arrangement
-from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD
+from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
+from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, TP
 from zeroshard.tables import render
 
 _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (

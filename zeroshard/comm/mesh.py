@@ -17,8 +17,8 @@ from zeroshard.comm.counter import Counter
 from zeroshard.comm.groups import shared_group
 from zeroshard.comm.rendezvous import check_device_types, open_store
 from zeroshard.config.sections import Config
-from zeroshard.plan.arrangement import AXES, DATA, PP, TP, Arrangement
-from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD
+from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
+from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, TP
 
 _MARGIN_S = 30.0
 """Seconds that NCCL, which ends the process by itself, waits longer than we do: our watchdog takes a pause to
@@ -132,7 +132,7 @@ class Axes:
     @property
     def sizes(self) -> dict[str, int]:
         """The number of ranks of each axis that a plan knows."""
-        return {name: self[name].size for name in (DP_REPLICATE, DP_SHARD, DP_INNER)}
+        return {name: self[name].size for name in (DP_REPLICATE, DP_SHARD, DP_INNER, TP)}
 
     @property
     def members(self) -> tuple[Axis, ...]:

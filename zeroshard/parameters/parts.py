@@ -17,10 +17,7 @@ def part_of(whole: Tensor, cut: Cut, rank: int) -> Tensor:
 
 
 def whole_of(parts: Sequence[Tensor], cut: Cut) -> Tensor:
-    """Return the tensor whose parts the ranks hold, in rank order: [*cut.shape].
-
-    Where several ranks hold the same elements, those of the last one are taken.
-    """
+    """Return the tensor whose parts the ranks hold, in rank order: [*cut.shape]."""
     whole = parts[0].new_empty(cut.shape)
     for rank, part in enumerate(parts):
         start = 0

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD
 
-PP, TP = "pp", "tp"
-"""The axes over which a model is divided: by its layers (pipeline), and inside each layer (tensor)."""
+PP = "pp"
+"""The axis over which a model is divided by its layers (pipeline); `TP` divides each layer (tensor)."""
 
 DATA = (DP_REPLICATE, DP_SHARD)
 """The axes over which a batch is divided."""

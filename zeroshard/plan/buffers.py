@@ -15,7 +15,15 @@ from torch import nn
 from zeroshard.plan.exchange import Exchange, exchanges
 from zeroshard.plan.layout import Layout, Span
 from zeroshard.plan.originals import Original
-from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, SUMMANDS, Placement, Placements
+from zeroshard.plan.placement import (
+    DP_REPLICATE,
+    DP_SHARD,
+    SUMMANDS,
+    SUMMANDS_OF_PARTS,
+    TP,
+    Placement,
+    Placements,
+)
 from zeroshard.plan.tiers import ON_DEVICE, Tier, Tiers, tier_of_copy
 from zeroshard.plan.wrapping import UnitSpec
 
@@ -184,11 +192,12 @@ def units_on_device(sizes: Sequence[int], fraction: float) -> list[bool]:
 
 
 def group(originals: Iterable[Original], dtypes: DtypePolicy) -> list[list[Original]]:
-    """Divide the parameters of a unit by (dtype, requires_grad, dtype to compute in): one buffer each."""
-    groups: dict[tuple[torch.dtype, bool, torch.dtype | None], list[Original]] = {}
+    """Divide the parameters of a unit by what those of a buffer have in common."""
+    groups: dict[tuple[object, ...], list[Original]] = {}
     for original in originals:
         parameter = original.parameter
-        key = (parameter.dtype, parameter.requires_grad, dtypes.of(original).param_dtype)
+        compute = dtypes.of(original).param_dtype
+        key = (parameter.dtype, parameter.requires_grad, compute, original.is_summed)
         groups.setdefault(key, []).append(original)
     return list(groups.values())
 
@@ -207,8 +216,10 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     main_tier = tiers.optimizer if first.requires_grad else far
     is_cast = main != compute and main_tier is Tier.DEVICE
     is_freed = is_sharded and (bool(gathers) or is_cast or far is not Tier.DEVICE)
+    summands = SUMMANDS_OF_PARTS if originals[0].is_summed else SUMMANDS
+    num_replicas = sizes[DP_REPLICATE] * (sizes[TP] if originals[0].is_summed else 1)
     return BufferPlan(
-        layout=Layout(tuple(original.numel for original in originals), sizes[DP_SHARD], sizes[DP_REPLICATE]),
+        layout=Layout(tuple(original.numel for original in originals), sizes[DP_SHARD], num_replicas),
         trainable=first.requires_grad,
         compute_dtype=compute,
         main_dtype=main,
@@ -217,7 +228,7 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
         is_partial=sizes[DP_SHARD] > 1 and main_place.get(DP_SHARD) is Placement.SHARD,
         gathers=gathers,
         regathers=exchanges(placements.kept, {}, sizes) if is_freed else (),
-        reductions=exchanges(SUMMANDS, placements.optimizer, sizes) if first.requires_grad else (),
+        reductions=exchanges(summands, placements.optimizer, sizes) if first.requires_grad else (),
         main_tier=main_tier,
         copy_tier=tier_of_copy(far, main_tier, main, compute),
     )

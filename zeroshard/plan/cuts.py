@@ -7,16 +7,14 @@ of these sections is cut by itself, so that every rank has a part of each:
     rank 0      [0, 4)          [8, 10)     [12, 14)
     rank 1             [4, 8)       [10, 12)    [14, 16)
 
-A section consists of heads that are never divided. If there are fewer heads than ranks, as for keys and
-values under grouped-query attention, consecutive ranks hold the same one.
+A section consists of heads that are never divided.
 
-Source: Shoeybi et al. 2019, "Megatron-LM", section 3; Ainslie et al. 2023, "GQA".
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,20 +75,13 @@ class Cut:
         if section.size < 1 or section.unit < 1 or section.size % section.unit:
             raise ValueError(f"{where}: {section.size} elements are no whole heads of {section.unit}")
         num_heads = section.size // section.unit
-        is_shared = section.unit > 1 and self.num_ranks % num_heads == 0
-        if num_heads % self.num_ranks and not is_shared:
-            what, other = f"{num_heads} elements", ""
-            if section.unit > 1:
-                what, other = f"{num_heads} heads of {section.unit}", " or a divisor"
+        if num_heads % self.num_ranks:
+            what = f"{num_heads} heads of {section.unit}" if section.unit > 1 else f"{num_heads} elements"
+            what = what.replace("heads", "head") if num_heads == 1 else what
             raise ValueError(
-                f"{where}: {what} cannot be divided over mesh.tp={self.num_ranks} ranks; expected a multiple"
-                f"{other} of {self.num_ranks}"
+                f"{where}: {what} cannot be divided over mesh.tp={self.num_ranks} ranks; expected a multiple "
+                f"of {self.num_ranks}"
             )
-
-    def copies(self, section: int = 0) -> int:
-        """The number of ranks that hold the same part of a section: 1 but for fewer heads than ranks."""
-        size, unit = self._sections[section].size, self._sections[section].unit
-        return max(1, self.num_ranks * unit // size)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """The ranges of the dimension that a rank holds, one of each section, in order.
@@ -101,10 +92,9 @@ class Cut:
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"expected a rank in [0, {self.num_ranks}), got {rank}")
         spans, start = [], 0
-        for number, section in enumerate(self._sections):
-            copies = self.copies(number)
-            size = section.size * copies // self.num_ranks
-            first = start + rank // copies * size
+        for section in self._sections:
+            size = section.size // self.num_ranks
+            first = start + rank * size
             spans.append(Span(first, first + size))
             start += section.size
         return tuple(spans)
@@ -120,31 +110,7 @@ class Cut:
         """Elements of a rank's part."""
         return math.prod(self.local_shape)
 
-    def counted(self, rank: int) -> tuple[Span, ...]:
-        """The ranges of a rank's part, along the dimension, that this rank counts.
-
-        Over all ranks each element of the whole is counted once: where several hold the same head, the first
-        of them counts it.
-        """
-        counted, start = [], 0
-        for number, span in enumerate(self.spans(rank)):
-            if rank % self.copies(number) == 0:
-                counted.append(Span(start, start + span.size))
-            start += span.size
-        return tuple(counted)
-
 
 def heads(*counts: int, size: int) -> tuple[Section, ...]:
     """Sections of so many heads each, of `size` elements."""
     return tuple(Section(count * size, size) for count in counts)
-
-
-def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Join ranges that follow each other without a gap."""
-    found: list[Span] = []
-    for span in spans:
-        if found and found[-1].stop == span.start:
-            found[-1] = Span(found[-1].start, span.stop)
-        elif span.size:
-            found.append(span)
-    return tuple(found)

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, Placed, Placement
+from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, TP, Placed, Placement
 
-_AXES = (DP_INNER, DP_SHARD, DP_REPLICATE)
+_AXES = (DP_INNER, DP_SHARD, DP_REPLICATE, TP)
 """The axes in the order in which sums are scattered. Over the last axis the least is sent."""
 
 
@@ -41,9 +41,9 @@ def exchanges(before: Placed, after: Placed, sizes: Mapping[str, int]) -> tuple[
 
     Args:
         before, after: the placements of a tensor before and after the exchanges.
-        sizes: the number of ranks of each axis.
+        sizes: the number of ranks of each axis; 1 for an axis that is left out.
     """
-    axes = [axis for axis in _AXES if sizes[axis] > 1]
+    axes = [axis for axis in _AXES if sizes.get(axis, 1) > 1]
     scattered = [axis for axis in axes if before.get(axis) is Placement.PARTIAL is not after.get(axis)]
     gathered = [axis for axis in axes if _is_split(before, axis) and not _is_split(after, axis)]
     return (

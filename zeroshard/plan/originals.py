@@ -21,6 +21,8 @@ class Original:
     """Pairs (module, attribute); several for a tied parameter."""
     cut: Cut | None = None
     """The cut over the ranks of a tensor group, which hold a part each; None if each holds all of it."""
+    is_summed: bool = False
+    """True if each tensor rank holds all of it and computes a summand of its gradient."""
 
     @property
     def shape(self) -> torch.Size:
@@ -45,4 +47,4 @@ def computes_in_own_dtype(module: nn.Module) -> bool:
 
 def counts(original: Original, tp_rank: int) -> bool:
     """True for the one of several tensor ranks with the same values that counts them, as in norms."""
-    return tp_rank == 0 if original.cut is None else bool(original.cut.counted(tp_rank))
+    return tp_rank == 0 or original.cut is not None

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-DP_REPLICATE, DP_SHARD, DP_INNER = "dp_replicate", "dp_shard", "dp_inner"
+DP_REPLICATE, DP_SHARD, DP_INNER, TP = "dp_replicate", "dp_shard", "dp_inner", "tp"
 """The axes of the mesh. They run over the replicas of a shard group (hybrid sharding), the ranks of a shard
-group, and the ranks that share a copy of the parameters from forward to backward."""
+group, the ranks that share a copy of the parameters from forward to backward, and the ranks that compute
+parts of a layer."""
 
 
 class Placement(Enum):
@@ -58,6 +59,8 @@ _WHOLE: Placed = {}
 _SHARDED: Placed = {DP_SHARD: Placement.SHARD}
 SUMMANDS: Placed = {DP_SHARD: Placement.PARTIAL, DP_REPLICATE: Placement.PARTIAL}
 """The gradients that autograd gives: each rank has those of its own micro-batch."""
+SUMMANDS_OF_PARTS: Placed = {**SUMMANDS, TP: Placement.PARTIAL}
+"""Those of a parameter that all tensor ranks hold, and use in their parts of a layer."""
 
 STAGES: tuple[Placements, ...] = (
     Placements(parameter=_WHOLE, kept=_WHOLE, gradient=SUMMANDS, optimizer=_WHOLE),

@@ -26,6 +26,7 @@ from zeroshard.parallel.tensor.moves import Move, move
 from zeroshard.parallel.tensor.vocabulary import embed
 from zeroshard.plan.cuts import Cut, Section
 from zeroshard.plan.layout import Span
+from zeroshard.plan.originals import Original
 from zeroshard.plan.wrapping import UnitSpec
 from zeroshard.sharding.changes import Changes
 
@@ -37,10 +38,18 @@ class Way(Enum):
     """By its outputs."""
     COLUMNS_GATHERED = "colwise_gather_output"
     """By its outputs, which are gathered."""
+    SHARED_COLUMNS = "colwise_shared_heads"
+    """By its outputs, which are fewer heads than ranks: each rank holds them all and computes one."""
     ROWS = "rowwise"
     """By its inputs, which are divided already; an embedding by its tokens."""
     REPLICATE = "replicate"
     """Not at all: each rank computes all of it."""
+    SUMMED = "replicated_with_grad_allreduce"
+    """Not at all, but each rank uses it for other values: the gradients of its parameters are added up."""
+
+
+_ALIASES = {"embedding_rowwise": "rowwise"}
+"""Words of transformers that mean the same as others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,7 @@ class Style:
         if isinstance(given, Style):
             return given
         try:
-            return Style(Way(given))
+            return Style(Way(_ALIASES.get(given, given)))
         except ValueError:
             words = ", ".join(way.value for way in Way)
             raise ValueError(f"tp_plan: expected one of {words}, got {given!r}") from None
@@ -72,6 +81,13 @@ class Divided:
     style: Style
     cuts: Mapping[str, Cut]
     """By the name of the parameter in the module; the others are whole on each rank."""
+    parent: nn.Module
+    """The module that holds it."""
+
+    @property
+    def is_summed(self) -> bool:
+        """True if each rank holds the parameters whole and computes summands of their gradients."""
+        return self.style.way in (Way.SUMMED, Way.SHARED_COLUMNS)
 
 
 def match(model: nn.Module, plan: Mapping[str, str | Style], num_ranks: int) -> list[Divided]:
@@ -92,27 +108,71 @@ def match(model: nn.Module, plan: Mapping[str, str | Style], num_ranks: int) -> 
         patterns = [pattern for pattern in styles if fnmatchcase(name, pattern)]
         fitting.update(patterns)
         if patterns and styles[patterns[0]].way is not Way.REPLICATE:
-            style = styles[patterns[0]]
-            found.append(Divided(name, module, style, dict(_cuts(name, module, style, num_ranks))))
+            parent = model.get_submodule(name.rpartition(".")[0])
+            style = with_heads(styles[patterns[0]], name, module, parent, num_ranks)
+            is_cut = style.way not in (Way.SUMMED, Way.SHARED_COLUMNS)
+            cuts = dict(_cuts(name, module, style, num_ranks)) if is_cut else {}
+            found.append(Divided(name, module, style, cuts, parent))
     for pattern in styles.keys() - fitting:
         raise ValueError(f"tp_plan: no module of the model is called '{pattern}'")
     return found
 
 
+_HEAD_SIZES = ("head_dim", "head_size")
+"""The names of the size of a head in the attention layers of transformers."""
+_IN_ONE = {"query_key_value": 3}
+"""Layers whose outputs are, for each head, its query, its key and its value."""
+
+
+def with_heads(style: Style, name: str, module: nn.Module, parent: nn.Module, num_ranks: int) -> Style:
+    """Return a style that leaves the heads of an attention layer of transformers whole.
+
+    Under grouped-query attention (Ainslie et al. 2023) there may be fewer heads of keys and values than
+    ranks. Then several ranks use the same one.
+    """
+    sizes = [size for size in (getattr(parent, attribute, None) for attribute in _HEAD_SIZES) if size]
+    if style.sections or not sizes or not isinstance(module, nn.Linear) or style.way is Way.SUMMED:
+        return style
+    unit = sizes[0] * _IN_ONE.get(name.rpartition(".")[2], 1)
+    total = module.in_features if style.way is Way.ROWS else module.out_features
+    if total % unit:
+        return style
+    num_heads = total // unit
+    is_shared = style.way is Way.COLUMNS and num_heads < num_ranks and num_ranks % num_heads == 0
+    if is_shared and type(module).forward is not nn.Linear.forward:
+        raise ValueError(
+            f"tp_plan: '{name}' has fewer heads ({num_heads}) than mesh.tp={num_ranks} ranks and is a "
+            f"{type(module).__name__}; expected a Linear, of which ranks can share a head"
+        )
+    return Style(Way.SHARED_COLUMNS if is_shared else style.way, (Section(total, unit),))
+
+
 def divide(
     model: nn.Module,
     specs: Sequence[UnitSpec],
-    plan: Mapping[str, str | Style],
+    plan: Mapping[str, str | Style] | None,
     over: Activations,
     changes: Changes,
 ) -> list[UnitSpec]:
     """Divide the layers of a plan over the tensor ranks; return the units with the cuts of their parameters.
 
+    Args:
+        plan: see `match`; None for the plan of a model of transformers.
+
     Raises:
-        ValueError: see `match`; or a parameter that two layers share would be cut in two ways.
+        ValueError: see `match`; there is no plan; or a parameter that two layers share would be cut in two
+            ways.
     """
+    plan = getattr(model, "tp_plan", None) if plan is None else plan
+    if not plan:
+        raise ValueError(
+            f"mesh.tp={over.size}: {type(model).__name__} has no plan of its own, as many models of "
+            "transformers have in `tp_plan`: give zeroshard.initialize tp_plan={'layers.*.up': 'colwise', "
+            "'layers.*.down': 'rowwise', ...}"
+        )
     layers = match(model, plan, over.size)
     cuts: dict[nn.Parameter, Cut] = {}
+    summed = {p for layer in layers if layer.is_summed for p in layer.module.parameters()}
     for layer in layers:
         for attribute, cut in layer.cuts.items():
             parameter = layer.module._parameters[attribute]
@@ -121,10 +181,11 @@ def divide(
             if (other.dim, other.sections) != (cut.dim, cut.sections):
                 raise ValueError(f"tp_plan: '{cut.name}' is tied to '{other.name}', which is cut another way")
     install(layers, over, changes)
-    return [
-        replace(spec, originals=[replace(o, cut=cuts.get(o.parameter)) for o in spec.originals])
-        for spec in specs
-    ]
+
+    def noted(o: Original) -> Original:
+        return replace(o, cut=cuts.get(o.parameter), is_summed=o.parameter in summed)
+
+    return [replace(spec, originals=[noted(o) for o in spec.originals]) for spec in specs]
 
 
 def _cuts(name: str, module: nn.Module, style: Style, num_ranks: int) -> Iterator[tuple[str, Cut]]:
@@ -138,6 +199,11 @@ def _cuts(name: str, module: nn.Module, style: Style, num_ranks: int) -> Iterato
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(f"tp_plan: '{name}' has max_norm, scale_grad_by_freq or sparse, not supported")
         dims = {"weight": 0}
+    elif style.way is Way.ROWS and type(module).forward not in (nn.Linear.forward, *_conv1d_forwards(module)):
+        raise ValueError(
+            f"tp_plan: '{name}' is a {type(module).__name__} with a forward of its own; expected a Linear or "
+            "a Conv1D of transformers for 'rowwise'"
+        )
     elif isinstance(module, nn.Linear):
         dims = {"weight": 0, "bias": 0} if is_columns else {"weight": 1}
     elif _is_conv1d(module):  # its weight is [inputs, outputs]
@@ -158,26 +224,60 @@ def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
 
 
+def _conv1d_forwards(module: nn.Module) -> tuple[Any, ...]:
+    return (type(module).forward,) if _is_conv1d(module) else ()
+
+
 def install(layers: list[Divided], over: Activations, changes: Changes) -> None:
     """Have layers compute their parts; their parameters have the shapes of parts from now on."""
     for layer in layers:
+        if layer.style.way is Way.SUMMED:
+            continue
         module, name = layer.module, layer.name
         changes.set(module, "forward", functools.partial(_forward_of(layer, over), module, over, name))
         for attribute, dim in _SIZES.items():
             if attribute in vars(module) and dim(layer) is not None:
                 changes.set(module, attribute, dim(layer))
+        if isinstance(module, nn.Embedding):
+            (own,) = layer.cuts["weight"].spans(over.rank)
+            changes.set(module, "num_embeddings", own.size)
+            if (padding := module.padding_idx) is not None:
+                is_own = own.start <= padding < own.stop
+                changes.set(module, "padding_idx", padding - own.start if is_own else None)
+    for parent, num_heads in _shared_heads(layers).items():
+        groups = getattr(parent, _GROUPS, None)
+        if groups is not None:
+            changes.set(parent, _GROUPS, groups * num_heads // over.size)
+
+
+_GROUPS = "num_key_value_groups"
+"""Attention layers of transformers repeat keys and values so many times, once for each of their queries."""
+
+
+def _shared_heads(layers: list[Divided]) -> dict[nn.Module, int]:
+    """The heads that ranks share, by the attention layer."""
+    return {
+        layer.parent: section.size // section.unit
+        for layer in layers
+        if layer.style.way is Way.SHARED_COLUMNS
+        for section in layer.style.sections
+    }
 
 
 def _outputs(layer: Divided) -> int | None:
     """The outputs of a rank, for a layer divided by columns."""
+    if layer.style.way is Way.SHARED_COLUMNS:
+        return layer.style.sections[0].unit
     cut = layer.cuts["weight"]
     return None if layer.style.way is Way.ROWS else cut.local_shape[cut.dim]
 
 
 def _inputs(layer: Divided) -> int | None:
     """The inputs of a rank, for a layer divided by rows."""
+    if layer.style.way is not Way.ROWS:
+        return None
     cut = layer.cuts["weight"]
-    return cut.local_shape[cut.dim] if layer.style.way is Way.ROWS else None
+    return cut.local_shape[cut.dim]
 
 
 _SIZES: dict[str, Callable[[Divided], int | None]] = {
@@ -193,6 +293,10 @@ def _forward_of(layer: Divided, over: Activations) -> Callable[..., Tensor]:
     if isinstance(layer.module, nn.Embedding):
         (own,) = layer.cuts["weight"].spans(over.rank)
         return functools.partial(_look_up, own)
+    if layer.style.way is Way.SHARED_COLUMNS:
+        (section,) = layer.style.sections
+        first = over.rank * (section.size // section.unit) // over.size * section.unit
+        return functools.partial(_one_head, Span(first, first + section.unit))
     return {
         Way.COLUMNS: _columns,
         Way.COLUMNS_GATHERED: _gathered_columns,
@@ -209,6 +313,11 @@ def _gathered_columns(module: nn.Module, over: Activations, name: str, value: Te
     return move(_columns(module, over, name, value), Move.GATHER, over, name)
 
 
+def _one_head(own: Span, module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
+    bias = None if module.bias is None else module.bias[own.slice]
+    return F.linear(move(value, Move.COPY, over, name), module.weight[own.slice], bias)
+
+
 def _rows(module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
     """The bias is added once, after the sum."""
     weight = module.weight.t() if _is_conv1d(module) else module.weight
@@ -217,4 +326,5 @@ def _rows(module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
 
 
 def _look_up(own: Span, module: Any, over: Activations, name: str, tokens: Tensor) -> Tensor:
-    return embed(tokens, module.weight, own, over, name, padding=module.padding_idx)
+    """Some models scale what is found, in a forward of their own."""
+    return embed(tokens, functools.partial(type(module).forward, module), own, over, name)

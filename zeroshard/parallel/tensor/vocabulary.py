@@ -6,10 +6,10 @@ Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -19,25 +19,22 @@ from zeroshard.plan.layout import Span
 
 
 def embed(
-    tokens: Tensor, weight: Tensor, own: Span, over: Activations, label: str, *, padding: int | None = None
+    tokens: Tensor, look_up: Callable[[Tensor], Tensor], own: Span, over: Activations, label: str
 ) -> Tensor:
     """Look up tokens in a table whose rows are divided over the ranks.
 
     Args:
         tokens: any shape, integers in [0, vocabulary); the same on all ranks.
-        weight: [own.size, d], this rank's rows.
+        look_up: finds rows of this rank, counted from its first one: [*tokens.shape] -> [*tokens.shape, d].
         own: the tokens of these rows.
         over: the exchanges of the tensor ranks.
         label: the name of the layer, for messages.
-        padding: the token whose row gets no gradient.
 
     Returns:
         [*tokens.shape, d], the same on all ranks.
     """
     is_elsewhere = (tokens < own.start) | (tokens >= own.stop)
-    is_own_padding = padding is not None and own.start <= padding < own.stop
-    row = padding - own.start if padding is not None and is_own_padding else None
-    found = F.embedding((tokens - own.start).masked_fill(is_elsewhere, 0), weight, padding_idx=row)
+    found = look_up((tokens - own.start).masked_fill(is_elsewhere, 0))
     return move(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), Move.SUM, over, label)
 
 
