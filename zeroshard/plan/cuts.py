@@ -14,7 +14,6 @@ Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -104,11 +103,6 @@ class Cut:
         """The shape of a rank's part, the same on all ranks."""
         size = sum(span.size for span in self.spans(0))
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
-
-    @property
-    def local_numel(self) -> int:
-        """Elements of a rank's part."""
-        return math.prod(self.local_shape)
 
 
 def heads(*counts: int, size: int) -> tuple[Section, ...]:

@@ -37,6 +37,8 @@ class Gradients:
 
     noted: Noted | None = None
     """A note on the `p.grad` that the last delivery has set, if the device took it."""
+    takes_notes = False
+    """True if the device takes notes of gradients, which leave it."""
     is_kept = False
     """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits."""
     has_more = False

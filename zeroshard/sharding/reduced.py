@@ -77,7 +77,8 @@ class ReducedGradients(Gradients):
         """Parameters whose gradients have been added to their `p.grad` as they arrived."""
         self._squares: Tensor | None = None
         """Of gradients on their way to the host: the sum of squares that this rank counts, 0-dim, float64."""
-        self._landing = Landing(context, buffer.plan.main_size) if leaves_device(buffer, context) else None
+        self.takes_notes = leaves_device(buffer, context)
+        self._landing = Landing(context, buffer.plan.main_size) if self.takes_notes else None
 
     @property
     def has_deferred(self) -> bool:
@@ -328,13 +329,14 @@ class ReducedGradients(Gradients):
         self._reduced, self._squares, self._added, self._holds_sums = None, None, set(), False
         self.noted = None
         self.used = [False] * len(self.used)
+        chosen = [is_used and at not in added for at, is_used in enumerate(used)] if added else used
 
         def deliver() -> None:
             nonlocal reduced
             if arrives is not None:
                 arrives()
             total, reduced = reduced, None  # nobody else is to keep its memory
-            adds = total is not None and self._set(total, [u and i not in added for i, u in enumerate(used)])
+            adds = total is not None and self._set(total, chosen)
             if squares is not None and not adds:
                 self.noted = Noted.of(self.buffer, squares)
 

@@ -186,7 +186,8 @@ class Reducer:
         self._state.before_show()  # a step that has failed may have left some, and this backward adds to them
         self._is_open = True
         if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
-            gradients = (gradient_of(p) for one in self._all for p in one.buffer.sharded)
+            noted = (one for one in self._all if one.takes_notes)
+            gradients = (gradient_of(p) for one in noted for p in one.buffer.sharded)
             self._state.has_shown_gradients = any(gradient is not None for gradient in gradients)
 
     def start(self, unit: Unit) -> None:

@@ -199,7 +199,7 @@ def _cuts(name: str, module: nn.Module, style: Style, num_ranks: int) -> Iterato
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(f"tp_plan: '{name}' has max_norm, scale_grad_by_freq or sparse, not supported")
         dims = {"weight": 0}
-    elif style.way is Way.ROWS and type(module).forward not in (nn.Linear.forward, *_conv1d_forwards(module)):
+    elif style.way is Way.ROWS and not _is_conv1d(module) and type(module).forward is not nn.Linear.forward:
         raise ValueError(
             f"tp_plan: '{name}' is a {type(module).__name__} with a forward of its own; expected a Linear or "
             "a Conv1D of transformers for 'rowwise'"
@@ -222,10 +222,6 @@ def _cuts(name: str, module: nn.Module, style: Style, num_ranks: int) -> Iterato
 
 def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
-
-
-def _conv1d_forwards(module: nn.Module) -> tuple[Any, ...]:
-    return (type(module).forward,) if _is_conv1d(module) else ()
 
 
 def install(layers: list[Divided], over: Activations, changes: Changes) -> None:
