@@ -341,13 +341,24 @@ def test_close_waits_removes_and_may_be_called_again(tmp_path):
             call()
 
 
-def test_files_go_with_their_swap_even_if_a_thread_of_it_finds_the_garbage(tmp_path):
+def test_files_go_with_their_swap_which_waits_for_no_thread(tmp_path, monkeypatch):
     swap = Swap([tmp_path], 0)
     del swap
     assert not list(tmp_path.iterdir())
-    swap = Swap([tmp_path], 0)
-    swap._threads.submit(swap.close).result(timeout=20)
-    swap._threads.shutdown()
+
+    swap, may_write, write = Swap([tmp_path], 0), threading.Event(), os.pwritev
+
+    def write_late(*args):
+        assert may_write.wait(30)
+        return write(*args)
+
+    extent = swap.allocate(5 * BLOCK)
+    monkeypatch.setattr(os, "pwritev", write_late)
+    transfer = swap.write(extent, memory_of(extent, 1))
+    del swap  # a garbage collection that waited here could do so under a lock that the thread needs
+    assert len(paths_in(tmp_path)) == 1
+    may_write.set()
+    transfer.wait()
     for _ in range(2000):
         if not list(tmp_path.iterdir()):
             break

@@ -33,7 +33,6 @@ from zeroshard.tiers.swapfile import SwapFile, warn_of_slow_place
 
 LEAST_CHUNK = 1 << 20
 MOST_CHUNK = 16 << 20
-_THREAD = "zeroshard-swap"
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +92,10 @@ class Swap:
             raise ValueError(f"Expected a folder and a thread, got {len(folders)} and {num_threads}")
         self._files: list[SwapFile] = []
         self._num_threads = num_threads * len(folders)
-        self._threads = ThreadPoolExecutor(self._num_threads, _THREAD)
-        self._finalizer = weakref.finalize(self, _close, self._files, self._threads, os.getpid())
+        # They end with this object. Nobody may wait for them, or start one, inside a garbage collection: it
+        # may run in a thread that is just being started, under a lock of Python's own.
+        self._threads = ThreadPoolExecutor(self._num_threads, "zeroshard-swap")
+        self._is_open = True
         try:
             for folder in map(Path, folders):
                 self._files.append(SwapFile(folder, rank))
@@ -120,7 +121,7 @@ class Swap:
     @property
     def num_bytes(self) -> int:
         """Bytes in the files, those of freed extents too."""
-        return sum(file.end for file in self._files) if self._finalizer.alive else 0
+        return sum(file.end for file in self._files) if self._is_open else 0
 
     @property
     def paths(self) -> list[Path]:
@@ -210,7 +211,7 @@ class Swap:
         # A garbage collection calls this anywhere, while another thread may change the dict.
         for place in places:
             self._mapped.pop(place, None)
-        if self._finalizer.alive:
+        if self._is_open:
             self.free(extent)
 
     def free(self, extent: Extent) -> None:
@@ -310,7 +311,7 @@ class Swap:
         return tensor.detach().numpy().data[: extent.padded]
 
     def _check_open(self) -> None:
-        if not self._finalizer.alive:
+        if not self._is_open:
             raise RuntimeError("Expected an open Swap, got one that was closed, or that of a parent process")
 
     def _check_extent(self, extent: Extent) -> None:
@@ -318,14 +319,22 @@ class Swap:
             raise ValueError("Expected an extent of this Swap that was not freed")
 
     def close(self) -> None:
-        """Wait for all transfers and remove the files. A second call does nothing."""
-        self._finalizer()
+        """Wait for all transfers and remove the files. A second call does nothing.
+
+        Without it, each file is removed when neither this object nor a transfer uses it any more, or at exit.
+        """
+        if self._is_open:
+            self._is_open = False
+            self._threads.shutdown(wait=True)
+            for file in self._files:
+                file.remove()
 
     def leave_to_parent(self) -> None:
         """Close the files and leave them on the disk: they are those of the process that forked this one."""
-        if self._finalizer.detach() is not None:
+        if self._is_open:
+            self._is_open = False
             for file in self._files:
-                file.close_descriptors()
+                file.leave()
 
 
 def _attempt(call: Callable[..., None], *args: Any) -> str:
@@ -335,22 +344,6 @@ def _attempt(call: Callable[..., None], *args: Any) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def _close(files: Sequence[SwapFile], threads: ThreadPoolExecutor, process: int) -> None:
-    """Remove the files after the last transfer: at close, with the garbage, or at exit."""
-    if process != os.getpid():
-        return
-    if threading.current_thread().name.startswith(_THREAD):  # a garbage collection ran in such a thread
-        threading.Thread(target=_close_now, args=(files, threads)).start()
-    else:
-        _close_now(files, threads)
-
-
-def _close_now(files: Sequence[SwapFile], threads: ThreadPoolExecutor) -> None:
-    threads.shutdown(wait=True)
-    for file in files:
-        file.remove()
 
 
 @cache

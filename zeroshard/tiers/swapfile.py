@@ -17,7 +17,8 @@ import os
 import platform
 import threading
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
@@ -54,12 +55,15 @@ class SwapFile:
         remove_leftovers(place)  # first, as they may fill the disk
         try:
             self._lock, self.path = _create_locked(place, rank)
+            self._descriptors = [self._lock]
+            self._finalizer = weakref.finalize(self, _remove, self.path, self._descriptors, os.getpid())
             try:
                 self._data, self.alignment = self._open_data()
             except BaseException:
-                self._data = self._lock
                 self.remove()
                 raise
+            if self.is_direct:
+                self._descriptors.append(self._data)
         except OSError as error:
             raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: {error.strerror}") from error
         self.end = 0
@@ -204,20 +208,32 @@ class SwapFile:
             "then go on from the last checkpoint."
         )
 
-    def close_descriptors(self) -> None:
+    def leave(self) -> None:
         """Close the file and leave it on the disk, as a forked process must. The lock stays its owner's."""
-        for descriptor in {self._data, self._lock}:
-            os.close(descriptor)
+        if self._finalizer.detach() is not None:
+            _close(self._descriptors)
 
     def remove(self) -> None:
         """Give the space back and remove the file; then the folder, if it was the last one."""
-        with suppress(OSError):
-            os.ftruncate(self._lock, 0)  # a forked process that still has it open holds no space
-        with suppress(OSError):
-            self.path.unlink()
-        self.close_descriptors()
-        with suppress(OSError):
-            self.path.parent.rmdir()
+        self._finalizer()
+
+
+def _remove(path: Path, descriptors: Sequence[int], process: int) -> None:
+    """Remove a file: on request, at exit, or in a garbage collection, in any thread."""
+    if process != os.getpid():
+        return
+    with suppress(OSError):
+        os.ftruncate(descriptors[0], 0)  # a forked process that still has it open holds no space
+    with suppress(OSError):
+        path.unlink()
+    _close(descriptors)
+    with suppress(OSError):
+        path.parent.rmdir()
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def check_folder(folder: Path) -> None:
