@@ -113,7 +113,7 @@ def initialize(
     parts = Parts(
         runtime=runtime, config=config, optimizer=optimizer, lr_scheduler=lr_scheduler, loader=loader
     )
-    engine = Engine(model, parts, axes, Saver(axes.dp), loss_fn)
+    engine = Engine(model, parts, axes, Saver(axes.world), loss_fn)
     engine.reset_comm_report()
     return Initialized(engine, optimizer, loader, lr_scheduler)
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.agreed import on_all
+from zeroshard.checkpoint.blockwise import own_blocks
 from zeroshard.checkpoint.clientstate import to_plain
 from zeroshard.checkpoint.description import describe_model
 from zeroshard.checkpoint.files import as_folder, check_free, check_tag
@@ -20,7 +21,7 @@ from zeroshard.checkpoint.frozen import Piece, frozen_names, join_pieces, measur
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord
 from zeroshard.checkpoint.optimizers import OptimizerState, keep_few, read_optimizer
 from zeroshard.checkpoint.save import Snapshot
-from zeroshard.checkpoint.tensors import ModelState, dtype_name, read_model, written_slices
+from zeroshard.checkpoint.tensors import ModelState, cuts_of, dtype_name, read_model, written_slices
 from zeroshard.checkpoint.values import check_plain, to_files
 from zeroshard.config.sections import Config
 from zeroshard.data.loader import EpochLoader
@@ -59,7 +60,8 @@ class _Answer(NamedTuple):
     """A rank's message to the others about its part of a checkpoint."""
 
     place: str
-    rng: dict[str, Any]
+    rng: dict[str, Any] | None
+    """The generators of a data-parallel rank; None for all but the first of its tensor ranks."""
     few: list[str]
     """The keys of states with few values; see `OptimizerState`."""
     frozen: list[Piece]
@@ -85,7 +87,7 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
         ValueError: the ranks were given different places; or, on any rank, no path, a bad tag, or a value
             that can't be loaded again without running code, by its key.
     """
-    runtime, axis = parts.runtime, parts.runtime.context.axes.dp
+    runtime, axis = parts.runtime, parts.runtime.context.axes.world
     _check_moment(runtime)
     left_out = [] if parts.config.checkpoint.frozen else frozen_names(runtime)
     readings: list[_Reading] = []
@@ -97,7 +99,7 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
         readings.append(reading)
         return _Answer(
             place=f"'{reading.folder}' with tag '{tag}'",
-            rng=rng.capture(runtime.context.device),
+            rng=rng.capture(runtime.context.device) if runtime.context.axes.tp.rank == 0 else None,
             few=reading.optimizer.few,
             frozen=measure_pieces(runtime, left_out),
         )
@@ -149,7 +151,7 @@ def _read(parts: Parts, dir: object, tag: str, client_state: Any) -> _Reading:
     """Read and check all that a checkpoint keeps, without exchanges."""
     folder = as_folder(dir)
     check_tag(tag)
-    if parts.runtime.context.axes.dp.rank == 0:
+    if parts.runtime.context.axes.world.rank == 0:
         check_free(folder, tag)
     model = read_model(parts.runtime)
     if model.ignored:
@@ -211,7 +213,7 @@ def _values(reading: _Reading, answers: list[_Answer]) -> dict[str, Any]:
         "scalars": reading.optimizer.scalars,
         "other": reading.optimizer.other,
         "lr_scheduler": reading.lr_scheduler,
-        "rng": [answer.rng for answer in answers],
+        "rng": [answer.rng for answer in answers if answer.rng is not None],
         "extra": reading.model.extra,
         "client_state": reading.client_state,
     }
@@ -228,7 +230,7 @@ def _build(
         slices=written_slices(runtime, reading.optimizer.tensors, reading.model.buffers, left_out),
         aliases=reading.model.aliases,
         manifest=manifest,
-        values=to_files(values) if runtime.context.axes.dp.rank == 0 else {},
+        values=to_files(values) if runtime.context.axes.world.rank == 0 else {},
         memory=runtime.context.memory,
     )
 
@@ -246,12 +248,13 @@ def _describe(
     parts: Parts, progress: Progress, aliases: Mapping[str, tuple[str, ...]], buffers: tuple[str, ...]
 ) -> Manifest:
     runtime, optimizer, scheduler = parts.runtime, parts.optimizer, parts.lr_scheduler
+    cuts = cuts_of(runtime)
     is_half = runtime.reducer.is_half
     return Manifest(
         written_by={
             "zeroshard": installed_version(),
             "torch": torch.__version__,
-            "num_ranks": runtime.context.axes.dp.size,
+            "num_ranks": runtime.context.axes.world.size,
         },
         model=describe_model(runtime.module),
         config=_describe_config(parts.config),
@@ -264,7 +267,9 @@ def _describe(
         optimizer=None if optimizer is None else type(optimizer).__name__,
         lr_scheduler=None if scheduler is None else type(scheduler).__name__,
         parameters={
-            p.fqn: ParameterRecord(tuple(p.full_shape), dtype_name(p.dtype), aliases.get(p.fqn, ()))
+            p.fqn: ParameterRecord(
+                tuple(p.full_shape), dtype_name(p.dtype), aliases.get(p.fqn, ()), own_blocks(cuts.get(p.fqn))
+            )
             for p in runtime.parameters
         },
         buffers=buffers,

@@ -1,18 +1,23 @@
 """Frozen parameters that a checkpoint leaves out, and how one tells that the present ones are the same.
 
-Each rank computes the crc32 of its own slices, and those of a parameter are joined to the crc32 of its whole
-bytes: the same at any number of ranks and stage, and what zlib.crc32 gives for the bytes of the whole tensor.
+The crc32 of a parameter is that of its whole bytes: the same at any number of ranks and stage. Each rank
+computes a part of it from its own slices. crc32 is affine: over bytes of one length, the crc32 of a sum (xor)
+is the sum of the crc32s and of that of zeros. So a slice counts as the whole parameter with zeros elsewhere,
+and the ranges of two tensor ranks may lie in each other.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from zeroshard.checkpoint.agreed import on_all
+from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.reader import Stored
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, parameter_slices
 from zeroshard.sharding.runtime import Runtime
@@ -23,12 +28,13 @@ _POLYNOMIAL = 0xEDB88320
 
 
 class Piece(NamedTuple):
-    """A rank's message about its slice of a parameter."""
+    """A rank's message about its slices of a parameter."""
 
     name: str
-    start: int
     num_bytes: int
+    """Bytes of the whole parameter."""
     crc32: int
+    """The crc32 of the slices with zeros elsewhere, without the part that is the same for all bytes."""
 
 
 def frozen_names(runtime: Runtime) -> list[str]:
@@ -38,35 +44,53 @@ def frozen_names(runtime: Runtime) -> list[str]:
 
 def measure_pieces(runtime: Runtime, names: Collection[str]) -> list[Piece]:
     """Checksums of this rank's slices of some parameters; over all ranks, each element once."""
-    return [_measure(part, runtime.context.memory) for part in parameter_slices(runtime, names)]
+    return [measure(part, runtime.context.memory) for part in parameter_slices(runtime, names)]
 
 
-def _measure(part: TensorSlice, memory: TierMemory) -> Piece:
-    crc, step = 0, max(1, MAX_BOX_BYTES // part.data.element_size())
-    for at in range(0, part.data.numel(), step):
-        values = part.data[at : at + step]
+def measure(part: TensorSlice, memory: TierMemory) -> Piece:
+    """The checksum of one slice of a parameter."""
+    total, crc, itemsize = math.prod(part.shape), 0, part.data.element_size()
+    for box, values in part.boxes(MAX_BOX_BYTES):
         memory.fetch(values)
-        crc = zlib.crc32(values.cpu().contiguous().view(torch.uint8).numpy().data, crc)
+        rows, last = _with_zeros(box, values.cpu(), part.shape)
+        own = rows.contiguous().view(-1).view(torch.uint8).numpy().data
+        sum_of_rows = zlib.crc32(own) ^ crc_of_zeros(len(own))
+        crc ^= _moved(sum_of_rows, (total - last) * itemsize)
         memory.rest(values)
-    return Piece(part.name, part.start, part.data.nbytes, crc)
+    return Piece(part.name, total * itemsize, crc)
+
+
+def _with_zeros(box: Box, values: Tensor, shape: Sequence[int]) -> tuple[Tensor, int]:
+    """Return the shortest flat range of a tensor that holds a box, with zeros beside it, and its end."""
+    dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), len(box.sizes) - 1)
+    after = tuple(shape[dim + 1 :])
+    rows = values.new_zeros((*box.sizes[: dim + 1], *after))
+    inner = zip(box.offsets[dim + 1 :], box.sizes[dim + 1 :], strict=True)
+    rows[(..., *(slice(at, at + size) for at, size in inner))] = values
+    first = 0
+    for offset, size in zip(box.offsets[: dim + 1], shape, strict=False):
+        first = first * size + offset
+    return rows, (first + math.prod(box.sizes[: dim + 1])) * math.prod(after)
 
 
 def join_pieces(pieces: Iterable[Piece]) -> dict[str, int]:
     """The crc32 of each parameter, from the slices of all ranks."""
     sums: dict[str, int] = {}
-    for piece in sorted(pieces, key=lambda piece: (piece.name, piece.start)):
-        sums[piece.name] = join(sums.get(piece.name, 0), piece.crc32, piece.num_bytes)
+    for piece in pieces:
+        if piece.name not in sums:
+            sums[piece.name] = crc_of_zeros(piece.num_bytes)
+        sums[piece.name] ^= piece.crc32
     return sums
 
 
-def join(first: int, second: int, num_bytes: int) -> int:
-    """The crc32 of bytes, from those of their first part and of their second one.
+def crc_of_zeros(num_bytes: int) -> int:
+    """Return `zlib.crc32(bytes(num_bytes))`, in a time that grows with the number of digits."""
+    ones = 0xFFFFFFFF
+    return _moved(ones, num_bytes) ^ ones
 
-    Args:
-        first: of the first part.
-        second: of the second part.
-        num_bytes: of the second part.
-    """
+
+def _moved(crc: int, num_bytes: int) -> int:
+    """Return the change of a crc32 by bytes that are followed by so many others, from `crc` at their end."""
     power, shift = 1 << 31, 1 << 30  # x^0; x^1, squared in each turn: x^(8 n) moves a sum by n bytes
     rest = 8 * num_bytes
     while rest:
@@ -74,7 +98,7 @@ def join(first: int, second: int, num_bytes: int) -> int:
             power = _multiply(power, shift)
         shift = _multiply(shift, shift)
         rest >>= 1
-    return _multiply(power, first) ^ second
+    return _multiply(power, crc)
 
 
 def _multiply(one: int, other: int) -> int:
@@ -104,7 +128,7 @@ def check_frozen(runtime: Runtime, stored: Stored, names: Mapping[str, str]) -> 
         return
     wanted = [parameter.fqn for parameter in left_out]
     label = "comparison of frozen parameters"
-    everyone = on_all(runtime.context.axes.dp, label, lambda: measure_pieces(runtime, wanted))
+    everyone = on_all(runtime.context.axes.world, label, lambda: measure_pieces(runtime, wanted))
     present = join_pieces(piece for pieces in everyone for piece in pieces)
     for parameter in left_out:
         name, dtype = names[parameter.fqn], dtype_name(parameter.dtype)

@@ -23,7 +23,7 @@ from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.optimizers import HOW, match_groups, place_scalar, reorder_schedule, restore_groups
 from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
 from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, match_states, read_converted
-from zeroshard.checkpoint.tensors import TensorSlice, held_slices, read_model
+from zeroshard.checkpoint.tensors import TensorSlice, cuts_of, held_slices, read_model
 from zeroshard.checkpoint.values import read_values
 from zeroshard.data.loader import parse_state
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
@@ -81,7 +81,7 @@ def load(
     if weights_only:
         parts = replace(parts, optimizer=None, lr_scheduler=None, loader=None)
     runtime = parts.runtime
-    axis = runtime.context.axes.dp
+    axis = runtime.context.axes.world
     runtime.settle()
     runtime.require_slices("load_checkpoint()")
     plan: _Plan | None = None
@@ -161,7 +161,8 @@ def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_state
                     matches = match_groups(parts.optimizer, values["groups"], names)
                     groups = _convert_groups(parts.optimizer, values["groups"], matches)
                     schedule = _match_schedule(stored, parts.lr_scheduler, values["lr_scheduler"], matches)
-            states = match_states(parts.optimizer, stored, values["scalars"], names, convert_states)
+            cuts = cuts_of(parts.runtime)
+            states = match_states(parts.optimizer, stored, values["scalars"], names, cuts, convert_states)
     try:
         if stored.manifest.data is not None:
             parse_state(stored.manifest.data)

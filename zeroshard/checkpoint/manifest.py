@@ -15,6 +15,7 @@ from zeroshard.checkpoint import places
 from zeroshard.checkpoint.checks import MAX_STEPS
 from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.places import StoredTensor
+from zeroshard.plan.cuts import Cut, Section
 
 FORMAT = 2
 _CHUNK = 1 << 20
@@ -36,6 +37,8 @@ class ParameterRecord:
     dtype: str
     aliases: tuple[str, ...]
     """The other names of a tied parameter."""
+    blocks: Cut | None = None
+    """The cut whose parts begin with blocks of their own, for 8-bit states; see `blockwise.own_blocks`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,13 +136,28 @@ def parse(content: Mapping[str, Any]) -> Manifest:
     made = {option.name: content[option.name] for option in fields(Manifest)}
     made["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
     made["parameters"] = {
-        name: ParameterRecord(tuple(record["shape"]), record["dtype"], tuple(record["aliases"]))
+        name: ParameterRecord(
+            tuple(record["shape"]),
+            record["dtype"],
+            tuple(record["aliases"]),
+            _parse_blocks(name, record.get("blocks"), tuple(record["shape"])),
+        )
         for name, record in content["parameters"].items()
     }
     made["buffers"] = tuple(content["buffers"])
     sizes = {name: record.num_bytes for name, record in made["files"].items()}
     made["tensors"] = places.from_json(content["tensors"], sizes)
     return Manifest(**made)
+
+
+def _parse_blocks(name: str, content: Any, shape: tuple[int, ...]) -> Cut | None:
+    """Return the cut of a parameter. Raises ValueError, KeyError or TypeError for what is none."""
+    if content is None:
+        return None
+    sections = tuple(Section(section["size"], section["unit"]) for section in content["sections"])
+    numbers = [content["dim"], content["num_ranks"], *(size for s in sections for size in (s.size, s.unit))]
+    _expect(all(type(number) is int for number in numbers), f"blocks of '{name}'")
+    return Cut(name, shape, content["dim"], content["num_ranks"], sections)
 
 
 def _check_tensors(manifest: Manifest) -> None:

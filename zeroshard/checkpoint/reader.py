@@ -68,11 +68,15 @@ class TensorReader:
         """
         stored, num_read = self._stored.tensors[part.name], 0
         for box, values in part.boxes():
+            in_order = values if values.is_contiguous() else torch.empty_like(values).contiguous()
             for source in stored.boxes:
                 for run in runs(source.box, box):
-                    target = values.view(-1)[run.target : run.target + run.numel]
+                    target = in_order.view(-1)[run.target : run.target + run.numel]
                     self._read_run(source, stored.dtype, run.source, target)
                     num_read += run.numel
+            if in_order is not values:
+                values.copy_(in_order)
+                self.rest(part.data)
         if num_read != part.data.numel():
             raise RuntimeError(
                 f"{self._stored.directory}: expected {part.data.numel()} elements of '{part.name}' from "

@@ -11,13 +11,24 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.checkpoint.blockwise import Dtypes, blocks_of, find_unpaired, is_codes, is_scales, shape_of
+from zeroshard.checkpoint.blockwise import (
+    Dtypes,
+    block_numbers,
+    blocks_of,
+    find_unpaired,
+    have_same_blocks,
+    is_codes,
+    is_scales,
+    num_scales,
+    own_blocks,
+    shape_of,
+)
 from zeroshard.checkpoint.checks import check_scalars
 from zeroshard.checkpoint.conversion import Family, convert_scalars, family_of
 from zeroshard.checkpoint.files import MANIFEST, VALUES
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.reader import Stored, TensorReader
-from zeroshard.checkpoint.tensors import TensorSlice, state_name
+from zeroshard.checkpoint.tensors import TensorSlice, scales_slice, state_name
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.adopt.bitsandbytes import is_bitsandbytes
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
@@ -26,6 +37,7 @@ from zeroshard.optim.eightbit.codebook import Codebook, codebook
 from zeroshard.optim.eightbit.states import ABSMAX
 from zeroshard.optim.statenames import num_bits, to_common
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
+from zeroshard.plan.cuts import Cut
 from zeroshard.plan.layout import Span
 from zeroshard.tiers.places import TierMemory
 
@@ -43,7 +55,10 @@ class SavedState:
     dtypes: Dtypes
     """The dtypes of the states that are made of `tensors`."""
     converted: Family | None
-    """The family of states that are to have another number of bits; None: they are read as they are."""
+    """The family of states that are to have another number of bits, or other blocks; None: they are read as
+    they are."""
+    blocks: Cut | None
+    """The cut whose parts have blocks of their own in the checkpoint."""
 
 
 SavedStates = dict[ShardedParameter, SavedState]
@@ -60,6 +75,7 @@ def match_states(
     stored: Stored,
     scalars: Mapping[str, Mapping[str, Any]],
     names: Mapping[str, str],
+    cuts: Mapping[str, Cut],
     convert_states: bool,
 ) -> SavedStates:
     """Return the states to be loaded for each parameter of the optimizer; nothing is read.
@@ -67,7 +83,8 @@ def match_states(
     Args:
         scalars: by stored name.
         names: the stored name of each parameter.
-        convert_states: whether states may get another number of bits.
+        cuts: the cuts of parameters that this rank has a part of, by name.
+        convert_states: whether states may get another number of bits, or other blocks.
 
     Raises:
         ValueError: states that can't be those of the optimizer, by their parameter.
@@ -78,12 +95,13 @@ def match_states(
     for parameter in (p for group in optimizer.param_groups for p in only_sharded(group["params"])):
         name, bits = names[parameter.fqn], num_bits(optimizer, parameter)
         tensors = by_name.get(name, {})
-        converted = _check_states(optimizer, parameter.fqn, bits, stored, tensors)
+        blocks = stored.manifest.parameters[name].blocks if name in stored.manifest.parameters else None
+        has_same_blocks = have_same_blocks(blocks, own_blocks(cuts.get(parameter.fqn)))
+        converted = _check_states(optimizer, parameter.fqn, bits, stored, tensors, has_same_blocks)
         if converted is not None and not convert_states:
             raise ValueError(
-                f"'{stored.directory}': expected states of '{parameter.fqn}' in the {bits} bits that "
-                f"{type(optimizer).__name__} keeps, got another number of bits. Use the same threshold and "
-                "overrides as at saving, or convert_states=True"
+                f"'{stored.directory}': {_explain(optimizer, parameter.fqn, bits, tensors)}, or "
+                "convert_states=True"
             )
         if converted is None:
             main = stored.tensors.get(name)  # none where it was frozen and left out
@@ -96,8 +114,24 @@ def match_states(
             scalars=_match_scalars(optimizer, stored, name, scalars.get(name, {}), bool(tensors)),
             dtypes=dtypes,
             converted=converted,
+            blocks=blocks,
         )
     return states
+
+
+def _explain(optimizer: Optimizer, name: str, bits: int, tensors: Mapping[str, StoredTensor]) -> str:
+    """The message about states that would have to be converted."""
+    dtypes = _dtypes_of(tensors)
+    if any(is_codes(key, dtypes) for key in dtypes) and bits == 8:
+        return (
+            f"expected 8-bit states of '{name}' in the blocks of this layout, got those of another number of "
+            "tensor-parallel ranks, and new blocks round the values once more. Use the same mesh.tp as at "
+            "saving"
+        )
+    return (
+        f"expected states of '{name}' in the {bits} bits that {type(optimizer).__name__} keeps, got another "
+        "number of bits. Use the same threshold and overrides as at saving"
+    )
 
 
 def _tensors_by_parameter(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
@@ -110,7 +144,8 @@ def _tensors_by_parameter(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
     for fqn, tensors in states.items():
         dtypes = _dtypes_of(tensors)
         for key, tensor in tensors.items():
-            expected = shape_of(key, dtypes, stored.manifest.parameters[fqn].shape)
+            record = stored.manifest.parameters[fqn]
+            expected = shape_of(key, dtypes, record.shape, record.blocks)
             if tensor.shape != expected or (is_scales(key, dtypes) and tensor.dtype != torch.float32):
                 raise RuntimeError(
                     f"{stored.directory / MANIFEST}: state '{key}' of '{fqn}' is {tensor.dtype} of shape "
@@ -120,11 +155,21 @@ def _tensors_by_parameter(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
 
 
 def _check_states(
-    optimizer: Optimizer, name: str, bits: int, stored: Stored, tensors: Mapping[str, StoredTensor]
+    optimizer: Optimizer,
+    name: str,
+    bits: int,
+    stored: Stored,
+    tensors: Mapping[str, StoredTensor],
+    has_same_blocks: bool,
 ) -> Family | None:
-    """Return the family to convert from, if the checkpoint has another number of bits; None if not."""
+    """Return the family to convert from, if the checkpoint has other bits or blocks; None if not."""
     kind = type(optimizer).__name__
     family, dtypes = family_of(kind), _dtypes_of(tensors)
+    if family is None and not has_same_blocks and any(is_scales(key, dtypes) for key in dtypes):
+        raise ValueError(
+            f"'{stored.directory}': states of '{name}' have scales for blocks of other tensor ranks, and "
+            f"those of {kind} cannot be converted: expected the same mesh.tp as at saving"
+        )
     if family is None or not tensors:
         return None
     if (problem := find_unpaired(dtypes)) is not None:
@@ -134,7 +179,7 @@ def _check_states(
         raise RuntimeError(
             f"{stored.directory / MANIFEST}: expected state '{missing[0]}' of '{name}', found none"
         )
-    is_converted = set(found.values()) != {bits}
+    is_converted = set(found.values()) != {bits} or (bits == 8 and not has_same_blocks)
     unknown = sorted(found.keys() - family.states.keys())
     if unknown and (is_converted or stored.manifest.optimizer != kind):
         raise ValueError(
@@ -255,9 +300,13 @@ def read_converted(
     dtypes, num = _dtypes_of(saved.tensors), part.data.numel()
     for key, is_signed in saved.converted.states.items():
         book = codebook(is_signed, part.data.device)
+        codes = _Dequantizer(reader, part, saved.blocks, key, book) if is_codes(key, dtypes) else None
         for start in range(0, num, _PIECE):
             span = Span(start, min(start + _PIECE, num))
-            values = _read_values(reader, part, span, key, book if is_codes(key, dtypes) else None)
+            if codes is not None:
+                values = codes.read(span)
+            else:
+                values = _read_state(reader, part, span, key, torch.float32)
             target = targets[key][span.slice]
             if is_codes(key, saved.dtypes):
                 Quantized(target, targets[key + ABSMAX][blocks_of(span).slice], book).store(values)
@@ -266,19 +315,47 @@ def read_converted(
             reader.rest(target)
 
 
-def _read_values(
-    reader: TensorReader, part: TensorSlice, span: Span, key: str, book: Codebook | None
-) -> Tensor:
-    """[n], float32: a state of some elements of a slice, quantized if there is a book."""
+def _read_state(reader: TensorReader, part: TensorSlice, span: Span, key: str, dtype: torch.dtype) -> Tensor:
+    """[span.size]: a state of some elements of a slice of a parameter."""
+    values = torch.empty(span.size, dtype=dtype, device=part.data.device)
+    title = state_name(part.name, key)
+    reader.read(TensorSlice(title, part.shape, part.start + span.start, values, part.part))
+    return values
 
-    def read(key: str, shape: tuple[int, ...], span: Span, dtype: torch.dtype) -> Tensor:
-        values = torch.empty(span.size, dtype=dtype, device=part.data.device)
-        reader.read(TensorSlice(state_name(part.name, key), shape, span.start, values))
-        return values
 
-    span = span.shifted(part.start)
-    if book is None:
-        return read(key, part.shape, span, torch.float32)
-    scales_shape = (num_blocks(math.prod(part.shape)),)
-    scales = read(key + ABSMAX, scales_shape, blocks_of(span), torch.float32)
-    return Quantized(read(key, part.shape, span, torch.uint8), scales, book).load()
+class _Dequantizer:
+    """Reads quantized values of a slice, whatever blocks they have.
+
+    Args:
+        reader: of the checkpoint.
+        part: the slice of the parameter.
+        blocks: the cut whose parts have the blocks.
+        key: the name of the state.
+        book: the values of its codes.
+    """
+
+    def __init__(
+        self, reader: TensorReader, part: TensorSlice, blocks: Cut | None, key: str, book: Codebook
+    ) -> None:
+        self._reader, self._part, self._blocks, self._key, self._book = reader, part, blocks, key, book
+        cut = None if part.part is None else own_blocks(part.part.cut)
+        self._is_plain = have_same_blocks(blocks, cut)
+        """True if the slice begins with a block, and the blocks lie in its order."""
+        num = 0 if self._is_plain else num_scales(part.shape, blocks)
+        self._scales = torch.empty(num, device=part.data.device)
+        if num:
+            reader.read(TensorSlice(state_name(part.name, key + ABSMAX), (num,), 0, self._scales))
+
+    def read(self, span: Span) -> Tensor:
+        """[span.size], float32: the values of some elements of the slice, from a block on."""
+        part = self._part
+        codes = _read_state(self._reader, part, span, self._key, torch.uint8)
+        if not self._is_plain:
+            held, rank = part.part or (None, 0)
+            own = span.shifted(part.start)
+            numbers = block_numbers(part.shape, own, held, rank, self._blocks).to(codes.device)
+            return self._book.values.index_select(0, codes.int()) * self._scales[numbers]
+        scales = torch.empty(num_blocks(span.size), device=codes.device)
+        title = state_name(part.name, self._key + ABSMAX)
+        self._reader.read(scales_slice(title, part.shape, part.start + span.start, scales, part.part))
+        return Quantized(codes, scales, self._book).load()

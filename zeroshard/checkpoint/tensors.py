@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.blockwise import blocks_of, is_scales, shape_of
+from zeroshard.checkpoint.blockwise import blocks_of, is_scales, num_scales
 from zeroshard.checkpoint.boxes import Box, boxes_of, split, whole
+from zeroshard.optim.eightbit.blocks import num_blocks
 from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.plan.cuts import Cut
 from zeroshard.plan.layout import BLOCK, Span
+from zeroshard.plan.originals import counts
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 
 MAX_BOX_BYTES = 16 << 20
 """The most bytes of a box, so that a reader of another layout holds little at a time."""
+
+
+class Part(NamedTuple):
+    """The part of a tensor that a rank of a tensor group holds."""
+
+    cut: Cut
+    rank: int
+
+    def boxes(self, box: Box, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """The boxes of the tensor that a box of the part consists of, with their values."""
+        dim = self.cut.dim
+        held = Span(box.offsets[dim], box.offsets[dim] + box.sizes[dim])
+        for inside, place in self.cut.placed(self.rank, held):
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            offsets[dim], sizes[dim] = place.start, place.size
+            yield (
+                Box(tuple(offsets), tuple(sizes)),
+                values.narrow(dim, inside.start - held.start, inside.size),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +54,27 @@ class TensorSlice:
     """The first element of the range."""
     data: Tensor
     """[n]"""
+    part: Part | None = None
+    """The part of the tensor that the range lies in; None for a range of the whole tensor."""
 
     def boxes(self, max_bytes: int | None = None) -> Iterator[tuple[Box, Tensor]]:
-        """The boxes that the range consists of, of at most `max_bytes` each, with their values [sizes]."""
+        """The boxes that the range consists of, of at most `max_bytes` each, with their values [sizes].
+
+        The values of a box are a view of `data`; in a part of several sections it may have gaps.
+        """
         span = Span(self.start, self.start + self.data.numel())
         most = span.size if max_bytes is None else max(1, max_bytes // self.data.element_size())
         at = 0
         if not math.prod(self.shape):  # so that it is not missing for whoever reads by name
             yield whole(self.shape), self.data.view(self.shape)
-        for box in boxes_of(self.shape, span):
+        for box in boxes_of(self.shape if self.part is None else self.part.cut.local_shape, span):
             for piece in split(box, most):
-                yield piece, self.data[at : at + piece.numel].view(piece.sizes)
+                values = self.data[at : at + piece.numel].view(piece.sizes)
                 at += piece.numel
+                if self.part is None:
+                    yield piece, values
+                else:
+                    yield from self.part.boxes(piece, values)
 
 
 States = Mapping[ShardedParameter, Mapping[str, Tensor]]
@@ -86,6 +117,12 @@ def read_model(runtime: Runtime) -> ModelState:
     return state
 
 
+def cuts_of(runtime: Runtime) -> dict[str, Cut]:
+    """The cuts of the parameters that tensor ranks hold in parts, by name."""
+    originals = (original for buffer in runtime.buffers for original in buffer.originals)
+    return {original.fqn: original.cut for original in originals if original.cut is not None}
+
+
 def held_slices(runtime: Runtime, states: States, names: Mapping[str, str]) -> Iterator[TensorSlice]:
     """Every main parameter and state that this rank holds.
 
@@ -94,7 +131,8 @@ def held_slices(runtime: Runtime, states: States, names: Mapping[str, str]) -> I
     """
     for buffer in runtime.buffers:
         for index, sharded in enumerate(buffer.sharded):
-            yield from _slices(buffer, index, names[sharded.fqn], states.get(sharded, {}), buffer.main_span)
+            own = states.get(sharded, {})
+            yield from _slices(buffer, index, names[sharded.fqn], own, buffer.main_span, _tp_rank(runtime))
 
 
 def written_slices(
@@ -108,14 +146,14 @@ def written_slices(
         buffers: of the module; rank 0's are written.
         left_out: names of parameters that are not written.
     """
-    is_first = runtime.context.axes.dp.rank == 0
+    is_first, rank = runtime.context.axes.world.rank == 0, _tp_rank(runtime)
     parts = [
         part
         for buffer in runtime.buffers
         for index, sharded in enumerate(buffer.sharded)
-        if sharded.fqn not in left_out
+        if sharded.fqn not in left_out and counts(buffer.originals[index], rank)
         for part in _slices(
-            buffer, index, sharded.fqn, states.get(sharded, {}), _written(buffer, runtime), is_first
+            buffer, index, sharded.fqn, states.get(sharded, {}), _written(buffer, runtime), rank, is_first
         )
     ]
     if is_first:
@@ -125,10 +163,15 @@ def written_slices(
 
 def parameter_slices(runtime: Runtime, names: Collection[str]) -> Iterator[TensorSlice]:
     """This rank's part of some parameters, without states: over all ranks, each element once."""
+    rank = _tp_rank(runtime)
     for buffer in runtime.buffers:
         for index, sharded in enumerate(buffer.sharded):
-            if sharded.fqn in names:
-                yield from _slices(buffer, index, sharded.fqn, {}, _written(buffer, runtime))
+            if sharded.fqn in names and counts(buffer.originals[index], rank):
+                yield from _slices(buffer, index, sharded.fqn, {}, _written(buffer, runtime), rank)
+
+
+def _tp_rank(runtime: Runtime) -> int:
+    return runtime.context.axes.tp.rank
 
 
 def _written(buffer: FlatBuffer, runtime: Runtime) -> Span:
@@ -146,27 +189,46 @@ def _slices(
     name: str,
     states: Mapping[str, Tensor],
     wanted: Span,
+    tp_rank: int,
     wants_empty: bool = False,
 ) -> Iterator[TensorSlice]:
-    """The part of a parameter, and of its states, that lies in a flat range of its buffer."""
+    """The slice of a parameter, and of its states, that lies in a flat range of its buffer."""
     place = buffer.layout.parameter(index)
     held = place.intersect(buffer.main_span)
-    part = held.intersect(wanted)
-    if not part.size and not (wants_empty and not place.size):
+    taken = held.intersect(wanted)
+    if not taken.size and not (wants_empty and not place.size):
         return
-    shape = tuple(buffer.shapes[index])
-    start = part.start - place.start if part.size else 0
-    inside = part.shifted(-held.start)
+    shape, cut = tuple(buffer.whole_shapes[index]), buffer.originals[index].cut
+    part = None if cut is None else Part(cut, tp_rank)
+    start = taken.start - place.start if taken.size else 0
+    inside = taken.shifted(-held.start)
     main = buffer.main.detach()[buffer.sharded_span(index).slice]
-    yield TensorSlice(name, shape, start, main[inside.slice])
+    yield TensorSlice(name, shape, start, main[inside.slice], part)
     dtypes = {key: value.dtype for key, value in states.items()}
     for key, value in states.items():
+        title = state_name(name, key)
         if is_scales(key, dtypes):
-            first, held_part = start // BLOCK, blocks_of(inside)
+            yield scales_slice(title, shape, start, value.detach()[blocks_of(inside).slice], part)
         else:
-            first, held_part = start, inside
-        whole_shape = shape_of(key, dtypes, shape)
-        yield TensorSlice(state_name(name, key), whole_shape, first, value.detach()[held_part.slice])
+            yield TensorSlice(title, shape, start, value.detach()[inside.slice], part)
+
+
+def scales_slice(
+    name: str, shape: Sequence[int], start: int, data: Tensor, part: Part | None = None
+) -> TensorSlice:
+    """The scales of a range of elements. Blocks are counted by parts: those of the first rank, and so on.
+
+    Args:
+        name: the name of the scales.
+        shape: the shape of the parameter.
+        start: the first element, as in the slice of the parameter.
+        data: [blocks]
+        part: the part that the range lies in.
+    """
+    if part is None:
+        return TensorSlice(name, (num_scales(shape),), start // BLOCK, data)
+    own = num_blocks(math.prod(part.cut.local_shape))
+    return TensorSlice(name, (num_scales(shape, part.cut),), part.rank * own + start // BLOCK, data)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

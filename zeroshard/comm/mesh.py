@@ -117,12 +117,14 @@ class Axes:
     this rank alone where there is none."""
     tp: Axis
     """The ranks that compute parts of the same layers, on the same batches."""
+    world: Axis
+    """The ranks of all parts of the model: checkpoints, and agreements about whole parameters."""
 
     @staticmethod
     def of_one_group(mesh: DeviceMesh | None, axis: Axis) -> Axes:
         """Return the axes when all data-parallel ranks form one shard group, and no other axis has ranks."""
         alone = axis.over(None)
-        return Axes(mesh, dp=axis, dp_shard=axis, dp_replicate=alone, dp_inner=alone, tp=alone)
+        return Axes(mesh, dp=axis, dp_shard=axis, dp_replicate=alone, dp_inner=alone, tp=alone, world=axis)
 
     def __getitem__(self, name: str) -> Axis:
         """The axis that an `Exchange` is over."""
@@ -201,6 +203,8 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
     axes = Axes.of_one_group(mesh, dp)
     if DP_REPLICATE in names:
         axes.dp_shard, axes.dp_replicate = world.over(shard), world.over(mesh.get_group(DP_REPLICATE))
+    if dp is not world and others:
+        axes.world = world
     if TP in names:
         axes.tp = _open_parts(TP, mesh, (TP,), world)
     if not axes.dp_shard.exchanges and axes.dp_shard.size > 1:

@@ -55,7 +55,7 @@ class ShardedParameter(nn.Parameter):
     Attributes:
         fqn: the original name.
         unit_name: the name of its unit.
-        full_shape: the shape of the original parameter.
+        full_shape: the shape of the original parameter, also where tensor ranks hold a part of it each.
         is_partial: True if the slice can be less than the whole.
         state: the state of the module.
         is_trained: True if `requires_grad` was set at first; then it may be taken away and given back.

@@ -14,6 +14,7 @@ Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -97,6 +98,15 @@ class Cut:
             spans.append(Span(first, first + size))
             start += section.size
         return tuple(spans)
+
+    def placed(self, rank: int, held: Span) -> Iterator[tuple[Span, Span]]:
+        """The pieces of a range of a rank's part: along the dimension of the part, and of the whole."""
+        start = 0
+        for span in self.spans(rank):
+            piece = Span(start, start + span.size).intersect(held)
+            if piece.size:
+                yield piece, piece.shifted(span.start - start)
+            start += span.size
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:

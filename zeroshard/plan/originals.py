@@ -30,6 +30,11 @@ class Original:
         return self.parameter.shape if self.cut is None else torch.Size(self.cut.local_shape)
 
     @property
+    def whole_shape(self) -> torch.Size:
+        """The shape of the parameter of the model."""
+        return self.parameter.shape if self.cut is None else torch.Size(self.cut.shape)
+
+    @property
     def numel(self) -> int:
         """Elements of what this rank computes with."""
         return self.shape.numel()

@@ -65,6 +65,7 @@ class FlatBuffer:
         self.layout, self.trainable = plan.layout, plan.trainable
         self._counts = [counts(original, context.axes.tp.rank) for original in originals]
         self.shapes = tuple(original.shape for original in originals)
+        self.whole_shapes = tuple(original.whole_shape for original in originals)
         self.is_resident, self.is_partial = plan.is_resident, plan.is_partial
         self.is_alias_of_all = plan.is_alias and not plan.gathers
         """True if `full` holds the values of `main` by itself, without copy or exchange."""
@@ -119,7 +120,7 @@ class FlatBuffer:
                 self.trainable,
                 fqn=original.fqn,
                 unit_name=self.unit_name,
-                full_shape=self.shapes[index],
+                full_shape=self.whole_shapes[index],
                 is_partial=self.is_partial,
                 state=self._context.state,
             )
