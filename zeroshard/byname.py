@@ -29,6 +29,7 @@ from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import refuse_in_step
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.wholes import own_value, whole_value
 
 _GATHERED_BYTES = 64 << 20
 """Memory that a gather takes beside its result."""
@@ -217,6 +218,11 @@ class _Place:
 
         The result lies on the device that computes, wherever the slices do.
         """
+        axes, original = self.runtime.context.axes, self.buffer.originals[self.index]
+        return whole_value(self._gather_part(own), original, axes.tp)
+
+    def _gather_part(self, own: Tensor) -> Tensor:
+        """Gather this rank's part, or all, of a parameter from the ranks that share it."""
         shape = self.buffer.shapes[self.index]
         wide = torch.promote_types(own.dtype, torch.float32) if own.dtype.is_floating_point else own.dtype
         device = self.runtime.context.device
@@ -244,8 +250,9 @@ class _Place:
 
     def cut(self, values: Tensor) -> Tensor:
         """This rank's slice of a full tensor, [n], on its device."""
-        start = self.buffer.start(self.index)
-        part = values.detach().reshape(-1)[start : start + self.sharded.numel()]
+        start, original = self.buffer.start(self.index), self.buffer.originals[self.index]
+        values = own_value(values.detach(), original, self.runtime.context.axes.tp)
+        part = values.reshape(-1)[start : start + self.sharded.numel()]
         return moves.beside(part, self.buffer.main)
 
     def digest(self, values: Any) -> bytes:
@@ -254,7 +261,7 @@ class _Place:
         Raises:
             ValueError: it is not a tensor, or has another shape.
         """
-        shape = tuple(self.buffer.shapes[self.index])
+        shape = tuple(self.buffer.whole_shapes[self.index])
         if not isinstance(values, Tensor) or tuple(values.shape) != shape or values.is_meta:
             got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(f"'{self.sharded.fqn}': expected a full tensor of shape {shape}, got {got}")
@@ -292,7 +299,7 @@ def _agree(
         places.append(_find(runtime, call, name))
         return places[0].sharded.fqn, tell(places[0])
 
-    facts = on_all(runtime.context.axes.dp, f"agreement on {call}", look)
+    facts = on_all(runtime.context.axes.world, f"agreement on {call}", look)
     if len({fqn for fqn, _ in facts}) > 1:
         raise ValueError(f"{call}: expected one name on all ranks, got {[fqn for fqn, _ in facts]}")
     return places[0], [fact for _, fact in facts]

@@ -120,8 +120,6 @@ def initialize(
 
 def _check_arguments(model: Any, training_data: Any, loss_fn: Any, tp_plan: Any) -> None:
     """Refuse arguments of other kinds, before anything is started."""
-    if tp_plan is not None:
-        raise ValueError("not available in zeroshard yet: tp_plan")
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
     if isinstance(training_data, DataLoader):

@@ -15,6 +15,7 @@ from zeroshard.parameters.state import Phase
 from zeroshard.plan.originals import Original
 from zeroshard.sharding.runtime import DRAIN_S, Runtime
 from zeroshard.sharding.unit import Unit
+from zeroshard.sharding.wholes import gather_wholes
 
 
 class Closed:
@@ -46,7 +47,7 @@ def restore(runtime: Runtime) -> None:
     runtime.put_away()
     for unit in runtime.units:
         for buffer in unit.buffers:
-            views = buffer.main_views(buffer.gather_main())
+            views = gather_wholes(buffer, runtime.context.axes.tp)
             for original, sharded, view in zip(buffer.originals, buffer.sharded, views, strict=True):
                 _give_back(original, sharded, view.to(_dtype_of(original, view, runtime), copy=True))
     release(
@@ -89,7 +90,7 @@ def _check_replaced(runtime: Runtime) -> None:
         RuntimeError: the name of the first one, on all ranks.
     """
     own = next((name for unit in runtime.units for name in _replaced(unit)), None)
-    everyone: list[str | None] = runtime.context.axes.dp.all_gather_object(own, "agreement on close()")
+    everyone: list[str | None] = runtime.context.axes.world.all_gather_object(own, "agreement on close()")
     for rank, name in enumerate(everyone):
         if name is not None:
             raise RuntimeError(

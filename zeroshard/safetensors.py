@@ -60,17 +60,19 @@ class FileTensor:
         """Return the same tensor, read as another dtype."""
         return replace(self, dtype=dtype)
 
-    def read(self, span: Span) -> Tensor:
-        """[span.size]: elements of the flattened tensor.
+    def read(self, *spans: Span) -> Tensor:
+        """[elements]: ranges of the flattened tensor, one after the other.
 
         Raises:
             RuntimeError: the file ends too early.
         """
-        size = self.file_dtype.itemsize
-        raw = allocate(span.size * size)
+        size, num_read = self.file_dtype.itemsize, 0
+        raw = allocate(sum(span.size for span in spans) * size)
+        memory = raw.numpy().data
         with self.file.open("rb") as file:
-            file.seek(self.offset + span.start * size)
-            num_read = file.readinto(raw.numpy().data)
+            for span in spans:
+                file.seek(self.offset + span.start * size)
+                num_read += file.readinto(memory[num_read : num_read + span.size * size])
         if num_read != raw.numel():
             raise RuntimeError(f"{self.file}: expected {raw.numel()} bytes of a tensor, got {num_read}")
         return raw.view(self.file_dtype).to(self.dtype)

@@ -90,9 +90,9 @@ def block_numbers(
         return _ravel(at, shape) // BLOCK
     owners = torch.empty(shape[blocks.dim], dtype=torch.int64)
     inside = torch.empty_like(owners)
-    for owner in range(blocks.num_ranks):
-        places = torch.cat([torch.arange(own.start, own.stop) for own in blocks.spans(owner)])
-        owners[places], inside[places] = owner, torch.arange(places.numel())
+    for number in range(blocks.num_ranks):
+        places = torch.cat([torch.arange(own.start, own.stop) for own in blocks.spans(number)])
+        owners[places], inside[places] = number, torch.arange(places.numel())
     owner, at[blocks.dim] = owners[at[blocks.dim]], inside[at[blocks.dim]]
     return owner * num_blocks(math.prod(blocks.local_shape)) + _ravel(at, blocks.local_shape) // BLOCK
 

@@ -65,9 +65,10 @@ def _with_zeros(box: Box, values: Tensor, shape: Sequence[int]) -> tuple[Tensor,
     dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), len(box.sizes) - 1)
     after = tuple(shape[dim + 1 :])
     rows = values.new_zeros((*box.sizes[: dim + 1], *after))
-    inner = zip(box.offsets[dim + 1 :], box.sizes[dim + 1 :], strict=True)
-    rows[(..., *(slice(at, at + size) for at, size in inner))] = values
-    first = 0
+    own, first = rows, 0
+    for inner in range(dim + 1, len(shape)):
+        own = own.narrow(inner, box.offsets[inner], box.sizes[inner])
+    own.copy_(values)
     for offset, size in zip(box.offsets[: dim + 1], shape, strict=False):
         first = first * size + offset
     return rows, (first + math.prod(box.sizes[: dim + 1])) * math.prod(after)

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from zeroshard.comm import moves
 from zeroshard.comm.collectives import Axis
+from zeroshard.comm.mesh import Axes
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.wholes import own_value, wholes_in
 
 
 class _Shown(NamedTuple):
@@ -43,24 +45,24 @@ class ShownGradients:
     Args:
         buffers: the buffers that are shown.
         shown: the full parameters, by the id of the sharded one.
-        agreeing: the ranks that show them together.
-        sharing: the ranks that have the slices of one gradient.
+        axes: the ranks that show them together, and those that share a gradient.
     """
 
     def __init__(
         self,
         buffers: Sequence[FlatBuffer],
         shown: Mapping[int, nn.Parameter],
-        agreeing: Axis,
-        sharing: Axis,
+        axes: Axes,
     ) -> None:
+        self._tp = axes.tp
         trained = [buffer for buffer in buffers if buffer.trainable]
         flags = [gradient is not None for buffer in trained for gradient in _gradients(buffer)]
-        used = iter(agreeing.any(flags, "agreement on which parameters have a gradient")())
+        used = iter(axes.world.any(flags, "agreement on which parameters have a gradient")())
         self._shown: list[_Shown] = []
         for buffer in trained:
             is_used = [next(used) for _ in buffer.sharded]
-            views = buffer.main_views(_gather(buffer, sharing)) if any(is_used) else []
+            flat = _gather(buffer, axes.dp_shard) if any(is_used) else None
+            views = [] if flat is None else wholes_in(buffer, flat, axes.tp)
             for index, sharded in enumerate(buffer.sharded):
                 parameter = shown[id(sharded)]
                 # Through .data it gets a version counter of its own: edits of one do not count for all.
@@ -78,7 +80,7 @@ class ShownGradients:
         for one in self._shown:
             if one.has_changed:
                 with past_guards():
-                    one.sharded.grad = _slice(one)
+                    one.sharded.grad = _slice(one, self._tp)
 
     def warn_of_changes(self) -> None:
         """Warn that changes are dropped."""
@@ -109,9 +111,10 @@ def _gather(buffer: FlatBuffer, axis: Axis) -> Tensor:
     return whole
 
 
-def _slice(one: _Shown) -> Tensor | None:
-    if (gradient := one.parameter.grad) is None:
+def _slice(one: _Shown, tp: Axis) -> Tensor | None:
+    if one.parameter.grad is None:
         return None
+    gradient = own_value(one.parameter.grad, one.buffer.originals[one.at], tp)
     start = one.buffer.start(one.at)
     size = one.buffer.sharded_span(one.at).size
     part = gradient.detach().reshape(-1)[start : start + size]

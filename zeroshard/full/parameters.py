@@ -6,28 +6,32 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.collectives import Axis
 from zeroshard.full.gradients import ShownGradients
 from zeroshard.parameters.attributes import carry_attributes
-from zeroshard.parameters.parts import whole_of
-from zeroshard.plan.originals import Original
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.slots import ShownParameter
 from zeroshard.sharding.unit import UnitState
+from zeroshard.sharding.wholes import gather_wholes, own_value, wholes_in
 
 _REMEDY = (
     "add or remove parametrizations, pruning and layers before zeroshard.initialize, or undo it inside the "
     "block (remove_parametrizations, prune.remove)"
 )
 
-Opened = Sequence[tuple[FlatBuffer, Tensor]]
-"""Buffers with their whole main parameters, [total]."""
+class _Opened(NamedTuple):
+    """A buffer with its main parameters."""
+
+    buffer: FlatBuffer
+    flat: Tensor
+    """[total]: this rank's parts."""
+    wholes: list[Tensor]
+    """Of the original shapes; views of `flat` where this rank's part is all."""
 
 
 @contextmanager
@@ -51,17 +55,20 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
     units = [unit for unit in runtime.units if not members.isdisjoint(unit.slots.owners)]
     if write_back and any(unit.slots.is_shown for unit in units):
         raise RuntimeError("unsharded(write_back=True) inside unsharded() of the same parameters")
-    opened = [(buffer, buffer.gather_main()) for unit in units for buffer in unit.buffers]
+    axes = runtime.context.axes
+    opened = []
+    for buffer in (buffer for unit in units for buffer in unit.buffers):
+        flat = buffer.gather_main()
+        opened.append(_Opened(buffer, flat, wholes_in(buffer, flat, axes.tp)))
     shown = {
-        id(sharded): ShownParameter.over(view, sharded.requires_grad, sharded.fqn)
-        for buffer, whole in opened
-        for sharded, view in zip(buffer.sharded, buffer.main_views(whole), strict=True)
+        id(sharded): ShownParameter.over(whole, sharded.requires_grad, sharded.fqn)
+        for buffer, _, wholes in opened
+        for sharded, whole in zip(buffer.sharded, wholes, strict=True)
     }
-    for buffer, _ in opened:
+    for buffer, *_ in opened:
         for sharded in buffer.sharded:
             carry_attributes(sharded, shown[id(sharded)])
-    axes = runtime.context.axes
-    gradients = ShownGradients([buffer for buffer, _ in opened], shown, axes.dp, axes.dp_shard)
+    gradients = ShownGradients([buffer for buffer, *_ in opened], shown, axes)
     before = [unit.slots.stand_in(shown) for unit in units]
     try:
         yield
@@ -72,7 +79,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
             raise RuntimeError(moves)
         else:
             gradients.warn_of_changes()
-        for buffer, _ in opened:
+        for buffer, *_ in opened:
             for sharded, unsharded in zip(buffer.sharded, buffer.unsharded, strict=True):
                 sharded.requires_grad_(shown[id(sharded)].requires_grad)
                 carry_attributes(shown[id(sharded)], sharded, unsharded)
@@ -92,12 +99,15 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
 
 
 @torch.no_grad()
-def _write_back(runtime: Runtime, opened: Opened, gradients: ShownGradients, moves: str) -> None:
+def _write_back(
+    runtime: Runtime, opened: Sequence[_Opened], gradients: ShownGradients, moves: str
+) -> None:
+    axes = runtime.context.axes
     moves = moves or _find_tie(opened)
-    misshapen = [] if moves else [name for buffer, whole in opened for name in _take_replaced(buffer, whole)]
-    digests = [blake2b(whole.cpu().view(torch.uint8).numpy().data).digest() for _, whole in opened]
+    misshapen = [] if moves else [name for one in opened for name in _take_replaced(one)]
+    digests = [_digest(one.wholes) for one in opened]
     changed = gradients.digests()
-    facts = runtime.context.axes.dp.all_gather_object(
+    facts = axes.world.all_gather_object(
         (misshapen, digests, changed, moves), "agreement on edited parameters"
     )
     for rank, (names, _, _, moves) in enumerate(facts):
@@ -115,15 +125,25 @@ def _write_back(runtime: Runtime, opened: Opened, gradients: ShownGradients, mov
                 f"'{different[0]}'; expected the same on every rank. Nothing was written"
             )
     everyone = [digests for _, digests, _, _ in facts]
-    for (buffer, _), *sums in zip(opened, *everyone, strict=True):
+    for (buffer, *_), *sums in zip(opened, *everyone, strict=True):
         if len(set(sums)) > 1:
             raise RuntimeError(
                 f"unsharded(write_back=True): the ranks made different edits to {buffer.describe()}; "
                 "expected the same on every rank. Nothing was written"
             )
-    for buffer, whole in opened:
-        buffer.write(whole[buffer.main_span.slice])
+    for buffer, flat, wholes in opened:
+        for view, whole, original in zip(buffer.main_views(flat), wholes, buffer.originals, strict=True):
+            if original.cut is not None:
+                view.copy_(own_value(whole, original, axes.tp))
+        buffer.write(flat[buffer.main_span.slice])
     gradients.write_back()
+
+
+def _digest(wholes: Sequence[Tensor]) -> bytes:
+    digest = blake2b()
+    for whole in wholes:
+        digest.update(whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _names(runtime: Runtime) -> list[str]:
@@ -147,10 +167,10 @@ def _describe_moves(before: Sequence[str], after: Sequence[str]) -> str:
     )
 
 
-def _find_tie(opened: Opened) -> str:
+def _find_tie(opened: Sequence[_Opened]) -> str:
     """The message about one object in the slots of two parameters."""
     names: dict[int, str] = {}
-    for original in (original for buffer, _ in opened for original in buffer.originals):
+    for original in (original for buffer, *_ in opened for original in buffer.originals):
         for current in {id(owner._parameters.get(attribute)) for owner, attribute in original.owners}:
             if current != id(None) and names.setdefault(current, original.fqn) != original.fqn:
                 return (
@@ -160,10 +180,10 @@ def _find_tie(opened: Opened) -> str:
     return ""
 
 
-def _take_replaced(buffer: FlatBuffer, whole: Tensor) -> list[str]:
+def _take_replaced(opened: _Opened) -> list[str]:
     """Copy parameters that were replaced, not edited; return the names of those that do not fit."""
     misshapen = []
-    for original, view in zip(buffer.originals, buffer.main_views(whole), strict=True):
+    for original, view in zip(opened.buffer.originals, opened.wholes, strict=True):
         for owner, attribute in original.owners:
             current = owner._parameters[attribute]
             if current is None or current.shape != view.shape:
@@ -182,30 +202,18 @@ def full_state_dict(runtime: Runtime) -> dict[str, Tensor]:
     runtime.settle()
     runtime.check_slots()
     axes = runtime.context.axes
-    is_first = axes.dp.rank == axes.tp.rank == 0
+    is_first = axes.world.rank == 0
     whole: dict[int, Tensor] = {}
     for buffer in runtime.buffers:
-        flat = buffer.gather_main()
-        dtype = torch.promote_types(flat.dtype, torch.float32)
-        for view, original, sharded in zip(
-            buffer.main_views(flat), buffer.originals, buffer.sharded, strict=True
-        ):
-            values = _over_tensor_ranks(view, original, axes.tp)
+        wholes = gather_wholes(buffer, axes.tp)
+        for values, sharded in zip(wholes, buffer.sharded, strict=True):
             if is_first:  # a copy: a view would keep the whole flat buffer alive, padding included
+                dtype = torch.promote_types(values.dtype, torch.float32)
                 whole[id(sharded)] = values.to(device="cpu", dtype=dtype, copy=True)
     if not is_first:
         return {}
     state = runtime.module.state_dict(keep_vars=True)
     return {name: whole[id(value)] if id(value) in whole else _copy(value) for name, value in state.items()}
-
-
-def _over_tensor_ranks(part: Tensor, original: Original, axis: Axis) -> Tensor:
-    """Return the whole values of a parameter, of which the ranks of a tensor group have parts."""
-    if original.cut is None:
-        return part
-    flat = part.new_empty(axis.size * part.numel())
-    axis.all_gather(flat, part.reshape(-1), tag=0, label=f"all-gather of '{original.fqn}'").wait()
-    return whole_of(flat.view(axis.size, *part.shape).unbind(), original.cut)
 
 
 def _copy(value: Any) -> Any:

@@ -11,6 +11,7 @@ from zeroshard.checkpoint.agreed import on_first
 from zeroshard.checkpoint.files import as_folder
 from zeroshard.hf.format import Format
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.wholes import gather_wholes
 
 
 def has_adapters(module: Any) -> bool:
@@ -32,7 +33,7 @@ def export_adapters(runtime: Runtime, dir: object, how: Format) -> None:
     """
     runtime.settle()
     runtime.require_slices("save_pretrained()")
-    axis = runtime.context.axes.dp
+    axis = runtime.context.axes.world
     module: Any = runtime.module
     folder = on_first(axis, "start of an export", lambda: as_folder(dir))
     wanted = on_first(axis, "start of an export", lambda: _select(module))
@@ -67,12 +68,13 @@ def _gather(runtime: Runtime, wanted: list[str], dtype: torch.dtype | None) -> d
     """Return full tensors by their names in state_dict(), on rank 0; {} on other ranks."""
     state = runtime.module.state_dict(keep_vars=True)
     names = {id(state[name]): name for name in wanted}
-    is_first = runtime.context.axes.dp.rank == 0
+    axes = runtime.context.axes
+    is_first = axes.world.rank == 0
     tensors = {name: state[name].detach().cpu() for name in wanted} if is_first else {}
     for buffer in runtime.buffers:
         if names.keys().isdisjoint(map(id, buffer.sharded)):
             continue
-        views = buffer.main_views(buffer.gather_main())
+        views = gather_wholes(buffer, axes.tp)
         for sharded, view in zip(buffer.sharded, views if is_first else (), strict=is_first):
             if (name := names.get(id(sharded))) is not None:
                 tensors[name] = view.to("cpu", dtype or view.dtype, copy=True)

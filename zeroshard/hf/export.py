@@ -20,12 +20,14 @@ from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, read_model
+from zeroshard.comm.mesh import Axes
 from zeroshard.hf.format import Format
 from zeroshard.hf.weights import check_folder, write_weights
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.safetensors import TensorInfo
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.wholes import gather_wholes
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ def export_engine(runtime: Runtime, dir: object, how: Format) -> None:
     """
     runtime.settle()
     runtime.require_slices("save_pretrained()")
-    axis = runtime.context.axes.dp
+    axis = runtime.context.axes.world
     folder = on_first(axis, "start of an export", lambda: as_folder(dir))
     weights, names = _plan(runtime, how.dtype)
     on_first(axis, "start of an export", lambda: check_folder(folder, weights.tensors))
@@ -184,9 +186,10 @@ def _gather(
     runtime: Runtime, buffers: Collection[str], names: Mapping[str, list[str]]
 ) -> Iterator[TensorSlice]:
     """Yield the full tensors on rank 0; nothing on other ranks."""
-    is_first = runtime.context.axes.dp.rank == 0
+    axes = runtime.context.axes
+    is_first = axes.world.rank == 0
     for buffer in runtime.buffers:
-        yield from _gather_buffer(buffer, names, is_first)
+        yield from _gather_buffer(buffer, names, axes)
     state = read_model(runtime)
     for name, value in (state.buffers | state.ignored).items() if is_first else ():
         if name in buffers and value.numel():
@@ -194,9 +197,9 @@ def _gather(
 
 
 def _gather_buffer(
-    buffer: FlatBuffer, names: Mapping[str, list[str]], is_first: bool
+    buffer: FlatBuffer, names: Mapping[str, list[str]], axes: Axes
 ) -> Iterator[TensorSlice]:
-    views = buffer.main_views(buffer.gather_main())
+    is_first, views = axes.world.rank == 0, gather_wholes(buffer, axes.tp)
     for sharded, view in zip(buffer.sharded, views if is_first else (), strict=is_first):
         for name in names[sharded.fqn] if view.numel() else ():
             yield TensorSlice(name, tuple(view.shape), 0, view.view(-1))

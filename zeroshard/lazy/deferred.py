@@ -31,8 +31,8 @@ class ValueSource(Protocol):
     def numel(self) -> int:
         """The number of its elements."""
 
-    def read(self, span: Span) -> Tensor:
-        """Return a range of the flattened tensor: [span.size], on the CPU."""
+    def read(self, *spans: Span) -> Tensor:
+        """Return ranges of the flattened tensor, one after the other: [elements], on the CPU."""
 
 
 @dataclass(eq=False, slots=True)
@@ -141,10 +141,12 @@ def describe_origin(tensor: Tensor) -> str:
     return "deferred" if is_known(tensor) else "on the meta device"
 
 
-def read_part(tensor: Tensor, span: Span) -> Tensor:
-    """Return a range of a flattened tensor: [span.size], on the CPU. Reads no other elements if possible."""
-    source = _readable(tensor)
-    return values_of(tensor).reshape(-1)[span.slice] if source is None else source.read(span)
+def read_part(tensor: Tensor, *spans: Span) -> Tensor:
+    """Return ranges of a flattened tensor: [elements], on the CPU. Reads no other elements if possible."""
+    if (source := _readable(tensor)) is not None:
+        return source.read(*spans)
+    values = values_of(tensor).reshape(-1)
+    return values[spans[0].slice] if len(spans) == 1 else torch.cat([values[span.slice] for span in spans])
 
 
 def _readable(tensor: Tensor) -> ValueSource | None:

@@ -14,6 +14,7 @@ Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,6 +108,18 @@ class Cut:
             if piece.size:
                 yield piece, piece.shifted(span.start - start)
             start += span.size
+
+    def runs(self, rank: int, held: Span) -> Iterator[Span]:
+        """The flat ranges of the whole that a flat range of a rank's part is made of, in order."""
+        inner = math.prod(self.shape[self.dim + 1 :])
+        row, whole_row = self.local_shape[self.dim] * inner, self.shape[self.dim] * inner
+        for number in range(held.start // row, -(-held.stop // row)):
+            inside, start = held.shifted(-number * row).intersect(Span(0, row)), 0
+            for span in self.spans(rank):
+                piece = Span(start, start + span.size * inner).intersect(inside)
+                if piece.size:
+                    yield piece.shifted(span.start * inner - start + number * whole_row)
+                start += span.size * inner
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:

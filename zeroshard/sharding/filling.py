@@ -75,7 +75,9 @@ def read(
         whole = plan.layout.parameter(index)
         place = whole.intersect(kept)
         if place.size:
-            data = read_part(original.parameter, place.shifted(-whole.start))
+            inside = place.shifted(-whole.start)
+            runs = (inside,) if original.cut is None else original.cut.runs(context.axes.tp.rank, inside)
+            data = read_part(original.parameter, *runs)
             if plan.main_dtype.itemsize < plan.compute_dtype.itemsize:
                 data = data.to(plan.main_dtype)  # gathered values will have this precision
             if plan.is_resident:
