@@ -4,6 +4,7 @@ r"""Fine-tune a causal language model on your text, with its states sharded over
     torchrun --nproc-per-node 2 examples/finetune.py                       # two ranks, on CPUs or GPUs
     torchrun --nproc-per-node 8 examples/finetune.py \
         --model PATH_OR_HUB_ID --data text.jsonl --precision bf16 --output finetuned
+    torchrun --nproc-per-node 2 examples/finetune.py --tp 2                # each layer over two ranks
     torchrun --nproc-per-node 2 --max-restarts 3 examples/finetune.py \
         --checkpoint-dir DIR --save-every 100 --resume auto
 
@@ -57,6 +58,7 @@ def build_config(args: Namespace) -> zeroshard.Config:
         "gradient_accumulation_steps": args.accumulate,
         "clip_grad_norm": args.clip,
         "micro_batch_size": args.batch_size,
+        "mesh": args.tp and replace(config.mesh, tp=args.tp),
         "recompute": "unit" if args.recompute else None,
         "checkpoint": args.keep_last and replace(config.checkpoint, keep_last=args.keep_last),
     }
@@ -124,14 +126,13 @@ def count_steps(args: Namespace, config: zeroshard.Config, num_blocks: int) -> i
     Raises:
         ValueError: an epoch has no batch, because the only one is too small and `drop_last` leaves it out.
     """
-    batches = (
-        math.ceil(num_blocks / WORLD_SIZE) / config.micro_batch_size
-    )  # of an epoch, the last one in part
+    num_readers = max(1, WORLD_SIZE // (config.mesh.tp * config.mesh.pp))  # ranks with blocks of their own
+    batches = math.ceil(num_blocks / num_readers) / config.micro_batch_size  # of an epoch, the last in part
     micro_batches = math.floor(batches) if config.loader.drop_last else math.ceil(batches)
     if not micro_batches:
         raise ValueError(
             f"loader.drop_last: expected at least {config.micro_batch_size} blocks of text for each of "
-            f"{WORLD_SIZE} ranks, got {num_blocks} in all"
+            f"{num_readers} ranks, got {num_blocks} in all"
         )
     if args.steps is not None:
         return int(args.steps)
@@ -170,7 +171,7 @@ def resume(engine: zeroshard.Engine, args: Namespace, digest: str, console: Cons
 def write(engine: zeroshard.Engine, tokenizer: Any, prompt: list[int], length: int, sample: bool) -> str:
     """Return what the model writes after a prompt, up to its last position: nothing if the prompt fills all.
 
-    All ranks must call it; rank 0 alone writes to the end.
+    All ranks must call it; rank 0 alone writes to the end, with those that compute its layers.
     """
     length = min(length, num_positions(engine.module) - len(prompt))
     if length < 1:
@@ -183,7 +184,7 @@ def write(engine: zeroshard.Engine, tokenizer: Any, prompt: list[int], length: i
         written = engine.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=length if RANK == 0 else 1,
+            max_new_tokens=length if engine.dp_rank == 0 else 1,
             use_cache=True,
             **how,
         )

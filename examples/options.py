@@ -83,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     engine.add_argument("--config", metavar="FILE", help="zeroshard config, .json or .toml")
     engine.add_argument("--stage", type=int, choices=range(4), help="what is sharded (default 3: all)")
     engine.add_argument("--precision", choices=("fp32", "bf16"), help="of forward and backward")
+    engine.add_argument("--tp", type=at_least(1), metavar="N", help="ranks that divide each layer (1)")
     engine.add_argument("--recompute", action="store_true", help="save memory: forward again in backward")
     engine.add_argument("--accumulate", type=at_least(1), metavar="N", help="micro-batches per step (1)")
     engine.add_argument("--clip", type=float, metavar="NORM", help="largest gradient norm (1.0); 0: any")

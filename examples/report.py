@@ -62,11 +62,12 @@ def show_run(
 ) -> None:
     """Tell what will be trained, on what, and how."""
     config, world_size = engine.config, engine.world_size
-    batch = config.micro_batch_size * config.gradient_accumulation_steps * world_size
+    batch = config.micro_batch_size * config.gradient_accumulation_steps * engine.dp_world_size
     name = args.model or "a small Llama with random weights, which reads bytes"
     adapters = f", adapters of rank {args.lora}" if args.lora else ""
     device = engine.device.type.upper()
     processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    divided = f", {config.mesh.tp} for each layer" if config.mesh.tp > 1 else ""
     source = f"the documentation of {args.data}" if args.data in ("python", "zeroshard") else args.data
     documents = "1 document is" if held_out.num_documents == 1 else f"{held_out.num_documents} documents are"
     share = held_out.num_labels / (train.num_labels + held_out.num_labels)
@@ -75,7 +76,7 @@ def show_run(
         "model": f"{name}; {engine.num_parameters() / 1e6:,.1f} million parameters{adapters}",
         "text": f"{source}: {len(train):,} blocks of {train.seq_len} {args.unit}s; "
         f"{documents} held out ({share:.0%})",
-        "ranks": f"{processes} on {device}, stage {config.stage}: {SHARDED[config.stage]}",
+        "ranks": f"{processes} on {device}{divided}, stage {config.stage}: {SHARDED[config.stage]}",
         "training": f"{steps} steps of {batch} blocks ({steps * batch / len(train):.1f} epochs), {rate}",
         "result": result(args),
     }

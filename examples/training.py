@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,6 @@ import report
 import zeroshard
 from zeroshard.data import Blocks, collator, evaluation_batches
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
 
 class History(NamedTuple):
@@ -45,8 +43,8 @@ def evaluate(engine: zeroshard.Engine, blocks: Blocks) -> float:
     batches = evaluation_batches(
         blocks,
         engine.config.micro_batch_size,
-        rank=RANK,
-        num_ranks=WORLD_SIZE,
+        rank=engine.dp_rank,
+        num_ranks=engine.dp_world_size,
         collate_fn=collator(engine),
         device=total.device,
     )
@@ -100,7 +98,7 @@ class Trainer:
             progress.begin(first)
             for step in range(first, self._steps):
                 num_tokens = self._step(batches, losses, step, is_told=progress.is_due(step))
-                progress.count(num_tokens * WORLD_SIZE)
+                progress.count(num_tokens * self._engine.dp_world_size)
                 done = step + 1
                 if self._is_due(done, self._eval_every):
                     begin_evaluation = time.perf_counter()

@@ -51,7 +51,7 @@ def test_every_group_of_32_ranks_with_tp_4_and_pp_4_is_shown(capsys):
         "parts of the model, pp x tp: 16; data-parallel ranks of a part: 2",
     ]
     assert paragraphs[-2] == "no groups along axes of 1 rank: dp_replicate"
-    assert paragraphs[-1] == ("Training on this mesh: not available in zeroshard yet: mesh.pp=4, mesh.tp=4")
+    assert paragraphs[-1] == ("Training on this mesh: not available in zeroshard yet: mesh.pp=4")
 
 
 def test_a_group_has_a_number_and_its_place_on_the_other_axes(capsys):

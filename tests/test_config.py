@@ -609,7 +609,6 @@ def test_what_this_version_has_is_supported(stage):
     ("options", "listed"),
     [
         ({"mesh": {"pp": 2}}, "mesh.pp=2"),
-        ({"mesh": {"tp": 2}}, "mesh.tp=2"),
         ({"pipeline": {"schedule": "gpipe"}}, "pipeline.schedule='gpipe'"),
         ({"pipeline": {"num_microbatches": 4}}, "pipeline.num_microbatches=4"),
         ({"precision": {"main_dtype": "fp16"}}, "precision.main_dtype=float16"),

@@ -390,17 +390,12 @@ def test_wrong_types_and_impossible_combinations_are_refused(config, message):
 @pytest.mark.parametrize(
     ("config", "listed"),
     [
-        ({"mesh": {"tp": 2}}, "mesh.tp=2"),
         ({"mesh": {"pp": 2}}, "mesh.pp=2"),
         ({"precision": {"main_dtype": "fp16"}}, "precision.main_dtype=float16"),
     ],
 )
 def test_what_is_not_there_yet_is_refused_by_name(config, listed):
     assert refusal(Tiny(), None, config).startswith(NOT_YET + listed)
-
-
-def test_a_tensor_parallel_plan_is_refused_for_now():
-    assert refusal(Tiny(), tp_plan="auto") == NOT_YET + "tp_plan"
 
 
 @pytest.mark.parametrize("model", [None, torch.ones(3), lambda x: x, Tiny])

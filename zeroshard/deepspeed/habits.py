@@ -43,19 +43,26 @@ class DeepSpeedNames(_Module):
     @property
     def global_rank(self) -> int:
         """The number of this rank among all ranks."""
-        rank: int = self._runtime.context.axes.dp.rank
+        rank: int = self._runtime.context.axes.world.rank
         return rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        size: int = self._runtime.context.axes.dp.size
+        size: int = self._runtime.context.axes.world.size
         return size
 
     @property
     def dp_world_size(self) -> int:
-        """The number of ranks that have different data."""
-        return self.world_size
+        """The number of ranks that have different data: all but tensor and pipeline ranks of a batch."""
+        size: int = self._runtime.context.axes.dp.size
+        return size
+
+    @property
+    def dp_rank(self) -> int:
+        """The number of this rank among those: the data of ranks with the same number are the same."""
+        rank: int = self._runtime.context.axes.dp.rank
+        return rank
 
     @property
     def global_steps(self) -> int:

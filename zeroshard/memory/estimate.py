@@ -11,13 +11,16 @@ from torch import nn
 
 from zeroshard.assemble import read_setting
 from zeroshard.config.sections import Config, require_supported
+from zeroshard.memory.activations import Blocks
 from zeroshard.memory.report import ModelStates
 from zeroshard.memory.tiered import States, bytes_on_tiers
 from zeroshard.memory.typical import typical_sizes
+from zeroshard.parallel.tensor.layers import Plan, plan_division
 from zeroshard.plan import traffic
+from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.buffers import Setting, UnitPlan, plan_buffer, plan_units, units_on_device
 from zeroshard.plan.originals import Original
-from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD
+from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, TP
 from zeroshard.plan.tiers import Tier
 from zeroshard.plan.wrapping import find_units
 from zeroshard.tables import LINE, format_bytes, render
@@ -27,13 +30,15 @@ from zeroshard.tables import LINE, format_bytes, render
 class Estimate(ModelStates):
     """Bytes per rank by kind, and on the wire. `unsharded` is 0: nothing is gathered between steps."""
 
+    activations: int = 0
+    """Bytes between the forward and the backward of a micro-batch; 0 where `num_tokens` was not given."""
     wire_bytes_per_step: int
     """Bytes that each rank sends per optimizer step, all micro-batches together."""
 
     @property
     def peak(self) -> int:
-        """Bytes when most parameters are gathered: `total` and `peak_unsharded`; no activations."""
-        return self.total + self.peak_unsharded
+        """Bytes when most parameters are gathered: `total`, `peak_unsharded` and `activations`."""
+        return self.total + self.peak_unsharded + self.activations
 
     def __str__(self) -> str:
         return side_by_side("estimate for each rank", {"bytes": self})
@@ -57,6 +62,7 @@ def side_by_side(title: str, estimates: Mapping[str, Estimate]) -> str:
         *row("gradients", (e.gradients for e in columns)),
         *row("optimizer states", (e.optimizer for e in columns)),
         *row("gathered at the peak", (e.peak_unsharded for e in columns)),
+        *row("activations", (e.activations for e in columns)),
         LINE,
         *row("total at the peak", (e.peak for e in columns)),
         LINE,
@@ -74,6 +80,8 @@ def estimate(
     *,
     optimizer_bits: int = 32,
     host_computes: bool = False,
+    num_tokens: int = 0,
+    tp_plan: Plan | None = None,
 ) -> Estimate:
     """Bytes per rank for training with an optimizer of Adam's kind (two states).
 
@@ -85,10 +93,15 @@ def estimate(
         optimizer_bits: 32 for states in the main dtype, as torch's AdamW has them; 8 for `AdamW8bit`. Counted
             without padding, on the rank that holds most.
         host_computes: True for ranks on the CPU, for which host memory is the device.
+        num_tokens: tokens of a micro-batch of a rank (samples x sequence length), for the activations of a
+            decoder-only transformer and the bytes that tensor ranks exchange; 0 leaves both out.
+        tp_plan: the plan by which `config.mesh.tp` ranks divide the layers of a model, as `initialize` takes
+            it; None for the model's own. A number of parameters is divided evenly.
 
     Raises:
-        ValueError: fewer than 1 rank, or no multiple of the shard group; other bits than 8 and 32; a
-            parameter that cannot be sharded; more than 10**15 parameters.
+        ValueError: fewer than 1 rank, or no multiple of the mesh; other bits than 8 and 32; a parameter that
+            cannot be sharded or divided; more than 10**15 parameters; `num_tokens` with a model that does not
+            tell its sizes.
     """
     config = Config.parse(config)
     require_supported(config)
@@ -101,12 +114,15 @@ def estimate(
     is_number = isinstance(model_or_num_params, int) and not isinstance(model_or_num_params, bool)
     if not (isinstance(model_or_num_params, nn.Module) or (is_number and model_or_num_params > 0)):
         raise ValueError(f"expected a model or a number of parameters, got {model_or_num_params!r}")
+    if type(num_tokens) is not int or num_tokens < 0:
+        raise ValueError(f"num_tokens: expected an integer >= 0, got {num_tokens!r}")
     setting = _setting(config, world_size, host_computes)
-    units = _units(model_or_num_params, config, setting)
+    units = _units(model_or_num_params, config, setting, tp_plan)
     steps = config.gradient_accumulation_steps
     together = 1 + config.num_prefetch if setting.placements.kept else len(units)
     tiers = bytes_on_tiers(units, setting, steps, States(bits=optimizer_bits))
     device = tiers[Tier.DEVICE]
+    held, sent = _activations(model_or_num_params, num_tokens, config) if num_tokens else (0, 0)
     return Estimate(
         parameters=device.parameters,
         gradients=device.gradients,
@@ -115,35 +131,47 @@ def estimate(
         peak_unsharded=traffic.peak_unsharded_bytes(units, together),
         host=tiers[Tier.HOST].total,
         nvme=tiers[Tier.DISK].total,
-        wire_bytes_per_step=traffic.wire_bytes(units, setting, steps),
+        activations=held,
+        wire_bytes_per_step=traffic.wire_bytes(units, setting, steps) + steps * sent,
     )
 
 
 def _setting(config: Config, world_size: int, host_computes: bool) -> Setting:
-    group_size, inner = config.shard_group_size or world_size, config.reshard_after_forward
-    if world_size % group_size:
-        raise ValueError(
-            f"world_size: expected a multiple of shard_group_size={group_size}, got {world_size}"
-        )
+    mesh, inner = config.mesh, config.reshard_after_forward
+    along = Arrangement(world_size, mesh.pp, mesh.tp, config.shard_group_size).sizes
     num_inner = 1 if isinstance(inner, bool) else inner
-    if group_size % num_inner:
+    if along.dp_shard % num_inner:
         raise ValueError(
-            f"reshard_after_forward={inner}: expected a divisor of the {group_size} ranks over which "
+            f"reshard_after_forward={inner}: expected a divisor of the {along.dp_shard} ranks over which "
             "parameters are sharded"
         )
-    sizes = {DP_SHARD: group_size, DP_REPLICATE: world_size // group_size, DP_INNER: num_inner}
+    sizes = {DP_SHARD: along.dp_shard, DP_REPLICATE: along.dp_replicate, DP_INNER: num_inner, TP: along.tp}
     return read_setting(config, sizes, host_computes=host_computes)
 
 
-def _units(model_or_num_params: nn.Module | float, config: Config, setting: Setting) -> list[UnitPlan]:
+def _activations(model_or_num_params: nn.Module | float, num_tokens: int, config: Config) -> tuple[int, int]:
+    """Bytes that a rank holds for a micro-batch, and sends to its tensor ranks."""
+    blocks, tp, recomputes = Blocks.of(model_or_num_params), config.mesh.tp, config.recompute == "unit"
+    itemsize = (config.precision.param_dtype or torch.float32).itemsize
+    held = blocks.bytes_held(num_tokens, itemsize, tp=tp, recomputes=recomputes)
+    return held, blocks.bytes_sent(num_tokens, itemsize, tp=tp, recomputes=recomputes)
+
+
+def _units(
+    model_or_num_params: nn.Module | float, config: Config, setting: Setting, tp_plan: Plan | None
+) -> list[UnitPlan]:
     """The units in order, the root first."""
+    tp = setting.sizes[TP]
     if isinstance(model_or_num_params, nn.Module):
-        return plan_units(find_units(model_or_num_params, config.units, config.ignored), setting)
+        specs = find_units(model_or_num_params, config.units, config.ignored)
+        if tp > 1:
+            specs = plan_division(model_or_num_params, specs, tp_plan, tp).specs
+        return plan_units(specs, setting)
     sizes = typical_sizes(int(model_or_num_params))
     if not sizes.depth:  # neither the root nor the last: it is not kept
-        return [_unit(0, setting), _unit(sizes.num_params, setting), _unit(0, setting)]
+        return [_unit(0, setting), _unit(-(-sizes.num_params // tp), setting), _unit(0, setting)]
     around = [sizes.embedding] if sizes.is_tied else [0, sizes.embedding]
-    counts = [*around, *sizes.blocks, *([] if sizes.is_tied else [sizes.embedding])]
+    counts = [-(-count // tp) for count in (*around, *sizes.blocks, *([] if sizes.is_tied else [sizes.embedding]))]
     on_device = replace(setting, tiers=setting.tiers.on_device)
     planned: dict[tuple[int, bool], UnitPlan] = {}
     plans = []
