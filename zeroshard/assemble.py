@@ -26,7 +26,8 @@ from zeroshard.guards.copies import guard_copies
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
 from zeroshard.lazy.recorder import refuse_recording
-from zeroshard.parallel.tensor.layers import Style, divide
+from zeroshard.parallel.tensor.layers import divide
+from zeroshard.parallel.tensor.styles import Style
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units

@@ -37,6 +37,13 @@ MODELS = {
     ),
     "GPT-NeoX": (transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig, SMALL),
     "Phi": (transformers.PhiForCausalLM, transformers.PhiConfig, SMALL),
+    "Phi 3, gathered": (transformers.Phi3ForCausalLM, transformers.Phi3Config, GROUPED | {"pad_token_id": 0}),
+    "OLMo 2, gathered": (transformers.Olmo2ForCausalLM, transformers.Olmo2Config, GROUPED),
+    "GLM, gathered": (
+        transformers.GlmForCausalLM,
+        transformers.GlmConfig,
+        GROUPED | {"head_dim": 8, "pad_token_id": 0},
+    ),
 }
 BATCH, LENGTH, STEPS = 4, 9, 5
 
@@ -91,7 +98,7 @@ def divided(name, config):
 
 
 @pytest.mark.long_where(num_ranks=[4], stage=[1])
-@pytest.mark.long_where(name=["Llama, tied", "Gemma", "GPT-NeoX", "Phi"])
+@pytest.mark.long_where(name=[name for name in MODELS if name not in ("Llama", "Qwen3")])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize("name", MODELS)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,54 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
+from zeroshard.parallel.tensor.experts import compute_experts, cuts_of_experts
+from zeroshard.parallel.tensor.heads import sections_of, set_counts
 from zeroshard.parallel.tensor.moves import Move, move
+from zeroshard.parallel.tensor.plans import check_vocabulary, plan_of
+from zeroshard.parallel.tensor.styles import Style, Way
 from zeroshard.parallel.tensor.vocabulary import embed
 from zeroshard.plan.cuts import Cut, Section
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original
 from zeroshard.plan.wrapping import UnitSpec
 from zeroshard.sharding.changes import Changes
-
-
-class Way(Enum):
-    """The ways to divide a layer. The values are the words of a plan."""
-
-    COLUMNS = "colwise"
-    """By its outputs."""
-    COLUMNS_GATHERED = "colwise_gather_output"
-    """By its outputs, which are gathered."""
-    SHARED_COLUMNS = "colwise_shared_heads"
-    """By its outputs, which are fewer heads than ranks: each rank holds them all and computes one."""
-    ROWS = "rowwise"
-    """By its inputs, which are divided already; an embedding by its tokens."""
-    REPLICATE = "replicate"
-    """Not at all: each rank computes all of it."""
-    SUMMED = "replicated_with_grad_allreduce"
-    """Not at all, but each rank uses it for other values: the gradients of its parameters are added up."""
-
-
-_ALIASES = {"embedding_rowwise": "rowwise"}
-"""Words of transformers that mean the same as others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Style:
-    """A way to divide a layer, and the heads that it must leave whole."""
-
-    way: Way
-    sections: tuple[Section, ...] = ()
-    """Of the dimension that is divided; () for one section without heads."""
-
-    @staticmethod
-    def of(given: str | Style) -> Style:
-        """Return a style from its word. Raises ValueError for another word."""
-        if isinstance(given, Style):
-            return given
-        try:
-            return Style(Way(_ALIASES.get(given, given)))
-        except ValueError:
-            words = ", ".join(way.value for way in Way)
-            raise ValueError(f"tp_plan: expected one of {words}, got {given!r}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,40 +65,53 @@ def match(model: nn.Module, plan: Mapping[str, str | Style], num_ranks: int) -> 
         ValueError: a pattern fits no module, a module cannot be divided that way, or the ranks do not divide
             it.
     """
-    styles, found, fitting = {pattern: Style.of(style) for pattern, style in plan.items()}, [], set()
-    for name, module in model.named_modules():
+    styles = {pattern: Style.of(style, pattern) for pattern, style in plan.items()}
+    found, fitting = [], set()
+
+    def style_of(name: str) -> Style:
         patterns = [pattern for pattern in styles if fnmatchcase(name, pattern)]
         fitting.update(patterns)
-        if patterns and styles[patterns[0]].way is not Way.REPLICATE:
+        return styles[patterns[0]] if patterns else _WHOLE
+
+    for name, module in model.named_modules():
+        style = style_of(name)
+        if style.way is not Way.REPLICATE:
             parent = model.get_submodule(name.rpartition(".")[0])
-            style = with_heads(styles[patterns[0]], name, module, parent, num_ranks)
-            is_cut = style.way not in (Way.SUMMED, Way.SHARED_COLUMNS)
-            cuts = dict(_cuts(name, module, style, num_ranks)) if is_cut else {}
+            style = with_heads(style, name, module, parent, num_ranks)
+            if style.way is Way.EXPERTS:
+                words = {at: style_of(f"{name}.{at}").way.value for at, _ in module.named_parameters()}
+                cuts = cuts_of_experts(name, module, words, num_ranks)
+            else:
+                is_cut = style.way not in (Way.SUMMED, Way.SHARED_COLUMNS)
+                cuts = dict(_cuts(name, module, style, num_ranks)) if is_cut else {}
             found.append(Divided(name, module, style, cuts, parent))
     for pattern in styles.keys() - fitting:
         raise ValueError(f"tp_plan: no module of the model is called '{pattern}'")
     return found
 
 
-_HEAD_SIZES = ("head_dim", "head_size")
-"""The names of the size of a head in the attention layers of transformers."""
-_IN_ONE = {"query_key_value": 3}
-"""Layers whose outputs are, for each head, its query, its key and its value."""
+_WHOLE = Style(Way.REPLICATE)
+_BY_ROWS = (Way.ROWS, Way.ROWS_SPLIT)
+_WITHOUT_HEADS = (Way.SUMMED, Way.COLUMNS_GATHERED, Way.ROWS_SPLIT)
+"""Ways that may divide a head: what follows has all of them, or none."""
 
 
-def with_heads(style: Style, name: str, module: nn.Module, parent: nn.Module, num_ranks: int) -> Style:
+def with_heads(style: Style, name: str, module: Any, parent: nn.Module, num_ranks: int) -> Style:
     """Return a style that leaves the heads of an attention layer of transformers whole.
 
     Under grouped-query attention (Ainslie et al. 2023) there may be fewer heads of keys and values than
     ranks. Then several ranks use the same one.
     """
-    sizes = [size for size in (getattr(parent, attribute, None) for attribute in _HEAD_SIZES) if size]
-    if style.sections or not sizes or not isinstance(module, nn.Linear) or style.way is Way.SUMMED:
+    if style.sections or style.way in _WITHOUT_HEADS or not _is_linear(module):
         return style
-    unit = sizes[0] * _IN_ONE.get(name.rpartition(".")[2], 1)
-    total = module.in_features if style.way is Way.ROWS else module.out_features
-    if total % unit:
-        return style
+    is_outputs = style.way is not Way.ROWS
+    total: int = module.weight.shape[_dim_of(module, is_outputs)]
+    if style.way is Way.PACKED_COLUMNS:
+        return Style(Way.COLUMNS, (Section(total // 2),) * 2)
+    sections = sections_of(name, parent, total, is_outputs=is_outputs)
+    if len(sections) != 1:
+        return replace(style, sections=sections)
+    unit = sections[0].unit
     num_heads = total // unit
     is_shared = style.way is Way.COLUMNS and num_heads < num_ranks and num_ranks % num_heads == 0
     if is_shared and type(module).forward is not nn.Linear.forward:
@@ -144,7 +119,7 @@ def with_heads(style: Style, name: str, module: nn.Module, parent: nn.Module, nu
             f"tp_plan: '{name}' has fewer heads ({num_heads}) than mesh.tp={num_ranks} ranks and is a "
             f"{type(module).__name__}; expected a Linear, of which ranks can share a head"
         )
-    return Style(Way.SHARED_COLUMNS if is_shared else style.way, (Section(total, unit),))
+    return Style(Way.SHARED_COLUMNS if is_shared else style.way, sections)
 
 
 def divide(
@@ -163,13 +138,14 @@ def divide(
         ValueError: see `match`; there is no plan; or a parameter that two layers share would be cut in two
             ways.
     """
-    plan = getattr(model, "tp_plan", None) if plan is None else plan
+    plan = plan_of(model) if plan is None else plan
     if not plan:
         raise ValueError(
             f"mesh.tp={over.size}: {type(model).__name__} has no plan of its own, as many models of "
             "transformers have in `tp_plan`: give zeroshard.initialize tp_plan={'layers.*.up': 'colwise', "
             "'layers.*.down': 'rowwise', ...}"
         )
+    check_vocabulary(model, plan, over.size)
     layers = match(model, plan, over.size)
     cuts: dict[nn.Parameter, Cut] = {}
     summed = {p for layer in layers if layer.is_summed for p in layer.module.parameters()}
@@ -180,6 +156,7 @@ def divide(
             other = cuts.setdefault(parameter, cut)
             if (other.dim, other.sections) != (cut.dim, cut.sections):
                 raise ValueError(f"tp_plan: '{cut.name}' is tied to '{other.name}', which is cut another way")
+    _refuse_whole_ties(specs, layers, cuts)
     install(layers, over, changes)
 
     def noted(o: Original) -> Original:
@@ -188,30 +165,43 @@ def divide(
     return [replace(spec, originals=[noted(o) for o in spec.originals]) for spec in specs]
 
 
+def _refuse_whole_ties(
+    specs: Sequence[UnitSpec], layers: Sequence[Divided], cuts: Mapping[nn.Parameter, Cut]
+) -> None:
+    """Refuse a parameter that is cut for one module and whole in another one."""
+    divided = {(layer.module, attribute) for layer in layers for attribute in layer.cuts}
+    for original in (original for spec in specs for original in spec.originals):
+        for module, attribute in original.owners:
+            cut = cuts.get(original.parameter)
+            if cut is not None and (module, attribute) not in divided:
+                raise ValueError(
+                    f"tp_plan: '{cut.name}' is cut, but tied to the {attribute} of a {type(module).__name__} "
+                    "that is not; expected both in the plan"
+                )
+
+
 def _cuts(name: str, module: nn.Module, style: Style, num_ranks: int) -> Iterator[tuple[str, Cut]]:
     """The divided parameters of a layer by their name in it."""
-    is_columns = style.way is not Way.ROWS
+    is_columns = style.way not in _BY_ROWS
     if isinstance(module, nn.Embedding):
-        if is_columns:
+        if is_columns and style.way is not Way.PER_HEAD:
             raise ValueError(
                 f"tp_plan: expected 'rowwise' for the embedding '{name}', which is cut by tokens"
             )
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(f"tp_plan: '{name}' has max_norm, scale_grad_by_freq or sparse, not supported")
-        dims = {"weight": 0}
-    elif style.way is Way.ROWS and not _is_conv1d(module) and type(module).forward is not nn.Linear.forward:
+        dims = {"weight": 1 if is_columns else 0}
+    elif not is_columns and not _is_conv1d(module) and type(module).forward is not nn.Linear.forward:
         raise ValueError(
             f"tp_plan: '{name}' is a {type(module).__name__} with a forward of its own; expected a Linear or "
             "a Conv1D of transformers for 'rowwise'"
         )
-    elif isinstance(module, nn.Linear):
-        dims = {"weight": 0, "bias": 0} if is_columns else {"weight": 1}
-    elif _is_conv1d(module):  # its weight is [inputs, outputs]
-        dims = {"weight": 1, "bias": 0} if is_columns else {"weight": 0}
+    elif _is_linear(module) and style.way not in (Way.PER_HEAD, Way.PACKED_ROWS):
+        dims = {"weight": _dim_of(module, is_columns)} | ({"bias": 0} if is_columns else {})
     else:
         raise ValueError(
             f"tp_plan: '{name}' is a {type(module).__name__}; expected a Linear, an Embedding or a Conv1D of "
-            "transformers"
+            f"transformers for '{style.way.value}'"
         )
     for attribute, dim in dims.items():
         parameter = module._parameters[attribute]
@@ -224,6 +214,15 @@ def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
 
 
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
+
+
+def _dim_of(module: nn.Module, is_outputs: bool) -> int:
+    """The dimension of the outputs, or inputs, in the weight; a Conv1D has the outputs last."""
+    return int(is_outputs == _is_conv1d(module))
+
+
 def install(layers: list[Divided], over: Activations, changes: Changes) -> None:
     """Have layers compute their parts; their parameters have the shapes of parts from now on."""
     for layer in layers:
@@ -234,7 +233,7 @@ def install(layers: list[Divided], over: Activations, changes: Changes) -> None:
         for attribute, dim in _SIZES.items():
             if attribute in vars(module) and dim(layer) is not None:
                 changes.set(module, attribute, dim(layer))
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) and layer.style.way is Way.ROWS:
             (own,) = layer.cuts["weight"].spans(over.rank)
             changes.set(module, "num_embeddings", own.size)
             if (padding := module.padding_idx) is not None:
@@ -244,6 +243,8 @@ def install(layers: list[Divided], over: Activations, changes: Changes) -> None:
         groups = getattr(parent, _GROUPS, None)
         if groups is not None:
             changes.set(parent, _GROUPS, groups * num_heads // over.size)
+    has_heads = (layer for layer in layers if layer.style.way is Way.COLUMNS and layer.style.sections)
+    set_counts({layer.parent: None for layer in has_heads}, over.size, changes)
 
 
 _GROUPS = "num_key_value_groups"
@@ -265,12 +266,12 @@ def _outputs(layer: Divided) -> int | None:
     if layer.style.way is Way.SHARED_COLUMNS:
         return layer.style.sections[0].unit
     cut = layer.cuts["weight"]
-    return None if layer.style.way is Way.ROWS else cut.local_shape[cut.dim]
+    return None if layer.style.way in _BY_ROWS else cut.local_shape[cut.dim]
 
 
 def _inputs(layer: Divided) -> int | None:
     """The inputs of a rank, for a layer divided by rows."""
-    if layer.style.way is not Way.ROWS:
+    if layer.style.way not in _BY_ROWS:
         return None
     cut = layer.cuts["weight"]
     return cut.local_shape[cut.dim]
@@ -281,12 +282,13 @@ _SIZES: dict[str, Callable[[Divided], int | None]] = {
     "nf": _outputs,
     "in_features": _inputs,
     "nx": _inputs,
+    "embedding_dim": lambda layer: None if layer.style.way in _BY_ROWS else _outputs(layer),
 }
 """Attributes that tell the size of a layer."""
 
 
 def _forward_of(layer: Divided, over: Activations) -> Callable[..., Tensor]:
-    if isinstance(layer.module, nn.Embedding):
+    if isinstance(layer.module, nn.Embedding) and layer.style.way is Way.ROWS:
         (own,) = layer.cuts["weight"].spans(over.rank)
         return functools.partial(_look_up, own)
     if layer.style.way is Way.SHARED_COLUMNS:
@@ -297,6 +299,9 @@ def _forward_of(layer: Divided, over: Activations) -> Callable[..., Tensor]:
         Way.COLUMNS: _columns,
         Way.COLUMNS_GATHERED: _gathered_columns,
         Way.ROWS: _rows,
+        Way.ROWS_SPLIT: _split_rows,
+        Way.EXPERTS: compute_experts,
+        Way.PER_HEAD: _per_head,
     }[layer.style.way]
 
 
@@ -319,6 +324,15 @@ def _rows(module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
     weight = module.weight.t() if _is_conv1d(module) else module.weight
     total = move(F.linear(value, weight), Move.SUM, over, name)
     return total if module.bias is None else total + module.bias
+
+
+def _split_rows(module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
+    return _rows(module, over, name, move(value, Move.SPLIT, over, name))
+
+
+def _per_head(module: Any, over: Activations, name: str, tokens: Tensor) -> Tensor:
+    found: Tensor = type(module).forward(module, tokens)
+    return found
 
 
 def _look_up(own: Span, module: Any, over: Activations, name: str, tokens: Tensor) -> Tensor:

@@ -73,7 +73,9 @@ class _Moved(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, how: Move, over: Activations, label: str, dim: int) -> Tensor:
         ctx.how, ctx.over, ctx.label, ctx.dim = how, over, label, dim
         there, _ = how.value
-        return _go(value, there, over, f"{there.value} of activations of {label}", dim)
+        moved = _go(value, there, over, f"{there.value} of activations of {label}", dim)
+        # Autograd refuses to add to a view in place, as some models do. A kept or split value shares memory.
+        return moved if there in (_Way.KEEP, _Way.SPLIT) else moved.detach()
 
     @staticmethod
     @once_differentiable
