@@ -92,7 +92,7 @@ def shard_over(
         setting=setting,
         device=device,
         streams=Streams.on(device),
-        memory=TierMemory(device, lambda: open_swap(config.offload.nvme_path, axes.dp.rank)),
+        memory=TierMemory(device, lambda: open_swap(config.offload.nvme_path, axes.everyone.rank)),
         meter=Meter(),
         state=ModuleState(),
     )
@@ -171,7 +171,8 @@ def _take_over_buffers(module: nn.Module, context: Context) -> None:
             if buffer not in taken:
                 moved = buffer.to(context.device)
                 values = moved.resolve_conj().resolve_neg().contiguous()
-                context.axes.dp.broadcast(values.detach(), f"first broadcast of buffer '{name}.{attribute}'")
+                label = f"first broadcast of buffer '{name}.{attribute}'"
+                context.axes.everyone.broadcast(values.detach(), label)
                 # Kernels give other bits for other strides.
                 taken[buffer] = values if moved.is_contiguous() else torch.empty_like(moved).copy_(values)
             owner._buffers[attribute] = taken[buffer]

@@ -100,9 +100,9 @@ def initialize(
             check_room,
             *(specs, config, axes.sizes, states_of(optimizer)),
             host_computes=not has_streams(device),
-            num_ranks=axes.dp.size,
+            num_ranks=axes.everyone.size,
         )
-        on_all(axes.dp, "check of the room for offload", check)
+        on_all(axes.everyone, "check of the room for offload", check)
     runtime, replacements = shard_over(model, specs, config, axes, device, tp_plan)
     if optimizer is not None:
         take_over(optimizer, replacements, overrides)

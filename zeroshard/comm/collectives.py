@@ -27,7 +27,16 @@ from zeroshard.comm import streams
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.handles import DONE, Handle, Issued, Pending, Several
 from zeroshard.comm.pool import BufferPool
-from zeroshard.comm.watch.ledger import CONTROL, GATHER, REDUCE, Entries, Ledger, find_difference, is_proven
+from zeroshard.comm.watch.ledger import (
+    CONTROL,
+    GATHER,
+    REDUCE,
+    TENSOR,
+    Entries,
+    Ledger,
+    find_difference,
+    is_proven,
+)
 from zeroshard.comm.watch.status import RankStatus
 from zeroshard.comm.watch.waits import Waits
 from zeroshard.comm.watch.watchdog import Watchdog
@@ -85,6 +94,8 @@ class Axis:
         self.timeout_s = timeout_s
         self.exchanges = not streams.has_streams(device)
         """True if pairs of ranks send and receive; False if the backend's collectives are used."""
+        self._line: str | None = None
+        self._place = ""
         self.first_tag = 0
         """The first tag of this engine's range, which no other engine uses."""
         # Peers from the next rank on, so that not all ranks send to the same one at first.
@@ -123,6 +134,15 @@ class Axis:
         """Give reductions another group of the same ranks, so that they run beside gathers."""
         self._groups[Channel.REDUCE] = group
 
+    def serve_activations(self) -> None:
+        """Let a forward exchange over this axis: its collectives have a line of their own in the ledger.
+
+        Data-parallel ranks may call a model unevenly, so theirs are not compared with those of others. Messages
+        name the ranks, because there are other groups with a collective of the same name.
+        """
+        self._line, self._place = TENSOR, f" over the tensor ranks {self.global_ranks}"
+        self.ledger.groups[TENSOR] = self.global_ranks[0]
+
     def watch(self, watchdog: Watchdog) -> None:
         """Have a watchdog watch this axis: an error then has the status of every rank."""
         self.waits.watchdog, self.waits.rank_status = watchdog, watchdog.rank_status
@@ -150,7 +170,7 @@ class Axis:
             if flat.data_ptr() != own.data_ptr():
                 flat.copy_(own)
             return self._copied()
-        self.note("all_gather", own.nbytes * (self.size - 1), label, channel.value)
+        label = self.note("all_gather", own.nbytes * (self.size - 1), label, channel.value)
         if not self.exchanges:
             with self.waits.naming(label):
                 dist.all_gather_into_tensor(flat, own, group=self._groups[channel], async_op=False)
@@ -199,7 +219,7 @@ class Axis:
         if self.size == 1 or not flat.numel():
             out.copy_(own)
             return self._copied()
-        self.note("reduce_scatter", own.nbytes * (self.size - 1), label, REDUCE)
+        label = self.note("reduce_scatter", own.nbytes * (self.size - 1), label, REDUCE)
         if not self.exchanges:
             target = out if out.dtype == flat.dtype else torch.empty_like(own)
             group = self._groups[Channel.REDUCE]
@@ -225,7 +245,8 @@ class Axis:
         still computes the values, and their devices would wait longer than a collective may take.
         """
         if self.size > 1 and tensor.numel():
-            self.note("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0, label)
+            num_bytes = tensor.numel() * tensor.element_size() if self.rank == 0 else 0
+            label = self.note("control", num_bytes, label)
             group = self._groups[Channel.GATHER]
             source = dist.get_global_rank(group, 0) if group is not None else 0
             data = tensor.contiguous()
@@ -255,7 +276,7 @@ class Axis:
             return lambda: list(flags)
         proof, entries = (self.ledger.proof(), self.ledger.entries()) if compares else ([], None)
         bitmap = torch.tensor([*flags, *proof], dtype=torch.uint8, device="cpu")
-        self.note("control", bitmap.numel(), label)
+        label = self.note("control", bitmap.numel(), label)
         work = dist.all_reduce(bitmap, dist.ReduceOp.MAX, group=self._control, async_op=True)
 
         def answer() -> list[bool]:
@@ -283,7 +304,7 @@ class Axis:
         """
         if self.size == 1:
             return value
-        self.note("control", value.numel() * value.element_size(), label)
+        label = self.note("control", value.numel() * value.element_size(), label)
         parts = [torch.empty_like(value) for _ in range(self.size)]
         group = self._groups[Channel.REDUCE]
         if self.exchanges:
@@ -302,7 +323,7 @@ class Axis:
         if self.size == 1:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self.note("control", own.numel(), label)
+        label = self.note("control", own.numel(), label)
         sizes = self._gather_small(torch.tensor([own.numel()], device="cpu"), label)
         longest = int(torch.stack(sizes).max())
         padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
@@ -321,10 +342,11 @@ class Axis:
         )
         return parts
 
-    def note(self, kind: str, num_bytes: int, label: str, line: str = CONTROL) -> None:
-        """Count and note a collective that sends `num_bytes`."""
+    def note(self, kind: str, num_bytes: int, label: str, line: str = CONTROL) -> str:
+        """Count and note a collective that sends `num_bytes`; return its name in messages."""
         self.counter.add(kind, num_bytes)
-        self.ledger.note(label, line)
+        self.ledger.note(label, self._line or line)
+        return label + self._place
 
     def close(self, drain_s: float) -> None:
         """Wait up to `drain_s` for exchanges under way and forget the process groups.

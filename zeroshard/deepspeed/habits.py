@@ -43,19 +43,20 @@ class DeepSpeedNames(_Module):
     @property
     def global_rank(self) -> int:
         """The number of this rank among all ranks."""
-        rank: int = self._runtime.context.axes.dp.rank
+        rank: int = self._runtime.context.axes.everyone.rank
         return rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        size: int = self._runtime.context.axes.dp.size
+        size: int = self._runtime.context.axes.everyone.size
         return size
 
     @property
     def dp_world_size(self) -> int:
         """The number of ranks that have different data."""
-        return self.world_size
+        size: int = self._runtime.context.axes.dp.size
+        return size
 
     @property
     def global_steps(self) -> int:
@@ -73,7 +74,7 @@ class DeepSpeedNames(_Module):
     def train_batch_size(self) -> int:
         """Return the number of samples in an optimizer step over all ranks."""
         steps = self.gradient_accumulation_steps()
-        return self.train_micro_batch_size_per_gpu() * steps * self.world_size
+        return self.train_micro_batch_size_per_gpu() * steps * self.dp_world_size
 
     def gradient_clipping(self) -> float:
         """Return `config.clip_grad_norm`; 0.0 when gradients are not clipped."""

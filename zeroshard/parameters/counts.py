@@ -33,7 +33,7 @@ class Slice(Protocol):
     """The facts that a sharded parameter knows of the whole."""
 
     fqn: str
-    full_shape: torch.Size
+    num_elements: int
     is_partial: bool
     state: Any
 
@@ -72,7 +72,7 @@ def count(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -
         only_trainable: leave out frozen parameters.
     """
     return sum(
-        (getattr(parameter, "full_shape", None) or parameter.shape).numel()
+        getattr(parameter, "num_elements", None) or parameter.shape.numel()
         for parameter in parameters
         if parameter.requires_grad or not only_trainable
     )
@@ -97,7 +97,7 @@ def answer(parameter: Slice, func: Callable[..., Any], frame: FrameType | None) 
     caller = frame.f_back if is_sum and frame.f_back is not None else frame
     module = str(frame.f_globals.get("__name__", ""))
     if (module, caller.f_code.co_name) in _COUNTERS:
-        return parameter.full_shape.numel()
+        return parameter.num_elements
     if parameter.state.has_warned_of_counts or module.partition(".")[0] in _OWN_NUMBERS:
         return None
     if (is_sum or _ADDS_UP.search(_line_of(frame))) and not _is_of_optimizer(caller):

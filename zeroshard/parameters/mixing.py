@@ -56,7 +56,7 @@ def _differ(a: Any, b: Any) -> bool:
 
 def _tell(parameter: Any) -> str:
     with past_guards():
-        held, whole = parameter.numel(), parameter.full_shape.numel()
+        held, whole = parameter.numel(), parameter.num_elements
     part = f"{held} of" if parameter.is_partial else "all"
     return f"'{parameter.fqn}' (this rank holds {part} {whole} elements)"
 

@@ -13,6 +13,7 @@ take its slice of the gradient for the whole.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -42,6 +43,7 @@ from zeroshard.parameters.gradreaders import QUIET, check_reader
 from zeroshard.parameters.mixing import check_parts, explain
 from zeroshard.parameters.state import ModuleState, Phase
 from zeroshard.parameters.targets import backward_to, no_grad_of
+from zeroshard.plan.cuts import Cut
 
 
 def describe_unit(name: str) -> str:
@@ -55,8 +57,9 @@ class ShardedParameter(nn.Parameter):
     Attributes:
         fqn: the original name.
         unit_name: the name of its unit.
-        full_shape: the shape of the original parameter.
+        full_shape: the shape of the unsharded parameter: that of the original, or of this tensor rank's part.
         is_partial: True if the slice can be less than the whole.
+        cut: the cut of the original over the tensor ranks, of which this rank has the part `tp_rank`; or None.
         state: the state of the module.
         is_trained: True if `requires_grad` was set at first; then it may be taken away and given back.
         unsharded: the unsharded parameter, which is frozen with it; None once the engine is gone.
@@ -69,6 +72,18 @@ class ShardedParameter(nn.Parameter):
     is_partial: bool
     is_trained: bool
     unsharded: Callable[[], nn.Parameter | None]
+    cut: Cut | None = None
+    tp_rank: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        """The elements of the original parameter, over all ranks."""
+        return self.full_shape.numel() if self.cut is None else math.prod(self.cut.shape)
+
+    @property
+    def name_of_part(self) -> str:
+        """The original name, with the number of the part where tensor ranks have other ones."""
+        return self.fqn if self.cut is None else f"{self.fqn}:{self.tp_rank}"
 
     @staticmethod
     def wrap(

@@ -53,7 +53,7 @@ def read(rule: Rule, state: dict[str, Any]) -> list[State]:
 
 def whole_size(parameter: Tensor) -> int:
     """Return the number of elements of a parameter over all ranks."""
-    return parameter.full_shape.numel() if isinstance(parameter, ShardedParameter) else parameter.numel()
+    return parameter.num_elements if isinstance(parameter, ShardedParameter) else parameter.numel()
 
 
 def flat(tensor: Tensor | nn.Parameter, *, is_widened: bool = True) -> Tensor:
