@@ -104,7 +104,7 @@ def divided(
             engine.backward(loss)
             engine.step()
             total += loss.detach() / num
-        norms.append(engine.grad_norm.item())
+        norms.append(0.0 if engine.grad_norm is None else engine.grad_norm.item())
         losses.append((axis.sum(total, "test") / axis.size).item())
     whole, state = digests(engine), engine.full_state_dict()
     engine.close(restore=False)

@@ -137,8 +137,8 @@ class Axis:
     def serve_activations(self) -> None:
         """Let a forward exchange over this axis: its collectives have a line of their own in the ledger.
 
-        Data-parallel ranks may call a model unevenly, so theirs are not compared with those of others. Messages
-        name the ranks, because there are other groups with a collective of the same name.
+        Data-parallel ranks may call a model unevenly, so theirs are not compared with those of others.
+        Messages name the ranks, because there are other groups with a collective of the same name.
         """
         self._line, self._place = TENSOR, f" over the tensor ranks {self.global_ranks}"
         self.ledger.groups[TENSOR] = self.global_ranks[0]

@@ -107,8 +107,8 @@ class Axes:
     mesh: DeviceMesh | None
     """None once closed: a mesh holds its process groups, and so their threads."""
     everyone: Axis
-    """The ranks of `dp` and `tp` together, rank 0 the first of both: agreements and the first broadcast. A rank
-    that decided without the others would leave them waiting, or go on with other values."""
+    """The ranks of `dp` and `tp` together, rank 0 the first of both: agreements and the first broadcast. A
+    rank that decided without the others would leave them waiting, or go on with other values."""
     dp: Axis
     """The ranks with batches of their own for the same part of the model: the mean of losses."""
     dp_shard: Axis

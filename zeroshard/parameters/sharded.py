@@ -59,7 +59,8 @@ class ShardedParameter(nn.Parameter):
         unit_name: the name of its unit.
         full_shape: the shape of the unsharded parameter: that of the original, or of this tensor rank's part.
         is_partial: True if the slice can be less than the whole.
-        cut: the cut of the original over the tensor ranks, of which this rank has the part `tp_rank`; or None.
+        cut: the cut of the original over the tensor ranks; None if each holds all of it.
+        tp_rank: the number of the part that this rank has.
         state: the state of the module.
         is_trained: True if `requires_grad` was set at first; then it may be taken away and given back.
         unsharded: the unsharded parameter, which is frozen with it; None once the engine is gone.

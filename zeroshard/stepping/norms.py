@@ -67,10 +67,11 @@ def whole_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tens
 
 
 class NormsOverRanks:
-    """`Norms` of sharded parameters, the same bits on all ranks; an exchange over each axis, on all ranks alike.
+    """`Norms` of sharded parameters, the same bits on all ranks; two exchanges a call, on all ranks alike.
 
-    Each rank adds up the squares of the elements that the layout gives it, at every stage alike. Parameters that
-    are cut over tensor ranks are added up over these too; of others the first tensor rank counts the elements.
+    Each rank adds up the squares of the elements that the layout gives it, at every stage alike. Parameters
+    that are cut over tensor ranks are added up over these too; of others the first tensor rank counts the
+    elements.
     """
 
     def __init__(self, buffers: Iterable[FlatBuffer], axes: Axes) -> None:

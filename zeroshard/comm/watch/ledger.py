@@ -14,8 +14,8 @@ from typing import NamedTuple
 from zlib import crc32
 
 GATHER, REDUCE, CONTROL, TENSOR = LINES = ("gather", "reduce", "control", "tensor")
-"""The lines of a ledger: parameter gathers, gradient reductions, small agreements, and all that the ranks of a
-tensor group exchange."""
+"""The lines of a ledger: parameter gathers, gradient reductions, small agreements, and all that the ranks of
+a tensor group exchange."""
 
 STEP = "step of the optimizer"
 """The label of a step, which is no collective: so ranks that have taken different steps differ."""
@@ -62,8 +62,9 @@ class Ledger:
         self.name = -1
         """The number of the engine, the same on all ranks; -1 until an engine has its axes."""
         self.groups: dict[str, int] = {}
-        """By line, the first rank of this rank's group, where there are several: each has an order of its own.
-        Shard groups gather, and tensor groups exchange activations, in the forwards of their own ranks."""
+        """By line, the first rank of this rank's group, where there are several: each has an order of its
+        own. Shard groups gather, and tensor groups exchange activations, in the forwards of their own
+        ranks."""
         self._lines = {line: _Line() for line in LINES}
 
     def note(self, label: str, line: str) -> None:
