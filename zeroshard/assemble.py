@@ -23,6 +23,7 @@ from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.guards.additions import guard_additions
 from zeroshard.guards.copies import guard_copies
+from zeroshard.guards.inputs import guard_inputs
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
 from zeroshard.lazy.recorder import refuse_recording
@@ -131,6 +132,7 @@ def shard_over(
     hook(runtime)
     guard_copies(runtime)
     guard_additions(runtime)
+    guard_inputs(runtime)
     refuse_wrappers(module.modules(), changes.set)
     return runtime, replacements
 

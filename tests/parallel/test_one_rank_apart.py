@@ -1,5 +1,8 @@
 """One tensor rank has something that the others have not: all of them answer alike."""
 
+import re
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +10,7 @@ from torch import nn
 
 from tests.parallel.test_divided import PLAN, adamw, build, loss_of
 from tests.parallel.trained import digests, initialize, own_part
+from tests.ranks import RankError
 
 HALF = {"param_dtype": "fp16", "loss_scale": {"start": 8.0, "window": 2, "minimum": 1.0}}
 
@@ -86,7 +90,7 @@ def apart(what, stage):
     engine = initialize(model, adamw, {"stage": stage, "mesh": {"tp": 2}}, plan)
     axes, whole = engine._axes, None
     torch.manual_seed(axes.dp.rank if what == "nothing" else dist.get_rank())
-    part = own_part(axes.everyone if what == "batches" else axes.dp)
+    part = own_part(axes.dp)
     before = digests(engine)
     engine.backward(loss_of(engine, 0, part))
     try:
@@ -103,7 +107,6 @@ def apart(what, stage):
 @pytest.mark.parametrize(
     ("what", "name"),
     [
-        ("batches", "norm.weight"),
         ("dropout", "norm.inner.weight"),
         ("plan", "blocks.0.each_head.weight"),
         ("nothing", None),
@@ -116,3 +119,55 @@ def test_ranks_that_would_train_different_models_are_told_at_the_first_step(rank
         else:
             assert f"the tensor ranks have different gradients of '{name}'" in text
             assert "The step was not taken" in text
+
+
+def other_batches(what):
+    engine, found = begin({"stage": 3, "mesh": {"tp": 2}}), []
+    rank = engine._axes.tp.rank
+    tokens = torch.arange(20).view(4, 5)
+    given = {"values": tokens + (what == "values" and rank), "shapes": tokens[: 4 - rank]}.get(what, tokens)
+    try:
+        engine(given)
+    except RuntimeError as error:
+        found.append(str(error))
+    found.append(step_with(engine, 0))
+    engine.close(restore=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("values", "torch.int64 [4, 5] of some values, rank {} others of the same shapes"),
+        ("shapes", "torch.int64 [4, 5], rank {} torch.int64 [3, 5]"),
+    ],
+)
+def test_tensor_ranks_with_different_batches_are_told_before_they_mix_them(ranks, what, text):
+    for rank, (error, is_taken) in enumerate(ranks(4, other_batches, what)):
+        first = rank // 2 * 2
+        assert f"expected the same batch on the tensor ranks [{first}, {first + 1}]" in error
+        assert f"rank {first} was given {text.format(first + 1)}. " in error
+        assert is_taken
+
+
+def hangs():
+    """The second rank of the second tensor group stays away from a forward."""
+    engine = begin({"stage": 1, "mesh": {"tp": 2}, "watchdog_s": 4})
+    step_with(engine, 0)
+    if dist.get_rank() == 3:
+        time.sleep(12)
+    try:
+        step_with(engine, 1)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.long
+def test_a_rank_that_waits_for_another_tensor_rank_names_the_group(ranks):
+    with pytest.raises(RankError) as caught:
+        ranks(4, hangs)
+    assert re.search(
+        r"rank 2 of 4 gave up in the sum of activations of tokens over the tensor ranks \[2, 3\]",
+        str(caught.value),
+    )

@@ -71,16 +71,16 @@ def check_same(runs: list[Run]) -> None:
         assert all(len(values) == 1 for values in found.values()), name
 
 
-def plain(make: Any, max_norm: float = 1e9, change: Any = None, steps: int = STEPS) -> Run:
+def plain(make: Any, change: Any = None, *, steps: int = STEPS, dtype: torch.dtype = torch.float64) -> Run:
     """One process."""
-    model = build(0)
+    model = build(0).to(dtype)
     if change is not None:
         model = change(model) or model
     optimizer, losses, norms = make(model.parameters()), [], []
     for number in range(steps):
         loss = loss_of(model, number)
         loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -88,10 +88,16 @@ def plain(make: Any, max_norm: float = 1e9, change: Any = None, steps: int = STE
 
 
 def divided(
-    config: dict[str, Any], make: Any, change: Any = None, steps: int = STEPS, plan: Any = PLAN
+    config: dict[str, Any],
+    make: Any,
+    change: Any = None,
+    *,
+    steps: int = STEPS,
+    plan: Any = PLAN,
+    dtype: torch.dtype = torch.float64,
 ) -> Run:
     """Several ranks; those beside rank 0 begin with other values."""
-    model = build(dist.get_rank())
+    model = build(dist.get_rank()).to(dtype)
     if change is not None:
         model = change(model) or model
     engine = initialize(model, make, {"clip_grad_norm": 1e9, **config}, plan)

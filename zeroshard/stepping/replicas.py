@@ -1,5 +1,4 @@
-"""Parameters that each tensor rank holds whole: a check, once, that their gradients are the same on all of
-them.
+"""Gradients of parameters that each tensor rank holds whole: a check, once, that all ranks have the same.
 
 Tensor ranks compute the same values between divided layers, so they step these parameters alike and exchange
 nothing for them. If they were given other batches, drew another dropout, or use such a parameter for a part
@@ -71,9 +70,9 @@ def check_replicas(runtime: Runtime) -> bool:
     shown, more = ", ".join(map(repr, names[:_NUM_SHOWN])), len(names) - _NUM_SHOWN
     raise RuntimeError(
         f"the tensor ranks have different gradients of {shown}{f' and {more} more' if more > 0 else ''}, "
-        "which each of them holds whole, so they would train different models. Expected the same batches, and "
-        "the same seed for dropout, on all ranks of a tensor group; and 'replicated_with_grad_allreduce' in "
-        "tp_plan for a layer that gets a part of the heads. The step was not taken"
+        "which each of them holds whole, so they would train different models. Expected the same seed for "
+        "dropout on all ranks of a tensor group, and 'replicated_with_grad_allreduce' in tp_plan for a layer "
+        "that gets a part of the heads. The step was not taken"
     )
 
 
