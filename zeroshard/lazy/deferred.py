@@ -147,6 +147,11 @@ def read_part(tensor: Tensor, span: Span) -> Tensor:
     return values_of(tensor).reshape(-1)[span.slice] if source is None else source.read(span)
 
 
+def is_read_in_parts(tensor: Tensor) -> bool:
+    """True if `read_part` reads no other elements, so that many calls cost no more than one."""
+    return _readable(tensor) is not None
+
+
 def _readable(tensor: Tensor) -> ValueSource | None:
     """Return the source of a tensor that no operation has changed."""
     deferred = deferred_of(tensor)

@@ -14,8 +14,11 @@ Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from zeroshard.plan.layout import Span
 
@@ -28,6 +31,13 @@ class Section:
     """Elements along the dimension."""
     unit: int = 1
     """Elements that stay together: the size of a head."""
+
+
+class Run(NamedTuple):
+    """Elements that lie side by side in the whole and in a part, both flattened."""
+
+    whole: Span
+    part: Span
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,19 @@ class Cut:
         """The shape of a rank's part, the same on all ranks."""
         size = sum(span.size for span in self.spans(0))
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+
+    def runs(self, rank: int, within: Span) -> Iterator[Run]:
+        """List the runs that make up a range of a rank's flattened part, in order."""
+        inner, spans = math.prod(self.shape[self.dim + 1 :]), self.spans(rank)
+        size = max(1, self.local_shape[self.dim] * inner)
+        for row in range(within.start // size, -(-within.stop // size)):
+            place = row * size
+            for span in spans:
+                part = Span(place, place + span.size * inner)
+                place, held = part.stop, part.intersect(within)
+                if held.size:
+                    start = (row * self.shape[self.dim] + span.start) * inner + held.start - part.start
+                    yield Run(Span(start, start + held.size), held)
 
 
 def heads(*counts: int, size: int) -> tuple[Section, ...]:

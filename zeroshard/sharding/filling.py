@@ -7,13 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeroshard.lazy.deferred import has_memory, read_part
+from zeroshard.lazy.deferred import has_memory, is_read_in_parts, read_part
 from zeroshard.parameters.parts import part_of
 from zeroshard.plan.buffers import BufferPlan
+from zeroshard.plan.cuts import Run
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.views import flat_of
+
+_READ_AT_ONCE = 1 << 22
+"""Elements that are read from a file at once. A layer that is cut by its inputs has a run in each row."""
 
 
 def take_over(
@@ -75,7 +79,7 @@ def read(
         whole = plan.layout.parameter(index)
         place = whole.intersect(kept)
         if place.size:
-            data = read_part(original.parameter, place.shifted(-whole.start))
+            data = _read_own(original, place.shifted(-whole.start), context.axes.tp.rank)
             if plan.main_dtype.itemsize < plan.compute_dtype.itemsize:
                 data = data.to(plan.main_dtype)  # gathered values will have this precision
             if plan.is_resident:
@@ -86,6 +90,33 @@ def read(
         original.parameter.data = original.parameter.new_empty(0)
         context.memory.rest(main)
     return full, main
+
+
+def _read_own(original: Original, own: Span, tp_rank: int) -> Tensor:
+    """Return a range of what this rank computes with, flattened: [own.size], on the CPU."""
+    stored, cut = original.parameter, original.cut
+    if cut is None:
+        return read_part(stored, own)
+    if not is_read_in_parts(stored):
+        values = read_part(stored, Span(0, stored.numel())).view(cut.shape)
+        return part_of(values, cut, tp_rank).reshape(-1)[own.slice]
+    data = torch.empty(own.size, dtype=stored.dtype)
+    near: list[Run] = []
+    """Runs that are read at once, with what lies between them."""
+    for run in cut.runs(tp_rank, own):
+        if near and run.whole.stop - near[0].whole.start > _READ_AT_ONCE:
+            _read_runs(data, stored, near, own.start)
+            near = []
+        near.append(run)
+    _read_runs(data, stored, near, own.start)
+    return data
+
+
+def _read_runs(data: Tensor, stored: Tensor, runs: Sequence[Run], start: int) -> None:
+    first = runs[0].whole.start
+    values = read_part(stored, Span(first, runs[-1].whole.stop))
+    for run in runs:
+        data[run.part.shifted(-start).slice].copy_(values[run.whole.shifted(-first).slice])
 
 
 def _empty_main(plan: BufferPlan, own: Span, context: Context) -> Tensor:
