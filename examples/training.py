@@ -16,7 +16,6 @@ import zeroshard
 from zeroshard.data import Blocks, collator, evaluation_batches
 
 
-
 class History(NamedTuple):
     """A training run up to some step. Each checkpoint has it, so a resumed run reports all of its steps."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +23,18 @@ from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.guards.additions import guard_additions
 from zeroshard.guards.copies import guard_copies
+from zeroshard.guards.inputs import guard_inputs
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
 from zeroshard.lazy.recorder import refuse_recording
-from zeroshard.parallel.tensor.layers import divide
-from zeroshard.parallel.tensor.styles import Style
+from zeroshard.parallel.tensor.layers import Division, Plan, install, plan_division
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
 from zeroshard.plan.ignored import find_ignored
 from zeroshard.plan.placement import DP_SHARD, place
 from zeroshard.plan.tiers import Tiers
-from zeroshard.plan.wrapping import UnitSpec, find_units
+from zeroshard.plan.wrapping import find_units
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context, Meter
@@ -50,7 +50,9 @@ Replacements = dict[nn.Parameter, ShardedParameter]
 """Original parameter -> the sharded parameter in its place."""
 
 
-def shard_in_place(module: nn.Module, config: Config, mesh: DeviceMesh | None) -> Runtime:
+def shard_in_place(
+    module: nn.Module, config: Config, mesh: DeviceMesh | None, tp_plan: Plan | None
+) -> Runtime:
     """Shard a module over the ranks of the default process group, or of a mesh."""
     require_supported(config)  # before groups are opened
     refuse_recording("shard")
@@ -59,7 +61,8 @@ def shard_in_place(module: nn.Module, config: Config, mesh: DeviceMesh | None) -
     watch(world)
     axes = open_data_parallel(config, world, mesh)
     specs = find_units(module, config.units, config.ignored)
-    runtime, _ = shard_over(module, specs, config, axes, device)
+    division = plan_division(module, specs, tp_plan, axes.tp.size)
+    runtime, _ = shard_over(module, division, config, axes, device)
     return runtime
 
 
@@ -73,16 +76,15 @@ def open_data_parallel(config: Config, world: Axis, mesh: DeviceMesh | None = No
 
 def shard_over(
     module: nn.Module,
-    specs: Sequence[UnitSpec],
+    division: Division,
     config: Config,
     axes: Axes,
     device: torch.device,
-    tp_plan: Mapping[str, str | Style] | None = None,
 ) -> tuple[Runtime, Replacements]:
-    """Shard a module with the units of `find_units`; return its runtime, and the replaced parameters."""
-    changes = Changes()
+    """Shard a module in the units of a division; return its runtime, and the replaced parameters."""
+    changes, specs = Changes(), division.specs
     if axes.tp.size > 1:
-        specs = divide(module, specs, tp_plan, Activations(axes.tp, _TAG_OF_ACTIVATIONS), changes)
+        install(division.layers, Activations(axes.tp, _TAG_OF_ACTIVATIONS), changes)
     record_resets(module)
     check_values(module)
     ignored = find_ignored(module, config.ignored)
@@ -93,7 +95,7 @@ def shard_over(
         setting=setting,
         device=device,
         streams=Streams.on(device),
-        memory=TierMemory(device, lambda: open_swap(config.offload.nvme_path, axes.dp.rank)),
+        memory=TierMemory(device, lambda: open_swap(config.offload.nvme_path, axes.everyone.rank)),
         meter=Meter(),
         state=ModuleState(),
     )
@@ -132,6 +134,7 @@ def shard_over(
     hook(runtime)
     guard_copies(runtime)
     guard_additions(runtime)
+    guard_inputs(runtime)
     refuse_wrappers(module.modules(), changes.set)
     return runtime, replacements
 
@@ -172,7 +175,8 @@ def _take_over_buffers(module: nn.Module, context: Context) -> None:
             if buffer not in taken:
                 moved = buffer.to(context.device)
                 values = moved.resolve_conj().resolve_neg().contiguous()
-                context.axes.dp.broadcast(values.detach(), f"first broadcast of buffer '{name}.{attribute}'")
+                label = f"first broadcast of buffer '{name}.{attribute}'"
+                context.axes.everyone.broadcast(values.detach(), label)
                 # Kernels give other bits for other strides.
                 taken[buffer] = values if moved.is_contiguous() else torch.empty_like(moved).copy_(values)
             owner._buffers[attribute] = taken[buffer]

@@ -299,7 +299,7 @@ def _agree(
         places.append(_find(runtime, call, name))
         return places[0].sharded.fqn, tell(places[0])
 
-    facts = on_all(runtime.context.axes.world, f"agreement on {call}", look)
+    facts = on_all(runtime.context.axes.everyone, f"agreement on {call}", look)
     if len({fqn for fqn, _ in facts}) > 1:
         raise ValueError(f"{call}: expected one name on all ranks, got {[fqn for fqn, _ in facts]}")
     return places[0], [fact for _, fact in facts]

@@ -98,7 +98,7 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
             refuse_proxies()
         if self._runtime.context.setting.placements.frees_parameters or self._axes.dp.size == 1:
             with outside_transforms():
-                self._saver.check(self._axes.world)  # elsewhere the ranks may call forward unevenly
+                self._saver.check(self._axes.everyone)  # elsewhere the ranks may call forward unevenly
         try:
             return self.module(*args, **kwargs)
         except BaseException:
@@ -172,7 +172,7 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         """
         if self.optimizer is None:
             raise RuntimeError("step() needs an optimizer: give one to zeroshard.initialize")
-        self._saver.check(self._axes.world)
+        self._saver.check(self._axes.everyone)
         if not self._is_at_boundary:
             self._micro_step += 1
             return False
@@ -308,7 +308,7 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
 
     def _check_own_step(self, has_closure: bool) -> None:
         """Refuse a step by the user if only the engine can take it."""
-        self._saver.check(self._axes.world)
+        self._saver.check(self._axes.everyone)
         if self._guard.may_skip:
             raise RuntimeError(
                 "with float16 or nonfinite='skip' only engine.step() can leave out a step, of the "

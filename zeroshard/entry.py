@@ -34,6 +34,7 @@ from zeroshard.lazy.recorder import refuse_recording
 from zeroshard.memory.room import check_room, states_of
 from zeroshard.optim.adopt.overrides import forget, read_overrides
 from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, take_over
+from zeroshard.parallel.tensor.layers import Plan, plan_division
 from zeroshard.plan.wrapping import find_units
 
 
@@ -55,7 +56,7 @@ def initialize(
     collate_fn: Callable[..., Any] | None = None,
     lr_scheduler: Any = None,
     loss_fn: LossFunction | None = None,
-    tp_plan: Any = None,
+    tp_plan: Plan | None = None,
 ) -> Initialized:
     """Shard a model and its optimizer over the ranks.
 
@@ -76,7 +77,9 @@ def initialize(
         lr_scheduler: a scheduler over `optimizer`, or a callable that makes one from it; `engine.step()`
             advances it.
         loss_fn: (output, targets) -> 0-dim mean loss, for `train_batch`.
-        tp_plan: not available yet.
+        tp_plan: for `config.mesh.tp` above 1, the way to divide each layer, by patterns of names of modules:
+            {"layers.*.up": "colwise", "layers.*.down": "rowwise"}. docs/tensor_parallel.md has the words.
+            None: the plan that the model has (`tp_plan` of transformers), or one of ours.
 
     Raises:
         ValueError: the config, the optimizer or the model is not as expected.
@@ -84,9 +87,11 @@ def initialize(
     """
     config = Config.parse(config)
     require_supported(config)
-    _check_arguments(model, training_data, loss_fn, tp_plan)
+    _check_arguments(model, training_data, loss_fn)
     refuse_recording("initialize")
     specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started
+    division = plan_division(model, specs, tp_plan, config.mesh.tp)
+    specs = division.specs
     optimizer = _build_optimizer(optimizer, model)
     overrides = read_overrides(optimizer, {parameter: name for name, parameter in model.named_parameters()})
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
@@ -100,10 +105,10 @@ def initialize(
             check_room,
             *(specs, config, axes.sizes, states_of(optimizer)),
             host_computes=not has_streams(device),
-            num_ranks=axes.dp.size,
+            num_ranks=axes.everyone.size,
         )
-        on_all(axes.dp, "check of the room for offload", check)
-    runtime, replacements = shard_over(model, specs, config, axes, device, tp_plan)
+        on_all(axes.everyone, "check of the room for offload", check)
+    runtime, replacements = shard_over(model, division, config, axes, device)
     if optimizer is not None:
         take_over(optimizer, replacements, overrides)
     forget(optimizer, replacements)
@@ -113,12 +118,12 @@ def initialize(
     parts = Parts(
         runtime=runtime, config=config, optimizer=optimizer, lr_scheduler=lr_scheduler, loader=loader
     )
-    engine = Engine(model, parts, axes, Saver(axes.world), loss_fn)
+    engine = Engine(model, parts, axes, Saver(axes.everyone), loss_fn)
     engine.reset_comm_report()
     return Initialized(engine, optimizer, loader, lr_scheduler)
 
 
-def _check_arguments(model: Any, training_data: Any, loss_fn: Any, tp_plan: Any) -> None:
+def _check_arguments(model: Any, training_data: Any, loss_fn: Any) -> None:
     """Refuse arguments of other kinds, before anything is started."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch.nn.Module as model, got {type(model).__name__}")

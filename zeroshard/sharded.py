@@ -16,6 +16,7 @@ from zeroshard.assemble import shard_in_place
 from zeroshard.config.sections import Config
 from zeroshard.full.parameters import full_state_dict, unsharded
 from zeroshard.guards.copies import NotCopied
+from zeroshard.parallel.tensor.layers import Plan
 from zeroshard.parameters.counts import count
 from zeroshard.parameters.state import refuse_in_step
 from zeroshard.restore import Closed
@@ -111,7 +112,7 @@ class ShardedCalls(NotCopied):
             return
         runtime = self._runtime
         restoring.restore(runtime) if restore else restoring.dismantle(runtime)
-        runtime.context.axes.dp.unwatch()
+        runtime.context.axes.everyone.unwatch()
         self._let_go(restore)
 
     def _let_go(self, restore: bool) -> None:
@@ -151,6 +152,7 @@ def shard(
     module: nn.Module,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     mesh: DeviceMesh | None = None,
+    tp_plan: Plan | None = None,
 ) -> Sharded:
     """Shard a module in place over the ranks of the default process group.
 
@@ -162,12 +164,13 @@ def shard(
             recorded.
         config: stage, precision, units, prefetch; a Config, a dict or a path, as `initialize` takes it.
         mesh: a mesh of one axis of any name, or with the axes `dp_replicate` and `dp_shard` for hybrid
-            sharding; None: over all ranks. Its device type is used if neither `config` nor the module has
-            one.
+            sharding, and `tp` for tensor parallelism; None: over all ranks, as `config` says. Its device type
+            is used if neither `config` nor the module has one.
+        tp_plan: as `initialize` takes it.
 
     Raises:
         ValueError: the `config` does not fit the module, the mesh or the ranks.
         RuntimeError: there is no process group.
     """
     config = Config.parse(config)
-    return Sharded(shard_in_place(module, config, mesh), config)
+    return Sharded(shard_in_place(module, config, mesh, tp_plan), config)

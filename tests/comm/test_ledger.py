@@ -103,7 +103,7 @@ def test_the_order_between_two_communicators_may_differ_and_that_of_one_may_not(
 def test_gathers_of_different_shard_groups_are_not_compared():
     ledgers = [ledger_of(A, B), ledger_of(B, A), ledger_of(B, A)]
     for ledger, group in zip(ledgers, (0, 2, 2), strict=True):
-        ledger.group = group
+        ledger.groups[GATHER] = group
     ledgers[2].note(C, GATHER)
     assert is_proven(maxima(*ledgers))
     assert find_difference({rank: ledger.entries() for rank, ledger in enumerate(ledgers)}) is None

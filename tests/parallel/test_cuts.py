@@ -4,9 +4,11 @@ import math
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeroshard.parameters.parts import part_of
 from zeroshard.plan.cuts import Cut, Section, heads
 from zeroshard.plan.layout import Span
 
@@ -56,6 +58,17 @@ def test_all_ranks_have_as_much(cut):
     sizes = {sum(span.size for span in cut.spans(rank)) for rank in range(cut.num_ranks)}
     assert sizes == {cut.local_shape[cut.dim]}
     assert math.prod(cut.local_shape) * cut.num_ranks == math.prod(cut.shape)
+
+
+@given(cuts(), st.data())
+def test_runs_make_up_any_range_of_a_part(cut, data):
+    rank = data.draw(st.integers(0, cut.num_ranks - 1))
+    numbers = torch.arange(math.prod(cut.shape)).view(cut.shape)
+    own = part_of(numbers, cut, rank).reshape(-1)
+    start = data.draw(st.integers(0, own.numel()))
+    within = Span(start, data.draw(st.integers(start, own.numel())))
+    found = [number for run in cut.runs(rank, within) for number in range(run.start, run.stop)]
+    assert found == own[within.slice].tolist()
 
 
 def test_queries_keys_and_values_in_one():

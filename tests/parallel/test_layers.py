@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.parallel.tensor.layers import Style, Way, divide, install, match
+from zeroshard.parallel.tensor.layers import Style, Way, install, match, plan_division
 from zeroshard.parameters.parts import part_of, whole_of
 from zeroshard.plan.cuts import Cut, Section, heads
 from zeroshard.plan.wrapping import find_units
@@ -112,25 +112,20 @@ def test_an_embedding_that_changes_its_rows_is_refused():
 
 
 def test_a_model_without_a_plan_is_told_how_to_give_one():
-    over = Activations(Axis(None, device=torch.device("cpu"), counter=Counter(), timeout_s=1.0), 1)
-    with pytest.raises(ValueError, match=re.escape("mesh.tp=1: Layers has no plan of its own")):
-        divide(Layers(), [], None, over, Changes())
+    with pytest.raises(ValueError, match=re.escape("mesh.tp=2: Layers has no plan of its own")):
+        plan_division(Layers(), [], None, 2)
 
 
 def test_tied_layers_must_be_cut_alike():
     model = Layers()
     model.head = nn.Linear(8, 12, bias=False)
     model.head.weight = model.tokens.weight
-    over = Activations(Axis(None, device=torch.device("cpu"), counter=Counter(), timeout_s=1.0), 1)
     specs, plan = find_units(model, None), {"tokens": "rowwise", "head": "rowwise"}
     text = "'head.weight' is tied to 'tokens.weight', which is cut another way"
     with pytest.raises(ValueError, match=re.escape(text)):
-        divide(model, specs, plan, over, Changes())
-    originals = [
-        o
-        for spec in divide(model, specs, plan | {"head": "colwise"}, over, Changes())
-        for o in spec.originals
-    ]
+        plan_division(model, specs, plan, 2)
+    divided = plan_division(model, specs, plan | {"head": "colwise"}, 2).specs
+    originals = [original for spec in divided for original in spec.originals]
     assert {o.fqn: o.cut and o.cut.dim for o in originals}["tokens.weight"] == 0
     assert {o.fqn: o.cut for o in originals}["norm.weight"] is None
 

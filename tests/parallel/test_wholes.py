@@ -171,5 +171,3 @@ def test_a_model_is_read_in_parts_and_written_whole(ranks, tmp_path, stage):
     num_kept = 2 if stage < 3 else 4  # ranks over which the values are divided
     for *_, num_read in found:
         assert num_read <= cut / num_kept + norms + 256 * 16  # shards end with whole blocks
-
-

@@ -146,7 +146,7 @@ def written_slices(
         buffers: of the module; rank 0's are written.
         left_out: names of parameters that are not written.
     """
-    is_first, rank = runtime.context.axes.world.rank == 0, _tp_rank(runtime)
+    is_first, rank = runtime.context.axes.everyone.rank == 0, _tp_rank(runtime)
     parts = [
         part
         for buffer in runtime.buffers

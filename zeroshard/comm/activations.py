@@ -36,7 +36,7 @@ class Activations:
             return value
         if not self._axis.exchanges:
             total = value.contiguous().clone()
-            self._axis.note(ALL_REDUCE, 2 * value.nbytes * (self.size - 1) // self.size, label)
+            label = self._axis.note(ALL_REDUCE, 2 * value.nbytes * (self.size - 1) // self.size, label)
             with self._axis.waits.naming(label):
                 dist.all_reduce(total, group=self._axis.group(Channel.GATHER), async_op=False)
             self._axis.waits.issue(label)

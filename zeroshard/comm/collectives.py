@@ -27,7 +27,7 @@ from zeroshard.comm import streams
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.handles import DONE, Handle, Issued, Pending, Several
 from zeroshard.comm.pool import BufferPool
-from zeroshard.comm.watch.ledger import CONTROL, GATHER, REDUCE, Entries, Ledger, find_difference, is_proven
+from zeroshard.comm.watch import ledger as ledgers
 from zeroshard.comm.watch.status import RankStatus
 from zeroshard.comm.watch.waits import Waits
 from zeroshard.comm.watch.watchdog import Watchdog
@@ -39,8 +39,8 @@ Parts = Mapping[int, Tensor] | Sequence[Tensor]
 class Channel(Enum):
     """The communicator that carries a collective: one communicator runs its collectives one by one."""
 
-    GATHER = GATHER
-    REDUCE = REDUCE
+    GATHER = ledgers.GATHER
+    REDUCE = ledgers.REDUCE
 
 
 class Part(NamedTuple):
@@ -85,6 +85,8 @@ class Axis:
         self.timeout_s = timeout_s
         self.exchanges = not streams.has_streams(device)
         """True if pairs of ranks send and receive; False if the backend's collectives are used."""
+        self._line: str | None = None
+        self._place = ""
         self.first_tag = 0
         """The first tag of this engine's range, which no other engine uses."""
         # Peers from the next rank on, so that not all ranks send to the same one at first.
@@ -105,7 +107,7 @@ class Axis:
         return self.waits.rank_status
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> ledgers.Ledger:
         """The collectives that this rank has issued over this axis and axes that were derived from it."""
         return self.waits.ledger
 
@@ -122,6 +124,15 @@ class Axis:
     def reduce_over(self, group: dist.ProcessGroup) -> None:
         """Give reductions another group of the same ranks, so that they run beside gathers."""
         self._groups[Channel.REDUCE] = group
+
+    def serve_activations(self) -> None:
+        """Let a forward exchange over this axis: its collectives have a line of their own in the ledger.
+
+        Data-parallel ranks may call a model unevenly, so theirs are not compared with those of others.
+        Messages name the ranks, because there are other groups with a collective of the same name.
+        """
+        self._line, self._place = ledgers.TENSOR, f" over the tensor ranks {self.global_ranks}"
+        self.ledger.groups[ledgers.TENSOR] = self.global_ranks[0]
 
     def watch(self, watchdog: Watchdog) -> None:
         """Have a watchdog watch this axis: an error then has the status of every rank."""
@@ -150,7 +161,7 @@ class Axis:
             if flat.data_ptr() != own.data_ptr():
                 flat.copy_(own)
             return self._copied()
-        self.note("all_gather", own.nbytes * (self.size - 1), label, channel.value)
+        label = self.note("all_gather", own.nbytes * (self.size - 1), label, channel.value)
         if not self.exchanges:
             with self.waits.naming(label):
                 dist.all_gather_into_tensor(flat, own, group=self._groups[channel], async_op=False)
@@ -176,7 +187,7 @@ class Axis:
         # when it changes.
         with self.waits.naming(label), dist._coalescing_manager(group=group, async_ops=False):
             for part in parts:
-                self.note("all_gather", part.own.nbytes * (self.size - 1), label, GATHER)
+                self.note("all_gather", part.own.nbytes * (self.size - 1), label, ledgers.GATHER)
                 dist.all_gather_into_tensor(part.flat, part.own, group=group, async_op=False)
         return Issued(self.waits.issue(label))
 
@@ -199,7 +210,7 @@ class Axis:
         if self.size == 1 or not flat.numel():
             out.copy_(own)
             return self._copied()
-        self.note("reduce_scatter", own.nbytes * (self.size - 1), label, REDUCE)
+        label = self.note("reduce_scatter", own.nbytes * (self.size - 1), label, ledgers.REDUCE)
         if not self.exchanges:
             target = out if out.dtype == flat.dtype else torch.empty_like(own)
             group = self._groups[Channel.REDUCE]
@@ -225,7 +236,8 @@ class Axis:
         still computes the values, and their devices would wait longer than a collective may take.
         """
         if self.size > 1 and tensor.numel():
-            self.note("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0, label)
+            num_bytes = tensor.numel() * tensor.element_size() if self.rank == 0 else 0
+            label = self.note("control", num_bytes, label)
             group = self._groups[Channel.GATHER]
             source = dist.get_global_rank(group, 0) if group is not None else 0
             data = tensor.contiguous()
@@ -255,22 +267,24 @@ class Axis:
             return lambda: list(flags)
         proof, entries = (self.ledger.proof(), self.ledger.entries()) if compares else ([], None)
         bitmap = torch.tensor([*flags, *proof], dtype=torch.uint8, device="cpu")
-        self.note("control", bitmap.numel(), label)
+        label = self.note("control", bitmap.numel(), label)
         work = dist.all_reduce(bitmap, dist.ReduceOp.MAX, group=self._control, async_op=True)
 
         def answer() -> list[bool]:
             self.waits.wait_for_agreement(work, label)
             maxima = bitmap.tolist()
-            if entries is not None and not is_proven(maxima[len(flags) :]):
+            if entries is not None and not ledgers.is_proven(maxima[len(flags) :]):
                 raise self._differing(entries)
             return [bool(flag) for flag in maxima[: len(flags)]]
 
         return answer
 
-    def _differing(self, entries: Entries) -> RuntimeError:
+    def _differing(self, entries: ledgers.Entries) -> RuntimeError:
         """Return the error of ranks that have issued different collectives; collective."""
         everyone = self.all_gather_object(tuple(entries), "comparison of collectives")
-        difference = find_difference({rank: Entries(*entries) for rank, entries in enumerate(everyone)})
+        difference = ledgers.find_difference(
+            {rank: ledgers.Entries(*entries) for rank, entries in enumerate(everyone)}
+        )
         older = "the ranks have issued different collectives, the first one longer ago than what is kept"
         return RuntimeError(f"{self.waits.who}: {difference or older}")
 
@@ -283,7 +297,7 @@ class Axis:
         """
         if self.size == 1:
             return value
-        self.note("control", value.numel() * value.element_size(), label)
+        label = self.note("control", value.numel() * value.element_size(), label)
         parts = [torch.empty_like(value) for _ in range(self.size)]
         group = self._groups[Channel.REDUCE]
         if self.exchanges:
@@ -302,7 +316,7 @@ class Axis:
         if self.size == 1:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self.note("control", own.numel(), label)
+        label = self.note("control", own.numel(), label)
         sizes = self._gather_small(torch.tensor([own.numel()], device="cpu"), label)
         longest = int(torch.stack(sizes).max())
         padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
@@ -321,10 +335,11 @@ class Axis:
         )
         return parts
 
-    def note(self, kind: str, num_bytes: int, label: str, line: str = CONTROL) -> None:
-        """Count and note a collective that sends `num_bytes`."""
+    def note(self, kind: str, num_bytes: int, label: str, line: str = ledgers.CONTROL) -> str:
+        """Count and note a collective that sends `num_bytes`; return its name in messages."""
         self.counter.add(kind, num_bytes)
-        self.ledger.note(label, line)
+        self.ledger.note(label, self._line or line)
+        return label + self._place
 
     def close(self, drain_s: float) -> None:
         """Wait up to `drain_s` for exchanges under way and forget the process groups.

@@ -16,6 +16,7 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.groups import shared_group
 from zeroshard.comm.rendezvous import check_device_types, open_store
+from zeroshard.comm.watch.ledger import GATHER
 from zeroshard.config.sections import Config
 from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, TP
@@ -105,9 +106,11 @@ class Axes:
 
     mesh: DeviceMesh | None
     """None once closed: a mesh holds its process groups, and so their threads."""
+    everyone: Axis
+    """The ranks of `dp` and `tp` together, rank 0 the first of both: agreements and the first broadcast. A
+    rank that decided without the others would leave them waiting, or go on with other values."""
     dp: Axis
-    """The data-parallel ranks of this part of the model, all ranks where it has one part: agreements, the
-    first broadcast, the mean of losses."""
+    """The ranks with batches of their own for the same part of the model: the mean of losses."""
     dp_shard: Axis
     """The ranks of this rank's shard group."""
     dp_replicate: Axis
@@ -117,14 +120,12 @@ class Axes:
     this rank alone where there is none."""
     tp: Axis
     """The ranks that compute parts of the same layers, on the same batches."""
-    world: Axis
-    """The ranks of all parts of the model: checkpoints, and agreements about whole parameters."""
 
     @staticmethod
     def of_one_group(mesh: DeviceMesh | None, axis: Axis) -> Axes:
         """Return the axes when all data-parallel ranks form one shard group, and no other axis has ranks."""
         alone = axis.over(None)
-        return Axes(mesh, dp=axis, dp_shard=axis, dp_replicate=alone, dp_inner=alone, tp=alone, world=axis)
+        return Axes(mesh, everyone=axis, dp=axis, dp_shard=axis, dp_replicate=alone, dp_inner=alone, tp=alone)
 
     def __getitem__(self, name: str) -> Axis:
         """The axis that an `Exchange` is over."""
@@ -139,7 +140,7 @@ class Axes:
     @property
     def members(self) -> tuple[Axis, ...]:
         """All axes."""
-        return self.dp, self.dp_shard, self.dp_replicate, self.dp_inner, self.tp
+        return self.everyone, self.dp, self.dp_shard, self.dp_replicate, self.dp_inner, self.tp
 
     def drain(self, seconds: float) -> None:
         """Wait for exchanges under way."""
@@ -203,10 +204,10 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
     axes = Axes.of_one_group(mesh, dp)
     if DP_REPLICATE in names:
         axes.dp_shard, axes.dp_replicate = world.over(shard), world.over(mesh.get_group(DP_REPLICATE))
-    if dp is not world and others:
-        axes.world = world
     if TP in names:
         axes.tp = _open_parts(TP, mesh, (TP,), world)
+        axes.tp.serve_activations()
+        axes.everyone = _open_parts("data and tensor", mesh, (*DATA, TP), world) if PP in names else world
     if not axes.dp_shard.exchanges and axes.dp_shard.size > 1:
         # The other axes need no second one: dp_inner only gathers, dp_replicate only reduces.
         axes.dp_shard.reduce_over(_shard_subgroup("reductions", axes, axes.dp_shard.size))
@@ -216,7 +217,7 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
     for axis in axes.members:
         axis.first_tag, axis.ledger.name = number % _NUM_TAG_RANGES * _TAGS_PER_ENGINE, number
     if axes.dp_replicate.size > 1:
-        axes.dp.ledger.group = axes.dp_shard.global_ranks[0]
+        axes.dp.ledger.groups[GATHER] = axes.dp_shard.global_ranks[0]
     return axes
 
 
@@ -242,10 +243,10 @@ def _shard_subgroup(purpose: str, axes: Axes, size: int) -> dist.ProcessGroup:
             "parameters are sharded"
         )
     own = axes.dp_shard.global_ranks
-    everyone: list[list[int]] = axes.dp.all_gather_object(own, "agreement on shard groups")
+    everyone: list[list[int]] = axes.everyone.all_gather_object(own, "agreement on shard groups")
     groups = sorted({tuple(ranks) for ranks in everyone})
     parts = [list(ranks[start : start + size]) for ranks in groups for start in range(0, group_size, size)]
-    return _own_group(purpose, parts, axes.dp.timeout_s)
+    return _own_group(purpose, parts, axes.everyone.timeout_s)
 
 
 def _open_parts(purpose: str, mesh: DeviceMesh, axes: Sequence[str], world: Axis) -> Axis:
@@ -284,9 +285,10 @@ def _take_number(axes: Axes) -> int:
     """
     global _numbers_used
     number, taken = _numbers_used, {number % _NUM_TAG_RANGES for number in _numbers.values()}
-    for axis in (axes.dp, axes.tp):
-        everyone: list[tuple[int, set[int]]] = axis.all_gather_object((number, taken), "agreement on tags")
-        number, taken = max(used for used, _ in everyone), {tags for _, alive in everyone for tags in alive}
+    everyone: list[tuple[int, set[int]]] = axes.everyone.all_gather_object(
+        (number, taken), "agreement on tags"
+    )
+    number, taken = max(used for used, _ in everyone), {tags for _, alive in everyone for tags in alive}
     if len(taken) == _NUM_TAG_RANGES:
         raise RuntimeError(f"{_NUM_TAG_RANGES} engines are alive: close() or delete those that are not used")
     while number % _NUM_TAG_RANGES in taken:

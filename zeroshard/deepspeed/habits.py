@@ -43,13 +43,13 @@ class DeepSpeedNames(_Module):
     @property
     def global_rank(self) -> int:
         """The number of this rank among all ranks."""
-        rank: int = self._runtime.context.axes.world.rank
+        rank: int = self._runtime.context.axes.everyone.rank
         return rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        size: int = self._runtime.context.axes.world.size
+        size: int = self._runtime.context.axes.everyone.size
         return size
 
     @property
@@ -80,7 +80,7 @@ class DeepSpeedNames(_Module):
     def train_batch_size(self) -> int:
         """Return the number of samples in an optimizer step over all ranks."""
         steps = self.gradient_accumulation_steps()
-        return self.train_micro_batch_size_per_gpu() * steps * self.world_size
+        return self.train_micro_batch_size_per_gpu() * steps * self.dp_world_size
 
     def gradient_clipping(self) -> float:
         """Return `config.clip_grad_norm`; 0.0 when gradients are not clipped."""

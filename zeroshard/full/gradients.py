@@ -57,7 +57,7 @@ class ShownGradients:
         self._tp = axes.tp
         trained = [buffer for buffer in buffers if buffer.trainable]
         flags = [gradient is not None for buffer in trained for gradient in _gradients(buffer)]
-        used = iter(axes.world.any(flags, "agreement on which parameters have a gradient")())
+        used = iter(axes.everyone.any(flags, "agreement on which parameters have a gradient")())
         self._shown: list[_Shown] = []
         for buffer in trained:
             is_used = [next(used) for _ in buffer.sharded]

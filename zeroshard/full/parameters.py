@@ -24,6 +24,7 @@ _REMEDY = (
     "block (remove_parametrizations, prune.remove)"
 )
 
+
 class _Opened(NamedTuple):
     """A buffer with its main parameters."""
 
@@ -99,15 +100,13 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
 
 
 @torch.no_grad()
-def _write_back(
-    runtime: Runtime, opened: Sequence[_Opened], gradients: ShownGradients, moves: str
-) -> None:
+def _write_back(runtime: Runtime, opened: Sequence[_Opened], gradients: ShownGradients, moves: str) -> None:
     axes = runtime.context.axes
     moves = moves or _find_tie(opened)
     misshapen = [] if moves else [name for one in opened for name in _take_replaced(one)]
     digests = [_digest(one.wholes) for one in opened]
     changed = gradients.digests()
-    facts = axes.world.all_gather_object(
+    facts = axes.everyone.all_gather_object(
         (misshapen, digests, changed, moves), "agreement on edited parameters"
     )
     for rank, (names, _, _, moves) in enumerate(facts):
@@ -202,7 +201,7 @@ def full_state_dict(runtime: Runtime) -> dict[str, Tensor]:
     runtime.settle()
     runtime.check_slots()
     axes = runtime.context.axes
-    is_first = axes.world.rank == 0
+    is_first = axes.everyone.rank == 0
     whole: dict[int, Tensor] = {}
     for buffer in runtime.buffers:
         wholes = gather_wholes(buffer, axes.tp)

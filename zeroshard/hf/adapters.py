@@ -33,7 +33,7 @@ def export_adapters(runtime: Runtime, dir: object, how: Format) -> None:
     """
     runtime.settle()
     runtime.require_slices("save_pretrained()")
-    axis = runtime.context.axes.world
+    axis = runtime.context.axes.everyone
     module: Any = runtime.module
     folder = on_first(axis, "start of an export", lambda: as_folder(dir))
     wanted = on_first(axis, "start of an export", lambda: _select(module))
@@ -69,7 +69,7 @@ def _gather(runtime: Runtime, wanted: list[str], dtype: torch.dtype | None) -> d
     state = runtime.module.state_dict(keep_vars=True)
     names = {id(state[name]): name for name in wanted}
     axes = runtime.context.axes
-    is_first = axes.world.rank == 0
+    is_first = axes.everyone.rank == 0
     tensors = {name: state[name].detach().cpu() for name in wanted} if is_first else {}
     for buffer in runtime.buffers:
         if names.keys().isdisjoint(map(id, buffer.sharded)):

@@ -144,7 +144,7 @@ def export_engine(runtime: Runtime, dir: object, how: Format) -> None:
     """
     runtime.settle()
     runtime.require_slices("save_pretrained()")
-    axis = runtime.context.axes.world
+    axis = runtime.context.axes.everyone
     folder = on_first(axis, "start of an export", lambda: as_folder(dir))
     weights, names = _plan(runtime, how.dtype)
     on_first(axis, "start of an export", lambda: check_folder(folder, weights.tensors))
@@ -187,7 +187,7 @@ def _gather(
 ) -> Iterator[TensorSlice]:
     """Yield the full tensors on rank 0; nothing on other ranks."""
     axes = runtime.context.axes
-    is_first = axes.world.rank == 0
+    is_first = axes.everyone.rank == 0
     for buffer in runtime.buffers:
         yield from _gather_buffer(buffer, names, axes)
     state = read_model(runtime)
@@ -196,10 +196,8 @@ def _gather(
             yield TensorSlice(name, tuple(value.shape), 0, value.reshape(-1))
 
 
-def _gather_buffer(
-    buffer: FlatBuffer, names: Mapping[str, list[str]], axes: Axes
-) -> Iterator[TensorSlice]:
-    is_first, views = axes.world.rank == 0, gather_wholes(buffer, axes.tp)
+def _gather_buffer(buffer: FlatBuffer, names: Mapping[str, list[str]], axes: Axes) -> Iterator[TensorSlice]:
+    is_first, views = axes.everyone.rank == 0, gather_wholes(buffer, axes.tp)
     for sharded, view in zip(buffer.sharded, views if is_first else (), strict=is_first):
         for name in names[sharded.fqn] if view.numel() else ():
             yield TensorSlice(name, tuple(view.shape), 0, view.view(-1))

@@ -1,9 +1,9 @@
 """Bytes of activations in a decoder-only transformer, and those that tensor ranks send for them.
 
-For each block, of tokens x width elements, the backward needs, in units of one such tensor in the compute dtype:
+The backward of a block needs so many tensors of tokens x width elements, in the compute dtype:
 
-    whole on each rank    5    the inputs of both norms, of both divided pairs, and a dropout mask or residual
-    divided over tp      12    queries, keys, values, attention (4), and 4 x width twice in the layers after it
+    whole on each rank    5    the inputs of both norms and of both divided pairs, and dropout masks
+    divided over tp      12    queries, keys, values and attention (4), and twice 4 x width behind it
 
 In 16 bits that is 10 + 24 / tp bytes for each element, as the source has it. Attention scores are left out:
 fused kernels compute them again. With recomputation of each block only its input is kept, and one block is

@@ -171,7 +171,9 @@ def _units(
     if not sizes.depth:  # neither the root nor the last: it is not kept
         return [_unit(0, setting), _unit(-(-sizes.num_params // tp), setting), _unit(0, setting)]
     around = [sizes.embedding] if sizes.is_tied else [0, sizes.embedding]
-    counts = [-(-count // tp) for count in (*around, *sizes.blocks, *([] if sizes.is_tied else [sizes.embedding]))]
+    counts = [
+        -(-count // tp) for count in (*around, *sizes.blocks, *([] if sizes.is_tied else [sizes.embedding]))
+    ]
     on_device = replace(setting, tiers=setting.tiers.on_device)
     planned: dict[tuple[int, bool], UnitPlan] = {}
     plans = []

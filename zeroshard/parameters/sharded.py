@@ -42,6 +42,7 @@ from zeroshard.parameters.gradreaders import QUIET, check_reader
 from zeroshard.parameters.mixing import check_parts, explain
 from zeroshard.parameters.state import ModuleState, Phase
 from zeroshard.parameters.targets import backward_to, no_grad_of
+from zeroshard.plan.cuts import Cut
 
 
 def describe_unit(name: str) -> str:
@@ -57,6 +58,7 @@ class ShardedParameter(nn.Parameter):
         unit_name: the name of its unit.
         full_shape: the shape of the original parameter, also where tensor ranks hold a part of it each.
         is_partial: True if the slice can be less than the whole.
+        cut, tp_rank: the cut of the original over tensor ranks, if there is one; the number of this part.
         state: the state of the module.
         is_trained: True if `requires_grad` was set at first; then it may be taken away and given back.
         unsharded: the unsharded parameter, which is frozen with it; None once the engine is gone.
@@ -69,6 +71,8 @@ class ShardedParameter(nn.Parameter):
     is_partial: bool
     is_trained: bool
     unsharded: Callable[[], nn.Parameter | None]
+    cut: Cut | None = None
+    tp_rank: int = 0
 
     @staticmethod
     def wrap(

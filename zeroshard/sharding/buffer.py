@@ -121,7 +121,7 @@ class FlatBuffer:
                 fqn=original.fqn,
                 unit_name=self.unit_name,
                 full_shape=self.whole_shapes[index],
-                is_partial=self.is_partial,
+                is_partial=self.is_partial or original.cut is not None,
                 state=self._context.state,
             )
             for index, original in enumerate(self.originals)
@@ -135,6 +135,7 @@ class FlatBuffer:
                 parameter.register_post_accumulate_grad_hook(refuse_gradient(sharded.fqn))
                 parameter.requires_grad_(False)
             sharded.unsharded = weakref.ref(parameter)  # weak: a slice need not keep the whole alive
+            sharded.cut, sharded.tp_rank = self.originals[index].cut, self._context.axes.tp.rank
             parameters.append(parameter)
         return tuple(parameters)
 

@@ -73,7 +73,7 @@ class Passes(ShardedModule):
     ) -> None:
         super().__init__(units, context, changes)
         placements = context.setting.placements
-        self.reducer = Reducer(units, context.axes.dp, pool, self.order, context.state)
+        self.reducer = Reducer(units, context.axes, pool, self.order, context.state)
         plans = [plan for unit in units for plan in unit.plan.buffers]
         self._is_local = all(plan.is_local for plan in plans)
         """True if there is nothing to gather, free or reduce: then only the root's outputs are watched."""
@@ -300,7 +300,7 @@ class Passes(ShardedModule):
         for member in self.units:
             member.begin_backward(task)
         self.reducer.begin(accumulates)
-        agree_on_frozen(self.units[1:], self.context.axes.dp)
+        agree_on_frozen(self.units[1:], self.context.axes.everyone)
         if self._is_local:
             for unit in self.units:
                 unit.slots.install()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from zeroshard.comm.collectives import Axis
+from zeroshard.comm.mesh import Axes
 from zeroshard.comm.pool import BufferPool
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.parameters.state import ModuleState
@@ -42,16 +42,17 @@ class Reducer:
 
     Args:
         units: the root unit first.
-        axis: the axis whose ranks take part.
+        axes: the ranks that agree, and those over which gradients are averaged.
         pool: the buffers that gradients are packed into; emptied after each delivery.
         order: the order of the units; agreed on here.
         state: the state of the module.
     """
 
     def __init__(
-        self, units: Sequence[Unit], axis: Axis, pool: BufferPool, order: UnitOrder, state: ModuleState
+        self, units: Sequence[Unit], axes: Axes, pool: BufferPool, order: UnitOrder, state: ModuleState
     ) -> None:
-        self._units, self._axis, self._pool = tuple(units), axis, pool
+        self._units, self._pool = tuple(units), pool
+        self._axis, self._is_averaged = axes.everyone, axes.dp.size > 1
         self._all = tuple(gradients for unit in units for gradients in unit.gradients)
         self._order = order
         self.pace = Pace()
@@ -123,7 +124,7 @@ class Reducer:
         self._follow()
 
     def _meaning(self, more: bool, send: bool) -> Meaning:
-        return Meaning(more and not send and self._axis.size > 1, more)
+        return Meaning(more and not send and self._is_averaged, more)
 
     @property
     def has_more(self) -> bool:

@@ -11,7 +11,7 @@ from zeroshard.sharding.buffer import FlatBuffer
 
 
 def gather_wholes(buffer: FlatBuffer, tp: Axis) -> list[Tensor]:
-    """Gather the main parameters of a buffer: whole, in the main dtype, in memory of their own; collective."""
+    """Gather the main parameters of a buffer, whole, in memory of their own; collective."""
     return wholes_in(buffer, buffer.gather_main(), tp)
 
 

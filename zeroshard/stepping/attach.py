@@ -74,7 +74,7 @@ def attach(
         _refuse_theirs(optimizer)
         _hook(runtime, optimizer, together, engine)
         if isinstance(optimizer, UsesNorms):
-            optimizer.norms_of = NormsOverRanks(runtime.buffers, runtime.context.axis)
+            optimizer.norms_of = NormsOverRanks(runtime.buffers, runtime.context.axes)
         units = [unit.starts() for unit in runtime.units]
         starts = {p: start for unit in units for p, start in unit.items()}
         in_pieces = _in_pieces(runtime, optimizer, starts)

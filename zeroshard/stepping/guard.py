@@ -13,6 +13,7 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.clipping import factor_of, global_norm, limit_norm
 from zeroshard.stepping.loss_scale import LossScale
 from zeroshard.stepping.nonfinite import all_finite, describe_nonfinite
+from zeroshard.stepping.replicas import check_replicas
 from zeroshard.stepping.rounding import Rounding
 from zeroshard.stepping.scaling import Scaling, has_far_parameters
 
@@ -33,7 +34,7 @@ class StepGuard:
         is_half = runtime.reducer.is_half
         self.loss_scale = LossScale.of(config.precision.loss_scale) if is_half else LossScale()
         is_narrow = config.precision.main_dtype is torch.bfloat16
-        self.rounding = Rounding.agreed(runtime.context.axes.dp) if is_narrow else None
+        self.rounding = Rounding.agreed(runtime.context.axes.everyone) if is_narrow else None
         """The rounding of updates into main parameters of bfloat16; None for wider ones."""
         clips = config.clip_grad_norm is not None and has_far_parameters(runtime)
         self.scaling = Scaling(optimizer, runtime.state) if clips and optimizer is not None else None
@@ -43,6 +44,8 @@ class StepGuard:
         self.may_skip = is_half or config.nonfinite == "skip"
         """True if a step may have to be left out."""
         self._judges = self.may_skip or config.nonfinite == "error"
+        self._compares = runtime.context.axes.tp.size > 1
+        """True until the gradients of tensor ranks have been compared."""
 
     @property
     def needs_gradients(self) -> bool:
@@ -78,9 +81,12 @@ class StepGuard:
             True if the optimizer may step.
 
         Raises:
-            RuntimeError: gradients are not finite, with `nonfinite="error"`.
+            RuntimeError: gradients are not finite, with `nonfinite="error"`; or tensor ranks have different
+                ones of a parameter that each holds whole.
         """
         self._runtime.state.before_show()  # the last step may have failed halfway
+        if self._compares:
+            self._compares = not check_replicas(self._runtime)
         norm = None
         if self._max_norm is not None:
             self.grad_norm = norm = global_norm(self._runtime)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import moves
-from zeroshard.comm.collectives import Axis
+from zeroshard.comm.mesh import Axes
 from zeroshard.internals.foreach import foreach_sum_of_squares
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
@@ -67,13 +67,15 @@ def whole_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tens
 
 
 class NormsOverRanks:
-    """`Norms` of sharded parameters, the same bits on all ranks; one exchange a call, on all ranks alike.
+    """`Norms` of sharded parameters, the same bits on all ranks; two exchanges a call, on all ranks alike.
 
-    Each rank adds up the squares of the elements that the layout gives it, at every stage alike.
+    Each rank adds up the squares of the elements that the layout gives it, at every stage alike. Parameters
+    that are cut over tensor ranks are added up over these too; of others the first tensor rank counts the
+    elements.
     """
 
-    def __init__(self, buffers: Iterable[FlatBuffer], axis: Axis) -> None:
-        self._axis = axis
+    def __init__(self, buffers: Iterable[FlatBuffer], axes: Axes) -> None:
+        self._axes, self._device = (axes.dp_shard, axes.tp), axes.dp_shard.device
         self._own = {p: buffer.counted(at) for buffer in buffers for at, p in enumerate(buffer.sharded)}
 
     @torch.no_grad()
@@ -81,10 +83,12 @@ class NormsOverRanks:
         own = [tensor[self._slice(p)] for p, tensor in zip(parameters, tensors, strict=True)]
         squares: dict[int, Tensor] = {}
         for group in moves.by_device(own):
-            found = moves.to_device(sum_of_squares([own[index] for index in group]), self._axis.device)
+            found = moves.to_device(sum_of_squares([own[index] for index in group]), self._device)
             squares |= zip(group, found.unbind(), strict=True)
         total = torch.stack([squares[index] for index in range(len(own))])
-        return self._axis.sum(total, "sum of the squared norms of parameters").sqrt()
+        for axis in self._axes:
+            total = axis.sum(total, "sum of the squared norms of parameters")
+        return total.sqrt()
 
     def _slice(self, parameter: Tensor) -> slice:
         own = self._own.get(parameter) if isinstance(parameter, ShardedParameter) else None

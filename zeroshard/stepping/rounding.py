@@ -11,6 +11,9 @@ The random bits are a hash, not a generator's: the same at any number of ranks, 
     word n  the n-th output, from 0, of SplitMix64 that starts at `key` (Steele, Lea, Flood 2014, figure 17)
     bits    of element i of the whole parameter: the (i mod 4)-th 16 bits, from the lowest, of word i // 4
 
+Tensor ranks that hold parts of a parameter draw for each part by itself, with its number behind the name.
+Those that hold the same parameter draw the same bits, so that it stays the same.
+
 On a CPU numba compiles one pass over memory (`bfloat16.py`). Without it, on a GPU and for small slices, torch
 operations give the same bits.
 """

@@ -49,7 +49,7 @@ class Widening:
             yield
             with past_guards():
                 for p, (main, _) in zip(parameters, narrow, strict=True):
-                    round_into(main, p.detach(), self._rounding.key(p.fqn), self._starts[p])
+                    round_into(main, p.detach(), self._rounding.key(name_of_part(p)), self._starts[p])
         finally:
             for p, (main, grad) in zip(parameters, narrow, strict=True):
                 _hold(p, main, grad)
@@ -69,7 +69,7 @@ class InPlace:
         """Return the random bits of a main parameter in this step; None for any other tensor."""
         if not isinstance(parameter, ShardedParameter) or parameter not in self._starts:
             return None
-        return Bits(self._rounding.key(parameter.fqn), self._starts[parameter])
+        return Bits(self._rounding.key(name_of_part(parameter)), self._starts[parameter])
 
     def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
         """Do nothing: there is nothing to fetch ahead."""
@@ -107,3 +107,8 @@ def load_states_wide(optimizer: Optimizer, parameters: Sequence[ShardedParameter
                     p.data = main
 
     optimizer.load_state_dict = load_wide  # type: ignore[method-assign]
+
+
+def name_of_part(parameter: ShardedParameter) -> str:
+    """The original name, with the number of a part: each part draws random bits of its own."""
+    return parameter.fqn if parameter.cut is None else f"{parameter.fqn}:{parameter.tp_rank}"

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from zlib import crc32
 
-GATHER, REDUCE, CONTROL = LINES = ("gather", "reduce", "control")
-"""The lines of a ledger: parameter gathers, gradient reductions, small agreements."""
+GATHER, REDUCE, CONTROL, TENSOR = LINES = ("gather", "reduce", "control", "tensor")
+"""The lines of a ledger: parameter gathers, gradient reductions, small agreements, and all that the ranks of
+a tensor group exchange."""
 
 STEP = "step of the optimizer"
 """The label of a step, which is no collective: so ranks that have taken different steps differ."""
@@ -55,13 +56,15 @@ class Ledger:
     than they reduce.
     """
 
-    __slots__ = ("_lines", "group", "name")
+    __slots__ = ("_lines", "groups", "name")
 
     def __init__(self) -> None:
         self.name = -1
         """The number of the engine, the same on all ranks; -1 until an engine has its axes."""
-        self.group: int | None = None
-        """The shard group of this rank, if there are several: each gathers in the order of its own ranks."""
+        self.groups: dict[str, int] = {}
+        """By line, the first rank of this rank's group, where there are several: each has an order of its
+        own. Shard groups gather, and tensor groups exchange activations, in the forwards of their own
+        ranks."""
         self._lines = {line: _Line() for line in LINES}
 
     def note(self, label: str, line: str) -> None:
@@ -79,14 +82,14 @@ class Ledger:
     def proof(self) -> list[int]:
         """Return bytes whose maxima over the ranks `is_proven` takes: it compares the digests of all ranks.
 
-        Gathers are left out if there are several shard groups.
+        Lines with several groups are left out.
         """
-        lines = (line for name, line in self._lines.items() if self.group is None or name != GATHER)
+        lines = (line for name, line in self._lines.items() if name not in self.groups)
         digests = b"".join(line.digest.to_bytes(_DIGEST_BYTES, "little") for line in lines)
         return [*digests, *(255 - byte for byte in digests)]
 
     def _told(self, line: str) -> str:
-        return line if self.group is None or line != GATHER else f"{line} of group {self.group}"
+        return line if line not in self.groups else f"{line} of group {self.groups[line]}"
 
 
 def is_proven(maxima: Sequence[int]) -> bool:

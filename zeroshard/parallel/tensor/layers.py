@@ -33,6 +33,9 @@ from zeroshard.plan.originals import Original
 from zeroshard.plan.wrapping import UnitSpec
 from zeroshard.sharding.changes import Changes
 
+Plan = Mapping[str, str | Style]
+"""Styles, or their words, by a pattern of names of modules."""
+
 
 @dataclass(frozen=True, slots=True)
 class Divided:
@@ -52,7 +55,7 @@ class Divided:
         return self.style.way in (Way.SUMMED, Way.SHARED_COLUMNS)
 
 
-def match(model: nn.Module, plan: Mapping[str, str | Style], num_ranks: int) -> list[Divided]:
+def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
     """Find the layers of a plan and the parts of their parameters; nothing is changed.
 
     Args:
@@ -122,31 +125,39 @@ def with_heads(style: Style, name: str, module: Any, parent: nn.Module, num_rank
     return Style(Way.SHARED_COLUMNS if is_shared else style.way, sections)
 
 
-def divide(
-    model: nn.Module,
-    specs: Sequence[UnitSpec],
-    plan: Mapping[str, str | Style] | None,
-    over: Activations,
-    changes: Changes,
-) -> list[UnitSpec]:
-    """Divide the layers of a plan over the tensor ranks; return the units with the cuts of their parameters.
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A model whose layers are to be divided."""
+
+    layers: list[Divided]
+    specs: list[UnitSpec]
+    """The units, with the cuts of their parameters."""
+
+
+def plan_division(model: nn.Module, specs: Sequence[UnitSpec], plan: Plan | None, num_ranks: int) -> Division:
+    """Find how to divide the layers of a model; nothing is changed, no rank is asked.
 
     Args:
+        model: the model.
+        specs: its units.
         plan: see `match`; None for the plan of a model of transformers.
+        num_ranks: the ranks of a tensor group.
 
     Raises:
         ValueError: see `match`; there is no plan; or a parameter that two layers share would be cut in two
             ways.
     """
+    if num_ranks == 1:
+        return Division([], list(specs))
     plan = plan_of(model) if plan is None else plan
     if not plan:
         raise ValueError(
-            f"mesh.tp={over.size}: {type(model).__name__} has no plan of its own, as many models of "
-            "transformers have in `tp_plan`: give zeroshard.initialize tp_plan={'layers.*.up': 'colwise', "
+            f"mesh.tp={num_ranks}: {type(model).__name__} has no plan of its own, as many models of "
+            "transformers have in `tp_plan`: give tp_plan={'layers.*.up': 'colwise', "
             "'layers.*.down': 'rowwise', ...}"
         )
-    check_vocabulary(model, plan, over.size)
-    layers = match(model, plan, over.size)
+    check_vocabulary(model, plan, num_ranks)
+    layers = match(model, plan, num_ranks)
     cuts: dict[nn.Parameter, Cut] = {}
     summed = {p for layer in layers if layer.is_summed for p in layer.module.parameters()}
     for layer in layers:
@@ -157,12 +168,11 @@ def divide(
             if (other.dim, other.sections) != (cut.dim, cut.sections):
                 raise ValueError(f"tp_plan: '{cut.name}' is tied to '{other.name}', which is cut another way")
     _refuse_whole_ties(specs, layers, cuts)
-    install(layers, over, changes)
 
     def noted(o: Original) -> Original:
         return replace(o, cut=cuts.get(o.parameter), is_summed=o.parameter in summed)
 
-    return [replace(spec, originals=[noted(o) for o in spec.originals]) for spec in specs]
+    return Division(layers, [replace(spec, originals=[noted(o) for o in spec.originals]) for spec in specs])
 
 
 def _refuse_whole_ties(

@@ -1,0 +1,108 @@
+"""Optimizers that need norms of whole parameters, and those with states in blocks, over tensor ranks."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.parallel.runs import check_same, divided, initialize, plain
+from tests.parallel.test_divided import adamw, build
+from zeroshard.optim import LAMB, LARS, AdamW8bit, LAMB8bit, LARS8bit
+
+LAYERWISE = {
+    "LARS": functools.partial(LARS, lr=0.5, weight_decay=0.01, trust_coefficient=0.02),
+    "LAMB": functools.partial(LAMB, lr=1e-2),
+}
+
+
+@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.long_where(stage=[0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_trust_ratios_are_those_of_whole_matrices(ranks, name, num_ranks, tp, stage):
+    check(ranks, num_ranks, name, {"stage": stage, "mesh": {"tp": tp}})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_shard_groups_count_each_element_once(ranks, name):
+    check(ranks, 8, name, {"stage": 2, "mesh": {"tp": 2}, "shard_group_size": 2})
+
+
+def check(ranks, num_ranks, name, config):
+    want = plain(LAYERWISE[name])
+    runs = ranks(num_ranks, divided, config, LAYERWISE[name], timeout=120)
+    check_same(runs)
+    for run in runs:
+        assert run.losses == pytest.approx(want.losses, rel=1e-9)
+        for key, value in run.state.items():
+            torch.testing.assert_close(value, want.state[key], rtol=0, atol=1e-9, msg=key)
+
+
+# ------------------------------------------------------------------------------------------ states in blocks
+
+OF_8_BITS = {
+    "AdamW": functools.partial(AdamW8bit, lr=1e-2, min_8bit_size=600),
+    "LAMB": functools.partial(LAMB8bit, lr=1e-2, min_8bit_size=600),
+    "LARS": functools.partial(LARS8bit, lr=0.5, weight_decay=0.01, trust_coefficient=0.02, min_8bit_size=600),
+}
+"""Matrices of 1024 elements, of which two tensor ranks hold 512 each, have states of 8 bits."""
+
+
+@pytest.mark.long_where(name=["LAMB", "LARS"])
+@pytest.mark.parametrize("name", OF_8_BITS)
+def test_blocks_of_parts_give_the_same_bits_at_every_stage(ranks, name):
+    make = OF_8_BITS[name]
+    want = plain(make, dtype=torch.float32)
+    found = [
+        ranks(4, divided, {"stage": stage, "mesh": {"tp": 2}}, make, dtype=torch.float32)
+        for stage in range(4)
+    ]
+    first = found[0][0]
+    for runs in found:
+        check_same(runs)
+        assert runs[0].losses == first.losses
+        assert all(torch.equal(value, first.state[key]) for key, value in runs[0].state.items())
+    # Blocks of parts hold other elements than blocks of wholes, so scales and codes differ a little.
+    assert first.losses == pytest.approx(want.losses, rel=2e-3)
+
+
+def states_of(stage):
+    engine = initialize(build(0).float(), OF_8_BITS["AdamW"], {"stage": stage, "mesh": {"tp": 2}})
+    tokens = torch.arange(20).view(4, 5)
+    engine.backward(engine(tokens).square().mean())
+    engine.step()
+    found = {p.fqn: engine.optimizer.state[p]["exp_avg"].dtype for p in engine.parameters()}
+    count = engine.num_parameters()
+    engine.close(restore=False)
+    return found, count
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_thresholds_and_counts_are_of_whole_parameters(ranks, stage):
+    want = {name: p.numel() >= 600 for name, p in build(0).named_parameters()}
+    for found, count in ranks(2, states_of, stage):
+        assert {name: dtype is torch.uint8 for name, dtype in found.items()} == want
+        assert count == sum(p.numel() for p in build(0).parameters())
+
+
+# ---------------------------------------------------------------------------------------------- bfloat16
+
+NARROW = {"precision": {"param_dtype": "bf16", "main_dtype": "bf16"}}
+KINDS = {"AdamW": adamw, "AdamW8bit": OF_8_BITS["AdamW"], "LAMB": functools.partial(LAMB, lr=1e-2)}
+
+
+@pytest.mark.long_where(name=["AdamW8bit", "LAMB"])
+@pytest.mark.parametrize("name", KINDS)
+def test_parameters_of_bfloat16_stay_the_same_on_all_tensor_ranks(ranks, name):
+    want, found = plain(KINDS[name], steps=10), []
+    for stage in range(4):
+        config = {"stage": stage, "mesh": {"tp": 2}, **NARROW}
+        runs = ranks(4, divided, config, KINDS[name], steps=10, dtype=torch.float32)
+        check_same(runs)
+        found.append(runs[0])
+    for run in found:
+        assert run.losses == found[0].losses
+        assert all(torch.equal(value, found[0].state[key]) for key, value in run.state.items())
+        assert run.losses == pytest.approx(want.losses, rel=3e-2)  # values of 8 bits

@@ -1,0 +1,97 @@
+"""Tensor ranks that get different batches are told at the first forward.
+
+They compute parts of one batch. With several batches their sums would mix them, and no error would tell:
+behind a divided layer all ranks go on with the same wrong values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm.collectives import Axis
+from zeroshard.internals.autograd import is_in_backward, is_transformed
+from zeroshard.internals.nested import find_tensors
+from zeroshard.sharding.runtime import Runtime
+
+_LOOKED_AT = 1 << 16
+"""The elements of an input that are looked at; those of a whole batch may take a while."""
+_FAR = 0.01
+"""The part of its norm by which floating-point inputs may differ: a device may have computed them."""
+
+
+class Seen(NamedTuple):
+    """The facts about a tensor that its ranks compare."""
+
+    kind: str
+    """Dtype and shape."""
+    digest: str
+    """Of integers; empty for floating-point numbers."""
+    numbers: tuple[float, float] = (0.0, 0.0)
+    """Of floating-point numbers: the norm, and the product with a vector of cosines."""
+
+    @staticmethod
+    def of(tensor: Tensor) -> Seen:
+        """Look at a tensor."""
+        kind = f"{tensor.dtype} {list(tensor.shape)}"
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return Seen(kind, "")
+        values = tensor.detach().reshape(-1)[:_LOOKED_AT].cpu()
+        if not (values.is_floating_point() or values.is_complex()):
+            return Seen(kind, blake2b(values.contiguous().numpy().tobytes(), digest_size=8).hexdigest())
+        values = (torch.view_as_real(values).reshape(-1) if values.is_complex() else values).double()
+        weights = torch.arange(values.numel(), dtype=torch.float64).cos_()
+        return Seen(kind, "", (values.norm().item(), values.dot(weights).item()))
+
+    def is_like(self, other: Seen) -> bool:
+        """True if both may be of the same tensor; also if there are numbers that are not finite."""
+        far = sum(abs(a - b) for a, b in zip(self.numbers, other.numbers, strict=True))
+        is_far = far > _FAR * max(self.numbers[0], other.numbers[0])
+        return self.kind == other.kind and self.digest == other.digest and not is_far
+
+
+class _Comparison:
+    """Compares the inputs of the root until there were some."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis, self._is_over = axis, False
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_over or is_transformed() or is_in_backward():
+            return
+        own = [Seen.of(tensor) for tensor in find_tensors((args, kwargs))[0]]
+        everyone = self._axis.all_gather_object(own, "comparison of inputs")
+        for rank, theirs in enumerate(everyone):
+            if not _are_like(everyone[0], theirs):
+                raise RuntimeError(self._explain(rank, everyone[0], theirs))
+        self._is_over = bool(own)
+
+    def _explain(self, rank: int, first: Sequence[Seen], theirs: Sequence[Seen]) -> str:
+        ranks = self._axis.global_ranks
+        found = [", ".join(seen.kind for seen in one) or "no tensors" for one in (first, theirs)]
+        if found[0] == found[1]:
+            found = [f"{text} of some values" for text in found[:1]] + ["others of the same shapes"]
+        return (
+            f"expected the same batch on the tensor ranks {ranks}, which compute parts of it; rank "
+            f"{ranks[0]} was given {found[0]}, rank {ranks[rank]} {found[1]}. Ranks with other batches are "
+            "those of "
+            f"DistributedSampler(data, num_replicas=world_size // {len(ranks)}, rank=rank // {len(ranks)})"
+        )
+
+
+def guard_inputs(runtime: Runtime) -> None:
+    """Have the first forward of a model compare its inputs over the tensor ranks, if there are several."""
+    axis = runtime.context.axes.tp
+    if axis.size > 1:
+        root = runtime.root.modules[0]
+        compare = _Comparison(axis)
+        runtime.changes.hook(root.register_forward_pre_hook(compare, prepend=True, with_kwargs=True))
+
+
+def _are_like(one: Sequence[Seen], other: Sequence[Seen]) -> bool:
+    return len(one) == len(other) and all(a.is_like(b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,89 @@
+"""Gradients of parameters that each tensor rank holds whole: a check, once, that all ranks have the same.
+
+Tensor ranks compute the same values between divided layers, so they step these parameters alike and exchange
+nothing for them. If they were given other batches, drew another dropout, or use such a parameter for a part
+of the heads only, the parameters would drift apart, and no error would tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of
+from zeroshard.sharding.runtime import Runtime
+
+_LOOKED_AT = 1 << 16
+"""The elements of a slice that are looked at: an embedding would take memory for as many weights."""
+_FAR = 0.01
+"""The part of its norm by which a gradient may be off: atomic additions of a device come in any order."""
+_NUM_SHOWN = 3
+
+
+class _Seen(NamedTuple):
+    """Two numbers that tell a gradient from another one."""
+
+    norm: float
+    product: float
+    """The product with a vector of cosines."""
+
+    def is_like(self, other: _Seen) -> bool:
+        """True if both may be of the same gradient; also if one of them is not finite."""
+        far = abs(self.norm - other.norm) + abs(self.product - other.product)
+        return not far > _FAR * max(self.norm, other.norm)
+
+
+@torch.no_grad()
+def check_replicas(runtime: Runtime) -> bool:
+    """Compare gradients over the tensor ranks; collective.
+
+    Returns:
+        True if that has told something: there were gradients, and all were finite.
+
+    Raises:
+        RuntimeError: on all ranks, some of them differ.
+    """
+    axes = runtime.context.axes
+    parameters = list(_replicas(runtime))
+    if not parameters:
+        return True
+    own = [_see(gradient) if (gradient := gradient_of(p)) is not None else None for p in parameters]
+    everyone = axes.tp.all_gather_object(own, "comparison of gradients")
+    differs = [
+        any(one is not None and first is not None and not first.is_like(one) for one in others)
+        for first, *others in zip(*everyone, strict=True)
+    ]
+    seen = [one for one in own if one is not None and one.norm]
+    is_finite = all(math.isfinite(one.norm) for one in seen)
+    *answer, is_told, is_odd = axes.everyone.any(
+        [*differs, bool(seen), not is_finite], "agreement on gradients of tensor ranks"
+    )()
+    if is_odd:
+        return False
+    names = [p.fqn for p, is_bad in zip(parameters, answer, strict=True) if is_bad]
+    if not names:
+        return is_told
+    shown, more = ", ".join(map(repr, names[:_NUM_SHOWN])), len(names) - _NUM_SHOWN
+    raise RuntimeError(
+        f"the tensor ranks have different gradients of {shown}{f' and {more} more' if more > 0 else ''}, "
+        "which each of them holds whole, so they would train different models. Expected the same seed for "
+        "dropout on all ranks of a tensor group, and 'replicated_with_grad_allreduce' in tp_plan for a layer "
+        "that gets a part of the heads. The step was not taken"
+    )
+
+
+def _replicas(runtime: Runtime) -> Iterator[ShardedParameter]:
+    for buffer in runtime.buffers:
+        if buffer.trainable:
+            yield from (p for p in buffer.sharded if p.cut is None)
+
+
+def _see(gradient: Tensor) -> _Seen:
+    values = gradient[:_LOOKED_AT].double()
+    weights = torch.arange(values.numel(), dtype=torch.float64, device=values.device).cos_()
+    norm, product = torch.stack((values.norm(), values.dot(weights))).tolist()
+    return _Seen(norm, product)
