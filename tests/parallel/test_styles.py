@@ -25,7 +25,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.gate_up, self.down = nn.Linear(8, 24), nn.Linear(12, 8)
+        self.gate_up, self.down = nn.Linear(8, 24), nn.Linear(12, 8, bias=False)  # its output is a sum
         self.each, self.together = nn.Linear(8, 12), nn.Linear(12, 8)
         self.biases = nn.Embedding(5, 4)
         self.heads, self.out = nn.Linear(8, 4), nn.Linear(4, 8)
