@@ -31,6 +31,9 @@ QWEN3 = SMALL | {
     "head_dim": 8,
     "mlp_only_layers": [0],
 }
+LATENT = SMALL | {"kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8}
+LATENT |= {"num_key_value_heads": 4, "moe_intermediate_size": 16, "n_shared_experts": 1}
+LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}
 MODELS = {
     "Mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig, MIXTRAL),
     "Mixtral, in a batch": (
@@ -44,6 +47,11 @@ MODELS = {
         MIXTRAL | {"output_router_logits": False},
     ),
     "Qwen3, some layers": (transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig, QWEN3),
+    "DeepSeek V2": (
+        transformers.DeepseekV2ForCausalLM,
+        transformers.DeepseekV2Config,
+        LATENT | {"q_lora_rank": 12, "first_k_dense_replace": 1},
+    ),
     "Llama 4": (
         transformers.Llama4ForCausalLM,
         transformers.Llama4TextConfig,

@@ -19,6 +19,15 @@ _IN_ONE = {"query_key_value": 3}
 """Layers whose outputs are, for each head, its query, its key and its value."""
 _SIDE_BY_SIDE = {("GPT2Attention", "c_attn"): "embed_dim"}
 """Layers with all queries first, then all keys, then all values: (attention layer, name) -> size of each."""
+_LATENT = {
+    "q_proj": ("qk_head_dim",),
+    "q_b_proj": ("qk_head_dim",),
+    "kv_b_proj": ("qk_nope_head_dim", "v_head_dim"),
+    "o_proj": ("v_head_dim",),
+}
+"""Layers of multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1) -> the sizes of what a
+head has there."""
+_ROTARY = "qk_rope_head_dim"
 _COUNTS = {
     "GPT2Attention": ("num_heads", "embed_dim", "split_size"),
     "T5Attention": ("n_heads", "inner_dim"),
@@ -36,16 +45,39 @@ def sections_of(name: str, parent: nn.Module, size: int, *, is_outputs: bool) ->
         size: the outputs or inputs of the layer.
         is_outputs: True for its outputs, which may be several matrices in one.
     """
-    head = next((head for head in (getattr(parent, attribute, None) for attribute in _SIZES) if head), None)
+    last = name.rpartition(".")[2]
+    head = _head_of(parent, last)
     if head is None:
         return ()
-    last = name.rpartition(".")[2]
     together = _SIDE_BY_SIDE.get((type(parent).__name__, last)) if is_outputs else None
     if together is not None:
         each: int = getattr(parent, together)
         return (Section(each, head),) * (size // each)
     unit = head * _IN_ONE.get(last, 1)
     return () if size % unit else (Section(size, unit),)
+
+
+def _head_of(parent: nn.Module, last: str) -> int | None:
+    """The size of a head in a layer of an attention layer."""
+    if hasattr(parent, _ROTARY):
+        sizes = [getattr(parent, attribute, 0) for attribute in _LATENT.get(last, ())]
+        return sum(sizes) if all(sizes) and sizes else None
+    return next((head for head in (getattr(parent, attribute, None) for attribute in _SIZES) if head), None)
+
+
+def rotary_size(name: str, parent: nn.Module) -> int:
+    """Return how many of the outputs of a layer of latent attention are parts of the keys of all heads.
+
+    Raises:
+        ValueError: the attention layer does not tell.
+    """
+    size = getattr(parent, _ROTARY, None)
+    if not isinstance(size, int):
+        raise ValueError(
+            f"tp_plan: '{name}' has the word 'mla_kv_a_proj'; expected '{_ROTARY}' in the "
+            f"{type(parent).__name__} that holds it, got {size!r}"
+        )
+    return size
 
 
 def set_counts(parents: Iterable[nn.Module], num_ranks: int, changes: Changes) -> None:

@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
 from zeroshard.parallel.tensor.experts import compute_experts, cuts_of_experts
-from zeroshard.parallel.tensor.heads import sections_of, set_counts
+from zeroshard.parallel.tensor.heads import rotary_size, sections_of, set_counts
 from zeroshard.parallel.tensor.moves import Move, move
 from zeroshard.parallel.tensor.plans import check_vocabulary, plan_of
 from zeroshard.parallel.tensor.styles import Style, Way
@@ -85,8 +86,7 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
                 words = {at: style_of(f"{name}.{at}").way.value for at, _ in module.named_parameters()}
                 cuts = cuts_of_experts(name, module, words, num_ranks)
             else:
-                is_cut = style.way not in (Way.SUMMED, Way.SHARED_COLUMNS)
-                cuts = dict(_cuts(name, module, style, num_ranks)) if is_cut else {}
+                cuts = {} if style.way in _UNCUT else dict(_cuts(name, module, style, num_ranks))
             found.append(Divided(name, module, style, cuts, parent))
     for pattern in styles.keys() - fitting:
         raise ValueError(f"tp_plan: no module of the model is called '{pattern}'")
@@ -94,8 +94,9 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
 
 
 _WHOLE = Style(Way.REPLICATE)
+_UNCUT = (Way.SUMMED, Way.SHARED_COLUMNS, Way.LATENT)
 _BY_ROWS = (Way.ROWS, Way.ROWS_SPLIT)
-_WITHOUT_HEADS = (Way.SUMMED, Way.COLUMNS_GATHERED, Way.ROWS_SPLIT)
+_WITHOUT_HEADS = (Way.SUMMED, Way.COLUMNS_GATHERED, Way.ROWS_SPLIT, Way.LATENT)
 """Ways that may divide a head: what follows has all of them, or none."""
 
 
@@ -105,6 +106,8 @@ def with_heads(style: Style, name: str, module: Any, parent: nn.Module, num_rank
     Under grouped-query attention (Ainslie et al. 2023) there may be fewer heads of keys and values than
     ranks. Then several ranks use the same one.
     """
+    if style.way is Way.LATENT:
+        rotary_size(name, parent)
     if style.sections or style.way in _WITHOUT_HEADS or not _is_linear(module):
         return style
     is_outputs = style.way is not Way.ROWS
@@ -167,7 +170,7 @@ def plan_division(model: nn.Module, specs: Sequence[UnitSpec], plan: Plan | None
             other = cuts.setdefault(parameter, cut)
             if (other.dim, other.sections) != (cut.dim, cut.sections):
                 raise ValueError(f"tp_plan: '{cut.name}' is tied to '{other.name}', which is cut another way")
-    _refuse_whole_ties(specs, layers, cuts)
+    _refuse_whole_ties(model, layers, cuts)
 
     def noted(o: Original) -> Original:
         return replace(o, cut=cuts.get(o.parameter), is_summed=o.parameter in summed)
@@ -175,18 +178,16 @@ def plan_division(model: nn.Module, specs: Sequence[UnitSpec], plan: Plan | None
     return Division(layers, [replace(spec, originals=[noted(o) for o in spec.originals]) for spec in specs])
 
 
-def _refuse_whole_ties(
-    specs: Sequence[UnitSpec], layers: Sequence[Divided], cuts: Mapping[nn.Parameter, Cut]
-) -> None:
+def _refuse_whole_ties(model: nn.Module, layers: Sequence[Divided], cuts: Mapping[nn.Parameter, Cut]) -> None:
     """Refuse a parameter that is cut for one module and whole in another one."""
     divided = {(layer.module, attribute) for layer in layers for attribute in layer.cuts}
-    for original in (original for spec in specs for original in spec.originals):
-        for module, attribute in original.owners:
-            cut = cuts.get(original.parameter)
+    for name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            cut = None if parameter is None else cuts.get(parameter)
             if cut is not None and (module, attribute) not in divided:
                 raise ValueError(
-                    f"tp_plan: '{cut.name}' is cut, but tied to the {attribute} of a {type(module).__name__} "
-                    "that is not; expected both in the plan"
+                    f"tp_plan: '{cut.name}' is cut, but tied to '{name}.{attribute}', which is not; expected "
+                    "both in the plan"
                 )
 
 
@@ -275,8 +276,8 @@ def _outputs(layer: Divided) -> int | None:
     """The outputs of a rank, for a layer divided by columns."""
     if layer.style.way is Way.SHARED_COLUMNS:
         return layer.style.sections[0].unit
-    cut = layer.cuts["weight"]
-    return None if layer.style.way in _BY_ROWS else cut.local_shape[cut.dim]
+    cut = layer.cuts.get("weight")
+    return None if cut is None or layer.style.way in _BY_ROWS else cut.local_shape[cut.dim]
 
 
 def _inputs(layer: Divided) -> int | None:
@@ -305,14 +306,16 @@ def _forward_of(layer: Divided, over: Activations) -> Callable[..., Tensor]:
         (section,) = layer.style.sections
         first = over.rank * (section.size // section.unit) // over.size * section.unit
         return functools.partial(_one_head, Span(first, first + section.unit))
-    return {
+    forwards: dict[Way, Callable[..., Tensor]] = {
         Way.COLUMNS: _columns,
         Way.COLUMNS_GATHERED: _gathered_columns,
         Way.ROWS: _rows,
         Way.ROWS_SPLIT: _split_rows,
         Way.EXPERTS: compute_experts,
         Way.PER_HEAD: _per_head,
-    }[layer.style.way]
+        Way.LATENT: functools.partial(_latent, layer.parent),
+    }
+    return forwards[layer.style.way]
 
 
 def _columns(module: nn.Module, over: Activations, name: str, value: Tensor) -> Tensor:
@@ -338,6 +341,13 @@ def _rows(module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
 
 def _split_rows(module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
     return _rows(module, over, name, move(value, Move.SPLIT, over, name))
+
+
+def _latent(parent: nn.Module, module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
+    found = type(module).forward(module, value)
+    size = rotary_size(name, parent)
+    latent, rotary = found.split([found.shape[-1] - size, size], -1)
+    return torch.cat((latent, move(rotary, Move.COPY, over, name)), -1)
 
 
 def _per_head(module: Any, over: Activations, name: str, tokens: Tensor) -> Tensor:

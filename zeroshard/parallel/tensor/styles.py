@@ -33,6 +33,8 @@ class Way(Enum):
     """Experts, by the words for their parameters."""
     PER_HEAD = "embedding_per_head"
     """An embedding of one element for each head: by these."""
+    LATENT = "mla_kv_a_proj"
+    """Not at all; the heads of each rank use its last outputs, which are parts of their keys."""
 
 
 _ALIASES = {
