@@ -27,6 +27,7 @@ from zeroshard.guards.inputs import guard_inputs
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
 from zeroshard.lazy.recorder import refuse_recording
+from zeroshard.parallel.tensor.adapters import through_adapters
 from zeroshard.parallel.tensor.layers import Style, divide
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
@@ -82,6 +83,7 @@ def shard_over(
     """Shard a module with the units of `find_units`; return its runtime, and the replaced parameters."""
     changes = Changes()
     if axes.tp.size > 1:
+        tp_plan = through_adapters(module, tp_plan, axes.tp.size)
         specs = divide(module, specs, tp_plan, Activations(axes.tp, _TAG_OF_ACTIVATIONS), changes)
     record_resets(module)
     check_values(module)

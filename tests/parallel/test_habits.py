@@ -5,7 +5,6 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.parallel.test_divided import adamw, build, loss_of
 from tests.parallel.trained import STEPS, Run, check_same, digests, initialize, own_part, plain

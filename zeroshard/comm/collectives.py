@@ -27,16 +27,7 @@ from zeroshard.comm import streams
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.handles import DONE, Handle, Issued, Pending, Several
 from zeroshard.comm.pool import BufferPool
-from zeroshard.comm.watch.ledger import (
-    CONTROL,
-    GATHER,
-    REDUCE,
-    TENSOR,
-    Entries,
-    Ledger,
-    find_difference,
-    is_proven,
-)
+from zeroshard.comm.watch.ledger import CONTROL, GATHER, REDUCE, Entries, Ledger, find_difference, is_proven
 from zeroshard.comm.watch.status import RankStatus
 from zeroshard.comm.watch.waits import Waits
 from zeroshard.comm.watch.watchdog import Watchdog
@@ -134,14 +125,14 @@ class Axis:
         """Give reductions another group of the same ranks, so that they run beside gathers."""
         self._groups[Channel.REDUCE] = group
 
-    def serve_activations(self) -> None:
-        """Let a forward exchange over this axis: its collectives have a line of their own in the ledger.
+    def serve_activations(self, line: str) -> None:
+        """Let a forward exchange over this axis: its collectives have a line of the ledger for themselves.
 
         Data-parallel ranks may call a model unevenly, so theirs are not compared with those of others.
         Messages name the ranks, because there are other groups with a collective of the same name.
         """
-        self._line, self._place = TENSOR, f" over the tensor ranks {self.global_ranks}"
-        self.ledger.groups[TENSOR] = self.global_ranks[0]
+        self._line, self._place = line, f" over the tensor ranks {self.global_ranks}"
+        self.ledger.groups[line] = self.global_ranks[0]
 
     def watch(self, watchdog: Watchdog) -> None:
         """Have a watchdog watch this axis: an error then has the status of every rank."""

@@ -1,7 +1,7 @@
 """Tensor ranks that get different batches are told at the first forward.
 
-They compute parts of one batch. With several batches their sums would mix them, and no error would tell: behind
-a divided layer all ranks go on with the same wrong values.
+They compute parts of one batch. With several batches their sums would mix them, and no error would tell:
+behind a divided layer all ranks go on with the same wrong values.
 """
 
 from __future__ import annotations
@@ -76,10 +76,11 @@ class _Comparison:
         found = [", ".join(seen.kind for seen in one) or "no tensors" for one in (first, theirs)]
         if found[0] == found[1]:
             found = [f"{text} of some values" for text in found[:1]] + ["others of the same shapes"]
+        size = len(ranks)
         return (
-            f"expected the same batch on the tensor ranks {ranks}, which compute parts of it; rank {ranks[0]} "
-            f"was given {found[0]}, rank {ranks[rank]} {found[1]}. Ranks with other batches are those of "
-            f"DistributedSampler(data, num_replicas=world_size // {len(ranks)}, rank=rank // {len(ranks)})"
+            f"expected the same batch on the tensor ranks {ranks}, which compute parts of it; rank "
+            f"{ranks[0]} was given {found[0]}, rank {ranks[rank]} {found[1]}. Ranks with other batches are "
+            f"those of DistributedSampler(data, num_replicas=world_size // {size}, rank=rank // {size})"
         )
 
 

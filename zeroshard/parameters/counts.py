@@ -14,11 +14,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from zeroshard.parameters.parts import Known, num_elements
+from zeroshard.plan.cuts import Cut
 
 
 class Warned(Protocol):
@@ -33,7 +36,8 @@ class Slice(Protocol):
     """The facts that a sharded parameter knows of the whole."""
 
     fqn: str
-    num_elements: int
+    full_shape: torch.Size
+    cut: Cut | None
     is_partial: bool
     state: Any
 
@@ -72,7 +76,7 @@ def count(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -
         only_trainable: leave out frozen parameters.
     """
     return sum(
-        getattr(parameter, "num_elements", None) or parameter.shape.numel()
+        num_elements(cast(Known, parameter)) if hasattr(parameter, "full_shape") else parameter.shape.numel()
         for parameter in parameters
         if parameter.requires_grad or not only_trainable
     )
@@ -97,7 +101,7 @@ def answer(parameter: Slice, func: Callable[..., Any], frame: FrameType | None) 
     caller = frame.f_back if is_sum and frame.f_back is not None else frame
     module = str(frame.f_globals.get("__name__", ""))
     if (module, caller.f_code.co_name) in _COUNTERS:
-        return parameter.num_elements
+        return num_elements(parameter)
     if parameter.state.has_warned_of_counts or module.partition(".")[0] in _OWN_NUMBERS:
         return None
     if (is_sum or _ADDS_UP.search(_line_of(frame))) and not _is_of_optimizer(caller):

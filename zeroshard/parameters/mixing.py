@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zeroshard.internals.dispatch import past_guards
+from zeroshard.parameters.parts import num_elements
 
 REMEDY = "use both parameters inside `with engine.unsharded(write_back=True):`, where they are whole"
 
@@ -56,7 +57,7 @@ def _differ(a: Any, b: Any) -> bool:
 
 def _tell(parameter: Any) -> str:
     with past_guards():
-        held, whole = parameter.numel(), parameter.num_elements
+        held, whole = parameter.numel(), num_elements(parameter)
     part = f"{held} of" if parameter.is_partial else "all"
     return f"'{parameter.fqn}' (this rank holds {part} {whole} elements)"
 

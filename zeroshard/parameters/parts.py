@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zeroshard.plan.cuts import Cut
+
+
+class Known(Protocol):
+    """The facts that a sharded parameter knows of the original."""
+
+    full_shape: torch.Size
+    cut: Cut | None
+
+
+def num_elements(parameter: Known) -> int:
+    """Return the elements of the original parameter, over all ranks."""
+    return parameter.full_shape.numel() if parameter.cut is None else math.prod(parameter.cut.shape)
 
 
 def part_of(whole: Tensor, cut: Cut, rank: int) -> Tensor:

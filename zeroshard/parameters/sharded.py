@@ -13,7 +13,6 @@ take its slice of the gradient for the whole.
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -75,16 +74,6 @@ class ShardedParameter(nn.Parameter):
     unsharded: Callable[[], nn.Parameter | None]
     cut: Cut | None = None
     tp_rank: int = 0
-
-    @property
-    def num_elements(self) -> int:
-        """The elements of the original parameter, over all ranks."""
-        return self.full_shape.numel() if self.cut is None else math.prod(self.cut.shape)
-
-    @property
-    def name_of_part(self) -> str:
-        """The original name, with the number of the part where tensor ranks have other ones."""
-        return self.fqn if self.cut is None else f"{self.fqn}:{self.tp_rank}"
 
     @staticmethod
     def wrap(

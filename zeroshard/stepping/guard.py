@@ -81,7 +81,8 @@ class StepGuard:
             True if the optimizer may step.
 
         Raises:
-            RuntimeError: gradients are not finite, with `nonfinite="error"`; or tensor ranks have different ones
+            RuntimeError: gradients are not finite, with `nonfinite="error"`; or tensor ranks have different
+            ones
                 of a parameter that each holds whole.
         """
         self._runtime.state.before_show()  # the last step may have failed halfway

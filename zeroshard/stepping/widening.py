@@ -49,7 +49,7 @@ class Widening:
             yield
             with past_guards():
                 for p, (main, _) in zip(parameters, narrow, strict=True):
-                    round_into(main, p.detach(), self._rounding.key(p.name_of_part), self._starts[p])
+                    round_into(main, p.detach(), self._rounding.key(_name_of(p)), self._starts[p])
         finally:
             for p, (main, grad) in zip(parameters, narrow, strict=True):
                 _hold(p, main, grad)
@@ -69,7 +69,7 @@ class InPlace:
         """Return the random bits of a main parameter in this step; None for any other tensor."""
         if not isinstance(parameter, ShardedParameter) or parameter not in self._starts:
             return None
-        return Bits(self._rounding.key(parameter.name_of_part), self._starts[parameter])
+        return Bits(self._rounding.key(_name_of(parameter)), self._starts[parameter])
 
     def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
         """Do nothing: there is nothing to fetch ahead."""
@@ -81,6 +81,11 @@ class InPlace:
     def end_step(self) -> None:
         """Count a step."""
         self._rounding.step += 1
+
+
+def _name_of(parameter: ShardedParameter) -> str:
+    """The original name, with the number of the part where tensor ranks hold different ones."""
+    return parameter.fqn if parameter.cut is None else f"{parameter.fqn}:{parameter.tp_rank}"
 
 
 def _hold(parameter: ShardedParameter, values: Tensor, grad: Tensor | None) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zeroshard.optim.eightbit.blocks import Exact, Quantized, State
 from zeroshard.optim.eightbit.codebook import codebook
 from zeroshard.optim.eightbit.rule import Rule
+from zeroshard.parameters.parts import num_elements
 from zeroshard.parameters.sharded import ShardedParameter
 
 MIN_8BIT_SIZE = 4096
@@ -53,7 +54,7 @@ def read(rule: Rule, state: dict[str, Any]) -> list[State]:
 
 def whole_size(parameter: Tensor) -> int:
     """Return the number of elements of a parameter over all ranks."""
-    return parameter.num_elements if isinstance(parameter, ShardedParameter) else parameter.numel()
+    return num_elements(parameter) if isinstance(parameter, ShardedParameter) else parameter.numel()
 
 
 def flat(tensor: Tensor | nn.Parameter, *, is_widened: bool = True) -> Tensor:
