@@ -86,6 +86,14 @@ class Case:
     wants_input_gradients: bool
     steps: tuple[Step, ...]
     habits: Habits
+    tp: int = 1
+    """Ranks of a tensor group; `num_ranks` counts all ranks."""
+    tp_plan: dict[str, str] | None = None
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank among those with different data."""
+        return dist.get_rank() // self.tp
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -116,6 +124,7 @@ class Case:
         options = {key: value for key, value in self.config.items() if not callable(value)}
         lines = [
             f"seed {self.seed}: {self.num_ranks} rank(s), {self.loop=}, {self.optimizer=}, {self.decay=}",
+            *([f"  {self.tp_plan=}"] if self.tp > 1 else []),
             f"  config {options}" + (f", units at {self.unit_names}" if self.unit_names else ""),
             f"  {self.is_factory=}, {self.sets_to_none=}, {self.batch_size=}, {self.wants_input_gradients=}",
             f"  {self.habits}",

@@ -60,11 +60,11 @@ class Reference:
     """The calls of an engine that a case makes, on this rank's data."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.size, self.config = case, dist.get_world_size(), case.config
+        self.case, self.size, self.config = case, dist.get_world_size() // case.tp, case.config
         self.module = copy.deepcopy(case.model).to(place.device())
         self.parameters = dict(self.module.named_parameters())
         ignored = find_ignored(self.module, case.config)
-        differ(ignored.values())
+        differ(ignored.values(), case.data_rank)
         self.ignored = frozenset(ignored)
         self.sharded = [name for name in self.parameters if name not in self.ignored]
         self.checkpoint: Saved | None = None
@@ -164,8 +164,9 @@ class Reference:
     def _reduce(self) -> None:
         everyone: list[Any] = [self._waiting]
         if self.size > 1:
-            everyone = [None] * self.size
+            everyone = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, self._waiting)
+            everyone = everyone[:: self.case.tp]
         self._waiting = {}
         for name, main in self.main.items():
             if any(name in one for one in everyone):
@@ -230,9 +231,9 @@ class Reference:
             self.backward(losses[-1], unsynced=False)
             self.step()
         total = _add(loss.detach() for loss in losses) / number
-        everyone = [torch.empty_like(total) for _ in range(self.size)]
+        everyone = [torch.empty_like(total) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, total)
-        return _add(everyone) / self.size
+        return _add(everyone[:: self.case.tp]) / self.size
 
     def forget(self) -> None:
         """zero_grad(), after a failure too."""
@@ -369,10 +370,10 @@ def find_ignored(module: nn.Module, config: Mapping[str, Any]) -> dict[str, nn.P
 
 
 @torch.no_grad()
-def differ(parameters: Iterable[nn.Parameter]) -> None:
+def differ(parameters: Iterable[nn.Parameter], rank: int) -> None:
     """Give a rank other values than the others have."""
     for parameter in parameters:
-        parameter.add_(0.0625 * dist.get_rank())
+        parameter.add_(0.0625 * rank)
 
 
 def _wide(tensor: Tensor) -> Tensor:

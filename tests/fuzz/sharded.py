@@ -19,6 +19,7 @@ from tests.fuzz.cases import Blocks, Case, restaged
 from tests.fuzz.habits import halve
 from tests.fuzz.models import prediction_of, random_inputs
 from tests.fuzz.reference import MAX_NORM, differ, edit, find_ignored, mean_loss
+from tests.parallel.trained import available
 
 
 class Sharded:
@@ -28,7 +29,7 @@ class Sharded:
         self.case, self.config = case, case.config
         self.module = copy.deepcopy(case.model)
         ignored = find_ignored(self.module, case.config)
-        differ(ignored.values())
+        differ(ignored.values(), case.data_rank)
         self.ignored = frozenset(ignored)
         if dist.get_rank():  # rank 0's values count
             with torch.no_grad():
@@ -49,13 +50,15 @@ class Sharded:
         def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             return case.make_optimizer(parameters, [p.dim() for p in parameters])
 
-        self.engine, self.optimizer, _, self.scheduler = zeroshard.initialize(
-            model,
-            make if case.is_factory else make(list(model.parameters())),
-            config,
-            lr_scheduler=case.make_scheduler,
-            loss_fn=lambda output, target: mean_loss(prediction_of(output), target),
-        )
+        with available() if case.tp > 1 else nullcontext():
+            self.engine, self.optimizer, _, self.scheduler = zeroshard.initialize(
+                model,
+                make if case.is_factory else make(list(model.parameters())),
+                config,
+                lr_scheduler=case.make_scheduler,
+                loss_fn=lambda output, target: mean_loss(prediction_of(output), target),
+                tp_plan=case.tp_plan,
+            )
         for parameter in self.engine.parameters() if case.habits.hooks else ():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(halve)
@@ -67,7 +70,9 @@ class Sharded:
         self._begin()
 
     def end(self) -> None:
-        self.engine.close()  # waits for a save in the background; no files stay behind
+        self.engine.close(
+            restore=self.case.tp == 1
+        )  # waits for a save in the background; no files stay behind
         if self._folder is not None and not dist.get_rank():
             shutil.rmtree(self._folder)
 

@@ -8,6 +8,7 @@ import torch
 
 from tests.fuzz.cases import build_case, num_ranks_of
 from tests.fuzz.run import Trace, differences, failures, run_cases
+from tests.fuzz.tensor import divided_case
 
 SEEDS = (*range(26), 569, 656)  # the last two found what the first ones do not
 
@@ -19,6 +20,15 @@ def test_random_models_and_configs_train_as_plain_pytorch_to_the_bit(ranks, num_
     results = ranks(num_ranks, run_cases, seeds, timeout=200)
     failed = failures(results)
     assert not failed, "".join(f"\n{build_case(seed).describe()}\n{lines}" for seed, lines in failed.items())
+    assert results[0].keys() == set(seeds)
+
+
+@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_random_models_train_as_plain_pytorch_over_tensor_ranks(ranks, num_ranks):
+    seeds = [seed for seed in range(50) if 2 * num_ranks_of(seed) == num_ranks and divided_case(seed, 2)]
+    results = ranks(num_ranks, run_cases, seeds, 2, timeout=200)
+    assert not failures(results)
     assert results[0].keys() == set(seeds)
 
 

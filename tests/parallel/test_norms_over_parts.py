@@ -50,7 +50,7 @@ OF_8_BITS = {
 """Matrices of 1024 elements, of which two tensor ranks hold 512 each, have states of 8 bits."""
 
 
-@pytest.mark.long_where(name=["LAMB", "LARS"])
+@pytest.mark.long
 @pytest.mark.parametrize("name", OF_8_BITS)
 def test_blocks_of_parts_give_the_same_bits_at_every_stage(ranks, name):
     make = OF_8_BITS[name]
@@ -93,7 +93,7 @@ NARROW = {"precision": {"param_dtype": "bf16", "main_dtype": "bf16"}}
 KINDS = {"AdamW": adamw, "AdamW8bit": OF_8_BITS["AdamW"], "LAMB": functools.partial(LAMB, lr=1e-2)}
 
 
-@pytest.mark.long_where(name=["AdamW8bit", "LAMB"])
+@pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
 def test_parameters_of_bfloat16_stay_the_same_on_all_tensor_ranks(ranks, name):
     want, found = plain(KINDS[name], steps=10), []

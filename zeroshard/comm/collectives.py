@@ -125,14 +125,14 @@ class Axis:
         """Give reductions another group of the same ranks, so that they run beside gathers."""
         self._groups[Channel.REDUCE] = group
 
-    def serve_activations(self) -> None:
-        """Let a forward exchange over this axis: its collectives have a line of their own in the ledger.
+    def serve_activations(self, line: str) -> None:
+        """Let a forward exchange over this axis: its collectives have a line of the ledger for themselves.
 
         Data-parallel ranks may call a model unevenly, so theirs are not compared with those of others.
         Messages name the ranks, because there are other groups with a collective of the same name.
         """
-        self._line, self._place = ledgers.TENSOR, f" over the tensor ranks {self.global_ranks}"
-        self.ledger.groups[ledgers.TENSOR] = self.global_ranks[0]
+        self._line, self._place = line, f" over the tensor ranks {self.global_ranks}"
+        self.ledger.groups[line] = self.global_ranks[0]
 
     def watch(self, watchdog: Watchdog) -> None:
         """Have a watchdog watch this axis: an error then has the status of every rank."""

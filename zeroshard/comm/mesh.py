@@ -16,7 +16,7 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.groups import shared_group
 from zeroshard.comm.rendezvous import check_device_types, open_store
-from zeroshard.comm.watch.ledger import GATHER
+from zeroshard.comm.watch.ledger import GATHER, TENSOR
 from zeroshard.config.sections import Config
 from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, TP
@@ -206,7 +206,7 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
         axes.dp_shard, axes.dp_replicate = world.over(shard), world.over(mesh.get_group(DP_REPLICATE))
     if TP in names:
         axes.tp = _open_parts(TP, mesh, (TP,), world)
-        axes.tp.serve_activations()
+        axes.tp.serve_activations(TENSOR)
         axes.everyone = _open_parts("data and tensor", mesh, (*DATA, TP), world) if PP in names else world
     if not axes.dp_shard.exchanges and axes.dp_shard.size > 1:
         # The other axes need no second one: dp_inner only gathers, dp_replicate only reduces.

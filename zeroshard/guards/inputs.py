@@ -76,11 +76,11 @@ class _Comparison:
         found = [", ".join(seen.kind for seen in one) or "no tensors" for one in (first, theirs)]
         if found[0] == found[1]:
             found = [f"{text} of some values" for text in found[:1]] + ["others of the same shapes"]
+        size = len(ranks)
         return (
             f"expected the same batch on the tensor ranks {ranks}, which compute parts of it; rank "
             f"{ranks[0]} was given {found[0]}, rank {ranks[rank]} {found[1]}. Ranks with other batches are "
-            "those of "
-            f"DistributedSampler(data, num_replicas=world_size // {len(ranks)}, rank=rank // {len(ranks)})"
+            f"those of DistributedSampler(data, num_replicas=world_size // {size}, rank=rank // {size})"
         )
 
 

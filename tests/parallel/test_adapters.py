@@ -1,0 +1,105 @@
+"""LoRA over divided layers trains as in one process."""
+
+import re
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from tests.parallel.test_divided import PLAN, build, loss_of
+from tests.parallel.test_transformers_plans import GROUPED, batch
+from tests.parallel.trained import STEPS, digests, initialize, own_part
+
+LAYERS = ["q", "k", "v", "out", "up", "down"]
+
+
+def adamw(parameters):
+    return torch.optim.AdamW((p for p in parameters if p.requires_grad), lr=1e-2)
+
+
+def adapted(seed, **options):
+    """A model with adapters that change its outputs from the start."""
+    model = build(seed)
+    lora = peft.LoraConfig(r=3, target_modules=LAYERS, init_lora_weights=False, **options)
+    return peft.get_peft_model(model, lora).double()
+
+
+def train(stage, tp):
+    plan = {f"base_model.model.{pattern}": style for pattern, style in PLAN.items()}
+    engine = initialize(adapted(dist.get_rank()), adamw, {"stage": stage, "mesh": {"tp": tp}}, plan)
+    trained = sorted(p.fqn for p in engine.parameters() if p.requires_grad)
+    for number in range(STEPS):
+        engine.backward(loss_of(engine, number, own_part(engine._axes.dp)))
+        engine.step()
+    whole, state = digests(engine), engine.full_state_dict()
+    engine.close(restore=False)
+    return trained, state, whole
+
+
+@pytest.mark.long_where(stage=[0, 1, 2])
+@pytest.mark.long_where(num_ranks=[2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2)])
+def test_adapters_of_divided_layers_train_as_in_one_process(ranks, num_ranks, tp, stage):
+    model = adapted(0)
+    optimizer = adamw(model.parameters())
+    for number in range(STEPS):
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    runs = ranks(num_ranks, train, stage, tp)
+    want = model.state_dict()
+    for trained, state, whole in runs:
+        assert trained == sorted(name for name, p in model.named_parameters() if p.requires_grad)
+        assert not any("base_layer" in name for name in trained)
+        for name, value in state.items():
+            torch.testing.assert_close(value, want[name], rtol=0, atol=1e-8, msg=name)
+        assert whole.keys() == runs[0][2].keys()
+
+
+def llama():
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, lora).double()
+
+
+def loss_of_llama():
+    engine = initialize(llama(), adamw, {"stage": 3, "mesh": {"tp": 2}}, None)
+    axis = engine._axes.dp
+    tokens = batch(0).chunk(axis.size)[axis.rank]
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    engine.backward(loss)
+    engine.step()
+    engine.close(restore=False)
+    return (axis.sum(loss.detach(), "test") / axis.size).item()
+
+
+def test_the_plan_of_a_model_of_transformers_holds_behind_adapters(ranks):
+    tokens = batch(0)
+    want = llama()(input_ids=tokens, labels=tokens).loss.item()
+    for loss in ranks(4, loss_of_llama):
+        assert loss == pytest.approx(want, rel=1e-6)  # in float32
+
+
+def refused(tp, options, text):
+    model = llama() if tp == 4 else adapted(0, **options)
+    plan = None if tp == 4 else {"base_model.model.blocks.*.up": "colwise"}
+    with pytest.raises(ValueError, match=re.escape(text)):
+        initialize(model, adamw, {"stage": 1, "mesh": {"tp": tp}}, plan)
+
+
+@pytest.mark.long_where(tp=[4])
+@pytest.mark.parametrize(
+    ("tp", "options", "text"),
+    [
+        (2, {"use_dora": True}, "'base_model.model.blocks.0.up' is a Linear with an adapter, a Linear of "
+         "peft.tuners.lora.layer; expected LoRA over a Linear, or 'replicate' for the layer"),
+        (4, {}, "v_proj' has an adapter and is 'colwise_shared_heads'; expected no adapter there, or as many "
+         "heads as ranks"),
+    ],
+)  # fmt: skip
+def test_adapters_that_cannot_be_divided_are_refused(ranks, tp, options, text):
+    ranks(tp, refused, tp, options, text)

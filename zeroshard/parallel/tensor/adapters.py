@@ -1,0 +1,80 @@
+"""Layers of a plan that peft has wrapped in LoRA: the layer inside and its two small matrices are divided.
+
+    y = W x + B (A x)
+
+    columns    W and B are cut by their outputs; A is whole, and so is A x
+    rows       W and A are cut by their inputs; the summands of A x are added up, and B is whole
+
+Only r numbers a token are exchanged more. Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large
+Language Models", section 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from zeroshard.parallel.tensor.layers import Style, Way, with_heads
+
+_PREFIX = "base_model.model."
+"""The names of a model begin with it once peft has wrapped the model."""
+
+
+Plan = Mapping[str, str | Style]
+
+
+def through_adapters(model: nn.Module, plan: Plan | None, num_ranks: int) -> Plan | None:
+    """Return a plan for the layers inside of adapters, and for these.
+
+    Args:
+        model: the model, with or without adapters.
+        plan: styles by pattern, as if the layers had no adapters; None for the plan of a model of
+        transformers,
+            without the prefix that peft puts before all names.
+        num_ranks: the ranks of a tensor group.
+
+    Raises:
+        ValueError: a layer of the plan has an adapter of another kind, or shares its heads between ranks.
+    """
+    plan = _of_model(model) if plan is None else plan
+    if not plan:
+        return None
+    inside: dict[str, str | Style] = {}
+    for name, module in model.named_modules():
+        pattern = next((pattern for pattern in plan if fnmatchcase(name, pattern)), None)
+        base = getattr(module, "base_layer", None)
+        if pattern is None or not isinstance(base, nn.Module):
+            continue
+        style = Style.of(plan[pattern])
+        if style.way is Way.REPLICATE:
+            continue
+        parent = model.get_submodule(name.rpartition(".")[0])
+        style = with_heads(style, name, base, parent, num_ranks)
+        _check(name, module, base, style)
+        is_rows = style.way is Way.ROWS
+        inside |= {name: Way.REPLICATE.value, f"{name}.base_layer": style}
+        inside[f"{name}.lora_A.*" if is_rows else f"{name}.lora_B.*"] = style
+    return inside | dict(plan)
+
+
+def _of_model(model: nn.Module) -> Plan | None:
+    """Return the plan that a model of transformers has, with the names that peft has given to its layers."""
+    plan: Plan | None = getattr(model, "tp_plan", None)
+    is_wrapped = any(name.startswith(_PREFIX) for name, _ in model.named_modules())
+    return {_PREFIX + pattern: style for pattern, style in plan.items()} if plan and is_wrapped else plan
+
+
+def _check(name: str, module: nn.Module, base: nn.Module, style: Style) -> None:
+    kinds = {attribute for attribute in ("lora_A", "lora_B") if getattr(module, attribute, None)}
+    if kinds != {"lora_A", "lora_B"} or getattr(module, "lora_magnitude_vector", None):
+        raise ValueError(
+            f"tp_plan: '{name}' is a {type(base).__name__} with an adapter, a {type(module).__name__} of "
+            f"{type(module).__module__}; expected LoRA over a Linear, or 'replicate' for the layer"
+        )
+    if style.way in (Way.SHARED_COLUMNS, Way.SUMMED):
+        raise ValueError(
+            f"tp_plan: '{name}' has an adapter and is '{style.way.value}'; expected no adapter there, or as "
+            "many heads as ranks"
+        )
