@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
 from zeroshard.parallel.tensor.moves import Move, move
+from zeroshard.parallel.tensor.random import RandomStates, hook_forwards, hook_regions
 from zeroshard.parallel.tensor.vocabulary import embed
 from zeroshard.plan.cuts import Cut, Section
 from zeroshard.plan.layout import Span
@@ -181,6 +182,7 @@ def divide(
             if (other.dim, other.sections) != (cut.dim, cut.sections):
                 raise ValueError(f"tp_plan: '{cut.name}' is tied to '{other.name}', which is cut another way")
     install(layers, over, changes)
+    share_random_states(model, layers, over, changes)
 
     def noted(o: Original) -> Original:
         return replace(o, cut=cuts.get(o.parameter), is_summed=o.parameter in summed)
@@ -244,6 +246,19 @@ def install(layers: list[Divided], over: Activations, changes: Changes) -> None:
         groups = getattr(parent, _GROUPS, None)
         if groups is not None:
             changes.set(parent, _GROUPS, groups * num_heads // over.size)
+
+
+def share_random_states(
+    model: nn.Module, layers: list[Divided], over: Activations, changes: Changes
+) -> None:
+    """Have the ranks drop the same elements where values are whole, and others where they are parts."""
+    states = RandomStates(over)
+    hook_forwards(model, states, changes)
+    of_parts = [layer for layer in layers if not isinstance(layer.module, nn.Embedding)]
+    first = [layer for layer in of_parts if layer.style.way in (Way.COLUMNS, Way.SHARED_COLUMNS)]
+    last = [layer.module for layer in of_parts if layer.style.way is Way.ROWS]
+    scopes = [layer.parent for layer in first]
+    hook_regions(scopes, [layer.module for layer in first], last, states, changes)
 
 
 _GROUPS = "num_key_value_groups"
