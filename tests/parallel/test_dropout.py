@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from zeroshard import entry
@@ -47,10 +48,15 @@ class Block(nn.Module):
         self.of_heads, self.after_heads, self.of_hidden, self.after_hidden = (Drop() for _ in range(4))
 
     def forward(self, x):
+        return self.hidden(self.heads(x))
+
+    def heads(self, x):
         h = self.norm(x)
         q, k, v = (layer(h).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         mixed = self.of_heads((q @ k.transpose(-1, -2)).softmax(-1)) @ v
-        x = x + self.after_heads(self.out(mixed.transpose(1, 2).flatten(2)))
+        return x + self.after_heads(self.out(mixed.transpose(1, 2).flatten(2)))
+
+    def hidden(self, x):
         return x + self.after_hidden(self.down(self.of_hidden(F.gelu(self.up(self.second(x))))))
 
 
@@ -187,9 +193,12 @@ def test_ranks_drop_the_same_of_whole_values_and_other_elements_of_parts(ranks):
         assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
-def recomputed(config):
+def recomputed(config, kind=nn.Module):
     """The gradients of two micro-batches; masks are drawn in the second run of a forward, too."""
     model = build(0)
+    if kind is not nn.Module:
+        for block in model.blocks:
+            block.__class__ = kind
     engine = sharded(model, sgd, config | {"gradient_accumulation_steps": 3}, PLAN)
     torch.manual_seed(dist.get_rank())
     for number in range(2):
@@ -209,6 +218,21 @@ def test_recomputation_drops_the_same_elements(ranks, stage):
         assert torch.equal(got_state, want_state)
         assert all(torch.equal(value, want[name]) for name, value in got.items())
     assert torch.equal(plain[0][1], plain[1][1])
+
+
+class Partly(Block):
+    """A block that runs its second half again, by itself."""
+
+    def forward(self, x):
+        return checkpoint(self.hidden, self.heads(x), use_reentrant=False)
+
+
+def test_a_part_of_a_forward_that_runs_again_drops_the_same_elements(ranks):
+    config = {"stage": 1, "mesh": {"tp": 2}}
+    plain, again = ranks(2, recomputed, config), ranks(2, recomputed, config, Partly)
+    for (want, want_state), (got, got_state) in zip(plain, again, strict=True):
+        assert torch.equal(got_state, want_state)
+        assert all(torch.equal(value, want[name]) for name, value in got.items())
 
 
 def llama_gradients(checkpoints):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
 from zeroshard.parallel.tensor.moves import Move, move
-from zeroshard.parallel.tensor.random import RandomStates, hook_forwards, hook_regions
+from zeroshard.parallel.tensor.random import OfParts, RandomStates, hook_forwards, hook_regions
 from zeroshard.parallel.tensor.vocabulary import embed
 from zeroshard.plan.cuts import Cut, Section
 from zeroshard.plan.layout import Span
@@ -257,8 +257,7 @@ def share_random_states(
     of_parts = [layer for layer in layers if not isinstance(layer.module, nn.Embedding)]
     first = [layer for layer in of_parts if layer.style.way in (Way.COLUMNS, Way.SHARED_COLUMNS)]
     last = [layer.module for layer in of_parts if layer.style.way is Way.ROWS]
-    scopes = [layer.parent for layer in first]
-    hook_regions(scopes, [layer.module for layer in first], last, states, changes)
+    hook_regions([OfParts(layer.module, layer.parent) for layer in first], last, states, changes)
 
 
 _GROUPS = "num_key_value_groups"

@@ -16,7 +16,9 @@ Korthikanti et al. 2022, section 4, need the same two kinds of random states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -35,7 +37,7 @@ class _Region(NamedTuple):
     own: Tensor
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Scope:
     """The call of a module, and the region that is open in it."""
 
@@ -46,8 +48,9 @@ class _Scope:
 class RandomStates:
     """The random states of a tensor rank: one that it shares with the others, and one of its own.
 
-    A region begins inside the call of a module, the scope, and ends at the latest with that call, also after
-    an exception. Recomputation stops a forward by one.
+    A region begins inside the call of a module, its scope, and ends at the latest with that call, also after
+    an exception: recomputation stops a forward by one. If only a part of that call runs again, there is no
+    scope. Such a loose region is forgotten if it has not ended when another one begins.
 
     Args:
         over: the exchanges of the tensor ranks.
@@ -57,40 +60,54 @@ class RandomStates:
         self._over = over
         self._scopes: list[_Scope] = []
         """The scopes that are under way, from the outside in."""
+        self._loose: _Scope | None = None
+        """The module of a region without a scope, and the region."""
 
     def agree(self) -> None:
         """Take over the states of the first rank; collective."""
         self._scopes.clear()  # an interrupt may have left some
+        self._loose = None
         devices = {torch.device("cpu"), self._over.device}
         own = {device: bytes(_get(device).numpy()) for device in devices}
         for device, state in self._over.first(own, "random states of the tensor ranks").items():
             if state != own[device]:
                 _set(device, torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    def open(self, module: nn.Module) -> None:
-        """Begin a scope: the call of a module."""
-        self._scopes.append(_Scope(module))
+    @contextmanager
+    def scope(self, module: nn.Module) -> Iterator[None]:
+        """Go around the call of a module."""
+        scope, self._loose = _Scope(module), None
+        self._scopes.append(scope)
+        try:
+            yield
+        finally:
+            self._end(scope)
+            if scope in self._scopes:
+                self._scopes.remove(scope)
 
-    def close(self, module: nn.Module) -> None:
-        """End the scope of a module, and a region that is still open in it."""
-        if self._scopes and self._scopes[-1].module is module:
-            self._end(self._scopes.pop())
-
-    def enter(self) -> None:
-        """Begin a region, unless there is one already or there is no scope."""
-        if not self._scopes or any(scope.region is not None for scope in self._scopes):
-            return
-        shared = _get(self._over.device)
-        digest = blake2b(shared.numpy(), digest_size=8, salt=self._over.rank.to_bytes(8, "little")).digest()
-        seed = int.from_bytes(digest, "little") >> 1
-        own = torch.Generator(self._over.device).manual_seed(seed).get_state()
-        _set(self._over.device, own)
-        self._scopes[-1].region = _Region(shared, own)
+    def enter(self, module: nn.Module) -> None:
+        """Begin a region of a module, unless there is one already."""
+        if not self._scopes:
+            if self._loose is None or self._loose.module is not module:
+                self._loose = _Scope(module, self._begin())
+        elif all(scope.region is None for scope in self._scopes):
+            self._scopes[-1].region = self._begin()
 
     def leave(self) -> None:
         """End the region, if there is one."""
         for scope in self._scopes:
             self._end(scope)
+        if self._loose is not None:
+            self._end(self._loose)
+            self._loose = None
+
+    def _begin(self) -> _Region:
+        shared = _get(self._over.device)
+        digest = blake2b(shared.numpy(), digest_size=8, salt=self._over.rank.to_bytes(8, "little")).digest()
+        seed = int.from_bytes(digest, "little") >> 1
+        own = torch.Generator(self._over.device).manual_seed(seed).get_state()
+        _set(self._over.device, own)
+        return _Region(shared, own)
 
     def _end(self, scope: _Scope) -> None:
         region, scope.region = scope.region, None
@@ -134,44 +151,46 @@ def hook_forwards(model: nn.Module, states: RandomStates, changes: Changes) -> N
     states.agree()
 
 
+class OfParts(NamedTuple):
+    """A layer whose output is divided, and the module whose call is the scope of its regions."""
+
+    layer: nn.Module
+    scope: nn.Module
+
+
 def hook_regions(
-    scopes: Iterable[nn.Module],
-    first: Iterable[nn.Module],
-    last: Iterable[nn.Module],
-    states: RandomStates,
-    changes: Changes,
+    first: Sequence[OfParts], last: Iterable[nn.Module], states: RandomStates, changes: Changes
 ) -> None:
     """Begin regions after some layers, and end them before others.
 
     Args:
-        scopes: the modules that hold these layers.
-        first: layers whose output is divided.
-        last: layers whose input is divided.
+        first: the layers after which values are parts.
+        last: the layers before whose sum they are.
     """
 
-    def enter(module: nn.Module, args: Any, output: Any) -> None:
-        if module.training:
-            states.enter()
+    def enter(scope: nn.Module, layer: nn.Module, args: Any, output: Any) -> None:
+        if layer.training:
+            states.enter(scope)
 
-    def leave(module: nn.Module, args: Any) -> None:
-        states.leave()
+    def leave(layer: nn.Module, args: Any) -> None:
+        if layer.training:
+            states.leave()
 
-    _hook_scopes(scopes, states, changes)
-    for module in first:
-        changes.hook(module.register_forward_hook(enter))
-    for module in last:
-        changes.hook(module.register_forward_pre_hook(leave))
+    for module in dict.fromkeys(one.scope for one in first):
+        # Not by hooks: recomputation runs a forward again without its hooks.
+        changes.set(module, "forward", _in_scope(module, states))
+    for layer, scope in first:
+        changes.hook(layer.register_forward_hook(functools.partial(enter, scope)))
+    for layer in last:
+        changes.hook(layer.register_forward_pre_hook(leave))
 
 
-def _hook_scopes(scopes: Iterable[nn.Module], states: RandomStates, changes: Changes) -> None:
-    def begin(module: nn.Module, args: Any) -> None:
-        states.open(module)
+def _in_scope(module: nn.Module, states: RandomStates) -> Callable[..., Any]:
+    forward = module.forward
 
-    def end(module: nn.Module, args: Any, output: Any) -> None:
-        states.close(module)
+    @functools.wraps(forward)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with states.scope(module):
+            return forward(*args, **kwargs)
 
-    for module in dict.fromkeys(scopes):
-        changes.hook(
-            module.register_forward_pre_hook(begin),
-            module.register_forward_hook(end, always_call=True),
-        )
+    return within
