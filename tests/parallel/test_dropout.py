@@ -1,4 +1,4 @@
-"""Dropout over tensor ranks: one mask for whole values, other masks for parts, the same ones in a second run."""
+"""Dropout over tensor ranks: one mask for whole values, other masks for parts, the same in a second run."""
 
 from unittest import mock
 
@@ -269,7 +269,9 @@ def test_checkpoints_of_transformers_drop_the_same_elements(ranks, reentrant):
 
 class Fails(Model):
     def forward(self, tokens, fails=False):
-        self.blocks[0].of_hidden.given = [torch.ones(1)[[0, 0, 0]]] if fails else []  # a mask that fits nothing
+        self.blocks[0].of_hidden.given = (
+            [torch.ones(1)[[0, 0, 0]]] if fails else []
+        )  # a mask that fits nothing
         return super().forward(tokens)
 
 

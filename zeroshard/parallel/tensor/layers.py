@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
+from zeroshard.parallel.tensor.losses import Classes, ModelLoss, causal_model, mark
 from zeroshard.parallel.tensor.moves import Move, move
 from zeroshard.parallel.tensor.random import OfParts, RandomStates, hook_forwards, hook_regions
 from zeroshard.parallel.tensor.vocabulary import embed
@@ -47,6 +48,8 @@ class Way(Enum):
     """Not at all: each rank computes all of it."""
     SUMMED = "replicated_with_grad_allreduce"
     """Not at all, but each rank uses it for other values: the gradients of its parameters are added up."""
+    COLUMNS_LOSS = "colwise_loss"
+    """By its outputs; they are gathered, except where a model of transformers computes its loss of them."""
 
 
 _ALIASES = {"embedding_rowwise": "rowwise"}
@@ -164,7 +167,8 @@ def divide(
         ValueError: see `match`; there is no plan; or a parameter that two layers share would be cut in two
             ways.
     """
-    plan = getattr(model, "tp_plan", None) if plan is None else plan
+    is_own = plan is None
+    plan = getattr(model, "tp_plan", None) if is_own else plan
     if not plan:
         raise ValueError(
             f"mesh.tp={over.size}: {type(model).__name__} has no plan of its own, as many models of "
@@ -172,6 +176,8 @@ def divide(
             "'layers.*.down': 'rowwise', ...}"
         )
     layers = match(model, plan, over.size)
+    if is_own:
+        layers = [with_loss(layer, model) for layer in layers]
     cuts: dict[nn.Parameter, Cut] = {}
     summed = {p for layer in layers if layer.is_summed for p in layer.module.parameters()}
     for layer in layers:
@@ -183,6 +189,7 @@ def divide(
                 raise ValueError(f"tp_plan: '{cut.name}' is tied to '{other.name}', which is cut another way")
     install(layers, over, changes)
     share_random_states(model, layers, over, changes)
+    divide_losses(model, layers, over, changes)
 
     def noted(o: Original) -> Original:
         return replace(o, cut=cuts.get(o.parameter), is_summed=o.parameter in summed)
@@ -248,9 +255,7 @@ def install(layers: list[Divided], over: Activations, changes: Changes) -> None:
             changes.set(parent, _GROUPS, groups * num_heads // over.size)
 
 
-def share_random_states(
-    model: nn.Module, layers: list[Divided], over: Activations, changes: Changes
-) -> None:
+def share_random_states(model: nn.Module, layers: list[Divided], over: Activations, changes: Changes) -> None:
     """Have the ranks drop the same elements where values are whole, and others where they are parts."""
     states = RandomStates(over)
     hook_forwards(model, states, changes)
@@ -258,6 +263,32 @@ def share_random_states(
     first = [layer for layer in of_parts if layer.style.way in (Way.COLUMNS, Way.SHARED_COLUMNS)]
     last = [layer.module for layer in of_parts if layer.style.way is Way.ROWS]
     hook_regions([OfParts(layer.module, layer.parent) for layer in first], last, states, changes)
+
+
+def with_loss(layer: Divided, model: nn.Module) -> Divided:
+    """Have a model of transformers compute its loss of divided logits, if this is its head."""
+    if layer.style.way is not Way.COLUMNS_GATHERED or causal_model(model, layer.module) is None:
+        return layer
+    return replace(layer, style=replace(layer.style, way=Way.COLUMNS_LOSS))
+
+
+def divide_losses(model: nn.Module, layers: list[Divided], over: Activations, changes: Changes) -> None:
+    """Let losses be computed of the outputs that a rank has."""
+    for layer in layers:
+        if layer.style.way not in (Way.COLUMNS, Way.COLUMNS_LOSS):
+            continue
+        own, *others = layer.cuts["weight"].spans(over.rank)
+        classes = Classes(own, over, layer.name)
+        if not others:
+            mark(layer.module, classes, changes)
+        if layer.style.way is Way.COLUMNS_LOSS:
+            owner = causal_model(model, layer.module)
+            if owner is None:
+                raise ValueError(
+                    "tp_plan: 'colwise_loss': expected the head of a causal language model of transformers "
+                    f"with its default loss, got '{layer.name}' of {type(model).__name__}"
+                )
+            ModelLoss(owner, classes).install(owner, layer.module, changes)
 
 
 _GROUPS = "num_key_value_groups"
@@ -309,6 +340,7 @@ def _forward_of(layer: Divided, over: Activations) -> Callable[..., Tensor]:
         return functools.partial(_one_head, Span(first, first + section.unit))
     return {
         Way.COLUMNS: _columns,
+        Way.COLUMNS_LOSS: _columns,
         Way.COLUMNS_GATHERED: _gathered_columns,
         Way.ROWS: _rows,
     }[layer.style.way]

@@ -103,7 +103,8 @@ class RandomStates:
 
     def _begin(self) -> _Region:
         shared = _get(self._over.device)
-        digest = blake2b(shared.numpy(), digest_size=8, salt=self._over.rank.to_bytes(8, "little")).digest()
+        salt = self._over.rank.to_bytes(8, "little")
+        digest = blake2b(bytes(shared.numpy()), digest_size=8, salt=salt).digest()
         seed = int.from_bytes(digest, "little") >> 1
         own = torch.Generator(self._over.device).manual_seed(seed).get_state()
         _set(self._over.device, own)
