@@ -26,7 +26,8 @@ from zeroshard.guards.copies import guard_copies
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
 from zeroshard.lazy.recorder import refuse_recording
-from zeroshard.parallel.tensor.layers import Style, divide
+from zeroshard.parallel.tensor.layers import divide
+from zeroshard.parallel.tensor.styles import Style
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
@@ -81,7 +82,8 @@ def shard_over(
     """Shard a module with the units of `find_units`; return its runtime, and the replaced parameters."""
     changes = Changes()
     if axes.tp.size > 1:
-        specs = divide(module, specs, tp_plan, Activations(axes.tp, _TAG_OF_ACTIVATIONS), changes)
+        over = Activations(axes.tp, _TAG_OF_ACTIVATIONS)
+        specs = divide(module, specs, tp_plan, over, changes, by_sequence=config.mesh.sequence)
     record_resets(module)
     check_values(module)
     ignored = find_ignored(module, config.ignored)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,76 +21,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
-from zeroshard.parallel.tensor.losses import Classes, ModelLoss, causal_model, mark
-from zeroshard.parallel.tensor.moves import Move, move
-from zeroshard.parallel.tensor.random import OfParts, RandomStates, hook_forwards, hook_regions
+from zeroshard.parallel.tensor.losses import divide_losses, with_loss
+from zeroshard.parallel.tensor.moves import Move, Sum, add_up, move
+from zeroshard.parallel.tensor.random import share_random_states
+from zeroshard.parallel.tensor.sequence import (
+    Regions,
+    blocks_of,
+    check_coverage,
+    copied,
+    install_regions,
+    with_sequence,
+)
+from zeroshard.parallel.tensor.styles import OF_SEQUENCE, WITHOUT_CUTS, Divided, Style, Way
 from zeroshard.parallel.tensor.vocabulary import embed
 from zeroshard.plan.cuts import Cut, Section
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original
 from zeroshard.plan.wrapping import UnitSpec
 from zeroshard.sharding.changes import Changes
-
-
-class Way(Enum):
-    """The ways to divide a layer. The values are the words of a plan."""
-
-    COLUMNS = "colwise"
-    """By its outputs."""
-    COLUMNS_GATHERED = "colwise_gather_output"
-    """By its outputs, which are gathered."""
-    SHARED_COLUMNS = "colwise_shared_heads"
-    """By its outputs, which are fewer heads than ranks: each rank holds them all and computes one."""
-    ROWS = "rowwise"
-    """By its inputs, which are divided already; an embedding by its tokens."""
-    REPLICATE = "replicate"
-    """Not at all: each rank computes all of it."""
-    SUMMED = "replicated_with_grad_allreduce"
-    """Not at all, but each rank uses it for other values: the gradients of its parameters are added up."""
-    COLUMNS_LOSS = "colwise_loss"
-    """By its outputs; they are gathered, except where a model of transformers computes its loss of them."""
-
-
-_ALIASES = {"embedding_rowwise": "rowwise"}
-"""Words of transformers that mean the same as others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Style:
-    """A way to divide a layer, and the heads that it must leave whole."""
-
-    way: Way
-    sections: tuple[Section, ...] = ()
-    """Of the dimension that is divided; () for one section without heads."""
-
-    @staticmethod
-    def of(given: str | Style) -> Style:
-        """Return a style from its word. Raises ValueError for another word."""
-        if isinstance(given, Style):
-            return given
-        try:
-            return Style(Way(_ALIASES.get(given, given)))
-        except ValueError:
-            words = ", ".join(way.value for way in Way)
-            raise ValueError(f"tp_plan: expected one of {words}, got {given!r}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class Divided:
-    """A layer of a plan."""
-
-    name: str
-    module: nn.Module
-    style: Style
-    cuts: Mapping[str, Cut]
-    """By the name of the parameter in the module; the others are whole on each rank."""
-    parent: nn.Module
-    """The module that holds it."""
-
-    @property
-    def is_summed(self) -> bool:
-        """True if each rank holds the parameters whole and computes summands of their gradients."""
-        return self.style.way in (Way.SUMMED, Way.SHARED_COLUMNS)
 
 
 def match(model: nn.Module, plan: Mapping[str, str | Style], num_ranks: int) -> list[Divided]:
@@ -114,7 +61,7 @@ def match(model: nn.Module, plan: Mapping[str, str | Style], num_ranks: int) -> 
         if patterns and styles[patterns[0]].way is not Way.REPLICATE:
             parent = model.get_submodule(name.rpartition(".")[0])
             style = with_heads(styles[patterns[0]], name, module, parent, num_ranks)
-            is_cut = style.way not in (Way.SUMMED, Way.SHARED_COLUMNS)
+            is_cut = style.way not in WITHOUT_CUTS
             cuts = dict(_cuts(name, module, style, num_ranks)) if is_cut else {}
             found.append(Divided(name, module, style, cuts, parent))
     for pattern in styles.keys() - fitting:
@@ -157,11 +104,14 @@ def divide(
     plan: Mapping[str, str | Style] | None,
     over: Activations,
     changes: Changes,
+    *,
+    by_sequence: bool = False,
 ) -> list[UnitSpec]:
     """Divide the layers of a plan over the tensor ranks; return the units with the cuts of their parameters.
 
     Args:
         plan: see `match`; None for the plan of a model of transformers.
+        by_sequence: True adds entries for the norms of a model of transformers.
 
     Raises:
         ValueError: see `match`; there is no plan; or a parameter that two layers share would be cut in two
@@ -175,6 +125,7 @@ def divide(
             "transformers have in `tp_plan`: give zeroshard.initialize tp_plan={'layers.*.up': 'colwise', "
             "'layers.*.down': 'rowwise', ...}"
         )
+    plan = with_sequence(model, plan) if by_sequence else plan
     layers = match(model, plan, over.size)
     if is_own:
         layers = [with_loss(layer, model) for layer in layers]
@@ -187,8 +138,13 @@ def divide(
             other = cuts.setdefault(parameter, cut)
             if (other.dim, other.sections) != (cut.dim, cut.sections):
                 raise ValueError(f"tp_plan: '{cut.name}' is tied to '{other.name}', which is cut another way")
-    install(layers, over, changes)
-    share_random_states(model, layers, over, changes)
+    if any(layer.style.way in OF_SEQUENCE for layer in layers):
+        check_coverage(model, plan)
+        summed.update(_biases_of_rows(layers))
+    regions = install(layers, over, changes)
+    if regions is not None:
+        regions.follow(model, changes)
+    share_random_states(model, layers, blocks_of(layers), over, changes)
     divide_losses(model, layers, over, changes)
 
     def noted(o: Original) -> Original:
@@ -233,13 +189,25 @@ def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
 
 
-def install(layers: list[Divided], over: Activations, changes: Changes) -> None:
-    """Have layers compute their parts; their parameters have the shapes of parts from now on."""
+def _biases_of_rows(layers: list[Divided]) -> set[nn.Parameter]:
+    """The biases that are added to parts of a sequence."""
+    biases = (layer.module._parameters.get("bias") for layer in layers if layer.style.way is Way.ROWS)
+    return {bias for bias in biases if bias is not None}
+
+
+def install(layers: list[Divided], over: Activations, changes: Changes) -> Regions | None:
+    """Have layers compute their parts; their parameters have the shapes of parts from now on.
+
+    Returns:
+        The switch of the regions that are divided along the sequence, if there are any.
+    """
+    regions = install_regions(layers, over, changes)
     for layer in layers:
-        if layer.style.way is Way.SUMMED:
+        if not layer.cuts and layer.style.way is not Way.SHARED_COLUMNS:
             continue
         module, name = layer.module, layer.name
-        changes.set(module, "forward", functools.partial(_forward_of(layer, over), module, over, name))
+        add = regions.sum_of(layer) if regions is not None else add_up
+        changes.set(module, "forward", functools.partial(_forward_of(layer, over, add), module, over, name))
         for attribute, dim in _SIZES.items():
             if attribute in vars(module) and dim(layer) is not None:
                 changes.set(module, attribute, dim(layer))
@@ -253,42 +221,7 @@ def install(layers: list[Divided], over: Activations, changes: Changes) -> None:
         groups = getattr(parent, _GROUPS, None)
         if groups is not None:
             changes.set(parent, _GROUPS, groups * num_heads // over.size)
-
-
-def share_random_states(model: nn.Module, layers: list[Divided], over: Activations, changes: Changes) -> None:
-    """Have the ranks drop the same elements where values are whole, and others where they are parts."""
-    states = RandomStates(over)
-    hook_forwards(model, states, changes)
-    of_parts = [layer for layer in layers if not isinstance(layer.module, nn.Embedding)]
-    first = [layer for layer in of_parts if layer.style.way in (Way.COLUMNS, Way.SHARED_COLUMNS)]
-    last = [layer.module for layer in of_parts if layer.style.way is Way.ROWS]
-    hook_regions([OfParts(layer.module, layer.parent) for layer in first], last, states, changes)
-
-
-def with_loss(layer: Divided, model: nn.Module) -> Divided:
-    """Have a model of transformers compute its loss of divided logits, if this is its head."""
-    if layer.style.way is not Way.COLUMNS_GATHERED or causal_model(model, layer.module) is None:
-        return layer
-    return replace(layer, style=replace(layer.style, way=Way.COLUMNS_LOSS))
-
-
-def divide_losses(model: nn.Module, layers: list[Divided], over: Activations, changes: Changes) -> None:
-    """Let losses be computed of the outputs that a rank has."""
-    for layer in layers:
-        if layer.style.way not in (Way.COLUMNS, Way.COLUMNS_LOSS):
-            continue
-        own, *others = layer.cuts["weight"].spans(over.rank)
-        classes = Classes(own, over, layer.name)
-        if not others:
-            mark(layer.module, classes, changes)
-        if layer.style.way is Way.COLUMNS_LOSS:
-            owner = causal_model(model, layer.module)
-            if owner is None:
-                raise ValueError(
-                    "tp_plan: 'colwise_loss': expected the head of a causal language model of transformers "
-                    f"with its default loss, got '{layer.name}' of {type(model).__name__}"
-                )
-            ModelLoss(owner, classes).install(owner, layer.module, changes)
+    return regions
 
 
 _GROUPS = "num_key_value_groups"
@@ -330,24 +263,21 @@ _SIZES: dict[str, Callable[[Divided], int | None]] = {
 """Attributes that tell the size of a layer."""
 
 
-def _forward_of(layer: Divided, over: Activations) -> Callable[..., Tensor]:
+def _forward_of(layer: Divided, over: Activations, add: Sum) -> Callable[..., Tensor]:
     if isinstance(layer.module, nn.Embedding):
         (own,) = layer.cuts["weight"].spans(over.rank)
-        return functools.partial(_look_up, own)
+        return functools.partial(_look_up, own, add)
     if layer.style.way is Way.SHARED_COLUMNS:
         (section,) = layer.style.sections
         first = over.rank * (section.size // section.unit) // over.size * section.unit
         return functools.partial(_one_head, Span(first, first + section.unit))
-    return {
-        Way.COLUMNS: _columns,
-        Way.COLUMNS_LOSS: _columns,
-        Way.COLUMNS_GATHERED: _gathered_columns,
-        Way.ROWS: _rows,
-    }[layer.style.way]
+    if layer.style.way is Way.ROWS:
+        return functools.partial(_rows, add)
+    return _gathered_columns if layer.style.way is Way.COLUMNS_GATHERED else _columns
 
 
 def _columns(module: nn.Module, over: Activations, name: str, value: Tensor) -> Tensor:
-    outputs: Tensor = type(module).forward(module, move(value, Move.COPY, over, name))
+    outputs: Tensor = type(module).forward(module, copied(value, over, name))
     return outputs
 
 
@@ -357,16 +287,16 @@ def _gathered_columns(module: nn.Module, over: Activations, name: str, value: Te
 
 def _one_head(own: Span, module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
     bias = None if module.bias is None else module.bias[own.slice]
-    return F.linear(move(value, Move.COPY, over, name), module.weight[own.slice], bias)
+    return F.linear(copied(value, over, name), module.weight[own.slice], bias)
 
 
-def _rows(module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
+def _rows(add: Sum, module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
     """The bias is added once, after the sum."""
     weight = module.weight.t() if _is_conv1d(module) else module.weight
-    total = move(F.linear(value, weight), Move.SUM, over, name)
+    total = add(F.linear(value, weight), over, name)
     return total if module.bias is None else total + module.bias
 
 
-def _look_up(own: Span, module: Any, over: Activations, name: str, tokens: Tensor) -> Tensor:
+def _look_up(own: Span, add: Sum, module: Any, over: Activations, name: str, tokens: Tensor) -> Tensor:
     """Some models scale what is found, in a forward of their own."""
-    return embed(tokens, functools.partial(type(module).forward, module), own, over, name)
+    return embed(tokens, functools.partial(type(module).forward, module), own, over, name, add)

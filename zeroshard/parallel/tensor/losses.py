@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from zeroshard.comm.activations import Activations
 from zeroshard.parallel.tensor import vocabulary
 from zeroshard.parallel.tensor.moves import Move, move
+from zeroshard.parallel.tensor.styles import Divided, Way
 from zeroshard.plan.layout import Span
 from zeroshard.sharding.changes import Changes
 
@@ -97,9 +98,34 @@ def cross_entropy(
     return losses.view(targets.shape) if reduction == "none" else losses
 
 
-def mark(head: nn.Module, classes: Classes, changes: Changes) -> None:
-    """Tell a divided head its classes."""
-    changes.set(head, _CLASSES, classes)
+def with_loss(layer: Divided, model: nn.Module) -> Divided:
+    """Have a model of transformers compute its loss of divided logits, if this is its head."""
+    if layer.style.way is not Way.COLUMNS_GATHERED or causal_model(model, layer.module) is None:
+        return layer
+    return replace(layer, style=replace(layer.style, way=Way.COLUMNS_LOSS))
+
+
+def divide_losses(model: nn.Module, layers: Iterable[Divided], over: Activations, changes: Changes) -> None:
+    """Let losses be computed of the outputs that a rank has.
+
+    Raises:
+        ValueError: 'colwise_loss' stands for another layer than the head of such a model.
+    """
+    for layer in layers:
+        if layer.style.way not in (Way.COLUMNS, Way.COLUMNS_LOSS):
+            continue
+        own, *others = layer.cuts["weight"].spans(over.rank)
+        classes = Classes(own, over, layer.name)
+        if not others:
+            changes.set(layer.module, _CLASSES, classes)
+        if layer.style.way is Way.COLUMNS_LOSS:
+            owner = causal_model(model, layer.module)
+            if owner is None:
+                raise ValueError(
+                    "tp_plan: 'colwise_loss': expected the head of a causal language model of transformers "
+                    f"with its default loss, got '{layer.name}' of {type(model).__name__}"
+                )
+            ModelLoss(owner, classes).install(owner, layer.module, changes)
 
 
 class DividedLogits:

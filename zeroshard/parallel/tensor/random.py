@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
+from zeroshard.parallel.tensor.styles import Divided, Way
 from zeroshard.sharding.changes import Changes
 
 
@@ -141,7 +142,36 @@ def _set(device: torch.device, state: Tensor) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-def hook_forwards(model: nn.Module, states: RandomStates, changes: Changes) -> None:
+def share_random_states(
+    model: nn.Module,
+    layers: Iterable[Divided],
+    blocks: Iterable[nn.Module],
+    over: Activations,
+    changes: Changes,
+) -> None:
+    """Have the ranks drop the same elements where values are whole, and others where they are parts.
+
+    Args:
+        model: the model.
+        layers: the layers of its plan.
+        blocks: the modules inside of which all values are parts.
+        over: the exchanges of the tensor ranks.
+        changes: the changes of the model.
+    """
+    states = RandomStates(over)
+    _hook_forwards(model, states, changes)
+    blocks = list(blocks)
+    for block in blocks:
+        # Not by hooks: recomputation runs a forward again without its hooks.
+        changes.set(block, "forward", _in_scope(block, states, is_region=True))
+    inside = {module for block in blocks for module in block.modules()}
+    others = [layer for layer in layers if layer.module not in inside]
+    first = [layer for layer in others if layer.style.way in (Way.COLUMNS, Way.SHARED_COLUMNS)]
+    last = [layer.module for layer in others if layer.style.way is Way.ROWS]
+    _hook_regions(first, [m for m in last if not isinstance(m, nn.Embedding)], states, changes)
+
+
+def _hook_forwards(model: nn.Module, states: RandomStates, changes: Changes) -> None:
     """Let the ranks agree at the beginning of each forward in training; and now."""
 
     def before(module: nn.Module, args: Any) -> None:
@@ -152,22 +182,10 @@ def hook_forwards(model: nn.Module, states: RandomStates, changes: Changes) -> N
     states.agree()
 
 
-class OfParts(NamedTuple):
-    """A layer whose output is divided, and the module whose call is the scope of its regions."""
-
-    layer: nn.Module
-    scope: nn.Module
-
-
-def hook_regions(
-    first: Sequence[OfParts], last: Iterable[nn.Module], states: RandomStates, changes: Changes
+def _hook_regions(
+    first: Sequence[Divided], last: Iterable[nn.Module], states: RandomStates, changes: Changes
 ) -> None:
-    """Begin regions after some layers, and end them before others.
-
-    Args:
-        first: the layers after which values are parts.
-        last: the layers before whose sum they are.
-    """
+    """Begin regions after some layers, and end them before others."""
 
     def enter(scope: nn.Module, layer: nn.Module, args: Any, output: Any) -> None:
         if layer.training:
@@ -177,21 +195,22 @@ def hook_regions(
         if layer.training:
             states.leave()
 
-    for module in dict.fromkeys(one.scope for one in first):
-        # Not by hooks: recomputation runs a forward again without its hooks.
-        changes.set(module, "forward", _in_scope(module, states))
-    for layer, scope in first:
-        changes.hook(layer.register_forward_hook(functools.partial(enter, scope)))
-    for layer in last:
-        changes.hook(layer.register_forward_pre_hook(leave))
+    for scope in dict.fromkeys(layer.parent for layer in first):
+        changes.set(scope, "forward", _in_scope(scope, states, is_region=False))
+    for layer in first:
+        changes.hook(layer.module.register_forward_hook(functools.partial(enter, layer.parent)))
+    for module in last:
+        changes.hook(module.register_forward_pre_hook(leave))
 
 
-def _in_scope(module: nn.Module, states: RandomStates) -> Callable[..., Any]:
+def _in_scope(module: nn.Module, states: RandomStates, *, is_region: bool) -> Callable[..., Any]:
     forward = module.forward
 
     @functools.wraps(forward)
     def within(*args: Any, **kwargs: Any) -> Any:
         with states.scope(module):
+            if is_region and module.training:
+                states.enter(module)
             return forward(*args, **kwargs)
 
     return within

@@ -14,12 +14,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from zeroshard.comm.activations import Activations
-from zeroshard.parallel.tensor.moves import Move, move
+from zeroshard.parallel.tensor.moves import Sum, add_up
 from zeroshard.plan.layout import Span
 
 
 def embed(
-    tokens: Tensor, look_up: Callable[[Tensor], Tensor], own: Span, over: Activations, label: str
+    tokens: Tensor,
+    look_up: Callable[[Tensor], Tensor],
+    own: Span,
+    over: Activations,
+    label: str,
+    add: Sum = add_up,
 ) -> Tensor:
     """Look up tokens in a table whose rows are divided over the ranks.
 
@@ -29,13 +34,14 @@ def embed(
         own: the tokens of these rows.
         over: the exchanges of the tensor ranks.
         label: the name of the layer, for messages.
+        add: adds up what the ranks have found.
 
     Returns:
-        [*tokens.shape, d], the same on all ranks.
+        [*tokens.shape, d], the same on all ranks; or what `add` gives.
     """
     is_elsewhere = (tokens < own.start) | (tokens >= own.stop)
     found = look_up((tokens - own.start).masked_fill(is_elsewhere, 0))
-    return move(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), Move.SUM, over, label)
+    return add(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), over, label)
 
 
 def cross_entropy(
