@@ -14,7 +14,7 @@ import zeroshard
 from zeroshard import entry
 from zeroshard.config import sections
 
-WIDTH, HEAD, VOCABULARY, LENGTH, BATCH = 16, 4, 24, 6, 8
+WIDTH, HEAD, VOCABULARY, LENGTH, BATCH = 16, 4, 24, 9, 8
 PLAN = {
     "tokens": "rowwise",
     "blocks.*.[qkv]": "colwise",
@@ -76,6 +76,13 @@ class Model(nn.Module):
 
 PARTS = {"of_heads": 1, "of_hidden": 2}
 """Dropout over parts, with the dimension of the parts."""
+OF_SEQUENCE = PARTS | {"after_heads": 1, "after_hidden": 1}
+BY_SEQUENCE = PLAN | {
+    "blocks.0": "sequence_split",
+    "blocks.*.norm": "sequence",
+    "blocks.*.second": "sequence",
+    "norm": "sequence",
+}
 
 
 def build(seed):
@@ -108,18 +115,17 @@ def gradients_of(engine):
     return {name: p.grad.clone() for name, p in engine.module.named_parameters()}
 
 
-def trained(config, steps, spoil=True):
+def trained(config, steps, plan=PLAN):
     """Masks, losses and parameters of a divided model whose ranks have other random states."""
     model = build(0)
-    engine = sharded(model, sgd, config, PLAN)
+    engine = sharded(model, sgd, config, plan)
     axes = engine._axes
     size = BATCH // axes.dp.size
     own = slice(axes.dp.rank * size, (axes.dp.rank + 1) * size)
     torch.manual_seed(100 + axes.dp.rank)
     losses = []
     for number in range(steps):
-        if spoil:  # as by a rank that draws more than others, or has a seed of its own
-            torch.rand(1 + axes.tp.rank)
+        torch.rand(1 + axes.tp.rank)  # as by a rank that draws more than others, or has a seed of its own
         loss = loss_of(engine, number, own)
         engine.backward(loss)
         engine.step()
@@ -136,13 +142,13 @@ def trained(config, steps, spoil=True):
     }
 
 
-def with_masks(found, steps):
+def with_masks(found, steps, parts=PARTS):
     """Losses and parameters of one process that drops what the ranks have dropped."""
     model, size = build(0), 1 + max(rank["place"][0] for rank in found)
     tensor = [[rank["masks"] for rank in found if rank["place"][0] == one] for one in range(size)]
     for name, module in model.named_modules():
         if isinstance(module, Drop):
-            dim = PARTS.get(name.rpartition(".")[2])
+            dim = parts.get(name.rpartition(".")[2])
             for number in range(steps):
                 of_batch = [
                     ranks[0][name][number]
@@ -162,11 +168,17 @@ def with_masks(found, steps):
 
 
 @pytest.mark.long_where(stage=[0, 1, 2])
+@pytest.mark.long_where(tp=[4])
+@pytest.mark.long_where(num_ranks=[4], by_sequence=[False])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2), (4, 4)])
-def test_a_model_with_dropout_trains_as_one_process_with_the_same_masks(ranks, num_ranks, tp, stage):
-    found = ranks(num_ranks, trained, {"stage": stage, "mesh": {"tp": tp}}, 3)
-    losses, want = with_masks(found, 3)
+@pytest.mark.parametrize("by_sequence", [False, True])
+def test_a_model_with_dropout_trains_as_one_process_with_the_same_masks(
+    ranks, num_ranks, tp, stage, by_sequence
+):
+    plan, parts = (BY_SEQUENCE, OF_SEQUENCE) if by_sequence else (PLAN, PARTS)
+    found = ranks(num_ranks, trained, {"stage": stage, "mesh": {"tp": tp}}, 3, plan)
+    losses, want = with_masks(found, 3, parts)
     got = [sum(of_all) / num_ranks for of_all in zip(*(rank["losses"] for rank in found), strict=True)]
     assert got == pytest.approx(losses, rel=1e-10)  # float64: sums in another order
     for name, value in found[0]["state"].items():

@@ -167,7 +167,9 @@ MESHES = [(2, 2), (4, 4), (4, 2)]
 
 
 @pytest.mark.long_where(cls=[WithoutPlaces], stage=[1])
+@pytest.mark.long_where(cls=[WithoutPlaces], num_ranks=[4])
 @pytest.mark.long_where(num_ranks=[4], stage=[1])
+@pytest.mark.long_where(tp=[4])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("num_ranks", "tp"), MESHES)
 @pytest.mark.parametrize("cls", [Model, WithoutPlaces])
@@ -226,21 +228,29 @@ def test_ranks_drop_other_elements_of_their_parts_and_the_same_ones_again(ranks)
 def in_evaluation():
     engine = sharded(build(Model), {"stage": 1, "mesh": {"tp": 2}}, PLAN)
     engine.eval()
-    found = [engine(tokens_of(1, length=length)).detach() for length in (1, 7, LENGTH)]
-    engine.train()
-    text = "over mesh.tp=2 ranks in training: expected [batch, a multiple of 2, hidden], got shape [4, 7, 16]"
-    with pytest.raises(ValueError, match=re.escape(f"'blocks.0': a sequence is divided {text}")):
-        loss_of(engine, 0, length=7)
+    with torch.no_grad():
+        found = [engine(tokens_of(1, length=length)) for length in (1, 7, LENGTH)]
+    text = (
+        "over mesh.tp=2 ranks, except in evaluation under no_grad: expected [batch, a multiple of 2, hidden]"
+    )
+    for is_training in (True, False):
+        engine.train(is_training)
+        with pytest.raises(ValueError, match=re.escape(f"{text}hidden], got shape [4, 7, 16]")):
+            loss_of(engine, 0, length=7)
+    engine.backward(loss_of(engine, 0))
+    gradient = engine.module.blocks[0].norm.weight.grad.clone()
     engine.close(restore=False)
-    return found
+    return found, gradient
 
 
-def test_sequences_have_any_length_in_evaluation_and_a_multiple_of_the_ranks_in_training(ranks):
+def test_sequences_have_any_length_where_there_are_no_gradients(ranks):
     model = build(Model).eval()
     want = [model(tokens_of(1, length=length)).detach() for length in (1, 7, LENGTH)]
-    for found in ranks(2, in_evaluation):
+    loss_of(model, 0).backward()
+    for found, gradient in ranks(2, in_evaluation):
         for got, expected in zip(found, want, strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(gradient, model.blocks[0].norm.weight.grad, rtol=0, atol=1e-12)
 
 
 def sent(plan):

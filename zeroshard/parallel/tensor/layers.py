@@ -26,7 +26,6 @@ from zeroshard.parallel.tensor.moves import Move, Sum, add_up, move
 from zeroshard.parallel.tensor.random import share_random_states
 from zeroshard.parallel.tensor.sequence import (
     Regions,
-    blocks_of,
     check_coverage,
     copied,
     install_regions,
@@ -142,9 +141,8 @@ def divide(
         check_coverage(model, plan)
         summed.update(_biases_of_rows(layers))
     regions = install(layers, over, changes)
-    if regions is not None:
-        regions.follow(model, changes)
-    share_random_states(model, layers, blocks_of(layers), over, changes)
+    blocks = {} if regions is None else regions.follow(model, layers, changes)
+    share_random_states(model, layers, blocks, over, changes)
     divide_losses(model, layers, over, changes)
 
     def noted(o: Original) -> Original:

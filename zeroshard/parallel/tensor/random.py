@@ -17,7 +17,7 @@ Korthikanti et al. 2022, section 4, need the same two kinds of random states.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -145,7 +145,7 @@ def _set(device: torch.device, state: Tensor) -> None:
 def share_random_states(
     model: nn.Module,
     layers: Iterable[Divided],
-    blocks: Iterable[nn.Module],
+    blocks: Mapping[nn.Module, Callable[[], bool]],
     over: Activations,
     changes: Changes,
 ) -> None:
@@ -154,16 +154,15 @@ def share_random_states(
     Args:
         model: the model.
         layers: the layers of its plan.
-        blocks: the modules inside of which all values are parts.
+        blocks: modules, with a function that tells if all values inside are parts now.
         over: the exchanges of the tensor ranks.
         changes: the changes of the model.
     """
     states = RandomStates(over)
     _hook_forwards(model, states, changes)
-    blocks = list(blocks)
-    for block in blocks:
+    for block, is_divided in blocks.items():
         # Not by hooks: recomputation runs a forward again without its hooks.
-        changes.set(block, "forward", _in_scope(block, states, is_region=True))
+        changes.set(block, "forward", _in_scope(block, states, is_divided))
     inside = {module for block in blocks for module in block.modules()}
     others = [layer for layer in layers if layer.module not in inside]
     first = [layer for layer in others if layer.style.way in (Way.COLUMNS, Way.SHARED_COLUMNS)]
@@ -196,20 +195,22 @@ def _hook_regions(
             states.leave()
 
     for scope in dict.fromkeys(layer.parent for layer in first):
-        changes.set(scope, "forward", _in_scope(scope, states, is_region=False))
+        changes.set(scope, "forward", _in_scope(scope, states))
     for layer in first:
         changes.hook(layer.module.register_forward_hook(functools.partial(enter, layer.parent)))
     for module in last:
         changes.hook(module.register_forward_pre_hook(leave))
 
 
-def _in_scope(module: nn.Module, states: RandomStates, *, is_region: bool) -> Callable[..., Any]:
+def _in_scope(
+    module: nn.Module, states: RandomStates, is_region: Callable[[], bool] = lambda: False
+) -> Callable[..., Any]:
     forward = module.forward
 
     @functools.wraps(forward)
     def within(*args: Any, **kwargs: Any) -> Any:
         with states.scope(module):
-            if is_region and module.training:
+            if is_region():
                 states.enter(module)
             return forward(*args, **kwargs)
 

@@ -38,9 +38,10 @@ _TWIN = "_summands_of_gradient"
 
 
 class Regions:
-    """The switch of a model's regions: they are divided in training.
+    """The switch of a model's regions: they are divided, except in evaluation without gradients.
 
-    In evaluation a sequence may have any length, as the single tokens of a generation.
+    There a sequence may have any length, as the single tokens of a generation. Gradients always come from
+    parts: those of norms are added up over the ranks.
 
     Args:
         embeds_parts: True if embeddings give parts.
@@ -55,13 +56,20 @@ class Regions:
         is_whole = isinstance(layer.module, nn.Embedding) and not self._embeds_parts
         return add_up if is_whole else self.sum
 
-    def follow(self, model: nn.Module, changes: Changes) -> None:
-        """Take the mode of a model at each of its forwards. Recomputation keeps that of the last one."""
+    def follow(
+        self, model: nn.Module, layers: Iterable[Divided], changes: Changes
+    ) -> dict[nn.Module, Callable[[], bool]]:
+        """Take the mode of a model at each of its forwards. Recomputation keeps that of the last one.
+
+        Returns:
+            The modules inside of which all values are parts, with a function that tells if they are now.
+        """
 
         def before(module: nn.Module, args: Any) -> None:
-            self.are_divided = module.training
+            self.are_divided = module.training or torch.is_grad_enabled()
 
         changes.hook(model.register_forward_pre_hook(before, prepend=True))
+        return dict.fromkeys(_blocks_of(layers), lambda: self.are_divided)
 
     def sum(self, value: Tensor, over: Activations, label: str) -> Tensor:
         """Add up the summands of a layer: this rank's part of the sum, or the whole of it."""
@@ -121,8 +129,8 @@ class _Gathered(torch.autograd.Function):
 def _check(value: Tensor, over: Activations, label: str) -> None:
     if value.dim() < 3 or value.shape[DIM] % over.size:
         raise ValueError(
-            f"'{label}': a sequence is divided over mesh.tp={over.size} ranks in training: expected "
-            f"[batch, a multiple of {over.size}, hidden], got shape {list(value.shape)}"
+            f"'{label}': a sequence is divided over mesh.tp={over.size} ranks, except in evaluation under "
+            f"no_grad: expected [batch, a multiple of {over.size}, hidden], got shape {list(value.shape)}"
         )
 
 
@@ -171,7 +179,7 @@ def _split_first(
     raise ValueError(f"tp_plan: '{name}': expected a tensor to split along the sequence as first argument")
 
 
-def blocks_of(layers: Iterable[Divided]) -> list[nn.Module]:
+def _blocks_of(layers: Iterable[Divided]) -> list[nn.Module]:
     """Return the modules that hold norms and no others that do: all values in them are parts of something."""
     holders = list(dict.fromkeys(layer.parent for layer in layers if layer.style.way in OF_SEQUENCE))
     return [one for one in holders if not any(other in set(one.modules()) - {one} for other in holders)]
