@@ -1,6 +1,6 @@
 """Losses over logits that stay divided by tokens: in models of transformers, and in a loop of the user.
 
-    head --> [N, classes / ranks] --> four numbers for each row are exchanged --> loss, the same on all ranks
+    head --> [N, classes / ranks] --> three numbers for each row are exchanged --> loss, the same on all ranks
 
 To gather the logits would exchange `classes` numbers for each row, and every rank would hold all of them.
 

@@ -56,8 +56,8 @@ def cross_entropy(
 ) -> Tensor:
     """Return the loss of `torch.nn.functional.cross_entropy` over logits that are divided by classes.
 
-    One exchange of four numbers for each row: the largest logit of each rank, its sum of exponentials, the
-    logit of the target and the sum of logits, which smoothing needs.
+    One exchange of three numbers for each row: the largest logit of each rank, its sum of exponentials, and
+    the logit of the target; with smoothing, the sum of logits too.
 
     Args:
         logits: [N, own.size], this rank's classes, in the dtype of the sums.
@@ -114,8 +114,8 @@ class _RowLosses(torch.autograd.Function):
         of_target = logits.gather(1, place).squeeze(1).masked_fill(~is_own, 0.0)
         largest = logits.amax(1)
         sums = (logits - largest.unsqueeze(1)).exp_().sum(1)
-        own_numbers = torch.stack((largest, sums, of_target, logits.sum(1)))
-        everyone = over.gather(own_numbers.unsqueeze(0), 0, "sums of logits")
+        numbers = (largest, sums, of_target, *([logits.sum(1)] if smoothing else []))
+        everyone = over.gather(torch.stack(numbers).unsqueeze(0), 0, "sums of logits")
         largest = everyone[:, 0].amax(0)
         total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0)
         ctx.shared = smoothing / (own.size * over.size)
