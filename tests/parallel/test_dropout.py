@@ -1,5 +1,6 @@
 """Dropout over tensor ranks: one mask for whole values, other masks for parts, the same in a second run."""
 
+import functools
 from unittest import mock
 
 import pytest
@@ -230,6 +231,20 @@ def test_recomputation_drops_the_same_elements(ranks, stage):
         assert torch.equal(got_state, want_state)
         assert all(torch.equal(value, want[name]) for name, value in got.items())
     assert torch.equal(plain[0][1], plain[1][1])
+
+
+def compiled():
+    # The backend that only traces: the others draw numbers in their own order.
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="eager")):
+        return recomputed({"stage": 1, "mesh": {"tp": 2}, "compile": True})
+
+
+@pytest.mark.long
+def test_compiled_blocks_drop_the_same_elements(ranks):
+    plain = ranks(2, recomputed, {"stage": 1, "mesh": {"tp": 2}})
+    for (want, want_state), (got, got_state) in zip(plain, ranks(2, compiled), strict=True):
+        assert torch.equal(got_state, want_state)
+        assert all(torch.equal(value, want[name]) for name, value in got.items())
 
 
 class Partly(Block):

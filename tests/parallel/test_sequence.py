@@ -235,7 +235,7 @@ def in_evaluation():
     )
     for is_training in (True, False):
         engine.train(is_training)
-        with pytest.raises(ValueError, match=re.escape(f"{text}hidden], got shape [4, 7, 16]")):
+        with pytest.raises(ValueError, match=re.escape(f"{text}, got shape [4, 7, 16]")):
             loss_of(engine, 0, length=7)
     engine.backward(loss_of(engine, 0))
     gradient = engine.module.blocks[0].norm.weight.grad.clone()
@@ -251,6 +251,22 @@ def test_sequences_have_any_length_where_there_are_no_gradients(ranks):
         for got, expected in zip(found, want, strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(gradient, model.blocks[0].norm.weight.grad, rtol=0, atol=1e-12)
+
+
+def generated(sequence):
+    tokens, model = torch.arange(10).view(2, 5), llama("Llama").eval()
+    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
+    want = model.generate(tokens, **options)
+    engine = sharded(llama("Llama"), {"stage": 1, "mesh": {"tp": 2, "sequence": sequence}}, None)
+    engine.eval()
+    got = engine.module.generate(tokens, **options)
+    engine.close(restore=False)
+    return torch.equal(got, want)
+
+
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_divided_model_generates_the_tokens_of_one_process(ranks, sequence):
+    assert ranks(2, generated, sequence) == [True, True]
 
 
 def sent(plan):
