@@ -80,7 +80,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
         },
         "checkpoint": {"keep_last": None, "verify": True, "frozen": True},
         "loader": {"num_workers": 0, "pin_memory": None, "drop_last": False},
-        "mesh": {"pp": 1, "tp": 1},
+        "mesh": {"pp": 1, "tp": 1, "sequence": False},
         "pipeline": {"schedule": "1f1b", "num_microbatches": 1, "split": None, "num_chunks": 1},
     }
     assert Config().to_dict() == values | sections

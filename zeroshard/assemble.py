@@ -27,7 +27,9 @@ from zeroshard.guards.inputs import guard_inputs
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
 from zeroshard.lazy.recorder import refuse_recording
-from zeroshard.parallel.tensor.layers import Division, Plan, install, plan_division
+from zeroshard.parallel.tensor.division import Division, plan_division
+from zeroshard.parallel.tensor.layers import install
+from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
@@ -61,7 +63,7 @@ def shard_in_place(
     watch(world)
     axes = open_data_parallel(config, world, mesh)
     specs = find_units(module, config.units, config.ignored)
-    division = plan_division(module, specs, tp_plan, axes.tp.size)
+    division = plan_division(module, specs, tp_plan, axes.tp.size, by_sequence=config.mesh.sequence)
     runtime, _ = shard_over(module, division, config, axes, device)
     return runtime
 
@@ -84,7 +86,7 @@ def shard_over(
     """Shard a module in the units of a division; return its runtime, and the replaced parameters."""
     changes, specs = Changes(), division.specs
     if axes.tp.size > 1:
-        install(division.layers, Activations(axes.tp, _TAG_OF_ACTIVATIONS), changes)
+        install(module, division.layers, Activations(axes.tp, _TAG_OF_ACTIVATIONS), changes)
     record_resets(module)
     check_values(module)
     ignored = find_ignored(module, config.ignored)

@@ -34,7 +34,8 @@ from zeroshard.lazy.recorder import refuse_recording
 from zeroshard.memory.room import check_room, states_of
 from zeroshard.optim.adopt.overrides import forget, read_overrides
 from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, take_over
-from zeroshard.parallel.tensor.layers import Plan, plan_division
+from zeroshard.parallel.tensor.division import plan_division
+from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.wrapping import find_units
 
 
@@ -90,7 +91,7 @@ def initialize(
     _check_arguments(model, training_data, loss_fn)
     refuse_recording("initialize")
     specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started
-    division = plan_division(model, specs, tp_plan, config.mesh.tp)
+    division = plan_division(model, specs, tp_plan, config.mesh.tp, by_sequence=config.mesh.sequence)
     specs = division.specs
     optimizer = _build_optimizer(optimizer, model)
     overrides = read_overrides(optimizer, {parameter: name for name, parameter in model.named_parameters()})

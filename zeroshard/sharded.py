@@ -16,7 +16,7 @@ from zeroshard.assemble import shard_in_place
 from zeroshard.config.sections import Config
 from zeroshard.full.parameters import full_state_dict, unsharded
 from zeroshard.guards.copies import NotCopied
-from zeroshard.parallel.tensor.layers import Plan
+from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.counts import count
 from zeroshard.parameters.state import refuse_in_step
 from zeroshard.restore import Closed

@@ -7,6 +7,8 @@ ranks, or parts of one tensor that is. Sums are taken at least in float32 and ro
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +16,8 @@ from torch import Tensor
 from zeroshard.comm.collectives import Axis, Channel
 from zeroshard.comm.counter import ALL_REDUCE
 from zeroshard.comm.pool import BufferPool
+
+_Value = TypeVar("_Value")
 
 
 class Activations:
@@ -26,7 +30,7 @@ class Activations:
     """
 
     def __init__(self, axis: Axis, tag: int) -> None:
-        self.rank, self.size = axis.rank, axis.size
+        self.rank, self.size, self.device = axis.rank, axis.size, axis.device
         self._axis, self._tag = axis, tag
         self._pool = BufferPool(axis.device)
 
@@ -82,6 +86,11 @@ class Activations:
         own = self.split(value, dim)
         flat = torch.stack(value.chunk(self.size, dim)).view(-1)
         return self._scattered(flat, label).view(own.shape)
+
+    def first(self, value: _Value, label: str) -> _Value:
+        """Return the small picklable value of the first rank. The hosts wait for it, devices do not."""
+        everyone: list[_Value] = self._axis.all_gather_object(value, label)
+        return everyone[0]
 
     def _scattered(self, flat: Tensor, label: str) -> Tensor:
         """Return this rank's part of the sum of `flat`, [size * K], which is used up: [K]."""

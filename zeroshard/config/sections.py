@@ -143,6 +143,8 @@ class Mesh(Checked):
     _prefix = "mesh."
     pp: Annotated[int, rules.integer(1)] = 1  # ranks along the pipeline-parallel axis
     tp: Annotated[int, rules.integer(1)] = 1  # ranks along the tensor-parallel axis
+    # True divides norms and dropout of a model of transformers along the sequence, over the tensor ranks.
+    sequence: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from zeroshard.memory.activations import Blocks
 from zeroshard.memory.report import ModelStates
 from zeroshard.memory.tiered import States, bytes_on_tiers
 from zeroshard.memory.typical import typical_sizes
-from zeroshard.parallel.tensor.layers import Plan, plan_division
+from zeroshard.parallel.tensor.division import plan_division
+from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan import traffic
 from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.buffers import Setting, UnitPlan, plan_buffer, plan_units, units_on_device
@@ -153,7 +154,9 @@ def _activations(model_or_num_params: nn.Module | float, num_tokens: int, config
     """Bytes that a rank holds for a micro-batch, and sends to its tensor ranks."""
     blocks, tp, recomputes = Blocks.of(model_or_num_params), config.mesh.tp, config.recompute == "unit"
     itemsize = (config.precision.param_dtype or torch.float32).itemsize
-    held = blocks.bytes_held(num_tokens, itemsize, tp=tp, recomputes=recomputes)
+    held = blocks.bytes_held(
+        num_tokens, itemsize, tp=tp, sequence=config.mesh.sequence, recomputes=recomputes
+    )
     return held, blocks.bytes_sent(num_tokens, itemsize, tp=tp, recomputes=recomputes)
 
 
@@ -165,7 +168,8 @@ def _units(
     if isinstance(model_or_num_params, nn.Module):
         specs = find_units(model_or_num_params, config.units, config.ignored)
         if tp > 1:
-            specs = plan_division(model_or_num_params, specs, tp_plan, tp).specs
+            is_sequence = config.mesh.sequence
+            specs = plan_division(model_or_num_params, specs, tp_plan, tp, by_sequence=is_sequence).specs
         return plan_units(specs, setting)
     sizes = typical_sizes(int(model_or_num_params))
     if not sizes.depth:  # neither the root nor the last: it is not kept

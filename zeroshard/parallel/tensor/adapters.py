@@ -11,43 +11,32 @@ Language Models", section 4.1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
 
-from zeroshard.parallel.tensor.layers import Style, Way, with_heads
-
-_PREFIX = "base_model.model."
-"""The names of a model begin with it once peft has wrapped the model."""
+from zeroshard.parallel.tensor.heads import with_heads
+from zeroshard.parallel.tensor.styles import Plan, Style, Way
 
 
-Plan = Mapping[str, str | Style]
-
-
-def through_adapters(model: nn.Module, plan: Plan | None, num_ranks: int) -> Plan | None:
+def through_adapters(model: nn.Module, plan: Plan, num_ranks: int) -> Plan:
     """Return a plan for the layers inside of adapters, and for these.
 
     Args:
         model: the model, with or without adapters.
-        plan: styles by pattern, as if the layers had no adapters; None for the plan of a model of
-        transformers,
-            without the prefix that peft puts before all names.
+        plan: styles by pattern, as if the layers had no adapters.
         num_ranks: the ranks of a tensor group.
 
     Raises:
         ValueError: a layer of the plan has an adapter of another kind, or shares its heads between ranks.
     """
-    plan = _of_model(model) if plan is None else plan
-    if not plan:
-        return None
     inside: dict[str, str | Style] = {}
     for name, module in model.named_modules():
         pattern = next((pattern for pattern in plan if fnmatchcase(name, pattern)), None)
         base = getattr(module, "base_layer", None)
         if pattern is None or not isinstance(base, nn.Module):
             continue
-        style = Style.of(plan[pattern])
+        style = Style.of(plan[pattern], pattern)
         if style.way is Way.REPLICATE:
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
@@ -57,13 +46,6 @@ def through_adapters(model: nn.Module, plan: Plan | None, num_ranks: int) -> Pla
         inside |= {name: Way.REPLICATE.value, f"{name}.base_layer": style}
         inside[f"{name}.lora_A.*" if is_rows else f"{name}.lora_B.*"] = style
     return inside | dict(plan)
-
-
-def _of_model(model: nn.Module) -> Plan | None:
-    """Return the plan that a model of transformers has, with the names that peft has given to its layers."""
-    plan: Plan | None = getattr(model, "tp_plan", None)
-    is_wrapped = any(name.startswith(_PREFIX) for name, _ in model.named_modules())
-    return {_PREFIX + pattern: style for pattern, style in plan.items()} if plan and is_wrapped else plan
 
 
 def _check(name: str, module: nn.Module, base: nn.Module, style: Style) -> None:

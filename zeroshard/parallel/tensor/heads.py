@@ -7,9 +7,12 @@ heads from the size of their activations. Some keep it in attributes: these are 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
+from zeroshard.parallel.tensor.styles import WITHOUT_CUTS, Style, Way
 from zeroshard.plan.cuts import Section
 from zeroshard.sharding.changes import Changes
 
@@ -34,6 +37,8 @@ _COUNTS = {
     "MT5Attention": ("n_heads", "inner_dim"),
 }
 """Attributes that are proportional to the number of heads which the layer computes."""
+_WITHOUT_HEADS = (Way.COLUMNS_GATHERED, Way.COLUMNS_LOSS, Way.ROWS_SPLIT, *WITHOUT_CUTS)
+"""Ways that may divide a head: what follows has all of them, or none."""
 
 
 def sections_of(name: str, parent: nn.Module, size: int, *, is_outputs: bool) -> tuple[Section, ...]:
@@ -85,3 +90,46 @@ def set_counts(parents: Iterable[nn.Module], num_ranks: int, changes: Changes) -
     for parent in parents:
         for attribute in _COUNTS.get(type(parent).__name__, ()):
             changes.set(parent, attribute, getattr(parent, attribute) // num_ranks)
+
+
+def with_heads(style: Style, name: str, module: Any, parent: nn.Module, num_ranks: int) -> Style:
+    """Return a style that leaves the heads of an attention layer of transformers whole.
+
+    Under grouped-query attention (Ainslie et al. 2023) there may be fewer heads of keys and values than
+    ranks. Then several ranks use the same one.
+    """
+    if style.way is Way.LATENT:
+        rotary_size(name, parent)
+    if style.sections or style.way in _WITHOUT_HEADS or not is_linear(module):
+        return style
+    is_outputs = style.way is not Way.ROWS
+    total: int = module.weight.shape[dim_of(module, is_outputs)]
+    if style.way is Way.PACKED_COLUMNS:
+        return Style(Way.COLUMNS, (Section(total // 2),) * 2)
+    sections = sections_of(name, parent, total, is_outputs=is_outputs)
+    if len(sections) != 1:
+        return replace(style, sections=sections)
+    unit = sections[0].unit
+    num_heads = total // unit
+    is_shared = style.way is Way.COLUMNS and num_heads < num_ranks and num_ranks % num_heads == 0
+    if is_shared and type(module).forward is not nn.Linear.forward:
+        raise ValueError(
+            f"tp_plan: '{name}' has fewer heads ({num_heads}) than mesh.tp={num_ranks} ranks and is a "
+            f"{type(module).__name__}; expected a Linear, of which ranks can share a head"
+        )
+    return Style(Way.SHARED_COLUMNS if is_shared else style.way, sections)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """True for the layer of transformers whose weight is [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for a layer of one matrix and perhaps a bias."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def dim_of(module: nn.Module, is_outputs: bool) -> int:
+    """Return the dimension of the outputs, or inputs, in the weight."""
+    return int(is_outputs == is_conv1d(module))

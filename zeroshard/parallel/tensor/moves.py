@@ -18,6 +18,7 @@ between such pairs are divided along the sequence (Korthikanti et al. 2022, sect
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -66,6 +67,15 @@ def move(value: Tensor, how: Move, over: Activations, label: str, dim: int = -1)
         return value
     moved: Tensor = _Moved.apply(value, how, over, label, dim)
     return moved
+
+
+Sum = Callable[[Tensor, Activations, str], Tensor]
+"""(summand, exchanges, name of the layer) -> the sum over the tensor ranks, or a part of it."""
+
+
+def add_up(value: Tensor, over: Activations, label: str) -> Tensor:
+    """Return the sum over the tensor ranks."""
+    return move(value, Move.SUM, over, label)
 
 
 class _Moved(torch.autograd.Function):

@@ -36,6 +36,10 @@ _OWN: dict[str, dict[str, str]] = {
 """Plans for models of transformers that have none there, by `config.model_type`."""
 
 
+_PREFIX = "base_model.model."
+"""The names of a model begin with it once peft has wrapped the model."""
+
+
 def plan_of(model: nn.Module) -> Mapping[str, str]:
     """Return the plan of a model, {} if there is none.
 
@@ -44,6 +48,8 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
     kind = getattr(getattr(model, "config", None), "model_type", None)
     plan = getattr(model, "tp_plan", None) or _OWN.get(str(kind), {})
     names = [name for name, _ in model.named_modules()]
+    if any(name.startswith(_PREFIX) for name in names):
+        plan = {_PREFIX + at: word for at, word in plan.items()}
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return {at: word for at, word in plan.items() if any(fnmatchcase(name, at) for name in names)}
 

@@ -1,11 +1,14 @@
-"""The ways to divide a layer over the ranks of a tensor group, and the words of a plan for them."""
+"""The ways to divide a layer over the ranks of a tensor group: the words of a plan, and its layers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from zeroshard.plan.cuts import Section
+from torch import nn
+
+from zeroshard.plan.cuts import Cut, Section
 
 
 class Way(Enum):
@@ -35,14 +38,28 @@ class Way(Enum):
     """An embedding of one element for each head: by these."""
     LATENT = "mla_kv_a_proj"
     """Not at all; the heads of each rank use its last outputs, which are parts of their keys."""
+    COLUMNS_LOSS = "colwise_loss"
+    """By its outputs; they are gathered, except where a model of transformers computes its loss of them."""
+    SEQUENCE = "sequence"
+    """A layer between others that are divided, such as a norm, works on a part of the sequence; its output is
+    gathered for the next ones."""
+    SEQUENCE_PARTS = "sequence_parts"
+    """The same, and its output stays a part."""
+    SEQUENCE_SPLIT = "sequence_split"
+    """The first block: the input is split along the sequence. Without it embeddings give parts."""
 
 
 _ALIASES = {
     "embedding_rowwise": "rowwise",
     "colwise_rep": "colwise_gather_output",
     "rowwise_rep": "rowwise_split_input",
+    "sequence_parallel": "sequence",
 }
 """Words of transformers that mean the same as others."""
+OF_SEQUENCE = (Way.SEQUENCE, Way.SEQUENCE_PARTS)
+"""Layers that work on a part of the sequence."""
+WITHOUT_CUTS = (Way.SUMMED, Way.SHARED_COLUMNS, Way.LATENT, Way.SEQUENCE_SPLIT, *OF_SEQUENCE)
+"""Layers whose parameters each rank holds whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +71,7 @@ class Style:
     """Of the dimension that is divided; () for one section without heads."""
 
     def __post_init__(self) -> None:
-        if self.way in (Way.COLUMNS_GATHERED, Way.ROWS_SPLIT) and len(self.sections) > 1:
+        if self.way in (Way.COLUMNS_GATHERED, Way.COLUMNS_LOSS, Way.ROWS_SPLIT) and len(self.sections) > 1:
             raise ValueError(
                 f"tp_plan: expected one section for '{self.way.value}', whose parts lie in rank order, got "
                 f"{len(self.sections)}"
@@ -70,3 +87,25 @@ class Style:
         except ValueError:
             words = ", ".join(way.value for way in Way)
             raise ValueError(f"tp_plan: expected one of {words}, got {given!r} for '{pattern}'") from None
+
+
+Plan = Mapping[str, str | Style]
+"""Styles, or their words, by a pattern of names of modules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """A layer of a plan."""
+
+    name: str
+    module: nn.Module
+    style: Style
+    cuts: Mapping[str, Cut]
+    """By the name of the parameter in the module; the others are whole on each rank."""
+    parent: nn.Module
+    """The module that holds it."""
+
+    @property
+    def is_summed(self) -> bool:
+        """True if each rank holds the parameters whole and computes summands of their gradients."""
+        return self.style.way in (Way.SUMMED, Way.SHARED_COLUMNS, *OF_SEQUENCE)

@@ -14,12 +14,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from zeroshard.comm.activations import Activations
-from zeroshard.parallel.tensor.moves import Move, move
+from zeroshard.parallel.tensor.moves import Sum, add_up
 from zeroshard.plan.layout import Span
 
 
 def embed(
-    tokens: Tensor, look_up: Callable[[Tensor], Tensor], own: Span, over: Activations, label: str
+    tokens: Tensor,
+    look_up: Callable[[Tensor], Tensor],
+    own: Span,
+    over: Activations,
+    label: str,
+    add: Sum = add_up,
 ) -> Tensor:
     """Look up tokens in a table whose rows are divided over the ranks.
 
@@ -29,13 +34,14 @@ def embed(
         own: the tokens of these rows.
         over: the exchanges of the tensor ranks.
         label: the name of the layer, for messages.
+        add: adds up what the ranks have found.
 
     Returns:
-        [*tokens.shape, d], the same on all ranks.
+        [*tokens.shape, d], the same on all ranks; or what `add` gives.
     """
     is_elsewhere = (tokens < own.start) | (tokens >= own.stop)
     found = look_up((tokens - own.start).masked_fill(is_elsewhere, 0))
-    return move(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), Move.SUM, over, label)
+    return add(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), over, label)
 
 
 def cross_entropy(
@@ -46,11 +52,12 @@ def cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Return the loss of `torch.nn.functional.cross_entropy` over logits that are divided by classes.
 
     One exchange of three numbers for each row: the largest logit of each rank, its sum of exponentials, and
-    the logit of the target.
+    the logit of the target; with smoothing, the sum of logits too.
 
     Args:
         logits: [N, own.size], this rank's classes, in the dtype of the sums.
@@ -59,17 +66,27 @@ def cross_entropy(
         over: the exchanges of the tensor ranks.
         ignore_index: the target of rows that do not count.
         reduction: "mean" over the rows that count, "sum" or "none".
+        label_smoothing: the part of a target that all classes share, in [0, 1].
 
     Returns:
-        0-dim, or [N] for "none"; the same on all ranks.
+        0-dim, or [N] for "none"; the same on all ranks. On an accelerator the loss of a target that is no
+        class is not a number: an error would make the host wait.
 
     Raises:
-        ValueError: another reduction.
+        ValueError: another reduction or smoothing.
+        IndexError: a target is no class; on the CPU.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
-    counts = targets != ignore_index
-    losses: Tensor = _RowLosses.apply(logits, targets, counts, own, over)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: expected a number in [0, 1], got {label_smoothing}")
+    counts, num_classes = targets != ignore_index, own.size * over.size
+    is_none = counts & ((targets < 0) | (targets >= num_classes))
+    if targets.device.type == "cpu" and is_none.any():
+        wrong = int(targets[is_none][0])
+        raise IndexError(f"expected targets in [0, {num_classes}) or {ignore_index}, got {wrong}")
+    losses: Tensor = _RowLosses.apply(logits, targets, counts, own, over, label_smoothing)
+    losses = losses.masked_fill(is_none, torch.nan)
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -77,29 +94,44 @@ def cross_entropy(
 
 
 class _RowLosses(torch.autograd.Function):
-    """[N]: log(sum(exp(logits))) - logits[target], and 0 for rows that do not count."""
+    """[N]: log(sum(exp(logits))) - logits[target], and 0 for rows that do not count.
+
+    Smoothing puts a mean in the place of the logit of the target: it and the mean of all logits, weighted.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, counts: Tensor, own: Span, over: Activations
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        counts: Tensor,
+        own: Span,
+        over: Activations,
+        smoothing: float,
     ) -> Tensor:
         is_own = counts & (targets >= own.start) & (targets < own.stop)
         place = (targets - own.start).masked_fill(~is_own, 0).unsqueeze(1)
         of_target = logits.gather(1, place).squeeze(1).masked_fill(~is_own, 0.0)
         largest = logits.amax(1)
         sums = (logits - largest.unsqueeze(1)).exp_().sum(1)
-        everyone = over.gather(torch.stack((largest, sums, of_target)).unsqueeze(0), 0, "sums of logits")
+        numbers = (largest, sums, of_target, *([logits.sum(1)] if smoothing else []))
+        everyone = over.gather(torch.stack(numbers).unsqueeze(0), 0, "sums of logits")
         largest = everyone[:, 0].amax(0)
         total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0)
-        losses = total.log() + largest - everyone[:, 2].sum(0)
+        ctx.shared = smoothing / (own.size * over.size)
+        expected = everyone[:, 2].sum(0)
+        if smoothing:
+            expected = (1 - smoothing) * expected + ctx.shared * everyone[:, 3].sum(0)
+        ctx.smoothing = smoothing
         ctx.save_for_backward(logits, largest + total.log(), place, is_own, counts)
-        return losses.masked_fill(~counts, 0.0)
+        return (total.log() + largest - expected).masked_fill(~counts, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits, log_total, place, is_own, counts = ctx.saved_tensors
-        of_logits = (logits - log_total.unsqueeze(1)).exp_()
-        of_logits.scatter_add_(1, place, -is_own.unsqueeze(1).to(of_logits.dtype))
+        of_logits = (logits - log_total.unsqueeze(1)).exp_().sub_(ctx.shared)
+        of_target = is_own.unsqueeze(1).to(of_logits.dtype).mul_(ctx.smoothing - 1)
+        of_logits.scatter_add_(1, place, of_target)
         of_logits.mul_(gradient.masked_fill(~counts, 0.0).unsqueeze(1))
-        return of_logits, None, None, None, None
+        return of_logits, None, None, None, None, None

@@ -1,0 +1,343 @@
+"""Dropout over tensor ranks: one mask for whole values, other masks for parts, the same in a second run."""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard
+from zeroshard import entry
+from zeroshard.config import sections
+
+WIDTH, HEAD, VOCABULARY, LENGTH, BATCH = 16, 4, 24, 9, 8
+PLAN = {
+    "tokens": "rowwise",
+    "blocks.*.[qkv]": "colwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.out": "rowwise",
+    "blocks.*.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+
+
+class Drop(nn.Module):
+    """Dropout of one half that notes its masks, or takes them from a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted, self.given = [], []
+
+    def forward(self, x):
+        mask = self.given.pop(0) if self.given else F.dropout(torch.ones_like(x), 0.5, self.training)
+        self.noted.append(mask.detach())
+        return x * mask
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.of_heads, self.after_heads, self.of_hidden, self.after_hidden = (Drop() for _ in range(4))
+
+    def forward(self, x):
+        return self.hidden(self.heads(x))
+
+    def heads(self, x):
+        h = self.norm(x)
+        q, k, v = (layer(h).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = self.of_heads((q @ k.transpose(-1, -2)).softmax(-1)) @ v
+        return x + self.after_heads(self.out(mixed.transpose(1, 2).flatten(2)))
+
+    def hidden(self, x):
+        return x + self.after_hidden(self.down(self.of_hidden(F.gelu(self.up(self.second(x))))))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.first = nn.Embedding(VOCABULARY, WIDTH), Drop()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.first(self.tokens(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+PARTS = {"of_heads": 1, "of_hidden": 2}
+"""Dropout over parts, with the dimension of the parts."""
+OF_SEQUENCE = PARTS | {"after_heads": 1, "after_hidden": 1}
+BY_SEQUENCE = PLAN | {
+    "blocks.0": "sequence_split",
+    "blocks.*.norm": "sequence",
+    "blocks.*.second": "sequence",
+    "norm": "sequence",
+}
+
+
+def build(seed):
+    torch.manual_seed(seed)
+    return Model().double()
+
+
+def masks_of(model):
+    return {name: module.noted for name, module in model.named_modules() if isinstance(module, Drop)}
+
+
+def loss_of(model, number, own=slice(None)):
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))[own]
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def sharded(model, optimizer, config, plan=None):
+    with (
+        mock.patch.object(sections, "_AVAILABLE", {}),
+        mock.patch.object(entry, "_check_arguments"),
+    ):
+        return zeroshard.initialize(model, optimizer, config, tp_plan=plan).engine
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def gradients_of(engine):
+    return {name: p.grad.clone() for name, p in engine.module.named_parameters()}
+
+
+def trained(config, steps, plan=PLAN):
+    """Masks, losses and parameters of a divided model whose ranks have other random states."""
+    model = build(0)
+    engine = sharded(model, sgd, config, plan)
+    axes = engine._axes
+    size = BATCH // axes.dp.size
+    own = slice(axes.dp.rank * size, (axes.dp.rank + 1) * size)
+    torch.manual_seed(100 + axes.dp.rank)
+    losses = []
+    for number in range(steps):
+        torch.rand(1 + axes.tp.rank)  # as by a rank that draws more than others, or has a seed of its own
+        loss = loss_of(engine, number, own)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    state, masks = engine.full_state_dict(), masks_of(model)
+    replicated = {name: p.detach().clone() for name, p in model.named_parameters() if "norm" in name}
+    engine.close(restore=False)
+    return {
+        "masks": masks,
+        "losses": losses,
+        "state": state,
+        "replicated": replicated,
+        "place": (axes.dp.rank, axes.tp.rank),
+    }
+
+
+def with_masks(found, steps, parts=PARTS):
+    """Losses and parameters of one process that drops what the ranks have dropped."""
+    model, size = build(0), 1 + max(rank["place"][0] for rank in found)
+    tensor = [[rank["masks"] for rank in found if rank["place"][0] == one] for one in range(size)]
+    for name, module in model.named_modules():
+        if isinstance(module, Drop):
+            dim = parts.get(name.rpartition(".")[2])
+            for number in range(steps):
+                of_batch = [
+                    ranks[0][name][number]
+                    if dim is None
+                    else torch.cat([rank[name][number] for rank in ranks], dim)
+                    for ranks in tensor
+                ]
+                module.given.append(torch.cat(of_batch))
+    optimizer, losses = sgd(model.parameters()), []
+    for number in range(steps):
+        loss = loss_of(model, number)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.long_where(stage=[0, 1, 2])
+@pytest.mark.long_where(tp=[4])
+@pytest.mark.long_where(num_ranks=[4], by_sequence=[False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("by_sequence", [False, True])
+def test_a_model_with_dropout_trains_as_one_process_with_the_same_masks(
+    ranks, num_ranks, tp, stage, by_sequence
+):
+    plan, parts = (BY_SEQUENCE, OF_SEQUENCE) if by_sequence else (PLAN, PARTS)
+    found = ranks(num_ranks, trained, {"stage": stage, "mesh": {"tp": tp}}, 3, plan)
+    losses, want = with_masks(found, 3, parts)
+    got = [sum(of_all) / num_ranks for of_all in zip(*(rank["losses"] for rank in found), strict=True)]
+    assert got == pytest.approx(losses, rel=1e-10)  # float64: sums in another order
+    for name, value in found[0]["state"].items():
+        torch.testing.assert_close(value, want[name], rtol=0, atol=1e-10, msg=name)
+
+
+def test_ranks_drop_the_same_of_whole_values_and_other_elements_of_parts(ranks):
+    found = ranks(4, trained, {"stage": 1, "mesh": {"tp": 2}}, 2)
+    by_place = {rank["place"]: rank for rank in found}
+    for name in found[0]["masks"]:
+        is_part = name.rpartition(".")[2] in PARTS
+        for number in range(2):
+            first, second, other_batch, _ = (
+                by_place[place]["masks"][name][number] for place in ((0, 0), (0, 1), (1, 0), (1, 1))
+            )
+            assert torch.equal(first, second) != is_part, name
+            assert not torch.equal(first, other_batch), name
+        assert not torch.equal(*found[0]["masks"][name]), name
+    masks = found[0]["masks"]
+    assert not torch.equal(masks["blocks.0.of_hidden"][0], masks["blocks.1.of_hidden"][0])
+    for batch in (0, 1):
+        first, second = (by_place[batch, rank]["replicated"] for rank in (0, 1))
+        assert first.keys() == second.keys() != set()
+        assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def recomputed(config, kind=nn.Module):
+    """The gradients of two micro-batches; masks are drawn in the second run of a forward, too."""
+    model = build(0)
+    if kind is not nn.Module:
+        for block in model.blocks:
+            block.__class__ = kind
+    engine = sharded(model, sgd, config | {"gradient_accumulation_steps": 3}, PLAN)
+    torch.manual_seed(dist.get_rank())
+    for number in range(2):
+        engine.backward(loss_of(engine, number))
+    engine.backward(0 * loss_of(engine, 2))
+    found = gradients_of(engine), torch.get_rng_state()
+    engine.close(restore=False)
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_recomputation_drops_the_same_elements(ranks, stage):
+    config = {"stage": stage, "mesh": {"tp": 2}}
+    plain = ranks(2, recomputed, config)
+    again = ranks(2, recomputed, config | {"recompute": "unit"})
+    for (want, want_state), (got, got_state) in zip(plain, again, strict=True):
+        assert torch.equal(got_state, want_state)
+        assert all(torch.equal(value, want[name]) for name, value in got.items())
+    assert torch.equal(plain[0][1], plain[1][1])
+
+
+def compiled():
+    # The backend that only traces: the others draw numbers in their own order.
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="eager")):
+        return recomputed({"stage": 1, "mesh": {"tp": 2}, "compile": True})
+
+
+@pytest.mark.long
+def test_compiled_blocks_drop_the_same_elements(ranks):
+    plain = ranks(2, recomputed, {"stage": 1, "mesh": {"tp": 2}})
+    for (want, want_state), (got, got_state) in zip(plain, ranks(2, compiled), strict=True):
+        assert torch.equal(got_state, want_state)
+        assert all(torch.equal(value, want[name]) for name, value in got.items())
+
+
+class Partly(Block):
+    """A block that runs its second half again, by itself."""
+
+    def forward(self, x):
+        return checkpoint(self.hidden, self.heads(x), use_reentrant=False)
+
+
+def test_a_part_of_a_forward_that_runs_again_drops_the_same_elements(ranks):
+    config = {"stage": 1, "mesh": {"tp": 2}}
+    plain, again = ranks(2, recomputed, config), ranks(2, recomputed, config, Partly)
+    for (want, want_state), (got, got_state) in zip(plain, again, strict=True):
+        assert torch.equal(got_state, want_state)
+        assert all(torch.equal(value, want[name]) for name, value in got.items())
+
+
+def llama_gradients(checkpoints):
+    torch.manual_seed(0)
+    options = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+        "attention_dropout": 0.5,
+        "use_cache": False,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options)).double()
+    if checkpoints is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoints})
+    model.train()
+    engine = sharded(model, sgd, {"stage": 1, "mesh": {"tp": 2}})
+    torch.manual_seed(dist.get_rank())
+    tokens = torch.arange(24).view(2, 12)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    found = gradients_of(engine)
+    engine.close(restore=False)
+    return found
+
+
+@pytest.mark.long_where(reentrant=[True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_transformers_drop_the_same_elements(ranks, reentrant):
+    plain, again = ranks(2, llama_gradients, None), ranks(2, llama_gradients, reentrant)
+    for want, got in zip(plain, again, strict=True):
+        assert all(torch.equal(value, want[name]) for name, value in got.items())
+
+
+class Fails(Model):
+    def forward(self, tokens, fails=False):
+        self.blocks[0].of_hidden.given = (
+            [torch.ones(1)[[0, 0, 0]]] if fails else []
+        )  # a mask that fits nothing
+        return super().forward(tokens)
+
+
+def after_an_error():
+    model = Fails().double()
+    engine = sharded(model, sgd, {"stage": 1, "mesh": {"tp": 2}}, PLAN)
+    torch.manual_seed(7)
+    tokens = torch.arange(10).view(2, 5)
+    with pytest.raises(RuntimeError, match="size"):
+        engine(tokens, fails=True)
+    state = torch.get_rng_state()
+    engine(tokens)
+    found = state, masks_of(model)["first"][-1], masks_of(model)["blocks.0.of_hidden"][-1]
+    engine.close(restore=False)
+    return found
+
+
+def test_an_error_in_a_region_leaves_the_shared_state(ranks):
+    (state, whole, part), (other_state, other_whole, other_part) = ranks(2, after_an_error)
+    assert torch.equal(state, other_state)
+    assert torch.equal(whole, other_whole)
+    assert not torch.equal(part, other_part)
+
+
+def without_dropout(is_divided):
+    model = build(0)
+    for module in model.modules():
+        if isinstance(module, Drop):
+            module.eval()
+    torch.manual_seed(3)
+    runs = sharded(model, sgd, {"stage": 1, "mesh": {"tp": 2}}, PLAN) if is_divided else model
+    torch.manual_seed(3)
+    loss_of(runs, 0).backward()
+    drawn = torch.rand(4)
+    if is_divided:
+        runs.close(restore=False)
+    return drawn
+
+
+def test_a_model_that_draws_nothing_changes_no_random_number(ranks):
+    want = without_dropout(is_divided=False)
+    assert all(torch.equal(drawn, want) for drawn in ranks(2, without_dropout, True))

@@ -1,0 +1,297 @@
+"""Losses over divided logits: those of one process, and nobody holds all logits."""
+
+import copy
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import zeroshard
+from zeroshard import entry
+from zeroshard.comm.collectives import Axis
+from zeroshard.config import sections
+from zeroshard.parallel.tensor.losses import DividedLogits, cross_entropy
+
+VOCABULARY, BATCH, LENGTH, WIDTH = 64, 4, 12, 16
+SMALL = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "use_cache": False,
+}
+MODELS = {
+    "Llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {}),
+    "Qwen3, tied": (
+        transformers.Qwen3ForCausalLM,
+        transformers.Qwen3Config,
+        {"head_dim": 8, "tie_word_embeddings": True},
+    ),
+    "Gemma 2": (  # its logits are capped before the loss
+        transformers.Gemma2ForCausalLM,
+        transformers.Gemma2Config,
+        {"head_dim": 8, "final_logit_softcapping": 5.0},
+    ),
+}
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+"""The loss of transformers is computed in float32."""
+
+
+def build(name, salt=0, **options):
+    cls, config, more = MODELS[name]
+    torch.manual_seed(salt)
+    return cls(config(**SMALL | more | options)).double()
+
+
+def sharded(model, config, plan=None, optimizer=None):
+    with (
+        mock.patch.object(sections, "_AVAILABLE", {}),
+        mock.patch.object(entry, "_check_arguments"),
+    ):
+        return zeroshard.initialize(model, optimizer or sgd, config, tp_plan=plan).engine
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def batches():
+    """Inputs of a model: plain ones, rows that do not count, a number of items, labels that are shifted."""
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    masked = tokens.clone()
+    masked[:, :4] = -100
+    masked[0] = -100
+    shifted = tokens.roll(-1, 1)
+    return [
+        {"input_ids": tokens, "labels": tokens},
+        {"input_ids": tokens, "labels": masked},
+        {"input_ids": tokens, "labels": tokens, "num_items_in_batch": 17},
+        {"input_ids": tokens, "labels": masked, "num_items_in_batch": torch.tensor(23)},
+        {"input_ids": tokens, "labels": tokens, "shift_labels": shifted},
+    ]
+
+
+def of_one_process(name):
+    model, losses = build(name).train(), []
+    optimizer = sgd(model.parameters())
+    for inputs in batches():
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def of_ranks(name, config, plan=None):
+    engine, losses = sharded(build(name).train(), config, plan), []
+    for inputs in batches():
+        outputs = engine(**inputs)
+        assert isinstance(outputs.logits, DividedLogits)
+        engine.backward(outputs.loss)
+        engine.step()
+        losses.append(outputs.loss.item())
+    state = engine.full_state_dict()
+    engine.close(restore=False)
+    return losses, state
+
+
+@pytest.mark.long_where(tp=[4])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_transformers_trains_as_in_one_process(ranks, name, tp):
+    want_losses, want = of_one_process(name)
+    for losses, state in ranks(tp, of_ranks, name, {"stage": 1, "mesh": {"tp": tp}}):
+        assert losses == pytest.approx(want_losses, rel=1e-6)
+        for key, value in state.items():
+            torch.testing.assert_close(value, want[key], **CLOSE, msg=key)
+
+
+def logits_of_ranks():
+    """Logits in each situation, beside those of one process."""
+    whole, found = build("Llama"), []
+    engine = sharded(build("Llama"), {"stage": 1, "mesh": {"tp": 2}})
+    inputs = batches()[1]
+    without = {"input_ids": inputs["input_ids"]}
+    for is_training, given in ((False, inputs), (False, without), (True, without)):
+        engine.train(is_training)
+        found.append((engine(**given).logits, whole(**given).logits))
+    engine.eval()
+    found.append((engine(**inputs).loss, whole(**inputs).loss))
+    engine.train()
+    divided, want = engine(**inputs).logits, whole(**inputs).logits
+    assert repr(divided) == f"DividedLogits({[BATCH, LENGTH, VOCABULARY // 2]} of {VOCABULARY} classes)"
+    found.append((divided.gather(), want))
+    for use in (lambda: torch.argmax(divided), lambda: divided[0], lambda: torch.add(want, divided)):
+        with pytest.raises(TypeError, match=r"call outputs\.logits\.gather\(\) on all of them"):
+            use()
+    with pytest.raises(AttributeError, match=r"no attribute 'argmax': the logits .* are divided"):
+        divided.argmax(-1)
+    loss, by_place, *_ = engine(**inputs, return_dict=False)
+    found += [(loss, whole(**inputs).loss), (by_place.gather(), want)]
+    model = engine.module
+    engine.close()
+    assert model.loss_function.__name__ == "ForCausalLMLoss"
+    return [(got.detach(), expected.detach()) for got, expected in found]
+
+
+def test_logits_are_gathered_unless_a_loss_is_computed_in_training(ranks):
+    for found in ranks(2, logits_of_ranks):
+        for got, want in found:
+            torch.testing.assert_close(got, want, **CLOSE)
+
+
+def gathered_by_a_plan():
+    plan = dict(build("Llama").tp_plan)
+    assert plan["lm_head"] == "colwise_gather_output"
+    engine = sharded(build("Llama").train(), {"stage": 1, "mesh": {"tp": 2}}, plan)
+    outputs = engine(**batches()[1])
+    found = outputs.logits.detach(), outputs.loss.item()
+    engine.close(restore=False)
+    engine = sharded(
+        build("Llama").train(), {"stage": 1, "mesh": {"tp": 2}}, plan | {"lm_head": "colwise_loss"}
+    )
+    outputs = engine(**batches()[1])
+    assert isinstance(outputs.logits, DividedLogits)
+    assert outputs.loss.item() == pytest.approx(found[1], rel=1e-6)
+    engine.close(restore=False)
+    return found
+
+
+def test_a_plan_of_the_user_says_if_logits_are_gathered(ranks):
+    want = build("Llama").train()(**batches()[1])
+    for logits, loss in ranks(2, gathered_by_a_plan):
+        torch.testing.assert_close(logits, want.logits, **CLOSE)
+        assert loss == pytest.approx(want.loss.item(), rel=1e-6)
+
+
+class Another(transformers.LlamaForCausalLM):
+    def forward(self, input_ids, labels=None):
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        return {"loss": F.cross_entropy(self.lm_head(hidden).flatten(0, 1), labels.flatten())}
+
+
+def another_loss():
+    torch.manual_seed(0)
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    engine = sharded(Another(transformers.LlamaConfig(**SMALL)).train(), {"stage": 1, "mesh": {"tp": 2}})
+    with pytest.raises(RuntimeError, match="Another did not call its loss_function for labels in training"):
+        engine(tokens, labels=tokens)
+    engine.close(restore=False)
+
+
+def test_a_loss_of_the_model_over_a_part_is_an_error(ranks):
+    ranks(2, another_loss)
+
+
+def sent(plan_of_head):
+    """The bytes of each exchange of a training step in which logits are most of what is computed."""
+    notes, note = [], Axis.note
+
+    def noted(axis, kind, num_bytes, label, *line):
+        notes.append((num_bytes, label))
+        note(axis, kind, num_bytes, label, *line)
+
+    model = build("Llama", vocab_size=64 * VOCABULARY)
+    plan = None if plan_of_head is None else dict(model.tp_plan) | {"lm_head": plan_of_head}
+    engine = sharded(model.train(), {"stage": 1, "mesh": {"tp": 2}}, plan)
+    with mock.patch.object(Axis, "note", noted):
+        engine.backward(engine(**batches()[0]).loss)
+    engine.close(restore=False)
+    return max(num_bytes for num_bytes, _ in notes)
+
+
+def test_no_exchange_is_as_large_as_the_logits(ranks):
+    part = BATCH * LENGTH * 64 * VOCABULARY // 2 * 8
+    assert all(largest >= part for largest in ranks(2, sent, "colwise_gather_output"))
+    assert all(largest < part / 50 for largest in ranks(2, sent, None))
+
+
+# -------------------------------------------------------------------------------- losses in a user's loop
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(6, 16), nn.Linear(16, 6), nn.Linear(6, 12)
+
+    def forward(self, x):
+        return self.head(self.down(self.up(x).tanh()))
+
+
+KINDS = [
+    {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
+    for reduction in ("mean", "sum", "none")
+    for smoothing in (0.0, 0.3, 1.0)
+    for ignored in (-100, 3)
+]
+
+
+def own_loop(tp, dtype):
+    torch.manual_seed(0)
+    whole = Classifier().to(dtype)
+    model = copy.deepcopy(whole)
+    plan = {"up": "colwise", "down": "rowwise", "head": "colwise"} if tp > 1 else None
+    engine = sharded(model, {"stage": 1, "mesh": {"tp": tp}}, plan)
+    x, targets = torch.randn(4, 5, 6, dtype=dtype), torch.arange(20).view(4, 5) * 5 % 12
+    found = []
+    for kind in KINDS:
+        of_targets = targets.masked_fill(targets % 2 == 0, kind["ignore_index"])
+        wide = torch.promote_types(dtype, torch.float32)
+        want = F.cross_entropy(whole(x).flatten(0, 1).to(wide), of_targets.flatten(), **kind)
+        got = cross_entropy(engine(x), of_targets, engine.module.head, **kind)
+        assert got.shape == (() if got.dim() == 0 else targets.shape)
+        assert got.dtype == wide
+        whole.zero_grad()
+        want.sum().backward()
+        engine.backward(got.sum())
+        own = engine.module.up.bias.grad
+        rank = engine._axes.tp.rank
+        found += [(got.flatten(), want.flatten()), (own, whole.up.bias.grad.chunk(tp)[rank])]
+        engine.zero_grad()
+    for wrong in (12, -1):
+        with pytest.raises(IndexError, match=str(wrong)):
+            cross_entropy(engine(x), targets.masked_fill(targets == 0, wrong), engine.module.head)
+    found = [(got.detach().clone(), expected.detach().clone()) for got, expected in found]
+    engine.close(restore=False)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_loop_of_the_user_computes_its_loss_over_parts(ranks, tp, dtype):
+    # In bfloat16, sums over parts are rounded elsewhere: 3 digits.
+    close = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 3e-2, "atol": 6e-2}
+    for found in ranks(tp, own_loop, tp, dtype):
+        for got, want in found:
+            torch.testing.assert_close(got.to(want.dtype), want, **close)
+
+
+def refusals():
+    plan = {"up": "colwise", "down": "rowwise", "head": "colwise_gather_output"}
+    engine = sharded(Classifier(), {"stage": 1, "mesh": {"tp": 2}}, plan | {"head": "colwise"})
+    head, logits, targets = engine.module.head, torch.zeros(4, 12), torch.zeros(4, dtype=torch.long)
+    text = "logits: expected 6 classes, this rank's part of 12 of 'head', got 12"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        cross_entropy(logits, targets, head)
+    with pytest.raises(
+        ValueError, match=re.escape("targets: expected integers of shape [4], got torch.float32")
+    ):
+        cross_entropy(logits, targets.float(), head)
+    with pytest.raises(ValueError, match=re.escape("got torch.int64 of shape [2, 2]")):
+        cross_entropy(logits, targets.view(2, 2), head)
+    with pytest.raises(ValueError, match=r"label_smoothing: expected a number in \[0, 1\], got 1.5"):
+        cross_entropy(logits[:, :6], targets, head, label_smoothing=1.5)
+    engine.close(restore=False)
+    with pytest.raises(ValueError, match="'colwise_loss': expected the head of a causal language model"):
+        sharded(Classifier(), {"stage": 1, "mesh": {"tp": 2}}, plan | {"head": "colwise_loss"})
+
+
+def test_wrong_arguments_are_named(ranks):
+    ranks(2, refusals)

@@ -1,0 +1,194 @@
+"""The layers of a plan, and the parts of their parameters that the ranks of a tensor group hold.
+
+Nothing is changed and no rank is asked: a plan that does not fit a model is an error before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from zeroshard.parallel.tensor.adapters import through_adapters
+from zeroshard.parallel.tensor.experts import cuts_of_experts
+from zeroshard.parallel.tensor.heads import dim_of, is_conv1d, is_linear, with_heads
+from zeroshard.parallel.tensor.losses import with_loss
+from zeroshard.parallel.tensor.plans import check_vocabulary, plan_of
+from zeroshard.parallel.tensor.sequence import check_coverage, with_sequence
+from zeroshard.parallel.tensor.styles import OF_SEQUENCE, WITHOUT_CUTS, Divided, Plan, Style, Way
+from zeroshard.plan.cuts import Cut
+from zeroshard.plan.originals import Original
+from zeroshard.plan.wrapping import UnitSpec
+
+_WHOLE = Style(Way.REPLICATE)
+_BY_ROWS = (Way.ROWS, Way.ROWS_SPLIT)
+
+
+def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
+    """Find the layers of a plan and the parts of their parameters; nothing is changed.
+
+    Args:
+        model: the model.
+        plan: styles by pattern. A pattern is the name of a module, with `*` for any part of it; the first one
+            that fits a module holds.
+        num_ranks: the ranks of a tensor group.
+
+    Raises:
+        ValueError: a pattern fits no module, a module cannot be divided that way, or the ranks do not divide
+            it.
+    """
+    styles = {pattern: Style.of(style, pattern) for pattern, style in plan.items()}
+    found, fitting = [], set()
+
+    def style_of(name: str) -> Style:
+        patterns = [pattern for pattern in styles if fnmatchcase(name, pattern)]
+        fitting.update(patterns)
+        return styles[patterns[0]] if patterns else _WHOLE
+
+    for name, module in model.named_modules():
+        style = style_of(name)
+        if style.way is not Way.REPLICATE:
+            parent = model.get_submodule(name.rpartition(".")[0])
+            style = with_heads(style, name, module, parent, num_ranks)
+            if style.way is Way.EXPERTS:
+                words = {at: style_of(f"{name}.{at}").way.value for at, _ in module.named_parameters()}
+                cuts = cuts_of_experts(name, module, words, num_ranks)
+            else:
+                cuts = {} if style.way in WITHOUT_CUTS else dict(_cuts(name, module, style, num_ranks))
+            found.append(Divided(name, module, style, cuts, parent))
+    for pattern in styles.keys() - fitting:
+        raise ValueError(f"tp_plan: no module of the model is called '{pattern}'")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A model whose layers are to be divided."""
+
+    layers: list[Divided]
+    specs: list[UnitSpec]
+    """The units, with the cuts of their parameters."""
+
+
+def plan_division(
+    model: nn.Module,
+    specs: Sequence[UnitSpec],
+    plan: Plan | None,
+    num_ranks: int,
+    *,
+    by_sequence: bool = False,
+) -> Division:
+    """Find how to divide the layers of a model.
+
+    Args:
+        model: the model.
+        specs: its units.
+        plan: see `match`, as if its layers had no adapters; None for a plan that is known.
+        num_ranks: the ranks of a tensor group.
+        by_sequence: True adds entries for the norms of a model of transformers.
+
+    Raises:
+        ValueError: see `match`; there is no plan; or a parameter that two layers share would be cut in two
+            ways.
+    """
+    if num_ranks == 1:
+        return Division([], list(specs))
+    is_known = plan is None
+    plan = plan_of(model) if plan is None else plan
+    if not plan:
+        raise ValueError(
+            f"mesh.tp={num_ranks}: {type(model).__name__} has no plan of its own, as many models of "
+            "transformers have in `tp_plan`: give tp_plan={'layers.*.up': 'colwise', "
+            "'layers.*.down': 'rowwise', ...}"
+        )
+    plan = with_sequence(model, plan) if by_sequence else plan
+    plan = through_adapters(model, plan, num_ranks)
+    check_vocabulary(model, plan, num_ranks)
+    layers = match(model, plan, num_ranks)
+    if is_known:
+        layers = [with_loss(layer, model) for layer in layers]
+    cuts = _cuts_of(layers)
+    _refuse_whole_ties(model, layers, cuts)
+    summed = {p for layer in layers if layer.is_summed for p in layer.module.parameters()}
+    if any(layer.style.way in OF_SEQUENCE for layer in layers):
+        check_coverage(model, plan)
+        _refuse_experts(layers)
+        summed.update(_biases_of_rows(layers))
+
+    def noted(o: Original) -> Original:
+        return replace(o, cut=cuts.get(o.parameter), is_summed=o.parameter in summed)
+
+    return Division(layers, [replace(spec, originals=[noted(o) for o in spec.originals]) for spec in specs])
+
+
+def _cuts_of(layers: Sequence[Divided]) -> dict[nn.Parameter, Cut]:
+    """The cut of each parameter that is divided."""
+    cuts: dict[nn.Parameter, Cut] = {}
+    for layer in layers:
+        for attribute, cut in layer.cuts.items():
+            parameter = layer.module._parameters[attribute]
+            assert parameter is not None, "it has a cut"
+            other = cuts.setdefault(parameter, cut)
+            if (other.dim, other.sections) != (cut.dim, cut.sections):
+                raise ValueError(f"tp_plan: '{cut.name}' is tied to '{other.name}', which is cut another way")
+    return cuts
+
+
+def _refuse_experts(layers: Sequence[Divided]) -> None:
+    """Refuse layers whose sums are not split along the sequence."""
+    for layer in layers:
+        if layer.style.way in (Way.EXPERTS, Way.LATENT):
+            raise ValueError(
+                f"tp_plan: '{layer.name}' is '{layer.style.way.value}', which no plan with 'sequence' may have"
+            )
+
+
+def _biases_of_rows(layers: Sequence[Divided]) -> set[nn.Parameter]:
+    """The biases that are added to parts of a sequence."""
+    biases = (layer.module._parameters.get("bias") for layer in layers if layer.style.way in _BY_ROWS)
+    return {bias for bias in biases if bias is not None}
+
+
+def _refuse_whole_ties(model: nn.Module, layers: Sequence[Divided], cuts: Mapping[nn.Parameter, Cut]) -> None:
+    """Refuse a parameter that is cut for one module and whole in another one."""
+    divided = {(layer.module, attribute) for layer in layers for attribute in layer.cuts}
+    for name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            cut = None if parameter is None else cuts.get(parameter)
+            if cut is not None and (module, attribute) not in divided:
+                raise ValueError(
+                    f"tp_plan: '{cut.name}' is cut, but tied to '{name}.{attribute}', which is not; expected "
+                    "both in the plan"
+                )
+
+
+def _cuts(name: str, module: nn.Module, style: Style, num_ranks: int) -> Iterator[tuple[str, Cut]]:
+    """The divided parameters of a layer by their name in it."""
+    is_columns = style.way not in _BY_ROWS
+    if isinstance(module, nn.Embedding):
+        if is_columns and style.way is not Way.PER_HEAD:
+            raise ValueError(
+                f"tp_plan: expected 'rowwise' for the embedding '{name}', which is cut by tokens"
+            )
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise ValueError(f"tp_plan: '{name}' has max_norm, scale_grad_by_freq or sparse, not supported")
+        dims = {"weight": 1 if is_columns else 0}
+    elif not is_columns and not is_conv1d(module) and type(module).forward is not nn.Linear.forward:
+        raise ValueError(
+            f"tp_plan: '{name}' is a {type(module).__name__} with a forward of its own; expected a Linear or "
+            "a Conv1D of transformers for 'rowwise'"
+        )
+    elif is_linear(module) and style.way not in (Way.PER_HEAD, Way.PACKED_ROWS):
+        dims = {"weight": dim_of(module, is_columns)} | ({"bias": 0} if is_columns else {})
+    else:
+        raise ValueError(
+            f"tp_plan: '{name}' is a {type(module).__name__}; expected a Linear, an Embedding or a Conv1D of "
+            f"transformers for '{style.way.value}'"
+        )
+    for attribute, dim in dims.items():
+        parameter = module._parameters[attribute]
+        if parameter is not None:
+            where = f"{name}.{attribute}"
+            yield attribute, Cut(where, tuple(parameter.shape), dim, num_ranks, style.sections)

@@ -1,0 +1,264 @@
+"""Losses over logits that stay divided by tokens: in models of transformers, and in a loop of the user.
+
+    head --> [N, classes / ranks] --> three numbers for each row are exchanged --> loss, the same on all ranks
+
+To gather the logits would exchange `classes` numbers for each row, and every rank would hold all of them.
+
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zeroshard.comm.activations import Activations
+from zeroshard.parallel.tensor import vocabulary
+from zeroshard.parallel.tensor.moves import Move, move
+from zeroshard.parallel.tensor.styles import Divided, Way
+from zeroshard.plan.layout import Span
+from zeroshard.sharding.changes import Changes
+
+_CLASSES = "_classes_of_rank"
+"""The attribute of a divided head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The classes of a rank."""
+
+    own: Span
+    over: Activations
+    label: str
+    """The name of the head."""
+
+    @property
+    def num(self) -> int:
+        """The classes of all ranks."""
+        return self.own.size * self.over.size
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return all logits: [..., own classes] -> [..., classes]."""
+        return move(part, Move.GATHER, self.over, self.label)
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    head: nn.Module,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return the loss of `torch.nn.functional.cross_entropy` over the logits of a head that may be divided.
+
+    Args:
+        logits: [..., classes of this rank], the output of the head; all classes if it is not divided. The
+            loss is computed at least in float32.
+        targets: [...], integers in [0, classes) or `ignore_index`.
+        head: the layer that gave the logits, such as `engine.module.head`; 'colwise' in the plan.
+        ignore_index: the target of rows that do not count.
+        reduction: "mean" over the rows that count, "sum" or "none".
+        label_smoothing: the part of a target that all classes share, in [0, 1].
+
+    Returns:
+        0-dim, or [...] for "none"; the same on all tensor ranks.
+
+    Raises:
+        ValueError: targets of another shape, or that are no integers; logits that were gathered; another
+            reduction or smoothing.
+        IndexError: a target is no class.
+    """
+    if targets.is_floating_point() or targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"targets: expected integers of shape {list(logits.shape[:-1])}, got {targets.dtype} of shape "
+            f"{list(targets.shape)}"
+        )
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    given = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    classes: Classes | None = vars(head).get(_CLASSES)
+    if classes is None:
+        losses = F.cross_entropy(wide, targets.flatten(), **given)  # type: ignore[arg-type]
+    elif wide.shape[-1] != classes.own.size:
+        raise ValueError(
+            f"logits: expected {classes.own.size} classes, this rank's part of {classes.num} of "
+            f"'{classes.label}', got {wide.shape[-1]}; a plan with 'colwise' for this layer gives a part"
+        )
+    else:
+        own, over = classes.own, classes.over
+        losses = vocabulary.cross_entropy(wide, targets.flatten(), own, over, **given)  # type: ignore[arg-type]
+    return losses.view(targets.shape) if reduction == "none" else losses
+
+
+def with_loss(layer: Divided, model: nn.Module) -> Divided:
+    """Have a model of transformers compute its loss of divided logits, if this is its head."""
+    if layer.style.way is not Way.COLUMNS_GATHERED or causal_model(model, layer.module) is None:
+        return layer
+    return replace(layer, style=replace(layer.style, way=Way.COLUMNS_LOSS))
+
+
+def divide_losses(model: nn.Module, layers: Iterable[Divided], over: Activations, changes: Changes) -> None:
+    """Let losses be computed of the outputs that a rank has.
+
+    Raises:
+        ValueError: 'colwise_loss' stands for another layer than the head of such a model.
+    """
+    for layer in layers:
+        if layer.style.way not in (Way.COLUMNS, Way.COLUMNS_LOSS):
+            continue
+        own, *others = layer.cuts["weight"].spans(over.rank)
+        classes = Classes(own, over, layer.name)
+        if not others:
+            changes.set(layer.module, _CLASSES, classes)
+        if layer.style.way is Way.COLUMNS_LOSS:
+            owner = causal_model(model, layer.module)
+            if owner is None:
+                raise ValueError(
+                    "tp_plan: 'colwise_loss': expected the head of a causal language model of transformers "
+                    f"with its default loss, got '{layer.name}' of {type(model).__name__}"
+                )
+            ModelLoss(owner, classes).install(owner, layer.module, changes)
+
+
+class DividedLogits:
+    """Logits in the output of a model; each tensor rank has those of some tokens. No tensor: `gather()` is.
+
+    A part that looks like all logits would give wrong tokens without an error. To gather them only where they
+    are used would wait forever if not all ranks use them.
+    """
+
+    def __init__(self, part: Tensor, classes: Classes) -> None:
+        self.part = part
+        """[..., classes of this rank]."""
+        self._classes = classes
+
+    def gather(self) -> Tensor:
+        """Return all logits, [..., classes], on each rank; all tensor ranks call it."""
+        return self._classes.gather(self.part)
+
+    def __repr__(self) -> str:
+        return f"DividedLogits({list(self.part.shape)} of {self._classes.num} classes)"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"no attribute {name!r}: {_REFUSAL}")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise TypeError(_REFUSAL)
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> NoReturn:
+        raise TypeError(_REFUSAL)
+
+
+_REFUSAL = (
+    "the logits of a model that computes its loss in training are divided over the tensor-parallel ranks: "
+    "call outputs.logits.gather() on all of them, or give a tp_plan with 'colwise_gather_output' for the head"
+)
+
+
+class ModelLoss:
+    """The loss of a causal language model of transformers, over divided logits while it trains with labels.
+
+    Without labels, and in evaluation, the head gathers its logits as before.
+
+    Args:
+        model: the model; the loss of transformers is what its `loss_function` gives.
+        classes: the classes of this rank.
+    """
+
+    def __init__(self, model: Any, classes: Classes) -> None:
+        self._classes, self._whole = classes, model.loss_function
+        self._names = list(inspect.signature(model.forward).parameters)
+        self._is_divided = self._was_called = False
+
+    def install(self, model: nn.Module, head: nn.Module, changes: Changes) -> None:
+        """Take the place of the loss function of a model, and stand behind its head."""
+        changes.set(head, "forward", functools.partial(self._head, head.forward))
+        changes.set(model, "_loss_function", self)
+        changes.hook(
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after),
+            model.register_forward_hook(self._at_last, always_call=True),
+        )
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Return the loss as `ForCausalLMLoss` of transformers defines it, in float32."""
+        self._was_called = True
+        given = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+        if not self._is_divided:
+            whole: Tensor = self._whole(
+                logits, labels, vocab_size, shift_labels=shift_labels, **given, **others
+            )
+            return whole
+        if vocab_size != self._classes.num:
+            raise ValueError(
+                f"'{self._classes.label}': expected a loss over its {self._classes.num} tokens, "
+                f"got {vocab_size}"
+            )
+        if shift_labels is None:
+            assert labels is not None, "it is called with one of them"
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.reshape(-1).to(logits.device)
+        rows = logits.float().reshape(-1, self._classes.own.size)
+        own, over = self._classes.own, self._classes.over
+        if num_items_in_batch is None:
+            return vocabulary.cross_entropy(rows, targets, own, over, ignore_index=ignore_index)
+        total = vocabulary.cross_entropy(rows, targets, own, over, ignore_index=ignore_index, reduction="sum")
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch
+
+    def _head(self, forward: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        part = forward(value)
+        return part if self._is_divided else self._classes.gather(part)
+
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        has_labels = given.get("labels") is not None
+        self._is_divided, self._was_called = model.training and has_labels, False
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if not self._is_divided:
+            return output
+        if not self._was_called:
+            raise RuntimeError(
+                f"{type(model).__name__} did not call its loss_function for labels in training, so its loss "
+                "is over a part of the logits: give a tp_plan with 'colwise_gather_output' for "
+                f"'{self._classes.label}'"
+            )
+        if isinstance(output, Mapping):
+            output["logits"] = DividedLogits(output["logits"], self._classes)  # type: ignore[index]
+            return output
+        loss, logits, *rest = output
+        return loss, DividedLogits(logits, self._classes), *rest
+
+    def _at_last(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._is_divided = False
+
+
+def causal_model(root: nn.Module, head: nn.Module) -> nn.Module | None:
+    """Return the model of transformers that computes the loss of causal language models over a head."""
+    for module in root.modules():
+        owns = getattr(module, "get_output_embeddings", None)
+        if callable(owns) and owns() is head:
+            loss = getattr(module, "loss_function", None)
+            if getattr(loss, "__name__", "") == "ForCausalLMLoss":
+                return module
+    return None

@@ -1,0 +1,217 @@
+"""Random numbers of tensor ranks: the same where values are whole, others where each rank has a part.
+
+    x --dropout--> [ up: columns ] --dropout--> [ down: rows ] --dropout--> y
+      same mask                    own masks                   same mask
+
+Ranks that drop other elements of the same values go apart without an error. So all of them begin a forward
+with the random state of the first one. In a region, between a layer that is divided by columns and the next
+one that is divided by rows, each rank has other elements, and draws other numbers.
+
+The state of a region is a function of the state at its beginning and the rank. Nothing is kept beside the
+default generator of the device. So a forward that runs again from the state of its beginning, as under
+recomputation and after a checkpoint was loaded, draws the same numbers again.
+
+Korthikanti et al. 2022, section 4, need the same two kinds of random states.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm.activations import Activations
+from zeroshard.parallel.tensor.styles import Divided, Way
+from zeroshard.sharding.changes import Changes
+
+
+class _Region(NamedTuple):
+    """Two states at the beginning of a region."""
+
+    shared: Tensor
+    own: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class _Scope:
+    """The call of a module, and the region that is open in it."""
+
+    module: nn.Module
+    region: _Region | None = None
+
+
+class RandomStates:
+    """The random states of a tensor rank: one that it shares with the others, and one of its own.
+
+    A region begins inside the call of a module, its scope, and ends at the latest with that call, also after
+    an exception: recomputation stops a forward by one. If only a part of that call runs again, there is no
+    scope. Such a loose region is forgotten if it has not ended when another one begins.
+
+    Args:
+        over: the exchanges of the tensor ranks.
+    """
+
+    def __init__(self, over: Activations) -> None:
+        self._over = over
+        self._scopes: list[_Scope] = []
+        """The scopes that are under way, from the outside in."""
+        self._loose: _Scope | None = None
+        """The module of a region without a scope, and the region."""
+
+    def agree(self) -> None:
+        """Take over the states of the first rank; collective."""
+        self._scopes.clear()  # an interrupt may have left some
+        self._loose = None
+        devices = {torch.device("cpu"), self._over.device}
+        own = {device: bytes(_get(device).numpy()) for device in devices}
+        for device, state in self._over.first(own, "random states of the tensor ranks").items():
+            if state != own[device]:
+                _set(device, torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    @contextmanager
+    def scope(self, module: nn.Module) -> Iterator[None]:
+        """Go around the call of a module."""
+        scope, self._loose = _Scope(module), None
+        self._scopes.append(scope)
+        try:
+            yield
+        finally:
+            self._end(scope)
+            if scope in self._scopes:
+                self._scopes.remove(scope)
+
+    def enter(self, module: nn.Module) -> None:
+        """Begin a region of a module, unless there is one already."""
+        if not self._scopes:
+            if self._loose is None or self._loose.module is not module:
+                self._loose = _Scope(module, self._begin())
+        elif all(scope.region is None for scope in self._scopes):
+            self._scopes[-1].region = self._begin()
+
+    def leave(self) -> None:
+        """End the region, if there is one."""
+        for scope in self._scopes:
+            self._end(scope)
+        if self._loose is not None:
+            self._end(self._loose)
+            self._loose = None
+
+    def _begin(self) -> _Region:
+        shared = _get(self._over.device)
+        salt = self._over.rank.to_bytes(8, "little")
+        digest = blake2b(bytes(shared.numpy()), digest_size=8, salt=salt).digest()
+        seed = int.from_bytes(digest, "little") >> 1
+        own = torch.Generator(self._over.device).manual_seed(seed).get_state()
+        _set(self._over.device, own)
+        return _Region(shared, own)
+
+    def _end(self, scope: _Scope) -> None:
+        region, scope.region = scope.region, None
+        if region is not None:
+            self._share(region)
+
+    def _share(self, region: _Region) -> None:
+        """Go on with the shared numbers.
+
+        If numbers were drawn in the region, one of the shared ones is left out: the next region would begin
+        with the same state. If none were drawn, no other numbers change either.
+        """
+        is_used = not torch.equal(_get(self._over.device), region.own)
+        _set(self._over.device, region.shared)
+        if is_used:
+            torch.empty((), device=self._over.device).uniform_()
+
+
+def _get(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def _set(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def share_random_states(
+    model: nn.Module,
+    layers: Iterable[Divided],
+    blocks: Mapping[nn.Module, Callable[[], bool]],
+    over: Activations,
+    changes: Changes,
+) -> None:
+    """Have the ranks drop the same elements where values are whole, and others where they are parts.
+
+    Args:
+        model: the model.
+        layers: the layers of its plan.
+        blocks: modules, with a function that tells if all values inside are parts now.
+        over: the exchanges of the tensor ranks.
+        changes: the changes of the model.
+    """
+    states = RandomStates(over)
+    _hook_forwards(model, states, changes)
+    for block, is_divided in blocks.items():
+        # Not by hooks: recomputation runs a forward again without its hooks.
+        changes.set(block, "forward", _in_scope(block, states, is_divided))
+    inside = {module for block in blocks for module in block.modules()}
+    others = [layer for layer in layers if layer.module not in inside]
+    first = [layer for layer in others if layer.style.way in (Way.COLUMNS, Way.SHARED_COLUMNS)]
+    last = [layer.module for layer in others if layer.style.way is Way.ROWS]
+    _hook_regions(first, [m for m in last if not isinstance(m, nn.Embedding)], states, changes)
+
+
+def _hook_forwards(model: nn.Module, states: RandomStates, changes: Changes) -> None:
+    """Let the ranks agree at the beginning of each forward in training; and now."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        if module.training:
+            states.agree()
+
+    changes.hook(model.register_forward_pre_hook(before, prepend=True))
+    states.agree()
+
+
+def _hook_regions(
+    first: Sequence[Divided], last: Iterable[nn.Module], states: RandomStates, changes: Changes
+) -> None:
+    """Begin regions after some layers, and end them before others."""
+
+    def enter(scope: nn.Module, layer: nn.Module, args: Any, output: Any) -> None:
+        if layer.training:
+            states.enter(scope)
+
+    def leave(layer: nn.Module, args: Any) -> None:
+        if layer.training:
+            states.leave()
+
+    for scope in dict.fromkeys(layer.parent for layer in first):
+        changes.set(scope, "forward", _in_scope(scope, states))
+    for layer in first:
+        changes.hook(layer.module.register_forward_hook(functools.partial(enter, layer.parent)))
+    for module in last:
+        changes.hook(module.register_forward_pre_hook(leave))
+
+
+def _in_scope(
+    module: nn.Module, states: RandomStates, is_region: Callable[[], bool] = lambda: False
+) -> Callable[..., Any]:
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with states.scope(module):
+            if is_region():
+                states.enter(module)
+            return forward(*args, **kwargs)
+
+    return within

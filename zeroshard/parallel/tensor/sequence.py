@@ -1,0 +1,248 @@
+"""Regions between divided layers, of which each tensor rank computes a part of the sequence.
+
+    x --split--> [ norm ] --gather--> [ columns | rows ] --sum and split--> + x --> [ norm ] --gather--> head
+      parts of the sequence           whole; parts of heads                parts                    whole
+
+Norms, dropout and sums with residuals are computed once instead of by every rank, and keep 1 / ranks of their
+activations. A gather and a reduce-scatter send what the all-reduce in their place sends.
+
+A norm gathers its output itself: the layers after it, also those that look at shapes and positions, find
+whole values. The gather has two results with the same memory. Divided layers take the second one. Their
+gradients are summands, which one reduce-scatter adds up for all layers that take it. The gradient of the
+first result is whole, as from a router that each rank computes.
+
+Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
+section 4.2.2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from zeroshard.comm.activations import Activations
+from zeroshard.parallel.tensor.moves import Move, Sum, add_up, move
+from zeroshard.parallel.tensor.styles import OF_SEQUENCE, Divided, Way
+from zeroshard.sharding.changes import Changes
+
+DIM = 1
+"""The dimension of the sequence: [batch, sequence, hidden]."""
+_TWIN = "_summands_of_gradient"
+"""The attribute of a gathered tensor: (the second result, the version of the memory)."""
+
+
+class Regions:
+    """The switch of a model's regions: they are divided, except in evaluation without gradients.
+
+    There a sequence may have any length, as the single tokens of a generation. Gradients always come from
+    parts: those of norms are added up over the ranks.
+
+    Args:
+        embeds_parts: True if embeddings give parts.
+    """
+
+    def __init__(self, *, embeds_parts: bool) -> None:
+        self.are_divided = True
+        self._embeds_parts = embeds_parts
+
+    def sum_of(self, layer: Divided) -> Sum:
+        """Return the sum at the end of a layer that is divided by rows."""
+        is_whole = isinstance(layer.module, nn.Embedding) and not self._embeds_parts
+        return add_up if is_whole else self.sum
+
+    def follow(
+        self, model: nn.Module, layers: Iterable[Divided], changes: Changes
+    ) -> dict[nn.Module, Callable[[], bool]]:
+        """Take the mode of a model at each of its forwards. Recomputation keeps that of the last one.
+
+        Returns:
+            The modules inside of which all values are parts, with a function that tells if they are now.
+        """
+
+        def before(module: nn.Module, args: Any) -> None:
+            self.are_divided = module.training or torch.is_grad_enabled()
+
+        changes.hook(model.register_forward_pre_hook(before, prepend=True))
+        return dict.fromkeys(_blocks_of(layers), lambda: self.are_divided)
+
+    def sum(self, value: Tensor, over: Activations, label: str) -> Tensor:
+        """Add up the summands of a layer: this rank's part of the sum, or the whole of it."""
+        if not self.are_divided:
+            return move(value, Move.SUM, over, label)
+        _check(value, over, label)
+        return move(value, Move.SUM_TO_PARTS, over, label, DIM)
+
+    def split(self, value: Tensor, over: Activations, label: str) -> Tensor:
+        """Take this rank's part of values that are the same on all ranks."""
+        if not self.are_divided:
+            return value
+        _check(value, over, label)
+        return move(value, Move.SPLIT, over, label, DIM)
+
+    def gather(self, part: Tensor, over: Activations, label: str) -> Tensor:
+        """Gather parts; divided layers use the second result of the gather by `copied`."""
+        if not self.are_divided or over.size == 1:
+            return part
+        whole, twin = _Gathered.apply(part, over, label)
+        setattr(whole, _TWIN, (twin, whole._version))
+        result: Tensor = whole
+        return result
+
+
+def copied(value: Tensor, over: Activations, label: str) -> Tensor:
+    """Give a divided layer its whole input, whose gradient will be added up over the ranks."""
+    twin, version = getattr(value, _TWIN, (None, 0))
+    if twin is not None and version == value._version:
+        result: Tensor = twin
+        return result
+    return move(value, Move.COPY, over, label)
+
+
+class _Gathered(torch.autograd.Function):
+    """[.., part, ..] -> two results: for layers that each rank computes whole, and for divided ones."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, over: Activations, label: str) -> tuple[Tensor, Tensor]:
+        ctx.over, ctx.label = over, label
+        ctx.set_materialize_grads(False)
+        whole = over.gather(part, DIM, f"gather of activations of {label}").contiguous()
+        storage, shape, strides = whole.untyped_storage(), whole.shape, whole.stride()
+        return whole, whole.new_empty(0).set_(storage, whole.storage_offset(), shape, strides)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_whole: Tensor | None, of_twin: Tensor | None) -> tuple[Tensor | None, ...]:
+        total = None if of_whole is None else ctx.over.split(of_whole, DIM)
+        if of_twin is not None:
+            label = f"sum and split of gradients of activations of {ctx.label}"
+            of_part = ctx.over.scatter(of_twin, DIM, label)
+            total = of_part if total is None else total + of_part
+        return total, None, None
+
+
+def _check(value: Tensor, over: Activations, label: str) -> None:
+    if value.dim() < 3 or value.shape[DIM] % over.size:
+        raise ValueError(
+            f"'{label}': a sequence is divided over mesh.tp={over.size} ranks, except in evaluation under "
+            f"no_grad: expected [batch, a multiple of {over.size}, hidden], got shape {list(value.shape)}"
+        )
+
+
+def install_regions(layers: Sequence[Divided], over: Activations, changes: Changes) -> Regions | None:
+    """Have layers gather or split what they work on; return the switch, or None without such layers.
+
+    Raises:
+        ValueError: blocks that follow each other would each split their input.
+    """
+    ways = {layer.style.way for layer in layers}
+    if not ways.intersection(OF_SEQUENCE):
+        return None
+    lists = [layer.parent for layer in layers if layer.style.way is Way.SEQUENCE_SPLIT]
+    if len(set(lists)) < len(lists):
+        names = [layer.name for layer in layers if layer.style.way is Way.SEQUENCE_SPLIT]
+        raise ValueError(f"tp_plan: expected 'sequence_split' for the first block only, got {names}")
+    regions = Regions(embeds_parts=Way.SEQUENCE_SPLIT not in ways)
+    for layer in layers:
+        if layer.style.way is Way.SEQUENCE:
+            changes.set(layer.module, "forward", _gathering(layer, regions, over))
+        elif layer.style.way is Way.SEQUENCE_SPLIT:
+            before = functools.partial(_split_first, layer.name, regions, over)
+            changes.hook(layer.module.register_forward_pre_hook(before, with_kwargs=True))
+    return regions
+
+
+def _gathering(layer: Divided, regions: Regions, over: Activations) -> Callable[..., Any]:
+    forward = layer.module.forward
+
+    @functools.wraps(forward)
+    def gathering(*args: Any, **kwargs: Any) -> Any:
+        return regions.gather(forward(*args, **kwargs), over, layer.name)
+
+    return gathering
+
+
+def _split_first(
+    name: str, regions: Regions, over: Activations, module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Split the first tensor that a module is given."""
+    if args and isinstance(args[0], Tensor):
+        return (regions.split(args[0], over, name), *args[1:]), kwargs
+    for key, value in kwargs.items():
+        if not args and isinstance(value, Tensor):
+            return args, kwargs | {key: regions.split(value, over, name)}
+    raise ValueError(f"tp_plan: '{name}': expected a tensor to split along the sequence as first argument")
+
+
+def _blocks_of(layers: Iterable[Divided]) -> list[nn.Module]:
+    """Return the modules that hold norms and no others that do: all values in them are parts of something."""
+    holders = list(dict.fromkeys(layer.parent for layer in layers if layer.style.way in OF_SEQUENCE))
+    return [one for one in holders if not any(other in set(one.modules()) - {one} for other in holders)]
+
+
+def check_coverage(model: nn.Module, patterns: Iterable[str]) -> None:
+    """Refuse parameters that no pattern names: a rank may use them for a part, or for all values.
+
+    Raises:
+        ValueError: there is such a parameter.
+    """
+    known = list(patterns)
+    for name, module in model.named_modules():
+        is_named = any(fnmatchcase(name, pattern) for pattern in known)
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad and not is_named:
+                full = f"{name}.{attribute}" if name else attribute
+                raise ValueError(
+                    f"tp_plan: with 'sequence' each layer with parameters needs an entry, and '{full}' has "
+                    "none: 'sequence' or 'sequence_parts' if it works on a part of the sequence, 'replicate' "
+                    "if on all of it"
+                )
+
+
+_PRE_NORM = ("gemma", "gpt_neox", "llama", "mistral", "phi", "qwen2", "qwen3")
+"""Models of transformers whose blocks have norms before attention and MLP only, by their `model_type`."""
+
+
+def _holds_rows(block: nn.Module, name: str, plan: Mapping[str, Any]) -> bool:
+    """True if a block has a layer that is divided by rows."""
+    rows = [pattern for pattern, word in plan.items() if word == Way.ROWS.value]
+    names = [f"{name}.{inner}" for inner, _ in block.named_modules()]
+    return any(fnmatchcase(inner, pattern) for inner in names for pattern in rows)
+
+
+def with_sequence(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plan of a model of transformers with entries for its norms and its first block.
+
+    Raises:
+        ValueError: it is none of the models that are known.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and _holds_rows(module[0], f"{name}.0", plan)
+    ]
+    if kind not in _PRE_NORM or len(lists) != 1:
+        raise ValueError(
+            f"mesh.sequence: expected a model of transformers of a type among {', '.join(_PRE_NORM)}, got "
+            f"{type(model).__name__}: give a tp_plan with 'sequence' for its norms and 'sequence_split' for "
+            "its first block"
+        )
+    ((name, blocks),) = lists
+    outer = name.rpartition(".")[0]
+    whole = dict(plan) | {f"{name}.0": "sequence_split"}
+    for prefix, holder in ((f"{name}.*", blocks[0]), (outer, model.get_submodule(outer))):
+        for child, module in holder.named_children():
+            if "Norm" in type(module).__name__:
+                whole[f"{prefix}.{child}" if prefix else child] = "sequence"
+    known = list(whole)
+    for other, module in model.named_modules():
+        is_outside = not other.startswith(f"{name}.") and any(True for _ in module._parameters.values())
+        if is_outside and not any(fnmatchcase(other, pattern) for pattern in known):
+            whole[other] = "replicate"
+    return whole
