@@ -19,7 +19,7 @@ from tests.fuzz.cases import Blocks, Case, restaged
 from tests.fuzz.habits import halve
 from tests.fuzz.models import prediction_of, random_inputs
 from tests.fuzz.reference import MAX_NORM, differ, edit, find_ignored, mean_loss
-from tests.parallel.trained import available
+from tests.parallel.runs import available
 
 
 class Sharded:

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from tests.parallel.runs import STEPS, digests, initialize, own_part
 from tests.parallel.test_divided import PLAN, build, loss_of
 from tests.parallel.test_transformers_plans import GROUPED, batch
-from tests.parallel.trained import STEPS, digests, initialize, own_part
 
 LAYERS = ["q", "k", "v", "out", "up", "down"]
 

@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from tests.parallel.trained import divided, plain
-from zeroshard.parallel.tensor.layers import match
+from zeroshard.parallel.tensor.division import match
 
 BATCH, LENGTH, VOCABULARY = 4, 9, 64
 SMALL = {

@@ -11,7 +11,9 @@ from transformers.pytorch_utils import Conv1D
 from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.parallel.tensor.layers import Style, Way, install, match, plan_division
+from zeroshard.parallel.tensor.division import match, plan_division
+from zeroshard.parallel.tensor.layers import install
+from zeroshard.parallel.tensor.styles import Style, Way
 from zeroshard.parameters.parts import part_of, whole_of
 from zeroshard.plan.cuts import Cut, Section, heads
 from zeroshard.plan.wrapping import find_units
@@ -155,7 +157,7 @@ def divided_layers():
         "blocks.0.up": "colwise_gather_output",
     }
     layers = match(model, plan, over.size)
-    install(layers, over, changes)
+    install(model, layers, over, changes)
     for layer in layers:
         for attribute, cut in layer.cuts.items():
             parameter = layer.module._parameters[attribute]

@@ -177,16 +177,26 @@ class Another(transformers.LlamaForCausalLM):
         return {"loss": F.cross_entropy(self.lm_head(hidden).flatten(0, 1), labels.flatten())}
 
 
+class Seldom(Another):
+    def forward(self, input_ids, labels=None):
+        return self.loss_function(None, labels, 0) if labels is None else super().forward(input_ids, labels)
+
+
 def another_loss():
     torch.manual_seed(0)
-    tokens = torch.zeros(2, 4, dtype=torch.long)
-    engine = sharded(Another(transformers.LlamaConfig(**SMALL)).train(), {"stage": 1, "mesh": {"tp": 2}})
-    with pytest.raises(RuntimeError, match="Another did not call its loss_function for labels in training"):
+    tokens, config = torch.arange(8).view(2, 4), {"stage": 1, "mesh": {"tp": 2}}
+    want = Another(transformers.LlamaConfig(**SMALL)).train()
+    torch.manual_seed(0)
+    engine = sharded(Another(transformers.LlamaConfig(**SMALL)).train(), config)
+    torch.testing.assert_close(engine(tokens, labels=tokens)["loss"], want(tokens, tokens)["loss"])
+    engine.close(restore=False)
+    engine = sharded(Seldom(transformers.LlamaConfig(**SMALL)).train(), config)
+    with pytest.raises(RuntimeError, match="Seldom did not call its loss_function for labels in training"):
         engine(tokens, labels=tokens)
     engine.close(restore=False)
 
 
-def test_a_loss_of_the_model_over_a_part_is_an_error(ranks):
+def test_a_loss_of_the_model_is_over_all_logits_or_an_error(ranks):
     ranks(2, another_loss)
 
 

@@ -76,10 +76,12 @@ class Dropping(nn.Module):
 
     def __init__(self, inner):
         super().__init__()
-        self.inner, self.dropout = inner, nn.Dropout(0.5)
+        self.inner, self.dropout, self.own = inner, nn.Dropout(0.5), None
 
     def forward(self, x):
-        return self.inner(self.dropout(x))
+        if self.own is None:
+            return self.inner(self.dropout(x))
+        return self.inner(x * torch.rand(x.shape, dtype=x.dtype, generator=self.own))
 
 
 def apart(what, stage):
@@ -87,9 +89,11 @@ def apart(what, stage):
     model = build(0)
     if what in ("dropout", "nothing"):
         model.norm = Dropping(model.norm)
+        if what == "dropout":  # of numbers that are not those of the default generator
+            model.norm.own = torch.Generator().manual_seed(dist.get_rank())
     engine = initialize(model, adamw, {"stage": stage, "mesh": {"tp": 2}}, plan)
     axes, whole = engine._axes, None
-    torch.manual_seed(axes.dp.rank if what == "nothing" else dist.get_rank())
+    torch.manual_seed(dist.get_rank())
     part = own_part(axes.dp)
     before = digests(engine)
     engine.backward(loss_of(engine, 0, part))

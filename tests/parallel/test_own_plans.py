@@ -9,8 +9,8 @@ import transformers
 from torch import nn
 
 from tests.parallel.trained import divided, plain
+from zeroshard.parallel.tensor.division import match
 from zeroshard.parallel.tensor.heads import sections_of, set_counts
-from zeroshard.parallel.tensor.layers import match
 from zeroshard.parallel.tensor.plans import check_vocabulary, plan_of
 from zeroshard.plan.cuts import heads
 from zeroshard.sharding.changes import Changes

@@ -11,7 +11,8 @@ from torch import nn
 from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.parallel.tensor.layers import divide, install, match
+from zeroshard.parallel.tensor.division import match, plan_division
+from zeroshard.parallel.tensor.layers import install
 from zeroshard.parallel.tensor.styles import Style, Way
 from zeroshard.parameters.parts import part_of
 from zeroshard.plan.cuts import heads
@@ -54,7 +55,7 @@ def compared():
     over, changes = Activations(axis, tag=1), Changes()
     whole, model = Model().double(), Model().double()
     layers = match(model, PLAN, over.size)
-    install(layers, over, changes)
+    install(model, layers, over, changes)
     cuts = {f"{layer.name}.{attribute}": cut for layer in layers for attribute, cut in layer.cuts.items()}
     for name, parameter in model.named_parameters():
         if name in cuts:
@@ -116,7 +117,6 @@ def test_parts_of_several_sections_are_not_gathered_or_split_in_rank_order(way):
 def test_a_parameter_is_not_cut_for_one_layer_and_whole_for_another():
     model = nn.ModuleDict({"tokens": nn.Embedding(12, 8), "head": nn.Linear(8, 12, bias=False)})
     model.head.weight = model.tokens.weight
-    over = Activations(Axis(None, device=torch.device("cpu"), counter=Counter(), timeout_s=1.0), 1)
     text = "'head.weight' is cut, but tied to 'tokens.weight', which is not; expected both in the plan"
     with pytest.raises(ValueError, match=re.escape(text)):
-        divide(model, find_units(model, None), {"head": "colwise_gather_output"}, over, Changes())
+        plan_division(model, find_units(model, None), {"head": "colwise_gather_output"}, 2)

@@ -70,8 +70,8 @@ def check_replicas(runtime: Runtime) -> bool:
     shown, more = ", ".join(map(repr, names[:_NUM_SHOWN])), len(names) - _NUM_SHOWN
     raise RuntimeError(
         f"the tensor ranks have different gradients of {shown}{f' and {more} more' if more > 0 else ''}, "
-        "which each of them holds whole, so they would train different models. Expected the same seed for "
-        "dropout on all ranks of a tensor group, and 'replicated_with_grad_allreduce' in tp_plan for a layer "
+        "which each of them holds whole, so they would train different models. Expected the same random "
+        "numbers on all ranks of a tensor group, and 'replicated_with_grad_allreduce' in tp_plan for a layer "
         "that gets a part of the heads. The step was not taken"
     )
 

@@ -141,7 +141,7 @@ def _refuse_experts(layers: Sequence[Divided]) -> None:
     for layer in layers:
         if layer.style.way in (Way.EXPERTS, Way.LATENT):
             raise ValueError(
-                f"tp_plan: '{layer.name}' is '{layer.style.way.value}', which no plan with 'sequence' may have"
+                f"tp_plan: '{layer.name}' is '{layer.style.way.value}'; expected none with 'sequence'"
             )
 
 

@@ -122,7 +122,7 @@ def _forward_of(layer: Divided, over: Activations, add: Sum) -> Callable[..., Te
     forwards: dict[Way, Callable[..., Tensor]] = {
         Way.COLUMNS: _columns,
         Way.COLUMNS_GATHERED: _gathered_columns,
-        Way.COLUMNS_LOSS: _gathered_columns,
+        Way.COLUMNS_LOSS: _columns,
         Way.ROWS: functools.partial(_rows, add),
         Way.ROWS_SPLIT: functools.partial(_split_rows, add),
         Way.EXPERTS: compute_experts,

@@ -254,11 +254,19 @@ class ModelLoss:
 
 
 def causal_model(root: nn.Module, head: nn.Module) -> nn.Module | None:
-    """Return the model of transformers that computes the loss of causal language models over a head."""
+    """Return the model of transformers that computes the loss of causal language models over a head.
+
+    Wrappers that hand on the attributes of a model are left out, and models that compute their loss without
+    `loss_function`, as T5 does.
+    """
     for module in root.modules():
-        owns = getattr(module, "get_output_embeddings", None)
-        if callable(owns) and owns() is head:
-            loss = getattr(module, "loss_function", None)
-            if getattr(loss, "__name__", "") == "ForCausalLMLoss":
-                return module
+        if not hasattr(type(module), "get_output_embeddings"):
+            continue
+        owner: Any = module
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        calls_it = code is not None and "loss_function" in code.co_names
+        if not calls_it or owner.get_output_embeddings() is not head:
+            continue
+        if getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss":
+            return module
     return None
