@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zeroshard.lazy.recorder import deferred_init
     from zeroshard.memory.estimate import Estimate, estimate
     from zeroshard.memory.report import MemoryReport
+    from zeroshard.parallel.tensor.losses import cross_entropy
     from zeroshard.sharded import Sharded, shard
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Pipeline",
     "Precision",
     "Sharded",
+    "cross_entropy",
     "data",
     "deferred_init",
     "estimate",
@@ -52,6 +54,7 @@ _HOMES = {
     "deferred_init": "lazy.recorder",
     **dict.fromkeys(("Estimate", "estimate"), "memory.estimate"),
     "MemoryReport": "memory.report",
+    "cross_entropy": "parallel.tensor.losses",
     **dict.fromkeys(("Sharded", "shard"), "sharded"),
 }
 """The module of each public name. A name must not be that of a module, whose import would hide it."""

@@ -52,7 +52,10 @@ def _install_forwards(layers: list[Divided], over: Activations, changes: Changes
             continue
         module, name = layer.module, layer.name
         add = regions.sum_of(layer) if regions is not None else add_up
-        changes.set(module, "forward", functools.partial(_forward_of(layer, over, add), module, over, name))
+        forward = functools.partial(_forward_of(layer, over, add), module, over, name)
+        changes.set(
+            module, "forward", functools.partial(_of_parts, layer, forward) if layer.cuts else forward
+        )
         for attribute, dim in _SIZES.items():
             if attribute in vars(module) and dim(layer) is not None:
                 changes.set(module, attribute, dim(layer))
@@ -69,6 +72,18 @@ def _install_forwards(layers: list[Divided], over: Activations, changes: Changes
     has_heads = (layer for layer in layers if layer.style.way is Way.COLUMNS and layer.style.sections)
     set_counts({layer.parent: None for layer in has_heads}, over.size, changes)
     return regions
+
+
+def _of_parts(layer: Divided, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Run the forward of a layer, unless its parameters are whole now."""
+    attribute, cut = next(iter(layer.cuts.items()))
+    parameter = layer.module._parameters.get(attribute)
+    if parameter is not None and parameter.shape == cut.shape != cut.local_shape:
+        raise RuntimeError(
+            f"'{layer.name}' is divided over tensor-parallel ranks and has its whole parameters now, inside "
+            "unsharded(): call the model outside of it"
+        )
+    return forward(*args, **kwargs)
 
 
 _GROUPS = "num_key_value_groups"
