@@ -106,6 +106,22 @@ def test_a_closed_engine_gives_whole_parameters_and_layers_back(ranks, stage):
         torch.testing.assert_close(output, module(torch.arange(12).view(2, 6)))
 
 
+def inside_unsharded(tp):
+    engine = start(3, tp)
+    tokens = torch.arange(12).view(2, 6)
+    want = engine(tokens).detach()
+    with engine.unsharded():
+        assert torch.equal(engine(tokens), want)  # its units are gathered, in parts
+        text = "'blocks.0.up' is divided over tensor-parallel ranks and has its whole parameters now"
+        with pytest.raises(RuntimeError, match=text):
+            engine.module.blocks[0].up(torch.ones(2, 24))
+    engine.close(restore=False)
+
+
+def test_divided_layers_refuse_to_compute_with_whole_parameters(ranks):
+    ranks(2, inside_unsharded, 2)
+
+
 def different_edits(tp):
     engine = start(3, tp)
     with (

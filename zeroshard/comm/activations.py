@@ -7,7 +7,7 @@ ranks, or parts of one tensor that is. Sums are taken at least in float32 and ro
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,16 @@ from zeroshard.comm.counter import ALL_REDUCE
 from zeroshard.comm.pool import BufferPool
 
 _Value = TypeVar("_Value")
+
+
+class Copied(NamedTuple):
+    """An input of divided layers."""
+
+    of: Tensor
+    version: int
+    """Its version counter then."""
+    copy: Tensor
+    """The same values; its gradient is added up over the ranks."""
 
 
 class Activations:
@@ -32,6 +42,8 @@ class Activations:
     def __init__(self, axis: Axis, tag: int) -> None:
         self.rank, self.size, self.device = axis.rank, axis.size, axis.device
         self._axis, self._tag = axis, tag
+        self.last: Copied | None = None
+        """The input that a divided layer was given last; None behind the pair of layers."""
         self._pool = BufferPool(axis.device)
 
     def sum(self, value: Tensor, label: str) -> Tensor:

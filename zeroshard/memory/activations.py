@@ -76,5 +76,5 @@ class Blocks:
 
         A sum sends 2 (tp - 1) / tp of its bytes, as a reduce-scatter and an all-gather in its place do.
         """
-        num = self.depth * (_EXCHANGES + 2 * recomputes)
+        num = self.depth * (_EXCHANGES + recomputes)  # it ends before the last sum of a block
         return num * 2 * (num_tokens * self.width * itemsize) * (tp - 1) // tp

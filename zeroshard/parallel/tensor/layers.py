@@ -43,6 +43,11 @@ def install(model: nn.Module, layers: list[Divided], over: Activations, changes:
     share_random_states(model, layers, blocks, over, changes)
     divide_losses(model, layers, over, changes)
 
+    def forget(*_: Any) -> None:
+        over.last = None
+
+    changes.hook(model.register_forward_hook(forget, always_call=True))
+
 
 def _install_forwards(layers: list[Divided], over: Activations, changes: Changes) -> Regions | None:
     """Return the switch of the regions that are divided along the sequence, if there are any."""
@@ -163,6 +168,7 @@ def _one_head(own: Span, module: Any, over: Activations, name: str, value: Tenso
 
 def _rows(add: Sum, module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
     """The bias is added once, after the sum."""
+    over.last = None
     weight = module.weight.t() if is_conv1d(module) else module.weight
     total = add(F.linear(value, weight), over, name)
     return total if module.bias is None else total + module.bias

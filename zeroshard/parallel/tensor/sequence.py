@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from zeroshard.comm.activations import Activations
+from zeroshard.comm.activations import Activations, Copied
 from zeroshard.parallel.tensor.moves import Move, Sum, add_up, move
 from zeroshard.parallel.tensor.styles import OF_SEQUENCE, Divided, Way
 from zeroshard.sharding.changes import Changes
@@ -101,7 +101,13 @@ def copied(value: Tensor, over: Activations, label: str) -> Tensor:
     if twin is not None and version == value._version:
         result: Tensor = twin
         return result
-    return move(value, Move.COPY, over, label)
+    # Queries, keys and values take one input: one sum adds up the gradients of all three.
+    if over.last is not None and over.last.of is value and over.last.version == value._version:
+        return over.last.copy
+    moved = move(value, Move.COPY, over, label)
+    if moved.requires_grad and not torch.compiler.is_compiling():
+        over.last = Copied(value, value._version, moved)
+    return moved
 
 
 class _Gathered(torch.autograd.Function):

@@ -1,0 +1,94 @@
+"""Bytes of divided models: those that `estimate` foretells are those that ranks hold and send."""
+
+import pytest
+import torch
+import transformers
+
+import zeroshard
+from zeroshard.memory.activations import Blocks
+
+CONFIG = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+}
+BATCH, LENGTH = 2, 16
+
+
+def build():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
+
+
+def measured(config):
+    engine = zeroshard.initialize(build(), lambda p: torch.optim.AdamW(p, lr=1e-3), config).engine
+    torch.manual_seed(engine.dp_rank)
+    tokens = torch.randint(CONFIG["vocab_size"], (BATCH, LENGTH))
+    for _ in range(2):
+        engine.reset_comm_report()
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        gradients = engine.memory_report().gradients
+        engine.step()
+    memory, sent = engine.memory_report(), engine.comm_report()
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    wire = sum(sent.bytes_sent.get(kind, 0) for kind in kinds)
+    engine.close(restore=False)
+    return memory.parameters, gradients, memory.optimizer, wire
+
+
+@pytest.mark.long_where(stage=[0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2)])
+def test_a_rank_holds_what_is_foretold_and_the_formula_with_fewer_parameters(ranks, num_ranks, tp, stage):
+    config = {"stage": stage, "mesh": {"tp": tp}}
+    model = build()
+    foretold = zeroshard.estimate(model, num_ranks, config)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    dp = num_ranks // tp
+    shares = {0: (1, 1), 1: (dp, dp), 2: (dp, dp), 3: (dp, dp)}[stage]
+    for parameters, gradients, optimizer, _ in ranks(num_ranks, measured, config):
+        assert (parameters, gradients) == (foretold.parameters, foretold.gradients)
+        assert gradients <= 1.02 * 4 * num_parameters / tp / shares[0]
+        assert optimizer <= 1.02 * 8 * num_parameters / tp / shares[1]
+        kept = 4 / (dp if stage == 3 else 1) if dp == 1 or stage in (0, 3) else 4 + 4 / dp
+        assert parameters <= 1.02 * kept * num_parameters / tp
+
+
+@pytest.mark.parametrize("recompute", ["none", "unit"])
+def test_sums_over_tensor_ranks_are_counted(ranks, recompute):
+    config = {"stage": 1, "mesh": {"tp": 2}, "recompute": recompute}
+    foretold = zeroshard.estimate(build(), 2, config, num_tokens=BATCH * LENGTH)
+    without = zeroshard.estimate(build(), 2, config)
+    of_blocks = foretold.wire_bytes_per_step - without.wire_bytes_per_step
+    of_a_sum = 4 * BATCH * LENGTH * CONFIG["hidden_size"]  # 2 (tp - 1) / tp of it are sent
+    assert of_blocks == CONFIG["num_hidden_layers"] * (5 if recompute == "unit" else 4) * of_a_sum
+    ends = 2 * of_a_sum  # of the embedding and the gradient of the head
+    for *_, wire in ranks(2, measured, config):
+        assert wire - without.wire_bytes_per_step == pytest.approx(of_blocks + ends, rel=0.02)
+
+
+def test_activations_follow_the_formulas_of_the_source():
+    tokens, width, depth = 2048, 4096, 32
+    one = tokens * width
+    blocks = Blocks(depth, width)
+    assert blocks.bytes_held(tokens, 2) == depth * 34 * one
+    assert blocks.bytes_held(tokens, 2, tp=8) == depth * (10 + 24 / 8) * one
+    assert blocks.bytes_held(tokens, 2, tp=8, sequence=True) == depth * 34 / 8 * one
+    assert blocks.bytes_held(tokens, 2, recomputes=True) == (2 * depth + 34) * one
+    assert blocks.bytes_sent(tokens, 2, tp=8) == depth * 4 * 2 * 7 / 8 * 2 * one
+
+
+def test_an_estimate_refuses_what_it_cannot_know():
+    with pytest.raises(ValueError, match="num_tokens: expected a model whose config has num_hidden_layers"):
+        zeroshard.estimate(torch.nn.Linear(4, 4), 2, num_tokens=8)
+    with pytest.raises(ValueError, match=r"mesh\.tp=2: Linear has no plan of its own"):
+        zeroshard.estimate(torch.nn.Linear(4, 4), 2, {"mesh": {"tp": 2}})
+    with pytest.raises(ValueError, match="num_tokens: expected an integer >= 0, got 1.5"):
+        zeroshard.estimate(1000, 2, num_tokens=1.5)
+    halved = zeroshard.estimate(10**9, 8, {"mesh": {"tp": 2}, "stage": 0})
+    assert halved.parameters == pytest.approx(2 * 10**9, rel=1e-4)
