@@ -231,6 +231,7 @@ def load_as_one_of_many(folder: str) -> None:
     from zeroshard.comm.collectives import Axis
     from zeroshard.comm.counter import Counter
     from zeroshard.comm.mesh import Axes
+    from zeroshard.parallel.tensor.division import Division
     from zeroshard.plan.wrapping import find_units
 
     class Alone(Axis):
@@ -251,7 +252,7 @@ def load_as_one_of_many(folder: str) -> None:
     model = zeroshard.from_pretrained(LlamaForCausalLM, folder, config)
     sizes = [parameter.numel() * 4 for parameter in model.parameters()]
     specs = find_units(model, config.units)
-    shard_over(model, specs, config, Axes.of_one_group(None, axis), device)
+    shard_over(model, Division([], specs), config, Axes.of_one_group(None, axis), device)
     print(json.dumps([status("VmHWM") - before, sum(sizes) // NUM_RANKS, max(sizes)]))
 
 

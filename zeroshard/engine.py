@@ -90,6 +90,11 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
             refused = NotSharded(module, "resize_token_embeddings")
             parts.runtime.changes.set(module, "resize_token_embeddings", refused)
 
+    @property
+    def dp_rank(self) -> int:
+        """The number of this rank among the `dp_world_size` ranks with data of their own."""
+        return self._axes.dp.rank
+
     # -- training -------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import Axes
 from zeroshard.config.sections import Config, Precision
+from zeroshard.parallel.tensor.division import Division
 from zeroshard.plan.layout import Layout
 from zeroshard.plan.wrapping import find_units
 from zeroshard.sharding.reduced import GradientState
@@ -30,6 +31,10 @@ EMPTY, PACKING, REDUCING, REDUCED = (
     GradientState.REDUCED,
 )
 BF16 = Precision(param_dtype=torch.bfloat16)
+
+
+def undivided(model, units=None):
+    return Division([], find_units(model, units))
 
 
 class Net(nn.Module):
@@ -48,7 +53,7 @@ def shard_net(axis=None, **options):
     before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     config = Config(units=["Sequential"], **options)
     axis = axis or Axis(None, device=CPU, counter=Counter(), timeout_s=10)
-    runtime, _ = shard_over(net, find_units(net, config.units), config, Axes.of_one_group(None, axis), CPU)
+    runtime, _ = shard_over(net, undivided(net, config.units), config, Axes.of_one_group(None, axis), CPU)
     root, inner = runtime.units
     optimizer = torch.optim.SGD(net.parameters())
     attach(runtime, None, optimizer)
@@ -306,7 +311,7 @@ def test_a_module_that_lists_its_weights_beside_gets_them_there_too():
     inputs = torch.randn(5, 2, 4)
     expected = lstm(inputs)[0].detach()
     axis = Axis(None, device=CPU, counter=Counter(), timeout_s=10)
-    shard_over(lstm, find_units(lstm, None), Config(stage=3), Axes.of_one_group(None, axis), CPU)
+    shard_over(lstm, undivided(lstm), Config(stage=3), Axes.of_one_group(None, axis), CPU)
     assert torch.equal(lstm(inputs)[0], expected)
     assert all(weight.dim() == 1 for weight in lstm._flat_weights)
 
@@ -414,7 +419,7 @@ class SparseLookup(nn.Module):
 
 def sparse_backward(axis):
     model = nn.Sequential(SparseLookup(), nn.Linear(4, 2))
-    shard_over(model, find_units(model, None), Config(stage=3), Axes.of_one_group(None, axis), CPU)
+    shard_over(model, undivided(model), Config(stage=3), Axes.of_one_group(None, axis), CPU)
     with pytest.raises(RuntimeError, match=r"'0\.weight'.*sparse"):
         model(torch.tensor([1, 2])).sum().backward()
 
@@ -460,7 +465,7 @@ def shard_buffers():
     module = nn.Linear(2, 2)
     for name, buffer in buffers.items():
         module.register_buffer(name, buffer, persistent=name != "number")
-    shard_over(module, find_units(module, None), Config(), Axes.of_one_group(None, axis), CPU)
+    shard_over(module, undivided(module), Config(), Axes.of_one_group(None, axis), CPU)
     return {name: (b.dtype, b.to(torch.complex64)) for name, b in module.named_buffers()}, beside
 
 

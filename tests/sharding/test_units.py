@@ -11,6 +11,7 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import Axes
 from zeroshard.config.sections import Config
+from zeroshard.parallel.tensor.division import Division
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, group
@@ -445,7 +446,7 @@ def test_a_parameter_without_values_is_refused_by_name_when_it_is_sharded():
     device = torch.device("cpu")
     axes = Axes.of_one_group(None, Axis(None, device=device, counter=Counter(), timeout_s=10))
     with pytest.raises(ValueError, match=r"'1\.weight' is on the meta device"):
-        shard_over(model, find_units(model, None), Config(), axes, device)
+        shard_over(model, Division([], find_units(model, None)), Config(), axes, device)
     assert not model[0].weight.is_meta
     assert model[0].weight.shape == (2, 2)
 

@@ -59,12 +59,6 @@ class DeepSpeedNames(_Module):
         return size
 
     @property
-    def dp_rank(self) -> int:
-        """The number of this rank among those: the data of ranks with the same number are the same."""
-        rank: int = self._runtime.context.axes.dp.rank
-        return rank
-
-    @property
     def global_steps(self) -> int:
         """`global_step`."""
         return self.global_step  # type: ignore[no-any-return]
