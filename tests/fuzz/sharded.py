@@ -19,7 +19,6 @@ from tests.fuzz.cases import Blocks, Case, restaged
 from tests.fuzz.habits import halve
 from tests.fuzz.models import prediction_of, random_inputs
 from tests.fuzz.reference import MAX_NORM, differ, edit, find_ignored, mean_loss
-from tests.parallel.runs import available
 
 
 class Sharded:
@@ -50,15 +49,14 @@ class Sharded:
         def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             return case.make_optimizer(parameters, [p.dim() for p in parameters])
 
-        with available() if case.tp > 1 else nullcontext():
-            self.engine, self.optimizer, _, self.scheduler = zeroshard.initialize(
-                model,
-                make if case.is_factory else make(list(model.parameters())),
-                config,
-                lr_scheduler=case.make_scheduler,
-                loss_fn=lambda output, target: mean_loss(prediction_of(output), target),
-                tp_plan=case.tp_plan,
-            )
+        self.engine, self.optimizer, _, self.scheduler = zeroshard.initialize(
+            model,
+            make if case.is_factory else make(list(model.parameters())),
+            config,
+            lr_scheduler=case.make_scheduler,
+            loss_fn=lambda output, target: mean_loss(prediction_of(output), target),
+            tp_plan=case.tp_plan,
+        )
         for parameter in self.engine.parameters() if case.habits.hooks else ():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(halve)

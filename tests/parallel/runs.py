@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,8 +11,6 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.parallel.test_divided import BATCH, PLAN, build, loss_of
-from zeroshard import entry
-from zeroshard.config import sections
 
 STEPS = 4
 
@@ -30,19 +25,8 @@ class Run(NamedTuple):
     """Of each parameter that is not cut: the place in the shard group, and a digest of the values there."""
 
 
-@contextlib.contextmanager
-def available() -> Iterator[None]:
-    """Inside, a config with tensor ranks is taken."""
-    with (
-        mock.patch.object(sections, "_AVAILABLE", {}),
-        mock.patch.object(entry, "_check_arguments"),
-    ):
-        yield
-
-
 def initialize(model: nn.Module, make: Any, config: dict[str, Any], plan: Any = PLAN) -> Any:
-    with available():
-        return zeroshard.initialize(model, make, config, tp_plan=plan).engine
+    return zeroshard.initialize(model, make, config, tp_plan=plan).engine
 
 
 def own_part(axis: Any, number: int = 0, of: int = 1) -> slice:

@@ -1,7 +1,6 @@
 """Models that are divided over tensor ranks train to the values of one process."""
 
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeroshard
-from zeroshard import entry
-from zeroshard.config import sections
 
 WIDTH, HEAD, VOCABULARY, LENGTH, BATCH = 16, 4, 24, 6, 8
 PLAN = {
@@ -89,12 +86,8 @@ def plain(max_norm):
 
 def divided(config):
     """The same of a divided model; ranks begin with other values, and those of rank 0 count."""
-    with (
-        mock.patch.object(sections, "_AVAILABLE", {}),
-        mock.patch.object(entry, "_check_arguments"),
-    ):
-        model = build(dist.get_rank())
-        initialized = zeroshard.initialize(model, adamw, config, tp_plan=PLAN)
+    model = build(dist.get_rank())
+    initialized = zeroshard.initialize(model, adamw, config, tp_plan=PLAN)
     engine, losses, norms = initialized.engine, [], []
     axes = engine._axes
     size = BATCH // axes.dp.size

@@ -1,7 +1,5 @@
 """Models of transformers are divided by their own plans, and train to the values of one process."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,8 +7,6 @@ import transformers
 from torch import nn
 
 import zeroshard
-from zeroshard import entry
-from zeroshard.config import sections
 
 SMALL = {
     "hidden_size": 32,
@@ -79,12 +75,8 @@ def plain(name):
 
 
 def divided(name, config):
-    with (
-        mock.patch.object(sections, "_AVAILABLE", {}),
-        mock.patch.object(entry, "_check_arguments"),
-    ):
-        model = build(name, seed=dist.get_rank())
-        engine = zeroshard.initialize(model, adamw, config | {"clip_grad_norm": 0.5}).engine
+    model = build(name, seed=dist.get_rank())
+    engine = zeroshard.initialize(model, adamw, config | {"clip_grad_norm": 0.5}).engine
     axis, losses = engine._axes.dp, []
     for number in range(STEPS):
         tokens = batch(number).chunk(axis.size)[axis.rank]

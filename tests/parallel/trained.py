@@ -1,14 +1,10 @@
 """Training of a model of transformers in one process, and divided over tensor ranks."""
 
-from unittest import mock
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from zeroshard import entry
-from zeroshard.config import sections
 
 STEPS, MAX_NORM = 4, 0.5
 
@@ -39,11 +35,7 @@ def plain(build, batch, num_parts=1):
 def divided(build, batch, stage, tp, tp_plan=None):
     """The same of a divided model; ranks begin with other values, and those of rank 0 count."""
     config = {"stage": stage, "mesh": {"tp": tp}, "clip_grad_norm": MAX_NORM}
-    with (
-        mock.patch.object(sections, "_AVAILABLE", {}),
-        mock.patch.object(entry, "_check_arguments"),
-    ):
-        engine = zeroshard.initialize(build(dist.get_rank()), adamw, config, tp_plan=tp_plan).engine
+    engine = zeroshard.initialize(build(dist.get_rank()), adamw, config, tp_plan=tp_plan).engine
     axis, losses, norms = engine._axes.dp, [], []
     for number in range(STEPS):
         loss = engine(**part(batch(number), axis.rank, axis.size)).loss

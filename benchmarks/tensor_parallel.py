@@ -1,0 +1,172 @@
+"""Step time of a GPT over tensor ranks: zeroshard against torch's parallelize_module, and fully_shard on it.
+
+    python benchmarks/tensor_parallel.py --ranks 2             # tp 2: against parallelize_module
+    python benchmarks/tensor_parallel.py --ranks 4 --stage 3   # tp 2 x dp 2: and fully_shard of each block
+
+Both divide the same layers: queries, keys, values and `up` by columns, `out` and `down` by rows, embedding
+and head by tokens, with the logits gathered. All engines are in one process per rank and take turns; a time
+is that of a whole step from a barrier on, and a ratio is the median of those of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import record
+import zeroshard
+from before import run_on_cpu
+from medians import median_of, median_ratio
+
+HEAD, VOCABULARY = 64, 4096
+PLAN = {
+    "tokens": "rowwise",
+    "blocks.*.[qkv]": "colwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.out": "rowwise",
+    "blocks.*.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--stage", type=int, default=0)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
+    parser.set_defaults(before=None)
+    return parser.parse_args()
+
+
+class Block(nn.Module):
+    """A block of a transformer, whose attention finds the number of its heads from the activations."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (layer(h).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        down: Tensor = self.down(F.gelu(self.up(self.second(x))))
+        return x + down
+
+
+class GPT(nn.Module):
+    """Embedding, blocks and head."""
+
+    def __init__(self, width: int, num_blocks: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def build(args: argparse.Namespace) -> GPT:
+    """The same weights for all engines."""
+    torch.manual_seed(0)
+    return GPT(args.width, args.blocks)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of all engines."""
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def ours(args: argparse.Namespace) -> tuple[Callable[[Tensor], Tensor], Any]:
+    """An engine, and its optimizer."""
+    config = {"stage": args.stage, "mesh": {"tp": args.tp}, "units": ["Block"]}
+    engine, optimizer, *_ = zeroshard.initialize(build(args), adamw, config, tp_plan=PLAN)
+    return engine, optimizer
+
+
+def torchs(args: argparse.Namespace) -> tuple[Callable[[Tensor], Tensor], Any]:
+    """torch's composition: parallelize_module, and fully_shard where there are data-parallel ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (args.ranks // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
+    model, block = build(args), {"out": RowwiseParallel(), "down": RowwiseParallel()}
+    ends = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], ends)
+    for inner in model.blocks:
+        columns = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
+        parallelize_module(inner, mesh["tp"], block | columns)
+    if args.ranks > args.tp:
+        for inner in model.blocks:
+            fully_shard(inner, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    return model, adamw(model.parameters())
+
+
+def turn(model: Callable[[Tensor], Tensor], optimizer: Any, tokens: Tensor) -> tuple[float, float]:
+    """Seconds of a step, and the loss."""
+    start = time.perf_counter()
+    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - start, loss.item()
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Take turns, and write the times."""
+    engines = {"zeroshard": ours(args), "torch": torchs(args)}
+    shuffle, own = random.Random(0), dist.get_rank() // args.tp
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(args.rounds + 3):
+        torch.manual_seed(number * 100 + own)
+        tokens, losses = torch.randint(VOCABULARY, (args.batch, args.length + 1)), []
+        for name in shuffle.sample(list(engines), len(engines)):
+            dist.barrier()
+            seconds, loss = turn(*engines[name], tokens)
+            losses.append(loss)
+            if number >= 3:
+                times[name].append(seconds)
+        if abs(losses[0] - losses[1]) > 1e-3 * losses[0]:
+            raise RuntimeError(f"expected the same losses, got {losses} in round {number}")
+    if dist.get_rank():
+        return
+    rows = {f"{name}, s a step": median_of(own)._asdict() for name, own in times.items()}
+    rows["ratio zeroshard/torch"] = median_ratio(times["zeroshard"], times["torch"])._asdict()
+    for what, value in rows.items():
+        record.console().print(what, value)
+    name = args.name or f"tensor_parallel_{args.ranks}ranks_stage{args.stage}"
+    record.write(name, rows, settings=vars(args))
+
+
+if __name__ == "__main__":
+    sys.exit(run_on_cpu(__file__, parse(), measure))
