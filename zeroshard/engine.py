@@ -362,7 +362,8 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own `generate` on this rank's prompts; all ranks must call it.
 
-        All parameters stay gathered meanwhile, in the compute dtype, so ranks may stop at different lengths.
+        All parameters stay gathered meanwhile, in the compute dtype, so ranks may stop at different lengths;
+        tensor-parallel ranks must have the same prompts and options.
         If they do not fit, `synced_gpus=True` gathers unit by unit for every token, and transformers keeps
         the ranks in step.
 

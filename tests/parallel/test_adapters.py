@@ -1,11 +1,13 @@
 """LoRA over divided layers trains as in one process."""
 
 import re
+from unittest import mock
 
 import peft
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 
 from tests.parallel.runs import STEPS, digests, initialize, own_part
@@ -103,3 +105,63 @@ def refused(tp, options, text):
 )  # fmt: skip
 def test_adapters_that_cannot_be_divided_are_refused(ranks, tp, options, text):
     ranks(tp, refused, tp, options, text)
+
+
+def dropped(tp):
+    """Digests of what each rank holds whole, after steps with dropout in adapters and in attention."""
+    torch.manual_seed(dist.get_rank())
+    options = GROUPED | {"attention_dropout": 0.1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options)).train()
+    lora = peft.LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.2)  # B begins with zeros
+    engine = initialize(peft.get_peft_model(model, lora), adamw, {"stage": 1, "mesh": {"tp": tp}}, None)
+    masks, dropout = [], F.dropout
+
+    def noted(value, *args, **kwargs):
+        result = dropout(value, *args, **kwargs)
+        masks.append((tuple(value.shape), hash(tuple((result == 0).flatten().tolist()))))
+        return result
+
+    with mock.patch.object(F, "dropout", noted):
+        for number in range(4):
+            tokens = batch(number)
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+    whole = digests(engine)
+    engine.close(restore=False)
+    return whole, masks
+
+
+def test_dropout_of_adapters_is_that_of_their_inputs(ranks):
+    (whole, masks), (others, their_masks) = ranks(2, dropped, 2)
+    assert whole == others
+    width = GROUPED["hidden_size"]
+    assert masks
+    assert len(masks) == len(their_masks)
+    for (shape, mask), (_, other) in zip(masks, their_masks, strict=True):
+        assert (mask == other) == (shape[-1] == width), shape  # parts have other masks, whole inputs the same
+
+
+def gpt2():
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=32, use_cache=False
+        )
+    )
+    targets = ["c_attn", "c_proj", "c_fc"]
+    lora = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out=True)
+    return peft.get_peft_model(model, lora).double().eval()
+
+
+def loss_of_gpt2():
+    engine = initialize(gpt2(), adamw, {"stage": 3, "mesh": {"tp": 2}}, None)
+    loss = engine(input_ids=batch(0), labels=batch(0)).loss
+    engine.backward(loss)
+    engine.step()
+    engine.close(restore=False)
+    return loss.item()
+
+
+def test_attention_layers_behind_adapters_are_told_their_heads(ranks):
+    want = gpt2()(input_ids=batch(0), labels=batch(0)).loss.item()
+    assert ranks(2, loss_of_gpt2) == pytest.approx([want, want], rel=1e-6)

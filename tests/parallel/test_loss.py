@@ -6,13 +6,18 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import nn
 
 import zeroshard
+from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
+from zeroshard.comm.counter import Counter
+from zeroshard.parallel.tensor import vocabulary
 from zeroshard.parallel.tensor.losses import DividedLogits, cross_entropy
+from zeroshard.plan.layout import Span
 
 VOCABULARY, BATCH, LENGTH, WIDTH = 64, 4, 12, 16
 SMALL = {
@@ -299,3 +304,26 @@ def refusals():
 
 def test_wrong_arguments_are_named(ranks):
     ranks(2, refusals)
+
+
+def edges():
+    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=Counter(), timeout_s=20.0)
+    over, rank = Activations(axis, tag=1), dist.get_rank()
+    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    logits[1:3, :4] = -torch.inf  # the first rank has no token for these rows
+    own, targets = Span(4 * rank, 4 * rank + 4), torch.tensor([1, 5, 6, 7, 0])
+    part = logits[:, own.slice].clone().requires_grad_()
+    whole = logits.clone().requires_grad_()
+    loss, want = vocabulary.cross_entropy(part, targets, own, over), F.cross_entropy(whole, targets)
+    loss.backward()
+    want.backward()
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(part.grad, whole.grad[:, own.slice])
+    table = torch.ones(4, 3)
+    for token in (8, -1):
+        with pytest.raises(IndexError, match=f"'tokens': expected tokens in .*, got {token}"):
+            vocabulary.embed(torch.tensor([1, token]), lambda at: table[at], own, over, "tokens")
+
+
+def test_rows_without_tokens_on_a_rank_and_unknown_tokens(ranks):
+    ranks(2, edges)

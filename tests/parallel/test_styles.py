@@ -120,3 +120,18 @@ def test_a_parameter_is_not_cut_for_one_layer_and_whole_for_another():
     text = "'head.weight' is cut, but tied to 'tokens.weight', which is not; expected both in the plan"
     with pytest.raises(ValueError, match=re.escape(text)):
         plan_division(model, find_units(model, None), {"head": "colwise_gather_output"}, 2)
+
+
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.q, self.out = 4, nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+def test_heads_that_a_module_counts_must_be_in_the_plan():
+    model, plan = nn.ModuleDict({"attention": Counted()}), {"*.q": "colwise", "*.out": "rowwise"}
+    text = "'attention.q' lies beside 'num_heads' of a Counted, and each rank computes some of these heads"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        plan_division(model, find_units(model, None), plan, 2)
+    plan["*.q"] = Style(Way.COLUMNS, heads(4, size=2))
+    assert len(plan_division(model, find_units(model, None), plan, 2).layers) == 2

@@ -103,6 +103,11 @@ class ZeroShardMixin(_Trainer):
         if self.engine is None or self.engine.module is not self.model:
             if self.engine is not None:
                 self.engine.close(restore=False)  # its model has been replaced by model_init
+            if self.zeroshard_config.mesh.tp > 1:
+                raise ValueError(
+                    "mesh.tp: the Trainer gives each process other data, but tensor-parallel ranks need the "
+                    "same batch: expected mesh.tp=1 with the Trainer, or a training loop of your own"
+                )
             self.create_optimizer()
             self.engine = initialize(self.model, self.optimizer, self.zeroshard_config).engine
             self.model_wrapped, self.optimizer = self.engine, _EngineStep(self.engine)

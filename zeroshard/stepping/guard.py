@@ -45,7 +45,9 @@ class StepGuard:
         """True if a step may have to be left out."""
         self._judges = self.may_skip or config.nonfinite == "error"
         self._compares = runtime.context.axes.tp.size > 1
-        """True until the gradients of tensor ranks have been compared."""
+        """True if tensor ranks compare gradients, now and then: some are zero at first."""
+        self._num_compared = 0
+        """The steps so far, if they do."""
 
     @property
     def needs_gradients(self) -> bool:
@@ -86,7 +88,9 @@ class StepGuard:
         """
         self._runtime.state.before_show()  # the last step may have failed halfway
         if self._compares:
-            self._compares = not check_replicas(self._runtime)
+            self._num_compared += 1
+            if not self._num_compared & (self._num_compared - 1):  # 1, 2, 4, 8, ...
+                check_replicas(self._runtime)
         norm = None
         if self._max_norm is not None:
             self.grad_norm = norm = global_norm(self._runtime)

@@ -1,4 +1,4 @@
-"""Gradients of parameters that each tensor rank holds whole: a check, once, that all ranks have the same.
+"""Gradients of parameters that each tensor rank holds whole: a check, now and then, that all have the same.
 
 Tensor ranks compute the same values between divided layers, so they step these parameters alike and exchange
 nothing for them. If they were given other batches, drew another dropout, or use such a parameter for a part

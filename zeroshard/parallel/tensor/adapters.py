@@ -60,3 +60,12 @@ def _check(name: str, module: nn.Module, base: nn.Module, style: Style) -> None:
             f"tp_plan: '{name}' has an adapter and is '{style.way.value}'; expected no adapter there, or as "
             "many heads as ranks"
         )
+
+
+def around(model: nn.Module, name: str) -> tuple[nn.Module | None, nn.Module]:
+    """Return the LoRA module around a layer, None if there is none, and the module that holds both."""
+    holder = name.rpartition(".")[0]
+    module = model.get_submodule(holder)
+    if name != f"{holder}.base_layer":
+        return None, module
+    return module, model.get_submodule(holder.rpartition(".")[0])

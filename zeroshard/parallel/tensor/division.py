@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from zeroshard.parallel.tensor.adapters import through_adapters
+from zeroshard.parallel.tensor.adapters import around, through_adapters
 from zeroshard.parallel.tensor.experts import cuts_of_experts
 from zeroshard.parallel.tensor.heads import dim_of, is_conv1d, is_linear, with_heads
 from zeroshard.parallel.tensor.losses import with_loss
@@ -50,14 +50,14 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
     for name, module in model.named_modules():
         style = style_of(name)
         if style.way is not Way.REPLICATE:
-            parent = model.get_submodule(name.rpartition(".")[0])
+            adapter, parent = around(model, name)
             style = with_heads(style, name, module, parent, num_ranks)
             if style.way is Way.EXPERTS:
                 words = {at: style_of(f"{name}.{at}").way.value for at, _ in module.named_parameters()}
                 cuts = cuts_of_experts(name, module, words, num_ranks)
             else:
                 cuts = {} if style.way in WITHOUT_CUTS else dict(_cuts(name, module, style, num_ranks))
-            found.append(Divided(name, module, style, cuts, parent))
+            found.append(Divided(name, module, style, cuts, parent, adapter))
     for pattern in styles.keys() - fitting:
         raise ValueError(f"tp_plan: no module of the model is called '{pattern}'")
     return found
@@ -103,18 +103,21 @@ def plan_division(
             "transformers have in `tp_plan`: give tp_plan={'layers.*.up': 'colwise', "
             "'layers.*.down': 'rowwise', ...}"
         )
-    plan = with_sequence(model, plan) if by_sequence else plan
+    has_words = any(Style.of(style, at).way in OF_SEQUENCE for at, style in plan.items())
+    plan = with_sequence(model, plan) if by_sequence and not has_words else plan
     plan = through_adapters(model, plan, num_ranks)
     check_vocabulary(model, plan, num_ranks)
     layers = match(model, plan, num_ranks)
     if is_known:
         layers = [with_loss(layer, model) for layer in layers]
+    else:
+        _refuse_counted_heads(layers)
     cuts = _cuts_of(layers)
     _refuse_whole_ties(model, layers, cuts)
     summed = {p for layer in layers if layer.is_summed for p in layer.module.parameters()}
     if any(layer.style.way in OF_SEQUENCE for layer in layers):
-        check_coverage(model, plan)
         _refuse_experts(layers)
+        check_coverage(model, plan)
         summed.update(_biases_of_rows(layers))
 
     def noted(o: Original) -> Original:
@@ -136,9 +139,30 @@ def _cuts_of(layers: Sequence[Divided]) -> dict[nn.Parameter, Cut]:
     return cuts
 
 
+_COUNTS_OF_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads")
+
+
+def _refuse_counted_heads(layers: Sequence[Divided]) -> None:
+    """Refuse layers of attention that may view the part of a rank as all heads, each of fewer elements.
+
+    Nothing would tell: the values would be those of another model.
+    """
+    for layer in layers:
+        counts = {at: getattr(layer.parent, at, None) for at in _COUNTS_OF_HEADS}
+        found = next((at for at, number in counts.items() if isinstance(number, int) and number > 1), None)
+        if layer.style.way is Way.COLUMNS and not layer.style.sections and found is not None:
+            raise ValueError(
+                f"tp_plan: '{layer.name}' lies beside '{found}' of a {type(layer.parent).__name__}, and each "
+                "rank computes some of these heads. Expected Style(Way.COLUMNS, heads(NUMBER, size=SIZE)) in "
+                f"the plan, and a forward that views its outputs by the size of a head, not by '{found}'"
+            )
+
+
 def _refuse_experts(layers: Sequence[Divided]) -> None:
     """Refuse layers whose sums are not split along the sequence."""
     for layer in layers:
+        if layer.adapter is not None:
+            raise ValueError(f"tp_plan: '{layer.name}' has an adapter; expected none with 'sequence'")
         if layer.style.way in (Way.EXPERTS, Way.LATENT):
             raise ValueError(
                 f"tp_plan: '{layer.name}' is '{layer.style.way.value}'; expected none with 'sequence'"

@@ -157,6 +157,12 @@ class DividedLogits:
     def __torch_function__(cls, *_: Any) -> NoReturn:
         raise TypeError(_REFUSAL)
 
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise TypeError(_REFUSAL)
+
+    __len__ = __bool__ = __iter__ = __array__ = _refuse
+    __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __matmul__ = _refuse
+
 
 _REFUSAL = (
     "the logits of a model that computes its loss in training are divided over the tensor-parallel ranks: "

@@ -164,42 +164,54 @@ def share_random_states(
         # Not by hooks: recomputation runs a forward again without its hooks.
         changes.set(block, "forward", _in_scope(block, states, is_divided))
     inside = {module for block in blocks for module in block.modules()}
+    layers = list(layers)
+    adapters = [layer.adapter for layer in layers if layer.adapter is not None]
+    inside |= {module for adapter in adapters for part in adapter.children() for module in part.modules()}
+    inside -= {layer.module for layer in layers if layer.adapter is not None and layer.adapter not in inside}
     others = [layer for layer in layers if layer.module not in inside]
     first = [layer for layer in others if layer.style.way in (Way.COLUMNS, Way.SHARED_COLUMNS)]
-    last = [layer.module for layer in others if layer.style.way is Way.ROWS]
-    _hook_regions(first, [m for m in last if not isinstance(m, nn.Embedding)], states, changes)
+    last = [layer for layer in others if layer.style.way is Way.ROWS]
+    _hook_regions(first, [x for x in last if not isinstance(x.module, nn.Embedding)], states, changes)
 
 
 def _hook_forwards(model: nn.Module, states: RandomStates, changes: Changes) -> None:
-    """Let the ranks agree at the beginning of each forward in training; and now."""
+    """Let the ranks agree at the beginning of each forward; and now.
+
+    In evaluation too: a generation draws tokens after it, which must be the same on all ranks.
+    """
 
     def before(module: nn.Module, args: Any) -> None:
-        if module.training:
-            states.agree()
+        states.agree()
 
     changes.hook(model.register_forward_pre_hook(before, prepend=True))
     states.agree()
 
 
 def _hook_regions(
-    first: Sequence[Divided], last: Iterable[nn.Module], states: RandomStates, changes: Changes
+    first: Sequence[Divided], last: Iterable[Divided], states: RandomStates, changes: Changes
 ) -> None:
-    """Begin regions after some layers, and end them before others."""
+    """Begin regions after some layers, and end them with others.
+
+    An adapter drops elements of the input of its layer, which is whole before columns and a part before rows.
+    """
 
     def enter(scope: nn.Module, layer: nn.Module, args: Any, output: Any) -> None:
         if layer.training:
             states.enter(scope)
 
-    def leave(layer: nn.Module, args: Any) -> None:
+    def leave(layer: nn.Module, *_: Any) -> None:
         if layer.training:
             states.leave()
 
     for scope in dict.fromkeys(layer.parent for layer in first):
         changes.set(scope, "forward", _in_scope(scope, states))
     for layer in first:
-        changes.hook(layer.module.register_forward_hook(functools.partial(enter, layer.parent)))
-    for module in last:
-        changes.hook(module.register_forward_pre_hook(leave))
+        module = layer.adapter or layer.module
+        changes.hook(module.register_forward_hook(functools.partial(enter, layer.parent)))
+        if layer.adapter is not None:
+            changes.hook(module.register_forward_pre_hook(leave))
+    for layer in last:
+        changes.hook((layer.adapter or layer.module).register_forward_hook(leave))
 
 
 def _in_scope(

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zeroshard.comm.activations import Activations, Copied
+from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parallel.tensor.moves import Move, Sum, add_up, move
 from zeroshard.parallel.tensor.styles import OF_SEQUENCE, Divided, Way
 from zeroshard.sharding.changes import Changes
@@ -48,8 +49,13 @@ class Regions:
     """
 
     def __init__(self, *, embeds_parts: bool) -> None:
-        self.are_divided = True
+        self._are_divided = True
         self._embeds_parts = embeds_parts
+
+    @property
+    def are_divided(self) -> bool:
+        """True if the values of regions are parts now; always in a recomputation."""
+        return self._are_divided or is_in_backward()
 
     def sum_of(self, layer: Divided) -> Sum:
         """Return the sum at the end of a layer that is divided by rows."""
@@ -66,7 +72,7 @@ class Regions:
         """
 
         def before(module: nn.Module, args: Any) -> None:
-            self.are_divided = module.training or torch.is_grad_enabled()
+            self._are_divided = module.training or torch.is_grad_enabled()
 
         changes.hook(model.register_forward_pre_hook(before, prepend=True))
         return dict.fromkeys(_blocks_of(layers), lambda: self.are_divided)

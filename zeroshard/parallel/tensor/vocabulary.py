@@ -6,6 +6,7 @@ Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +40,14 @@ def embed(
     Returns:
         [*tokens.shape, d], the same on all ranks; or what `add` gives.
     """
+    num, is_unknown = own.size * over.size, (tokens < 0) | (tokens >= own.size * over.size)
+    if tokens.device.type == "cpu" and is_unknown.any():
+        raise IndexError(f"'{label}': expected tokens in [0, {num}), got {tokens[is_unknown][0].item()}")
     is_elsewhere = (tokens < own.start) | (tokens >= own.stop)
     found = look_up((tokens - own.start).masked_fill(is_elsewhere, 0))
+    if tokens.device.type != "cpu":  # where the host would have to wait for an error
+        found = found.masked_fill(is_unknown.unsqueeze(-1), math.nan)
+        is_elsewhere &= ~is_unknown
     return add(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), over, label)
 
 
@@ -113,7 +120,8 @@ class _RowLosses(torch.autograd.Function):
         place = (targets - own.start).masked_fill(~is_own, 0).unsqueeze(1)
         of_target = logits.gather(1, place).squeeze(1).masked_fill(~is_own, 0.0)
         largest = logits.amax(1)
-        sums = (logits - largest.unsqueeze(1)).exp_().sum(1)
+        base = largest.where(largest.isfinite(), 0.0)  # a rank whose tokens are all ruled out adds nothing
+        sums = (logits - base.unsqueeze(1)).exp_().sum(1)
         numbers = (largest, sums, of_target, *([logits.sum(1)] if smoothing else []))
         everyone = over.gather(torch.stack(numbers).unsqueeze(0), 0, "sums of logits")
         largest = everyone[:, 0].amax(0)
