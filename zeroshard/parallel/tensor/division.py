@@ -17,13 +17,12 @@ from zeroshard.parallel.tensor.heads import dim_of, is_conv1d, is_linear, with_h
 from zeroshard.parallel.tensor.losses import with_loss
 from zeroshard.parallel.tensor.plans import check_vocabulary, plan_of
 from zeroshard.parallel.tensor.sequence import check_coverage, with_sequence
-from zeroshard.parallel.tensor.styles import OF_SEQUENCE, WITHOUT_CUTS, Divided, Plan, Style, Way
+from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, WITHOUT_CUTS, Divided, Plan, Style, Way
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.originals import Original
 from zeroshard.plan.wrapping import UnitSpec
 
 _WHOLE = Style(Way.REPLICATE)
-_BY_ROWS = (Way.ROWS, Way.ROWS_SPLIT)
 
 
 def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
@@ -171,7 +170,7 @@ def _refuse_experts(layers: Sequence[Divided]) -> None:
 
 def _biases_of_rows(layers: Sequence[Divided]) -> set[nn.Parameter]:
     """The biases that are added to parts of a sequence."""
-    biases = (layer.module._parameters.get("bias") for layer in layers if layer.style.way in _BY_ROWS)
+    biases = (layer.module._parameters.get("bias") for layer in layers if layer.style.way in BY_ROWS)
     return {bias for bias in biases if bias is not None}
 
 
@@ -190,7 +189,7 @@ def _refuse_whole_ties(model: nn.Module, layers: Sequence[Divided], cuts: Mappin
 
 def _cuts(name: str, module: nn.Module, style: Style, num_ranks: int) -> Iterator[tuple[str, Cut]]:
     """The divided parameters of a layer by their name in it."""
-    is_columns = style.way not in _BY_ROWS
+    is_columns = style.way not in BY_ROWS
     if isinstance(module, nn.Embedding):
         if is_columns and style.way is not Way.PER_HEAD:
             raise ValueError(

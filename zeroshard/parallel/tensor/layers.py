@@ -26,12 +26,11 @@ from zeroshard.parallel.tensor.losses import divide_losses
 from zeroshard.parallel.tensor.moves import Move, Sum, add_up, move
 from zeroshard.parallel.tensor.random import share_random_states
 from zeroshard.parallel.tensor.sequence import Regions, copied, install_regions
-from zeroshard.parallel.tensor.styles import OF_SEQUENCE, Divided, Way
+from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, Divided, Way
 from zeroshard.parallel.tensor.vocabulary import embed
 from zeroshard.plan.layout import Span
 from zeroshard.sharding.changes import Changes
 
-_BY_ROWS = (Way.ROWS, Way.ROWS_SPLIT)
 _AS_THEY_ARE = (Way.SUMMED, Way.SEQUENCE_SPLIT, *OF_SEQUENCE)
 """Layers that compute all of their outputs by their own forward."""
 
@@ -110,12 +109,12 @@ def _outputs(layer: Divided) -> int | None:
     if layer.style.way is Way.SHARED_COLUMNS:
         return layer.style.sections[0].unit
     cut = layer.cuts.get("weight")
-    return None if cut is None or layer.style.way in _BY_ROWS else cut.local_shape[cut.dim]
+    return None if cut is None or layer.style.way in BY_ROWS else cut.local_shape[cut.dim]
 
 
 def _inputs(layer: Divided) -> int | None:
     """The inputs of a rank, for a layer divided by rows."""
-    if layer.style.way not in _BY_ROWS:
+    if layer.style.way not in BY_ROWS:
         return None
     cut = layer.cuts["weight"]
     return cut.local_shape[cut.dim]
@@ -126,7 +125,7 @@ _SIZES: dict[str, Callable[[Divided], int | None]] = {
     "nf": _outputs,
     "in_features": _inputs,
     "nx": _inputs,
-    "embedding_dim": lambda layer: None if layer.style.way in _BY_ROWS else _outputs(layer),
+    "embedding_dim": lambda layer: None if layer.style.way in BY_ROWS else _outputs(layer),
 }
 """Attributes that tell the size of a layer."""
 

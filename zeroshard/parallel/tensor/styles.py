@@ -56,6 +56,8 @@ _ALIASES = {
     "sequence_parallel": "sequence",
 }
 """Words of transformers that mean the same as others."""
+BY_ROWS = (Way.ROWS, Way.ROWS_SPLIT)
+"""Layers that are divided by their inputs."""
 OF_SEQUENCE = (Way.SEQUENCE, Way.SEQUENCE_PARTS)
 """Layers that work on a part of the sequence."""
 WITHOUT_CUTS = (Way.SUMMED, Way.SHARED_COLUMNS, Way.LATENT, Way.SEQUENCE_SPLIT, *OF_SEQUENCE)
