@@ -86,7 +86,7 @@ def shard_over(
     """Shard a module in the units of a division; return its runtime, and the replaced parameters."""
     changes, specs = Changes(), division.specs
     if axes.tp.size > 1:
-        install(module, division.layers, Activations(axes.tp, _TAG_OF_ACTIVATIONS), changes)
+        install(module, division.layers, Activations(axes.activations, _TAG_OF_ACTIVATIONS), changes)
     record_resets(module)
     check_values(module)
     ignored = find_ignored(module, config.ignored)

@@ -11,7 +11,7 @@ import time
 from tests.fuzz.cases import build_case, num_ranks_of
 from tests.fuzz.place import VARIABLE, device
 from tests.fuzz.run import failures, run_cases
-from tests.fuzz.tensor import divided_case
+from tests.fuzz.tensor import divided_case, tensor_ranks_of
 from tests.ranks import RankError, Ranks
 
 PER_CALL = 20
@@ -27,26 +27,39 @@ def main() -> int:
         "--device", default="cpu", help="cuda: see tests/gpu/training.py for ranks of one GPU"
     )
     parser.add_argument("--most-ranks", type=int, default=4, help="leave out cases of more ranks")
-    parser.add_argument("--tensor", type=int, default=1, help="tensor ranks, for each rank of a case")
+    parser.add_argument("--tensor", type=int, help="tensor ranks for each rank of all cases; else 1 or 2")
     options = parser.parse_args()
     os.environ[VARIABLE] = options.device
     seeds = range(options.first, options.first + options.cases)
     if options.seed is not None:
         seeds = range(options.seed, options.seed + 1)
-        case = build_case(options.seed) if options.tensor == 1 else divided_case(options.seed, options.tensor)
+        tp = _tp(options.seed, options)
+        case = build_case(options.seed) if tp == 1 else divided_case(options.seed, tp)
         print("no layer can be divided" if case is None else case.describe(), flush=True)
     start, ranks = time.monotonic(), Ranks()
-    numbers = range(1, options.most_ranks // options.tensor + 1)
-    failed = [seed for num_ranks in numbers for seed in _run(ranks, num_ranks, seeds, options.tensor)]
+    cases: dict[tuple[int, int], list[int]] = {}
+    for seed in seeds:
+        num_ranks, tp = num_ranks_of(seed), _tp(seed, options)
+        if num_ranks * tp <= options.most_ranks:
+            cases.setdefault((num_ranks, tp), []).append(seed)
+    failed = [seed for mesh in sorted(cases) for seed in _run(ranks, *mesh, cases[mesh])]
     ranks.stop()
-    num_run = sum(num_ranks_of(seed) in numbers for seed in seeds)
-    print(f"{num_run} cases in {time.monotonic() - start:.0f} s, {len(failed)} failed: {sorted(failed)}")
+    num_run, seconds = sum(map(len, cases.values())), time.monotonic() - start
+    num_divided = sum(len(own) for (_, tp), own in cases.items() if tp > 1)
+    print(f"{num_run} cases in {seconds:.0f} s, {num_divided} of them over tensor ranks", end=", ")
+    print(f"{len(failed)} failed: {sorted(failed)}")
     return bool(failed)
 
 
-def _run(ranks: Ranks, num_ranks: int, seeds: range, tp: int) -> list[int]:
-    """Run those of the cases that are for so many data-parallel ranks; return those that failed."""
-    left, failed = [seed for seed in seeds if num_ranks_of(seed) == num_ranks], []
+def _tp(seed: int, options: argparse.Namespace) -> int:
+    """The tensor ranks of a case: those that the command line asks for, or that the seed draws."""
+    tp: int | None = options.tensor
+    return tensor_ranks_of(seed, options.most_ranks) if tp is None else tp
+
+
+def _run(ranks: Ranks, num_ranks: int, tp: int, seeds: list[int]) -> list[int]:
+    """Run cases of so many data-parallel and tensor ranks; return those that failed."""
+    left, failed = list(seeds), []
     while left:
         chunk = left[:PER_CALL]
         try:

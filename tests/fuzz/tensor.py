@@ -15,13 +15,19 @@ import torch
 from torch import nn
 
 from tests.fuzz.blocks import Mlp, Residual
-from tests.fuzz.cases import Case, build_case
+from tests.fuzz.cases import Case, build_case, num_ranks_of
 from tests.fuzz.habits import Habits
 from tests.fuzz.models import Net
 
 APART = 1e-5
 """The part of its norm by which a value may be off: losses and BatchNorm are in float32, and Adam divides
 gradients by their own size."""
+
+
+def tensor_ranks_of(seed: int, most_ranks: int) -> int:
+    """The tensor ranks that a seed draws: half of the cases that have layers and ranks for it have two."""
+    is_drawn = Random(f"mesh {seed}").random() < 0.5 and 2 * num_ranks_of(seed) <= most_ranks
+    return 2 if is_drawn and divided_case(seed, 2) is not None else 1
 
 
 def divided_case(seed: int, tp: int) -> Case | None:

@@ -8,7 +8,7 @@ import torch
 
 from tests.fuzz.cases import build_case, num_ranks_of
 from tests.fuzz.run import Trace, differences, failures, run_cases
-from tests.fuzz.tensor import divided_case
+from tests.fuzz.tensor import divided_case, tensor_ranks_of
 
 SEEDS = (*range(26), 569, 656)  # the last two found what the first ones do not
 
@@ -30,6 +30,13 @@ def test_random_models_train_as_plain_pytorch_over_tensor_ranks(ranks, num_ranks
     results = ranks(num_ranks, run_cases, seeds, 2, timeout=200)
     assert not failures(results)
     assert results[0].keys() == set(seeds)
+
+
+def test_seeds_draw_tensor_ranks_if_a_case_has_layers_for_them_and_there_are_ranks_enough():
+    drawn = [tensor_ranks_of(seed, 4) for seed in range(60)]
+    assert {1, 2} == set(drawn)
+    assert all(divided_case(seed, 2) is not None for seed, tp in enumerate(drawn) if tp == 2)
+    assert all(tensor_ranks_of(seed, 2 * num_ranks_of(seed) - 1) == 1 for seed in range(60))
 
 
 def contents(seed):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 
+from tests.parallel import test_sequence as along_sequence
 from tests.parallel.runs import STEPS, digests, initialize, own_part
 from tests.parallel.test_divided import PLAN, build, loss_of
 from tests.parallel.test_transformers_plans import GROUPED, batch
@@ -84,6 +85,93 @@ def test_the_plan_of_a_model_of_transformers_holds_behind_adapters(ranks):
     want = llama()(input_ids=tokens, labels=tokens).loss.item()
     for loss in ranks(4, loss_of_llama):
         assert loss == pytest.approx(want, rel=1e-6)  # in float32
+
+
+def with_norms_on_parts(kind):
+    """A model whose norms work on parts of the sequence, with adapters for it, for its plan and the mesh."""
+    if kind == "own":
+        model, targets = along_sequence.build(along_sequence.Model), [*LAYERS, "head"]
+    else:
+        model, targets = along_sequence.llama(kind), "all-linear"
+    torch.manual_seed(1)
+    lora = peft.LoraConfig(r=3, target_modules=targets, init_lora_weights=False)
+    return peft.get_peft_model(model, lora).double()
+
+
+def train_on_parts(kind, tp, stage):
+    mesh, plan = {"tp": tp}, None
+    if kind == "own":
+        plan = {f"base_model.model.{pattern}": style for pattern, style in along_sequence.PLAN.items()}
+    else:
+        mesh["sequence"] = True
+    return along_sequence.divided(with_norms_on_parts, (kind,), {"stage": stage, "mesh": mesh}, plan)
+
+
+@pytest.mark.long_where(kind=["own"], stage=[1])
+@pytest.mark.long_where(kind=["Qwen2"])
+@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize("kind", ["own", "Llama", "Qwen2"])
+def test_adapters_train_as_in_one_process_where_norms_work_on_parts(ranks, kind, num_ranks, tp, stage):
+    model = with_norms_on_parts(kind)
+    losses, norms, state = along_sequence.plain(model)
+    found = ranks(num_ranks, train_on_parts, kind, tp, stage)
+    # The loss of transformers is in float32, and Adam divides small gradients by their own size.
+    along_sequence.check(found, losses, norms, state, 1e-7 if kind == "own" else 3e-5)
+
+
+def sent_on_parts():
+    return along_sequence.sent_by(with_norms_on_parts("own"), {
+        f"base_model.model.{pattern}": style for pattern, style in along_sequence.PLAN.items()
+    })  # fmt: skip
+
+
+def test_adapters_on_parts_send_their_inner_values_only(ranks):
+    inner = along_sequence.BATCH * along_sequence.LENGTH * 3 * 8
+    for notes in ranks(2, sent_on_parts):
+        names = [name for name in LAYERS if name not in ("out", "down")]
+        for name in names:
+            own = [num_bytes for _, label, num_bytes in notes if f"blocks.1.{name}." in label]
+            assert own == [inner // 2] * 2, name  # a gather, and in the backward a reduce-scatter
+
+
+def dropped_on_parts():
+    """Masks of the dropout in adapters, and the gradients with and without recomputation."""
+    model = along_sequence.build(along_sequence.Model)
+    torch.manual_seed(1)
+    lora = peft.LoraConfig(r=3, target_modules=[*LAYERS, "head"], lora_dropout=0.3, init_lora_weights=False)
+    plan = {f"base_model.model.{pattern}": style for pattern, style in along_sequence.PLAN.items()}
+    state, masks, gradients = peft.get_peft_model(model, lora).double().state_dict(), [], []
+    for recompute in ("none", "unit"):
+        model = peft.get_peft_model(along_sequence.build(along_sequence.Model), lora).double()
+        model.load_state_dict(state)
+        config = {"stage": 1, "mesh": {"tp": 2}, "recompute": recompute}
+        engine = along_sequence.sharded(model, config, plan)
+        for name, module in model.named_modules():
+            if "lora_dropout" in name.split(".") and isinstance(module, torch.nn.Dropout):
+                module.register_forward_hook(
+                    lambda _, args, output, name=name: masks.append((name, args[0].shape, output == 0)),
+                    prepend=True,  # before the one that splits
+                )
+        torch.manual_seed(7)
+        engine.train()
+        engine.backward(along_sequence.loss_of(engine, 0))
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        engine.close(restore=False)
+    return masks, gradients
+
+
+def test_adapters_on_parts_drop_elements_of_their_parts_and_the_same_ones_again(ranks):
+    (own, (plain, again)), (other, _) = ranks(2, dropped_on_parts)
+    assert plain.keys() == again.keys()
+    assert all(torch.equal(value, again[name]) for name, value in plain.items())
+    assert any("head" in name for name, *_ in own)
+    for (name, shape, mask), (_, _, theirs) in zip(own, other, strict=True):
+        is_whole = "head" in name
+        assert torch.equal(mask, theirs) == is_whole, name
+        of_whole = [along_sequence.BATCH, along_sequence.LENGTH, along_sequence.WIDTH]
+        assert (list(shape) == of_whole) == is_whole, name
 
 
 def refused(tp, options, text):

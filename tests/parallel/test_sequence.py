@@ -114,7 +114,7 @@ def loss_of(model, number, own=slice(None), length=LENGTH):
 
 
 def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
+    return torch.optim.AdamW((p for p in parameters if p.requires_grad), lr=1e-2)
 
 
 def sharded(model, config, plan):
@@ -264,7 +264,11 @@ def test_a_divided_model_generates_the_tokens_of_one_process(ranks, sequence):
 
 
 def sent(plan):
-    """The exchanges of activations in a training step: (forward or backward, bytes)."""
+    return sent_by(build(Model), plan)
+
+
+def sent_by(model, plan):
+    """The exchanges of activations in a training step: (kind, label, bytes)."""
     notes, note = [], Axis.note
 
     def noted(axis, kind, num_bytes, label, *line):
@@ -272,7 +276,7 @@ def sent(plan):
             notes.append((kind, label, num_bytes))
         note(axis, kind, num_bytes, label, *line)
 
-    engine = sharded(build(Model), {"stage": 1, "mesh": {"tp": 2}}, plan)
+    engine = sharded(model, {"stage": 1, "mesh": {"tp": 2}}, plan)
     with mock.patch.object(Axis, "note", noted):
         engine.backward(loss_of(engine, 0))
     engine.close(restore=False)

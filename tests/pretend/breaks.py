@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.pretend.clocks import Event, Stream
 from tests.pretend.findings import Kind
 from tests.pretend.scenario import Bench
-from zeroshard.comm import collectives, streams
+from zeroshard.comm import collectives, mesh, streams
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.handles import Handle
 from zeroshard.comm.streams import Mark, SideStream
@@ -398,6 +398,12 @@ def _one_communicator_for_both(patch: pytest.MonkeyPatch) -> None:
 def _one_communicator(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Gathers and reductions share a communicator, from two streams."""
     _one_communicator_for_both(patch)
+
+
+@_must_show(Kind.UNORDERED, scenarios=("tensor_stage1",))
+def _one_communicator_for_activations(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Activations and sums of gradients over the tensor ranks share a communicator, from two streams."""
+    patch.setattr(mesh, "_open_activations", lambda tp, *_: tp)
 
 
 @_must_show(Kind.ORDER, scenarios=("stage3",))

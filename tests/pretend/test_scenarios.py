@@ -28,6 +28,7 @@ LONG = {
     *("offloaded_stage3_recompute", "offloaded_exceptions", "offloaded_in_vain", "offloaded_sizes_differ"),
     *("pieces", "host_stage3_one_rank", "host_gradients_forgotten", "host_named", "host_saved_stage1"),
     *("fraction_lamb", "fraction_skips", "fraction_stepped_in_backward", "stepped_in_backward_accumulate"),
+    *("tensor_stage1", "tensor_stage2", "tensor_recompute", "tensor_sequence_recompute", "tensor_host"),
     *("host_edits_in_forward_stage3", "parameters_on_host_kept", "host_stage3_bf16_main"),
     *("averages_after_step_stage3", "two_optimizers_stage3", "one_parameter_by_name", "engines_dropped"),
     *("second_copy", "two_forwards_stage3", "hooks_and_shown_gradients_stage3_bf16", "pieces_in_backward"),

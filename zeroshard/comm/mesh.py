@@ -120,12 +120,16 @@ class Axes:
     this rank alone where there is none."""
     tp: Axis
     """The ranks that compute parts of the same layers, on the same batches."""
+    activations: Axis
+    """The ranks of `tp`; on accelerators with a communicator that only the stream of the forward uses. The
+    sums of gradients over `tp` run on another stream, beside it."""
 
     @staticmethod
     def of_one_group(mesh: DeviceMesh | None, axis: Axis) -> Axes:
         """Return the axes when all data-parallel ranks form one shard group, and no other axis has ranks."""
         alone = axis.over(None)
-        return Axes(mesh, everyone=axis, dp=axis, dp_shard=axis, dp_replicate=alone, dp_inner=alone, tp=alone)
+        others = {"dp_replicate": alone, "dp_inner": alone, "tp": alone, "activations": alone}
+        return Axes(mesh, everyone=axis, dp=axis, dp_shard=axis, **others)
 
     def __getitem__(self, name: str) -> Axis:
         """The axis that an `Exchange` is over."""
@@ -140,7 +144,8 @@ class Axes:
     @property
     def members(self) -> tuple[Axis, ...]:
         """All axes."""
-        return self.everyone, self.dp, self.dp_shard, self.dp_replicate, self.dp_inner, self.tp
+        data = self.dp, self.dp_shard, self.dp_replicate, self.dp_inner
+        return self.everyone, *data, self.tp, self.activations
 
     def drain(self, seconds: float) -> None:
         """Wait for exchanges under way."""
@@ -206,7 +211,9 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
         axes.dp_shard, axes.dp_replicate = world.over(shard), world.over(mesh.get_group(DP_REPLICATE))
     if TP in names:
         axes.tp = _open_parts(TP, mesh, (TP,), world)
-        axes.tp.serve_activations(TENSOR)
+        axes.activations = _open_activations(axes.tp, mesh, world)
+        for axis in (axes.tp, axes.activations):
+            axis.serve_activations(TENSOR)
         axes.everyone = _open_parts("data and tensor", mesh, (*DATA, TP), world) if PP in names else world
     if not axes.dp_shard.exchanges and axes.dp_shard.size > 1:
         # The other axes need no second one: dp_inner only gathers, dp_replicate only reduces.
@@ -260,6 +267,11 @@ def _open_parts(purpose: str, mesh: DeviceMesh, axes: Sequence[str], world: Axis
     is_served = dist.get_backend(group) == "gloo" or len(parts[0]) == 1
     control = None if is_served else _own_group(f"{purpose} control", parts, world.timeout_s, "gloo")
     return world.over(group, control)
+
+
+def _open_activations(tp: Axis, mesh: DeviceMesh, world: Axis) -> Axis:
+    """Return the axis `activations`; collective."""
+    return tp if tp.exchanges else _open_parts("activations", mesh, (TP,), world)
 
 
 def _own_group(

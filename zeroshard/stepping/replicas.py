@@ -84,6 +84,6 @@ def _replicas(runtime: Runtime) -> Iterator[ShardedParameter]:
 
 def _see(gradient: Tensor) -> _Seen:
     values = gradient[:_LOOKED_AT].double()
-    weights = torch.arange(values.numel(), dtype=torch.float64, device=values.device).cos_()
+    weights = torch.ones_like(values).cumsum_(0).cos_()
     norm, product = torch.stack((values.norm(), values.dot(weights))).tolist()
     return _Seen(norm, product)

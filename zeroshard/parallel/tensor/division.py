@@ -102,9 +102,10 @@ def plan_division(
             "transformers have in `tp_plan`: give tp_plan={'layers.*.up': 'colwise', "
             "'layers.*.down': 'rowwise', ...}"
         )
-    has_words = any(Style.of(style, at).way in OF_SEQUENCE for at, style in plan.items())
-    plan = with_sequence(model, plan) if by_sequence and not has_words else plan
-    plan = through_adapters(model, plan, num_ranks)
+    along_sequence = any(Style.of(style, at).way in OF_SEQUENCE for at, style in plan.items())
+    if by_sequence and not along_sequence:
+        plan, along_sequence = with_sequence(model, plan), True
+    plan = through_adapters(model, plan, num_ranks, by_sequence=along_sequence)
     check_vocabulary(model, plan, num_ranks)
     layers = match(model, plan, num_ranks)
     if is_known:
@@ -114,7 +115,7 @@ def plan_division(
     cuts = _cuts_of(layers)
     _refuse_whole_ties(model, layers, cuts)
     summed = {p for layer in layers if layer.is_summed for p in layer.module.parameters()}
-    if any(layer.style.way in OF_SEQUENCE for layer in layers):
+    if along_sequence:
         _refuse_experts(layers)
         check_coverage(model, plan)
         summed.update(_biases_of_rows(layers))
@@ -160,8 +161,6 @@ def _refuse_counted_heads(layers: Sequence[Divided]) -> None:
 def _refuse_experts(layers: Sequence[Divided]) -> None:
     """Refuse layers whose sums are not split along the sequence."""
     for layer in layers:
-        if layer.adapter is not None:
-            raise ValueError(f"tp_plan: '{layer.name}' has an adapter; expected none with 'sequence'")
         if layer.style.way in (Way.EXPERTS, Way.LATENT):
             raise ValueError(
                 f"tp_plan: '{layer.name}' is '{layer.style.way.value}'; expected none with 'sequence'"

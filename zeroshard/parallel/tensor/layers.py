@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
+from zeroshard.parallel.tensor.adapters import adapt_regions
 from zeroshard.parallel.tensor.experts import compute_experts
 from zeroshard.parallel.tensor.heads import is_conv1d, rotary_size, set_counts
 from zeroshard.parallel.tensor.losses import divide_losses
@@ -51,6 +52,8 @@ def install(model: nn.Module, layers: list[Divided], over: Activations, changes:
 def _install_forwards(layers: list[Divided], over: Activations, changes: Changes) -> Regions | None:
     """Return the switch of the regions that are divided along the sequence, if there are any."""
     regions = install_regions(layers, over, changes)
+    if regions is not None:
+        adapt_regions(layers, regions, over, changes)
     for layer in layers:
         if layer.style.way in _AS_THEY_ARE:
             continue

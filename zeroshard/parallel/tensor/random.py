@@ -107,9 +107,8 @@ class RandomStates:
         salt = self._over.rank.to_bytes(8, "little")
         digest = blake2b(bytes(shared.numpy()), digest_size=8, salt=salt).digest()
         seed = int.from_bytes(digest, "little") >> 1
-        own = torch.Generator(self._over.device).manual_seed(seed).get_state()
-        _set(self._over.device, own)
-        return _Region(shared, own)
+        _set(self._over.device, torch.Generator(self._over.device).manual_seed(seed).get_state())
+        return _Region(shared, _get(self._over.device))
 
     def _end(self, scope: _Scope) -> None:
         region, scope.region = scope.region, None

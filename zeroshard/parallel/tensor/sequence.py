@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,24 @@ from zeroshard.sharding.changes import Changes
 DIM = 1
 """The dimension of the sequence: [batch, sequence, hidden]."""
 _TWIN = "_summands_of_gradient"
-"""The attribute of a gathered tensor: (the second result, the version of the memory)."""
+"""The attribute of a gathered tensor, a `_Twin`."""
+
+
+class _Twin(NamedTuple):
+    """The tensors that a gathered one goes with."""
+
+    result: Tensor
+    """The second result of the gather."""
+    version: int
+    """The version of the memory of both results then."""
+    part: Tensor
+    """This rank's part before the gather."""
+
+
+def _twin_of(value: Tensor) -> _Twin | None:
+    """Return the twin of a tensor that was gathered and not changed since."""
+    twin: _Twin | None = getattr(value, _TWIN, None)
+    return twin if twin is not None and twin.version == value._version else None
 
 
 class Regions:
@@ -75,7 +92,7 @@ class Regions:
             self._are_divided = module.training or torch.is_grad_enabled()
 
         changes.hook(model.register_forward_pre_hook(before, prepend=True))
-        return dict.fromkeys(_blocks_of(layers), lambda: self.are_divided)
+        return dict.fromkeys(blocks_of(layers), lambda: self.are_divided)
 
     def sum(self, value: Tensor, over: Activations, label: str) -> Tensor:
         """Add up the summands of a layer: this rank's part of the sum, or the whole of it."""
@@ -96,17 +113,21 @@ class Regions:
         if not self.are_divided or over.size == 1:
             return part
         whole, twin = _Gathered.apply(part, over, label)
-        setattr(whole, _TWIN, (twin, whole._version))
+        setattr(whole, _TWIN, _Twin(twin, whole._version, part))
         result: Tensor = whole
         return result
+
+    def part_of(self, value: Tensor, over: Activations, label: str) -> Tensor:
+        """Return this rank's part of a whole value: the one that was gathered, if it was."""
+        twin = _twin_of(value) if self.are_divided else None
+        return self.split(value, over, label) if twin is None else twin.part
 
 
 def copied(value: Tensor, over: Activations, label: str) -> Tensor:
     """Give a divided layer its whole input, whose gradient will be added up over the ranks."""
-    twin, version = getattr(value, _TWIN, (None, 0))
-    if twin is not None and version == value._version:
-        result: Tensor = twin
-        return result
+    twin = _twin_of(value)
+    if twin is not None:
+        return twin.result
     # Queries, keys and values take one input: one sum adds up the gradients of all three.
     if over.last is not None and over.last.of is value and over.last.version == value._version:
         return over.last.copy
@@ -191,7 +212,7 @@ def _split_first(
     raise ValueError(f"tp_plan: '{name}': expected a tensor to split along the sequence as first argument")
 
 
-def _blocks_of(layers: Iterable[Divided]) -> list[nn.Module]:
+def blocks_of(layers: Iterable[Divided]) -> list[nn.Module]:
     """Return the modules that hold norms and no others that do: all values in them are parts of something."""
     holders = list(dict.fromkeys(layer.parent for layer in layers if layer.style.way in OF_SEQUENCE))
     return [one for one in holders if not any(other in set(one.modules()) - {one} for other in holders)]

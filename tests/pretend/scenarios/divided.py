@@ -1,0 +1,41 @@
+"""Training with layers that are divided over tensor ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zeroshard
+from tests.parallel import test_divided, test_sequence
+from tests.pretend.scenario import Bench, adamw, add
+from tests.pretend.scenarios.plain import BF16, READS_NORM
+
+COMPARES = ("guards/inputs.py", "stepping/replicas.py", "tensor/vocabulary.py")
+"""Tensor ranks compare values at steps 1, 2, 4 and so on: their hosts wait for these. Tokens on a CPU are
+checked, and all tensors of the pretend device are there."""
+
+
+def _add(name: str, *, num_ranks: int = 2, sequence: bool = False, **config: Any) -> None:
+    """A scenario that trains a model on two tensor ranks."""
+
+    def run(bench: Bench) -> None:
+        of: Any = test_sequence if sequence else test_divided
+        model = (test_sequence.build(test_sequence.Model) if sequence else test_divided.build(0)).float()
+        with bench.trace.syncs_allowed():
+            settings = {"watchdog_s": 60.0, "mesh": {"tp": 2}} | config
+            bench.engine = zeroshard.initialize(model, adamw, settings, tp_plan=of.PLAN).engine
+        size = of.BATCH // bench.engine.dp_world_size
+        own = slice(bench.engine.dp_rank * size, (bench.engine.dp_rank + 1) * size)
+        for number in range(4):
+            bench.engine.backward(of.loss_of(bench.engine, number, own).float())
+            bench.engine.step()
+
+    add(name, run, num_ranks=num_ranks, may_sync=(*COMPARES, *READS_NORM))
+
+
+for _stage in range(4):
+    _add(f"tensor_stage{_stage}", stage=_stage)
+    _add(f"tensor_stage{_stage}_bf16", stage=_stage, num_ranks=4, precision=BF16, clip_grad_norm=1.0)
+_add("tensor_recompute", stage=3, recompute="unit", precision=BF16)
+_add("tensor_sequence", stage=3, sequence=True, precision=BF16)
+_add("tensor_sequence_recompute", stage=1, sequence=True, recompute="unit")
+_add("tensor_host", stage=2, num_ranks=4, offload={"optimizer": "cpu"}, precision=BF16)
