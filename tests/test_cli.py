@@ -166,7 +166,7 @@ def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
         (("estimate", "7e9", "--stage", "9"), "stage"),
         (("estimate", "7e9", "--optimizer-bits", "4"), "optimizer-bits"),
         (("estimate", "7e9", "--precision", "int8"), "int8"),
-        (("estimate", "7e9", "--config", "a.toml", "--stage", "1"), "leave out --stage and --precision"),
+        (("estimate", "7e9", "--config", "a.toml", "--stage", "1"), "--stage, --precision and --tp"),
         (("estimate", tmp_path), "config.json"),
         (("estimate", folder / "second.0" / "zeroshard.json"), "transformers builds no model of it"),
     ):
@@ -247,6 +247,18 @@ def test_estimate_shows_all_stages_side_by_side(capsys):
     assert "bfloat16" in out
     assert "Activations" in out
     assert max(map(len, out.splitlines())) < 80
+
+
+def test_estimate_counts_tensor_ranks_and_activations(capsys):
+    assert main(["estimate", "7B", "--precision", "bf16", "--tp", "4", "--tokens", "8192"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    config = {"precision": "bf16", "mesh": {"tp": 4}}
+    answers = [zeroshard.estimate(7e9, 8, config | {"stage": s}, num_tokens=8192) for s in range(4)]
+    for kind, name in (("activations", "activations"), ("peak", "total at the peak")):
+        row = " ".join(format_bytes(getattr(answer, kind)) for answer in answers)
+        assert f"{name} {row}" in text
+    assert "layers divided over 4 tensor ranks, 8,192 tokens in a micro-batch" in text
+    assert "not counted" not in text
 
 
 def test_estimate_shows_several_numbers_of_ranks(tmp_path, capsys):

@@ -330,3 +330,10 @@ def of_another_kind():
 
 def test_a_model_whose_norms_are_not_known_is_refused(ranks):
     ranks(2, of_another_kind)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 3])
+def test_compiled_units_train_as_in_one_process(ranks, stage):
+    config = {"stage": stage, "mesh": {"tp": 2}, "compile": True}
+    check(ranks(2, divided, build, (Model,), config, PLAN, timeout=200), *plain(build(Model)), 1e-7)

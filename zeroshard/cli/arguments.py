@@ -30,6 +30,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "zeroshard estimate 7B --precision bf16",
         "zeroshard estimate 7B --precision bf16 --ranks 1,2,4,8",
         "zeroshard estimate 7B --stage 3 --ranks 8,16,32 --optimizer-bits 8",
+        "zeroshard estimate 7B --precision bf16 --tp 4 --tokens 8192",
         "zeroshard estimate base-model --precision bf16",
         "zeroshard estimate base-model/config.json --config zeroshard.toml",
     ),
@@ -177,7 +178,17 @@ def _add_estimate(parser: ArgumentParser) -> None:
         "--config",
         metavar="FILE",
         type=Path,
-        help="config of zeroshard, .json or .toml, in place of --stage and --precision",
+        help="config of zeroshard, .json or .toml, in place of --stage, --precision and --tp",
+    )
+    parser.add_argument(
+        "--tp", metavar="N", type=int, help="tensor ranks that divide each layer (default: none, 1)"
+    )
+    parser.add_argument(
+        "--tokens",
+        metavar="N",
+        type=int,
+        default=0,
+        help="tokens of a micro-batch of a rank, samples x length, to count activations (default: none are)",
     )
 
 

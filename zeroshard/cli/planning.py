@@ -20,23 +20,32 @@ _NO_BREAK = "\u00a0"
 _LINE = 79  # characters of a line of text
 _NOTE = (
     "The peak is the time at which most parameters are gathered: a unit that computes, those that are "
-    "prefetched, and the root. Activations and temporary buffers come on top and are not counted."
+    "prefetched, and the root."
 )
+_NOT_COUNTED = "Activations and temporary buffers come on top and are not counted."
 
 
 def plan(options: Namespace) -> None:
     """Run `zeroshard estimate`."""
-    if options.config is not None and (options.stage is not None or options.precision is not None):
-        raise ValueError("--config has stage and precision itself: leave out --stage and --precision")
+    given = {name: getattr(options, name) for name in ("stage", "precision", "tp")}
+    if options.config is not None and any(value is not None for value in given.values()):
+        raise ValueError("--config has stage, precision and mesh: leave out --stage, --precision and --tp")
     model = build_skeleton(options.model) if isinstance(options.model, Path) else options.model
     configs = _configs(options)
     found = {
-        (num_ranks, config.stage): estimate(model, num_ranks, config, optimizer_bits=options.optimizer_bits)
+        (num_ranks, config.stage): estimate(
+            model,
+            num_ranks,
+            config,
+            optimizer_bits=options.optimizer_bits,
+            num_tokens=options.tokens,
+        )
         for num_ranks in options.ranks
         for config in configs
     }
+    note = _NOTE if options.tokens else f"{_NOTE} {_NOT_COUNTED}"
     lines = fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options)
-    print(*lines, "", _table(found), "", fill(_NOTE, _LINE), sep="\n")
+    print(*lines, "", _table(found), "", fill(note, _LINE), sep="\n")
 
 
 def _configs(options: Namespace) -> list[Config]:
@@ -44,6 +53,8 @@ def _configs(options: Namespace) -> list[Config]:
         return [Config.from_file(options.config)]
     stages = _STAGES if options.stage is None else [options.stage]
     given: dict[str, Any] = {} if options.precision is None else {"precision": options.precision}
+    if options.tp is not None:
+        given["mesh"] = {"tp": options.tp}
     return [Config.parse({"stage": stage, **given}) for stage in stages]
 
 
@@ -88,6 +99,8 @@ def _about_training(config: Config, options: Namespace) -> str:
     name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
     main = config.precision.main_dtype
     main_name = "float32" if main is None else str(main).removeprefix("torch.")
-    return (
-        f"computed in {name}, main parameters in {main_name}, Adam's states in {options.optimizer_bits} bits"
-    )
+    divided = f", layers divided over {config.mesh.tp} tensor ranks" if config.mesh.tp > 1 else ""
+    tokens = f", {options.tokens:,} tokens in a micro-batch" if options.tokens else ""
+    states = f"Adam's states in {options.optimizer_bits} bits"
+    about = f"computed in {name}, main parameters in {main_name}, {states}{divided}{tokens}"
+    return fill(about, _LINE)

@@ -42,11 +42,33 @@ def install(model: nn.Module, layers: list[Divided], over: Activations, changes:
     blocks = {} if regions is None else regions.follow(model, layers, changes)
     share_random_states(model, layers, blocks, over, changes)
     divide_losses(model, layers, over, changes)
+    _explain_shapes(model, layers, over, changes)
 
     def forget(*_: Any) -> None:
         over.last = None
 
     changes.hook(model.register_forward_hook(forget, always_call=True))
+
+
+def _explain_shapes(model: nn.Module, layers: list[Divided], over: Activations, changes: Changes) -> None:
+    """Have errors of shapes in the forward say that layers are divided."""
+    names = [layer.name for layer in layers if layer.style.way in (Way.COLUMNS, Way.PACKED_COLUMNS)]
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def explaining(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            if names and any(word in str(error) for word in ("shape", "size")):
+                error.add_note(
+                    f"mesh.tp={over.size} divides layers of this model, such as '{names[0]}': each rank has "
+                    "a part of its outputs, up to the next layer that is 'rowwise' in tp_plan. Is that one "
+                    "missing in the plan, or does a layer between them expect all of the outputs?"
+                )
+            raise
+
+    changes.set(model, "forward", explaining)
 
 
 def _install_forwards(layers: list[Divided], over: Activations, changes: Changes) -> Regions | None:
