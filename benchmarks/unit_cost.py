@@ -6,6 +6,10 @@
 zero_grad. All engines are in one process per rank and take turns. The cost of an engine is the median of the
 differences to plain PyTorch in the same round, over the number of blocks. One rank counts the time of the
 thread on a core; several count wall time from a barrier on, with the exchanges.
+
+With two ranks or more a further row has the exchanges alone: the two all-gathers and the reduce-scatter of
+each unit as bare sends and receives of torch.distributed, one ahead of the one that is waited for, without
+hooks, copies, sums and an optimizer. No engine that exchanges each unit by itself can take less.
 """
 
 from __future__ import annotations
@@ -85,6 +89,30 @@ def fsdp2(args: argparse.Namespace) -> tuple[Callable[[Tensor], Tensor], Any]:
     return model, adamw(model.parameters())
 
 
+def bare_exchanges(args: argparse.Namespace) -> Callable[[], None]:
+    """Return a function that sends and receives the shards of all units, three times each."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numel = sum(p.numel() for p in Block().parameters())
+    own, others = torch.zeros(numel // size), torch.zeros(size, numel // size)
+    peers = [peer for peer in range(size) if peer != rank]
+
+    def issue(tag: int) -> list[Any]:
+        received = [dist.irecv(others[peer], peer, tag=tag) for peer in peers]
+        return received + [dist.isend(own, peer, tag=tag) for peer in peers]
+
+    def step() -> None:
+        ahead: list[Any] = []
+        for number in range(3 * args.blocks):
+            ahead.append(issue(number))
+            if number:
+                for work in ahead.pop(0):
+                    work.wait()
+        for work in ahead.pop():
+            work.wait()
+
+    return step
+
+
 def turn(model: Callable[[Tensor], Tensor], optimizer: Any, x: Tensor, clock: Callable[[], float]) -> float:
     """Seconds of a step."""
     start = clock()
@@ -105,9 +133,16 @@ def measure(args: argparse.Namespace) -> None:
     if args.before:
         engines["before"] = sharded(load(), args)
     clock = time.thread_time if args.ranks == 1 else time.perf_counter
+    floor = bare_exchanges(args)
     shuffle, x = random.Random(0), torch.randn(2, WIDTH)
     times: dict[str, list[float]] = {name: [] for name in engines}
+    bare: list[float] = []
     for number in range(args.rounds + 5):
+        dist.barrier()
+        start = clock()
+        floor()
+        if number >= 5:
+            bare.append((clock() - start) / args.blocks * 1e6)
         for name in shuffle.sample(list(engines), len(engines)):
             dist.barrier()
             seconds = turn(*engines[name], x, clock)
@@ -126,6 +161,9 @@ def measure(args: argparse.Namespace) -> None:
         for name, cost in costs.items()
         if name != "zeroshard"
     }
+    if args.ranks > 1:
+        rows["exchanges alone, us a unit"] = median_of(bare)._asdict()
+        rows["ratio exchanges alone/fsdp2"] = median_ratio(bare, costs["fsdp2"])._asdict()
     for what, value in rows.items():
         record.console().print(what, value)
     record.write(args.name or f"unit_cost_{args.ranks}ranks_stage{args.stage}", rows, settings=vars(args))
