@@ -126,9 +126,8 @@ class Schedule:
                     f"pipeline rank {rank}: expected a chunk below {self.num_chunks}, got {action}"
                 )
             if action.microbatch is not None and action.microbatch >= self.num_microbatches:
-                raise ValueError(
-                    f"pipeline rank {rank}: expected a micro-batch below {self.num_microbatches}, got {action}"
-                )
+                most = self.num_microbatches
+                raise ValueError(f"pipeline rank {rank}: expected a micro-batch below {most}, got {action}")
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
         """Iterate over all actions with their ranks, rank by rank."""
@@ -171,10 +170,10 @@ def parse_schedule(text: str) -> Schedule:
         raise ValueError("expected a line of actions for each pipeline rank, got none")
     places: dict[int, int] = {}
     for rank, actions in enumerate(lists):
-        for action in actions:
-            if action.kind is Kind.FORWARD and action.chunk is not None:
-                if (other := places.setdefault(action.chunk, rank)) != rank:
-                    raise ValueError(f"expected chunk {action.chunk} on one rank, got ranks {other} and {rank}")
+        for chunk in {action.chunk for action in actions if action.kind is Kind.FORWARD}:
+            assert chunk is not None
+            if (other := places.setdefault(chunk, rank)) != rank:
+                raise ValueError(f"expected chunk {chunk} on one rank, got ranks {other} and {rank}")
     if sorted(places) != list(range(len(places))):
         raise ValueError(f"expected forwards of the chunks 0 to N - 1, got those of {sorted(places)}")
     placement = tuple(places[chunk] for chunk in range(len(places)))

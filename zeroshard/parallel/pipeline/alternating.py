@@ -8,8 +8,8 @@ goes through its chunks, and the weight gradients, which ZB-H1 runs later.
 
 Sources: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", section 2.2 (1F1B with a flush, and interleaved); Qi et al. 2023, "Zero Bubble Pipeline
-Parallelism", section 2.3 (ZB-H1). The rounds of other than p micro-batches, and ZB-H1 with several chunks, are
-those of torch.distributed.pipelining.
+Parallelism", section 2.1 (ZB-H1). The rounds of other than p micro-batches, and ZB-H1 with several chunks,
+are those of torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ _Place = tuple[int, int]
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return the 1F1B schedule: rank r of p runs p - 1 - r forwards, then a forward and a backward in turn."""
+    """Return the 1F1B schedule.
+
+    Rank r of p runs p - 1 - r forwards, then a forward and a backward in turn, then the backwards that are
+    left.
+    """
     lists = []
     for rank in range(num_ranks):
         places = [(rank, microbatch) for microbatch in range(num_microbatches)]
@@ -34,8 +38,8 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 def interleaved(num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> Schedule:
     """Return the interleaved schedule: each rank has several chunks and goes through them in rounds.
 
-    In a round of about p micro-batches a rank runs all of them in its first chunk, then in its second one,
-    and so on. A round of fewer has less to fill the pipeline with, so micro-batches are p or more if possible.
+    A rank runs the micro-batches of a round in its first chunk, then in its second one, and so on. A round
+    has p micro-batches, or a few more if that divides them; fewer would not fill the pipeline.
 
     Raises:
         ValueError: the micro-batches cannot be divided into rounds of the same size.

@@ -75,6 +75,4 @@ def _check_sharding(rank: int, actions: list[Action]) -> None:
         ends = [index for index, kind in enumerate(kinds) if kind in END_BACKWARD]
         if Kind.REDUCE not in kinds[ends[-1] :]:
             last = actions[ends[-1]]
-            raise ValueError(
-                f"pipeline rank {rank}: expected {last.chunk}REDUCE_GRAD after {last}, got none"
-            )
+            raise ValueError(f"pipeline rank {rank}: expected {last.chunk}REDUCE_GRAD after {last}, got none")

@@ -53,8 +53,13 @@ class Costs:
 
     def divided_by(self, number: int) -> Costs:
         """Return the costs of chunks that are a part of a rank's layers each; a transfer stays as it is."""
-        compute = ("forward", "backward_input", "backward_weight", "recompute")
-        return replace(self, **{name: _divided(getattr(self, name), number) for name in compute})
+        return replace(
+            self,
+            forward=_divided(self.forward, number),
+            backward_input=_divided(self.backward_input, number),
+            backward_weight=_divided(self.backward_weight, number),
+            recompute=_divided(self.recompute, number),
+        )
 
     def require_chunks(self, num_chunks: int) -> None:
         """Raise ValueError if there is a list of numbers for another number of chunks."""
@@ -66,7 +71,10 @@ class Costs:
 
     def _at(self, name: str, chunk: int | None) -> float:
         given: PerChunk = getattr(self, name)
-        return given[chunk] if isinstance(given, tuple) and chunk is not None else given  # type: ignore[return-value]
+        if isinstance(given, tuple):
+            assert chunk is not None  # only a step has none
+            return given[chunk]
+        return given
 
 
 _PARTS: dict[Kind, tuple[str, ...]] = {

@@ -14,7 +14,8 @@ class Held:
     """The largest numbers of micro-batches whose activations are held at a time.
 
     Args:
-        per_chunk: for each chunk, from its forward, or its recompute if it has one, to the end of its backward.
+        per_chunk: for each chunk, from its forward, or its recompute if it has one, to the end of its
+            backward.
         per_rank: for each pipeline rank, over all of its chunks together.
         inputs_per_chunk: for each chunk, micro-batches of which only the input is held, for a recompute.
         inputs_per_rank: the same for each pipeline rank.

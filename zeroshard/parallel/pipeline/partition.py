@@ -9,9 +9,9 @@ the least variance is the least sum of squares, and a sum over chunks can be min
 (dynamic programming): for n blocks and k chunks in O(n^2 k). Numbers are integers inside, so the result is
 exact.
 
-Divisions with the same measure: of those with the same largest time, the one with the least variance of time
-is taken. Then the one with the fewest blocks in the first chunk, then in the second, and so on, because in
-1F1B the first ranks hold the most activations.
+Several divisions may have the same measure. Of those with the same largest time, the ones with the least
+variance of time are taken. Of those that are left, the one with the fewest blocks in the first chunk, then in
+the second, and so on, because in 1F1B the first ranks hold the most activations.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def partition(
     if balance not in BALANCES:
         raise ValueError(f"balance: expected one of {', '.join(BALANCES)}, got {balance!r}")
     if not 1 <= num_chunks <= len(blocks):
-        raise ValueError(f"expected at least 1 chunk and at most one a block, {len(blocks)}, got {num_chunks}")
+        raise ValueError(f"expected 1 to {len(blocks)} chunks, as each has a block or more, got {num_chunks}")
     if held is not None and len(held) != num_chunks:
         raise ValueError(f"held: expected a number for each of {num_chunks} chunks, got {len(held)}")
     sizes = _sizes(blocks, num_chunks, held)
@@ -87,24 +87,22 @@ def partition(
     def fits(chunk: int, first: int, end: int) -> bool:
         return max_bytes is None or sizes(chunk, first, end) <= max_bytes
 
-    if balance == "memory":
-        bytes_of = _sums([block.parameter_bytes for block in blocks])
-        return _ranges(
-            _least_sum(len(blocks), num_chunks, lambda c, i, j: bytes_of(i, j) ** 2 if fits(c, i, j) else None)
-        )
-    time_of = _sums(_integers([block.time for block in blocks]))
-    most: int | None = None
+    numbers = [block.parameter_bytes if balance == "memory" else block.time for block in blocks]
+    weight = _sums(_integers(numbers))
+    most = weight(0, len(blocks))
     if balance == "bottleneck":
-        most = _least_maximum(
-            len(blocks), num_chunks, lambda c, i, j: time_of(i, j) if fits(c, i, j) else None
+        least = _least_maximum(
+            len(blocks), num_chunks, lambda c, i, j: weight(i, j) if fits(c, i, j) else None
         )
+        assert least is not None  # there is a division that fits
+        most = least
 
     def squared(chunk: int, first: int, end: int) -> int | None:
-        time = time_of(first, end)
-        is_allowed = fits(chunk, first, end) and (most is None or time <= most)
-        return time**2 if is_allowed else None
+        own = weight(first, end)
+        return own**2 if own <= most and fits(chunk, first, end) else None
 
-    return _ranges(_least_sum(len(blocks), num_chunks, squared))
+    ends = _least_sum(len(blocks), num_chunks, squared)
+    return tuple(range(first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _sizes(
@@ -182,7 +180,3 @@ def _integers(numbers: Sequence[float]) -> list[int]:
     exact = [Fraction(number) for number in numbers]
     scale = lcm(*(number.denominator for number in exact))
     return [int(number * scale) for number in exact]
-
-
-def _ranges(ends: Sequence[int]) -> tuple[range, ...]:
-    return tuple(range(first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True))

@@ -1,7 +1,7 @@
 """All schedules by name, and GPipe, the simplest of them.
 
 Sources: Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
-section 2.3. The other builders name their own.
+section 2. The other builders name their own.
 """
 
 from __future__ import annotations

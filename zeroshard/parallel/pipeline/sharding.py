@@ -5,7 +5,7 @@
 
 Once a batch moves the least bytes. Once a micro-batch holds the least: a chunk is whole only while a
 micro-batch computes in it. An action that directly follows one of the same chunk and micro-batch, such as a
-backward after its recompute, finds the chunk still unsharded. In both, the gradients are reduced once a batch.
+backward after its recompute, finds the chunk still unsharded. In both, gradients are reduced once a batch.
 """
 
 from __future__ import annotations

@@ -141,7 +141,11 @@ def _plan_rank(
 
 
 def plan_transfers(schedule: Schedule) -> tuple[tuple[Transfer, ...], ...]:
-    """Return for each pipeline rank its sends and receives in order. Raises ValueError as `plan_exchanges`."""
+    """Return for each pipeline rank its sends and receives, in order.
+
+    Raises:
+        ValueError: see `plan_exchanges`.
+    """
     return tuple(
         tuple(transfer for exchange in exchanges for transfer in (*exchange.receives, *exchange.sends))
         for exchanges in plan_exchanges(schedule)

@@ -8,7 +8,8 @@ directly after its forward, and has nothing to recompute.
 The order depends on the durations, so the builder simulates: it gives the next action to the rank that can
 begin one first.
 
-Source: Athlur et al. 2022, "Varuna: Scalable, Low-cost Training of Massive Deep Learning Models", section 3.2.
+Source: Athlur et al. 2022, "Varuna: Scalable, Low-cost Training of Massive Deep Learning Models", the part on
+the schedule of micro-batches.
 """
 
 from __future__ import annotations
@@ -83,6 +84,6 @@ class _Builder:
             numbers[rank] += 1
 
     def _arrival(self, action: Action, boundary: int) -> float | None:
-        """Return the time at which the message of an action arrives; None if it has not been given out yet."""
+        """Return the time at which the message of an action arrives; None if it is in no list yet."""
         end = self.ends.get(action)
         return None if end is None else end + self.costs.transfer_after(boundary)
