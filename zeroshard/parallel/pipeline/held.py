@@ -103,7 +103,7 @@ def count_versions(schedule: Schedule) -> Versions:
         for action in actions:
             kind, chunk, microbatch = action
             if kind is Kind.STEP:
-                taken.update(used if chunk is None else (chunk,))
+                taken.update(tuple(used) if chunk is None else (chunk,))
             elif action.is_compute and chunk is not None and microbatch is not None:
                 if kind is Kind.FORWARD:
                     used[chunk][microbatch] = taken[chunk]
