@@ -51,7 +51,7 @@ class Costs:
         """Return the duration of a transfer between a chunk and the next one, in either direction."""
         return self._at("transfer", chunk)
 
-    def divided_by(self, number: int) -> Costs:
+    def divided_by(self, number: float) -> Costs:
         """Return the costs of chunks that are a part of a rank's layers each; a transfer stays as it is."""
         return replace(
             self,
@@ -87,5 +87,5 @@ _PARTS: dict[Kind, tuple[str, ...]] = {
 }
 
 
-def _divided(given: PerChunk, number: int) -> PerChunk:
+def _divided(given: PerChunk, number: float) -> PerChunk:
     return tuple(each / number for each in given) if isinstance(given, tuple) else given / number
