@@ -13,7 +13,7 @@ from zeroshard.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
 from zeroshard.parallel.pipeline.simulate import Timeline
 
 WIDTH = 100
-"""The most characters of a line, as in tables."""
+"""The most characters of a line, as in tables, where the terminal is not wider."""
 
 _COLORS = {
     Kind.FORWARD: ("tab:blue", "forward"),

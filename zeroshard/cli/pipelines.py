@@ -5,8 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from shutil import get_terminal_size
 
-from zeroshard.cli.gantt import Chart, draw_text, save_picture
+from zeroshard.cli.gantt import WIDTH, Chart, draw_text, save_picture
 from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.costs import Costs
 from zeroshard.parallel.pipeline.held import count_activations
@@ -39,7 +40,7 @@ def plan_pipeline(options: Namespace) -> None:
     print(_about(options), "", _table(charts), "", _NOTE, sep="\n")
     if options.plot == _TERMINAL:
         for chart in charts:
-            print("", draw_text(chart), sep="\n")
+            print("", draw_text(chart, max(WIDTH, get_terminal_size().columns)), sep="\n")
     elif options.plot is not None:
         save_picture(options.plot, charts)
         print(f"\npicture: {options.plot}")
