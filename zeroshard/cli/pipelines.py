@@ -15,7 +15,7 @@ from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from zeroshard.parallel.pipeline.simulate import simulate
 from zeroshard.tables import LINE, render
 
-_MAX_ACTIONS = 1 << 18  # chunks times micro-batches; a simulation of more takes minutes
+_MAX_ACTIONS = 1 << 18  # chunks times micro-batches; 512 times 512 take half a minute
 _TERMINAL = "-"
 """The value of `--plot` without a file."""
 

@@ -229,11 +229,27 @@ def test_varunas_rules_hold_on_every_rank(costs: Costs) -> None:
                 assert forward.kind is not Kind.FORWARD or began < arrived
 
 
-def test_a_recompute_of_varuna_ends_as_the_gradient_arrives_on_a_rank_that_is_free() -> None:
-    schedule = build_schedule("varuna", 2, 1)  # 0F0 0-1, 1F0 1-2, 1B0 2-4, so 0R0 may run from 2, ends at 4
-    spans = simulate(schedule).spans
-    assert [str(span.action) for span in spans[0]] == ["0F0", "0R0", "0B0"]
-    assert [(span.start, span.end) for span in spans[0]][::2] == [(0, 1), (4, 6)]
+@pytest.mark.parametrize(
+    ("costs", "num_forwards"),
+    [
+        (Costs(), 3),
+        (Costs(recompute=2), 2),
+        (Costs(transfer=0.5), 4),
+        (Costs(backward_weight=4), 6),
+    ],
+)
+def test_forwards_fill_the_time_until_a_recompute_has_to_begin_for_the_gradient(
+    costs: Costs, num_forwards: int
+) -> None:
+    """On rank 0 of 2, by hand, with F = R = 1 and B = 2.
+
+    Rank 1 runs 1F0 from 1 to 2 and 1B0 from 2 to 4. So 0R0 begins at 3 and ends at 4, and 0F0, 0F1 and 0F2
+    come before. A recompute of 2 begins at 2. With transfers of 0.5, the gradient arrives at 5. If a backward
+    takes 5, it arrives at 7.
+    """
+    first = build_schedule("varuna", 2, 8, costs=costs).lists[0]
+    expected = [*(f"0F{microbatch}" for microbatch in range(num_forwards)), "0R0", "0B0"]
+    assert [str(action) for action in first[: num_forwards + 2]] == expected
 
 
 # ---------------------------------------------------------------------------------------- all of them

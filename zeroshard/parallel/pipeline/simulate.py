@@ -198,8 +198,11 @@ def simulate(
     if max_unreceived is not None and max_unreceived < 0:
         raise ValueError(f"max_unreceived: expected at least 0 or None, got {max_unreceived}")
     run = _Run(schedule, costs or Costs(), max_unreceived)
-    while any(run.advance(rank) for rank in range(schedule.num_ranks)):
-        pass
+    moves = True
+    while moves:  # each rank goes on once before any goes on again, else the first ones are asked in vain
+        moves = False
+        for rank in range(schedule.num_ranks):
+            moves |= run.advance(rank)
     if any(run.positions[rank] < len(program) for rank, program in enumerate(run.programs)):
         run.raise_deadlock()
     return Timeline(tuple(map(tuple, run.spans)))

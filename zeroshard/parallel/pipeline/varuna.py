@@ -6,7 +6,7 @@ the activations of one micro-batch are there at a time. The last rank runs the b
 directly after its forward, and has nothing to recompute.
 
 The order depends on the durations, so the builder simulates: it gives the next action to the rank that can
-begin one first.
+begin one first. The lists keep the order alone. A rank that reaches a recompute early begins it early.
 
 Source: Athlur et al. 2022, "Varuna: Scalable, Low-cost Training of Massive Deep Learning Models", the part on
 the schedule of micro-batches.
@@ -26,8 +26,12 @@ def varuna(num_ranks: int, num_microbatches: int, costs: Costs) -> Schedule:
     """Return Varuna's schedule for given durations."""
     costs.require_chunks(num_ranks)
     builder = _Builder(num_ranks, num_microbatches, costs)
-    while options := [option for rank in range(num_ranks) for option in builder.options(rank)]:
-        builder.take(min(options))
+    options = [builder.next_of(rank) for rank in range(num_ranks)]
+    while found := [option for option in options if option is not None]:
+        option = min(found)
+        builder.take(option)
+        for rank in range(max(0, option.rank - 1), min(num_ranks, option.rank + 2)):  # who exchanges with it
+            options[rank] = builder.next_of(rank)
     return Schedule(loop(num_ranks, 1), num_microbatches, frozen(builder.lists))
 
 
@@ -53,8 +57,8 @@ class _Builder:
         self.forwards = [0] * num_ranks
         self.backwards = [0] * num_ranks
 
-    def options(self, rank: int) -> list[_Option]:
-        """Return the actions that a rank can run next."""
+    def next_of(self, rank: int) -> _Option | None:
+        """Return the action that a rank would run next; None if it has to wait for others, or is done."""
         microbatch = self.backwards[rank]
         times: dict[Kind, float | None] = {}
         is_recomputed = Action(Kind.RECOMPUTE, rank, microbatch) in self.ends
@@ -67,11 +71,12 @@ class _Builder:
         if self.forwards[rank] < self.num_microbatches and not is_recomputed:
             before = forward(rank - 1, self.forwards[rank])
             times[Kind.FORWARD] = self._arrival(before, rank - 1) if rank else 0.0
-        return [
+        options = [
             _Option(max(self.free_from[rank], time), _PRIORITY[kind], rank, kind)
             for kind, time in times.items()
             if time is not None
         ]
+        return min(options, default=None)
 
     def take(self, option: _Option) -> None:
         """Append an action to the list of its rank."""
