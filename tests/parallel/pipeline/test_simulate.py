@@ -70,6 +70,12 @@ def test_numbers_for_each_chunk_and_transfers_count() -> None:
     assert [(span.start, span.end) for span in spans[1]] == [(1.5, 3.5), (3.5, 8.5), (8.5, 18.5)]
 
 
+def test_chunks_that_divide_a_rank_take_a_part_of_its_time_and_the_whole_of_a_transfer() -> None:
+    whole = Costs(forward=1, backward_input=(2, 3), backward_weight=4, recompute=5, transfer=6, step=7)
+    parts = Costs(forward=0.5, backward_input=(1, 1.5), backward_weight=2, recompute=2.5, transfer=6, step=7)
+    assert whole.divided_by(2) == parts
+
+
 def test_a_message_does_not_arrive_before_an_earlier_one() -> None:
     """Rank 0 has the chunks 0 and 2. A transfer from chunk 0 to 1 takes 3, one from 2 to 3 nothing."""
 
@@ -210,6 +216,9 @@ def test_a_send_that_waits_delays_its_rank() -> None:
         for k in (None, 1, 0)
     }
     assert starts == {None: [0, 1, 2], 1: [0, 1, 2], 0: [0, 1, 4]}
+    # With a transfer of 1: under way from 1 to 2, then rank 1 computes up to 5, so again from 5 to 6.
+    spans = simulate(schedule, Costs(forward=(1, 3), transfer=1), max_unreceived=0).spans
+    assert [span.start for span in spans[0]][:3] == [0, 2, 6]
 
 
 def makespan(schedule: Schedule, room: int) -> float:

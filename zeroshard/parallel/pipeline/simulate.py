@@ -1,8 +1,8 @@
 """A simulator of schedules, which also refuses lists whose ranks wait for each other.
 
 Each rank runs its actions one after the other. A message leaves when its action ends, and arrives after the
-duration of a transfer, never before an earlier message to the same rank. Transfers take no time of the ranks
-and do not slow each other down.
+duration of a transfer. A rank takes the messages of another one in order, so a message that it needs may wait
+behind an earlier one. Transfers take no time of the ranks and do not slow each other down.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ class _Channel:
         self.max_unreceived = max_unreceived
         self.offered: list[float] = []
         self.received: list[float] = []
-        self.last_arrival = 0.0
 
     def room_for(self, index: int) -> float | None:
         """Return the time from which a message has room. None: the target has to receive others first."""
@@ -87,8 +86,7 @@ class _Channel:
         index = len(self.received)
         room = now if self.max_unreceived == 0 else self.room_for(index)
         assert room is not None  # all earlier messages have been received
-        self.last_arrival = max(self.last_arrival, max(self.offered[index], room) + duration)
-        self.received.append(max(now, self.last_arrival))
+        self.received.append(max(now, max(self.offered[index], room) + duration))
         return self.received[-1]
 
 

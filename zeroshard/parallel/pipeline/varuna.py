@@ -68,6 +68,7 @@ class _Builder:
                 times[Kind.BACKWARD] = gradient
             elif gradient is not None:
                 times[Kind.RECOMPUTE] = gradient - self.costs.of(Action(Kind.RECOMPUTE, rank, microbatch))
+        # By its time a backward comes directly after its recompute, but for the rounding of floats.
         if self.forwards[rank] < self.num_microbatches and not is_recomputed:
             before = forward(rank - 1, self.forwards[rank])
             times[Kind.FORWARD] = self._arrival(before, rank - 1) if rank else 0.0
