@@ -208,7 +208,7 @@ UNEQUAL = Costs(
     transfer=0.25,
 )
 
-ROUNDED = Costs(forward=0.1, recompute=0.7, backward_input=0.3, transfer=0.3)  # sums depend on their order
+ROUNDED = Costs(forward=0.3, backward_input=0.9, backward_weight=0.3, recompute=1.1)  # sums are rounded
 
 
 @pytest.mark.parametrize("costs", [Costs(), Costs(transfer=0.5), UNEQUAL, Costs(recompute=4.0), ROUNDED])
