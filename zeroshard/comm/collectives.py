@@ -121,6 +121,11 @@ class Axis:
         """Return the process group of a channel; None for a single rank."""
         return self._groups[channel]
 
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        """The group for small CPU tensors."""
+        return self._control
+
     def reduce_over(self, group: dist.ProcessGroup) -> None:
         """Give reductions another group of the same ranks, so that they run beside gathers."""
         self._groups[Channel.REDUCE] = group
