@@ -146,6 +146,18 @@ def test_layout_and_arrangement_are_pure(module: str) -> None:
     assert not [name for name in names if is_within(name, "torch")]
 
 
+LISTS_OF_PIPELINES = (
+    *("actions", "alternating", "check", "costs", "held", "partition", "recompute", "schedules", "sharding"),
+    *("simulate", "transfers", "varuna", "zbv"),
+)
+
+
+@pytest.mark.parametrize("module", LISTS_OF_PIPELINES)
+def test_the_lists_of_pipelines_are_pure(module: str) -> None:
+    names = list(imported(ZEROSHARD[f"zeroshard/parallel/pipeline/{module}.py"]))
+    assert not [name for name in names if is_within(name, "torch")]
+
+
 MEASURED = {
     ("benchmarks/nvme.py", "tiers"),
     ("benchmarks/offload_timeline.py", "tiers"),

@@ -38,6 +38,12 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "zeroshard mesh --ranks 32 --tp 4 --pp 4",
         "zeroshard mesh --ranks 16 --shard-group-size 8",
     ),
+    "plan": (
+        "zeroshard plan --schedule 1f1b --stages 4 --microbatches 8 --plot",
+        "zeroshard plan --schedule 1f1b --schedule interleaved --schedule zb-h1 --stages 4 --microbatches 8",
+        "zeroshard plan --schedule gpipe --schedule varuna --stages 4 --microbatches 5 --recompute 1",
+        "zeroshard plan --schedule 1f1b --stages 4 --microbatches 8 --list",
+    ),
     "chat": (
         "zeroshard chat finetuned",
         "zeroshard chat finetuned 'Where is the key of the archive?' --temperature 0",
@@ -86,6 +92,17 @@ def parse_model(text: str) -> int | Path:
     return int(number)
 
 
+def parse_duration(text: str) -> float:
+    """Return a duration such as 1 or 0.25. Raises ArgumentTypeError."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise ArgumentTypeError(f"expected a duration such as 1 or 0.25, got {text!r}")
+    return number
+
+
 def parse_ranks(text: str) -> list[int]:
     """Return the numbers of ranks of a list such as 8 or 1,2,4,8. Raises ArgumentTypeError."""
     parts = text.replace(" ", "").split(",")
@@ -98,8 +115,8 @@ def build_parser() -> ArgumentParser:
     """Return the parser of the command line; its result names the command in `command`."""
     parser = _Parser(
         prog="zeroshard",
-        description="Export, inspect and convert checkpoints, estimate memory, show groups of ranks: "
-        "one process, no GPU.",
+        description="Export, inspect and convert checkpoints, estimate memory, show groups of ranks, "
+        "plan pipelines: one process, no GPU.",
         epilog="zeroshard COMMAND --help shows the options of a command, and examples.",
         allow_abbrev=False,
     )
@@ -206,6 +223,49 @@ def _add_mesh(parser: ArgumentParser) -> None:
     )
 
 
+def _add_plan(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--schedule",
+        metavar="NAME",
+        action="append",
+        required=True,
+        help="gpipe, 1f1b, interleaved, zb-h1, zbv or varuna, or a file with a list for each rank; "
+        "several times to compare them",
+    )
+    parser.add_argument("--stages", "--pp", metavar="P", type=int, help="ranks of the pipeline")
+    parser.add_argument("--microbatches", metavar="M", type=int, help="micro-batches of a batch")
+    parser.add_argument(
+        "--chunks",
+        metavar="V",
+        type=int,
+        help="runs of layers on each rank (default: 2 for interleaved and zbv, else 1)",
+    )
+    for name, default, of in (
+        ("forward", 1.0, "forward of a micro-batch through a rank's layers"),
+        ("backward", 2.0, "backward, half of it for the weights"),
+        ("transfer", 0.0, "transfer between two ranks"),
+    ):
+        help_ = f"duration of a {of} (default: {default:g})"
+        parser.add_argument(f"--{name}", metavar="TIME", type=parse_duration, default=default, help=help_)
+    parser.add_argument(
+        "--recompute",
+        metavar="TIME",
+        type=parse_duration,
+        help="recompute activations before each backward, with this duration (default: no recompute, "
+        "but varuna always does, with the duration of a forward)",
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        nargs="?",
+        const="-",
+        help="show a chart of the actions over time; with a file, as a picture",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the actions alone, as such a file has them"
+    )
+
+
 def _add_chat(parser: ArgumentParser) -> None:
     parser.add_argument(
         "directory",
@@ -265,6 +325,12 @@ _COMMANDS: dict[str, tuple[str, str, Any]] = {
         "axis first, then along the data-parallel axes, along the pipeline axis last. The\n"
         "data-parallel axes get the factor of --ranks that --tp and --pp leave.",
         _add_mesh,
+    ),
+    "plan": (
+        "compare schedules of a pipeline by time, bubbles and activations",
+        "Simulate the schedules and print the time of a batch, the share of it in which ranks\n"
+        "wait, and the activations that each rank holds. Times are in any unit.",
+        _add_plan,
     ),
     "chat": (
         "talk to a saved model in the terminal",

@@ -81,7 +81,8 @@ class Axis:
         self.counter = counter
         self.under_way: set[Pending] = set()
         self._groups = dict.fromkeys(Channel, group)
-        self._control = control or group
+        self.control = control or group
+        """The group for small CPU tensors."""
         self.timeout_s = timeout_s
         self.exchanges = not streams.has_streams(device)
         """True if pairs of ranks send and receive; False if the backend's collectives are used."""
@@ -268,7 +269,7 @@ class Axis:
         proof, entries = (self.ledger.proof(), self.ledger.entries()) if compares else ([], None)
         bitmap = torch.tensor([*flags, *proof], dtype=torch.uint8, device="cpu")
         label = self.note("control", bitmap.numel(), label)
-        work = dist.all_reduce(bitmap, dist.ReduceOp.MAX, group=self._control, async_op=True)
+        work = dist.all_reduce(bitmap, dist.ReduceOp.MAX, group=self.control, async_op=True)
 
         def answer() -> list[bool]:
             self.waits.wait_for_agreement(work, label)
@@ -331,7 +332,7 @@ class Axis:
         """Return a CPU tensor of every rank; all have the same shape."""
         parts = [torch.empty_like(value) for _ in range(self.size)]
         self.waits.wait_for_agreement(
-            dist.all_gather(parts, value, group=self._control, async_op=True), label
+            dist.all_gather(parts, value, group=self.control, async_op=True), label
         )
         return parts
 
@@ -353,7 +354,7 @@ class Axis:
                 if group is not None:
                     group.abort()
         self._groups = dict.fromkeys(Channel)
-        self._control = None
+        self.control = None
 
     def drain(self, seconds: float) -> None:
         """Wait for all exchanges under way: Gloo works on the memory of their tensors."""

@@ -1,0 +1,121 @@
+"""The chunks of a model, one after another, compute the model."""
+
+import re
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from zeroshard.parallel.pipeline.chunked import Chunked
+from zeroshard.parallel.pipeline.outline import outline_of
+
+LENGTH, VOCABULARY = 6, 40
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 16}
+KINDS = {
+    "Llama": SIZES | {"num_key_value_heads": 2},
+    "Qwen3": SIZES | {"num_key_value_heads": 2, "head_dim": 8},
+    "GPT2": GPT2,
+    "Mixtral": SIZES | {"num_key_value_heads": 2, "num_local_experts": 4},
+    "GPTNeoX": SIZES,
+    "Phi": SIZES,
+    "Gemma": SIZES | {"num_key_value_heads": 2, "head_dim": 8},
+    "Mistral": SIZES | {"num_key_value_heads": 2},
+    "Qwen2": SIZES | {"num_key_value_heads": 2},
+}
+
+
+def build(kind):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=VOCABULARY, **KINDS[kind])
+    config.pad_token_id = None
+    model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
+    return model.eval()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, VOCABULARY, (3, LENGTH), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[1, :2] = 0
+    return {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
+
+
+RUNS = {
+    "a chunk": [range(4)],
+    "two chunks": [range(3), range(3, 4)],
+    "four chunks": [range(1), range(1, 2), range(2, 3), range(3, 4)],
+}
+
+
+def chunks_of(model, runs, ranks):
+    """The chunks, by number; `ranks` are those of each rank, which has a model of its own."""
+    outline, found = outline_of(model), {}
+    for own in ranks:
+        mine = type(model)(model.config).eval()
+        mine.load_state_dict(model.state_dict())
+        chunked = Chunked(mine, outline, runs, own)
+        found |= dict.fromkeys(own, chunked)
+    return found
+
+
+@pytest.mark.long_where(runs=["a chunk", "two chunks"])
+@pytest.mark.long_where(kind=["GPTNeoX", "Phi", "Gemma", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("runs", RUNS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_of_a_model_of_transformers_compute_it(kind, runs):
+    model, given = build(kind), batch()
+    want = model(**given)
+    num = len(RUNS[runs])
+    layouts = [[[number] for number in range(num)]]
+    if num == 4:
+        layouts.append([[0, 2], [1, 3]])
+    for ranks in layouts:
+        chunks, value = chunks_of(model, RUNS[runs], ranks), None
+        for number in range(num):
+            value = chunks[number](number, value, given)
+        assert torch.equal(value.loss, want.loss)
+        assert torch.equal(value.logits, want.logits)
+
+
+def test_a_rank_holds_the_parameters_of_its_chunks_under_their_names():
+    model = build("Llama")
+    names = {name for name, _ in model.named_parameters()}
+    chunks = chunks_of(model, RUNS["four chunks"], [[0, 2], [1, 3]])
+    first = {name for name, _ in chunks[0].model.named_parameters()}
+    second = {name for name, _ in chunks[1].model.named_parameters()}
+    assert first | second == names
+    assert not first & second
+    assert {"model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight"} <= first
+    assert {"model.norm.weight", "lm_head.weight", "model.layers.1.mlp.up_proj.weight"} <= second
+
+
+def test_chunks_of_a_sequence_compute_it():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Dropout(0.0))
+    x = torch.randn(2, 3)
+    want, outline = model(x), outline_of(model)
+    state, value = model.state_dict(), None
+    for number in range(2):
+        mine = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Dropout(0.0))
+        mine.load_state_dict(state)
+        value = Chunked(mine, outline, [range(2), range(2, 4)], [number])(number, value, {"input": x})
+    assert torch.equal(value, want)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (lambda: nn.Linear(2, 2), "got a Linear: it is no such model"),
+        (
+            lambda: transformers.T5ForConditionalGeneration(
+                transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16)
+            ),
+            "got a T5ForConditionalGeneration: it",
+        ),
+    ],
+)
+def test_a_model_without_such_an_order_is_refused(model, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        outline_of(model())

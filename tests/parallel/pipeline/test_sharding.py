@@ -1,0 +1,57 @@
+"""The actions of the sharding in a schedule."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.parallel.pipeline.random_schedules import schedules
+from zeroshard.parallel.pipeline.actions import END_BACKWARD, Kind, Schedule, parse_schedule
+from zeroshard.parallel.pipeline.schedules import build_schedule
+from zeroshard.parallel.pipeline.sharding import with_sharding
+from zeroshard.parallel.pipeline.simulate import simulate, validate
+
+TWO = parse_schedule("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
+
+
+def test_a_chunk_is_unsharded_once_a_batch() -> None:
+    assert str(with_sharding(TWO)) == (
+        "0UNSHARD,0F0,0F1,0B0,0B1,0RESHARD,0REDUCE_GRAD,STEP\n"
+        "1UNSHARD,1F0,1B0,1F1,1B1,1RESHARD,1REDUCE_GRAD,STEP\n"
+    )
+
+
+def test_a_chunk_is_unsharded_once_for_each_run_of_a_microbatch() -> None:
+    assert str(with_sharding(TWO, "microbatch")) == (
+        "0UNSHARD0,0F0,0RESHARD0,0UNSHARD1,0F1,0RESHARD1,"
+        "0UNSHARD0,0B0,0RESHARD0,0UNSHARD1,0B1,0RESHARD1,0REDUCE_GRAD,STEP\n"
+        "1UNSHARD0,1F0,1B0,1RESHARD0,1UNSHARD1,1F1,1B1,1RESHARD1,1REDUCE_GRAD,STEP\n"
+    )
+
+
+@given(schedules(), st.sampled_from(["batch", "microbatch"]))
+def test_the_compute_stays_and_each_chunk_is_reduced_once_behind_its_last_backward(
+    schedule: Schedule, unshard: str
+) -> None:
+    sharded = with_sharding(schedule, unshard)
+    validate(sharded)  # checks that a chunk computes only while it is unsharded
+    assert simulate(sharded).makespan == simulate(schedule).makespan
+    for rank, own in enumerate(sharded.lists):
+        assert tuple(action for action in own if action.is_compute) == schedule.lists[rank]
+        assert [action.kind for action in own].count(Kind.STEP) == 1
+        assert own[-1].kind is Kind.STEP
+        for chunk in schedule.chunks[rank]:
+            kinds = [action.kind for action in own if action.chunk == chunk]
+            assert kinds.count(Kind.REDUCE) == 1
+            assert kinds.count(Kind.UNSHARD) == kinds.count(Kind.RESHARD)
+            assert unshard == "microbatch" or kinds.count(Kind.UNSHARD) == 1
+            last = max(index for index, kind in enumerate(kinds) if kind in END_BACKWARD)
+            assert kinds[last + 1 :] == [Kind.RESHARD, Kind.REDUCE]
+
+
+def test_sharding_is_not_added_twice_and_needs_a_known_word() -> None:
+    with pytest.raises(ValueError, match="pipeline rank 0: expected compute actions alone, got 0UNSHARD"):
+        with_sharding(with_sharding(TWO))
+    with pytest.raises(ValueError, match="unshard: expected 'batch' or 'microbatch', got 'layer'"):
+        with_sharding(build_schedule("gpipe", 1, 1), "layer")

@@ -1,0 +1,269 @@
+"""The simulator: times, deadlocks, and lists that are refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.parallel.pipeline.random_schedules import schedules
+from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
+from zeroshard.parallel.pipeline.costs import Costs
+from zeroshard.parallel.pipeline.schedules import build_schedule
+from zeroshard.parallel.pipeline.simulate import simulate, validate
+from zeroshard.parallel.pipeline.transfers import needed_actions
+
+TWO = """
+0F0,0F1,0B0,0B1
+1F0,1B0,1F1,1B1
+"""
+
+
+def changed(old: str, new: str) -> Schedule:
+    assert old in TWO
+    return parse_schedule(TWO.replace(old, new))
+
+
+# ---------------------------------------------------------------------------------------- times
+
+
+@given(
+    schedules(),
+    st.builds(
+        Costs,
+        forward=st.integers(0, 5),
+        backward_input=st.integers(0, 5),
+        backward_weight=st.integers(0, 5),
+        recompute=st.integers(0, 5),
+        transfer=st.integers(0, 5),
+    ),
+)
+def test_each_action_starts_as_soon_as_its_rank_and_what_it_needs_allow(
+    schedule: Schedule, costs: Costs
+) -> None:
+    """Against the longest path through the graph of actions, found without lists of messages."""
+    timeline = simulate(schedule, costs)
+    spans = {span.action: span for own in timeline.spans for span in own}
+    needed = needed_actions(schedule)
+    for rank, own in enumerate(timeline.spans):
+        assert tuple(span.action for span in own) == schedule.lists[rank]
+        for index, span in enumerate(own):
+            assert span.end - span.start == costs.of(span.action)
+            arrivals = [own[index - 1].end if index else 0.0]
+            for action in needed[span.action]:
+                is_here = schedule.placement[action.chunk] == rank
+                arrivals.append(spans[action].end + (0 if is_here else costs.transfer_after(0)))
+            # With one duration for all transfers none overtakes another, so the order adds no wait.
+            assert span.start == max(arrivals)
+    assert timeline.makespan == max(span.end for span in spans.values())
+    assert sum(timeline.busy) == sum(costs.of(action) for action in spans)
+
+
+def test_numbers_for_each_chunk_and_transfers_count() -> None:
+    costs = Costs(forward=(1, 2), backward_input=(1, 3), backward_weight=(1, 2), transfer=(0.5,), step=10)
+    schedule = parse_schedule("0F0,0B0,STEP\n1F0,1B0,STEP")
+    spans = simulate(schedule, costs).spans
+    assert [(span.start, span.end) for span in spans[0]] == [(0, 1), (9, 11), (11, 21)]
+    assert [(span.start, span.end) for span in spans[1]] == [(1.5, 3.5), (3.5, 8.5), (8.5, 18.5)]
+
+
+def test_chunks_that_divide_a_rank_take_a_part_of_its_time_and_the_whole_of_a_transfer() -> None:
+    whole = Costs(forward=1, backward_input=(2, 3), backward_weight=4, recompute=5, transfer=6, step=7)
+    parts = Costs(forward=0.5, backward_input=(1, 1.5), backward_weight=2, recompute=2.5, transfer=6, step=7)
+    assert whole.divided_by(2) == parts
+
+
+def test_a_message_does_not_arrive_before_an_earlier_one() -> None:
+    """Rank 0 has the chunks 0 and 2. A transfer from chunk 0 to 1 takes 3, one from 2 to 3 nothing."""
+
+    def each(text: str) -> str:
+        return ",".join(f"{text}{microbatch}" for microbatch in range(5))
+
+    first = ",".join((each("0F"), each("2F"), each("2B"), each("0B")))
+    second = ",".join(("1F0,3F0,1F1,1F2,1F3,1F4,3F1,3F2,3F3,3F4", each("3B"), each("1B")))
+    spans = simulate(parse_schedule(f"{first}\n{second}"), Costs(transfer=(3, 0, 0))).spans
+    assert [str(span.action) for span in spans[0][4:6]] == ["0F4", "2F0"]
+    assert (spans[0][4].end, spans[0][5].end) == (5, 6)  # the message of 0F4 arrives at 8, so no other before
+    assert (str(spans[1][1].action), spans[1][1].start) == ("3F0", 8)
+
+
+def test_nothing_takes_time_if_all_durations_are_0() -> None:
+    timeline = simulate(build_schedule("1f1b", 2, 2), Costs(forward=0, backward_input=0, backward_weight=0))
+    assert (timeline.makespan, timeline.bubble_share) == (0, 0)
+
+
+@pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
+def test_an_impossible_duration_is_refused(number: float) -> None:
+    with pytest.raises(ValueError, match=f"transfer: expected a duration of at least 0, got {number}"):
+        Costs(transfer=(1.0, number))
+
+
+def test_numbers_for_another_count_of_chunks_are_refused() -> None:
+    with pytest.raises(ValueError, match="forward: expected 2 numbers, got 3"):
+        simulate(parse_schedule(TWO), Costs(forward=(1, 1, 1)))
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("0F1,", "", "expected 0F1 in a list, got none"),
+        ("0F1", "0F1,0F1", "expected 0F1 once, got it 2 times"),
+        ("0B1", "0B0", "expected 0B0 once, got it 2 times"),
+        (",0B1", "", "expected 0B1, or 0I1 and 0W1, got none"),
+        ("0B1", "0W1", "expected 0I1 with 0W1, got none"),
+        ("1B0", "1I0", "expected 1W0 with 1I0, got none"),
+        ("0B1", "0B1,0I1,0W1", "expected a whole backward or its two halves, got 0B1 and 0I1"),
+        ("1F1,", "1F1,0B1,", "expected 0B1 on pipeline rank 0, got it on 1"),
+        ("0F0,", "0RESHARD,0F0,0UNSHARD,", "pipeline rank 0: expected 0UNSHARD before 0F0, got none"),
+        ("0B1", "0REDUCE_GRAD,0B1", "pipeline rank 0: expected 0REDUCE_GRAD after 0B1, got none"),
+    ],
+)
+def test_a_list_with_missing_double_or_misplaced_actions_is_refused(
+    old: str, new: str, expected: str
+) -> None:
+    with pytest.raises(ValueError, match="expected") as error:
+        validate(changed(old, new))
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1",
+            "got a deadlock: pipeline rank 0: 0B0 waits for 1B0; pipeline rank 1: 1F1 waits for 0F1",
+        ),
+        (
+            "0F0,0F1,0B0,0B1\n1B0,1F0,1F1,1B1",
+            "got a deadlock: pipeline rank 1: 1B0 waits for 1F0, which comes later in its own list",
+        ),
+        (
+            "0F0,0W0,0I0\n1F0,1I0,1W0",
+            "got a deadlock: pipeline rank 0: 0W0 waits for 0I0, which comes later in its own list",
+        ),
+        ("0F0,0B0,0R0\n1F0,1B0", "pipeline rank 0: 0B0 waits for 0R0, which comes later in its own list"),
+    ],
+)
+def test_a_deadlock_is_refused_with_the_actions_that_wait_for_each_other(text: str, expected: str) -> None:
+    with pytest.raises(ValueError, match="deadlock") as error:
+        validate(parse_schedule(text))
+    assert expected in str(error.value)
+
+
+@given(schedules(), st.data())
+def test_two_actions_that_change_places_run_or_are_named(schedule: Schedule, data: st.DataObject) -> None:
+    rank = data.draw(st.sampled_from(range(schedule.num_ranks)))
+    own = list(schedule.lists[rank])
+    places = st.integers(0, len(own) - 1)
+    first, second = data.draw(places), data.draw(places)
+    own[first], own[second] = own[second], own[first]
+    lists = (*schedule.lists[:rank], tuple(own), *schedule.lists[rank + 1 :])
+    swapped = Schedule(schedule.placement, schedule.num_microbatches, lists)
+    is_cyclic = has_circle(swapped)
+    if is_cyclic:
+        with pytest.raises(ValueError, match=r"deadlock: .* waits for"):
+            simulate(swapped)
+    else:
+        simulate(swapped)
+
+
+def has_circle(schedule: Schedule) -> bool:
+    """True if the actions have no common order in which each comes behind the one before it in its list."""
+    waits = {action: set(before) for action, before in needed_actions(schedule).items()}
+    for own in schedule.lists:
+        for before, action in pairwise(own):
+            waits[action].add(before)
+    while ready := [action for action, before in waits.items() if not before]:
+        for action in ready:
+            del waits[action]
+        for before in waits.values():
+            before.difference_update(ready)
+    return bool(waits)
+
+
+# ---------------------------------------------------------------------------------------- bounded buffers
+
+
+def test_1f1b_needs_one_buffer_because_neighbours_send_to_each_other_at_once() -> None:
+    """Rank 0 sends the second activation while rank 1 sends the first gradient: neither receives."""
+    schedule = build_schedule("1f1b", 2, 2)
+    with pytest.raises(ValueError, match="deadlock") as error:
+        simulate(schedule, max_unreceived=0)
+    assert (
+        "pipeline rank 0: the send of the activation of 0F1 from rank 0 to rank 1 waits for a receive, "
+        "at most 0 unreceived; pipeline rank 1: the send of the gradient of 1B0 from rank 1 to rank 0"
+    ) in str(error.value)
+    assert simulate(schedule, max_unreceived=1).makespan == 9
+
+
+def test_gpipe_runs_with_sends_that_wait_for_their_receive() -> None:
+    """All messages go forward, then all go back. A forward of rank 0 ends as rank 1 is free to receive."""
+    assert simulate(build_schedule("gpipe", 4, 8), max_unreceived=0).makespan == 33
+
+
+def test_a_send_that_waits_delays_its_rank() -> None:
+    # Rank 1 takes 3 for a forward. Rank 0 sends at 1 and 2; the second send waits until rank 1 receives at 4.
+    schedule = parse_schedule("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2")
+    costs = Costs(forward=(1, 3))
+    starts = {
+        k: [span.start for span in simulate(schedule, costs, max_unreceived=k).spans[0]][:3]
+        for k in (None, 1, 0)
+    }
+    assert starts == {None: [0, 1, 2], 1: [0, 1, 2], 0: [0, 1, 4]}
+    # With a transfer of 1: under way from 1 to 2, then rank 1 computes up to 5, so again from 5 to 6.
+    spans = simulate(schedule, Costs(forward=(1, 3), transfer=1), max_unreceived=0).spans
+    assert [span.start for span in spans[0]][:3] == [0, 2, 6]
+
+
+def makespan(schedule: Schedule, room: int) -> float:
+    """The makespan with bounded buffers; infinite for a deadlock."""
+    try:
+        return simulate(schedule, max_unreceived=room).makespan
+    except ValueError as error:
+        return inf if "waits for a receive" in str(error) else pytest.fail(str(error))
+
+
+@given(schedules(), st.integers(0, 4))
+def test_more_room_is_never_slower_and_room_for_all_is_as_no_limit(schedule: Schedule, room: int) -> None:
+    free = simulate(schedule)
+    assert makespan(schedule, room) >= makespan(schedule, room + 1) >= free.makespan
+    messages = 2 * schedule.num_microbatches * schedule.num_chunks
+    assert simulate(schedule, max_unreceived=messages) == free
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_schedules_whose_ranks_run_ahead_by_a_fixed_number_run_with_one_buffer(name: str) -> None:
+    for num_ranks in range(1, 6):
+        for num_microbatches in (1, 2, 5, 9):
+            simulate(build_schedule(name, num_ranks, num_microbatches), max_unreceived=1)
+
+
+def test_varuna_needs_more_buffers_because_its_forwards_run_ahead() -> None:
+    schedule = build_schedule("varuna", 3, 5)
+    with pytest.raises(ValueError, match=r"activation of 0F4 .* at most 1 .* gradient of 1B1 .* at most 1"):
+        simulate(schedule, max_unreceived=1)
+    simulate(schedule, max_unreceived=2)
+
+
+def test_interleaved_needs_more_than_one_buffer() -> None:
+    """Ranks 0 and 1 send each other forwards of the first round before either receives its next one."""
+    schedule = build_schedule("interleaved", 2, 4)
+    with pytest.raises(ValueError, match=r"the activation of 0F3 from rank 0 .* at most 1 unreceived"):
+        simulate(schedule, max_unreceived=1)
+    simulate(schedule, max_unreceived=2)
+
+
+def test_the_number_of_buffers_is_checked() -> None:
+    with pytest.raises(ValueError, match="max_unreceived: expected at least 0 or None, got -1"):
+        validate(parse_schedule(TWO), max_unreceived=-1)
+
+
+def test_a_step_is_allowed_anywhere() -> None:
+    schedule = changed("0B0,", "0B0,STEP,")
+    assert simulate(schedule, Costs(step=1)).spans[0][3].action == Action(Kind.STEP, None, None)

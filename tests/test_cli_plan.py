@@ -1,0 +1,205 @@
+"""`zeroshard plan`: schedules of a pipeline, as a person compares them."""
+
+from __future__ import annotations
+
+import builtins
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroshard.cli.gantt import Chart, draw_text
+from zeroshard.cli.main import main
+from zeroshard.parallel.pipeline.actions import parse_schedule
+from zeroshard.parallel.pipeline.costs import Costs
+from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
+from zeroshard.parallel.pipeline.simulate import simulate
+
+ROOT = Path(__file__).parents[1]
+FOUR_EIGHT = ("--stages", 4, "--microbatches", 8)
+
+
+@pytest.fixture(autouse=True)
+def narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def shown(capsys, *arguments: object) -> str:
+    assert main(["plan", *map(str, arguments)]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    return out
+
+
+def rows(out: str) -> dict[str, list[str]]:
+    """The cells of each row of the table, by its first one."""
+    lines = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
+    return {name: cells for name, *cells in lines if cells}
+
+
+def named(*names: str) -> list[str]:
+    return [word for name in names for word in ("--schedule", name)]
+
+
+def test_schedules_are_compared_side_by_side(capsys):
+    out = shown(capsys, *named("gpipe", "1f1b", "interleaved", "zb-h1"), *FOUR_EIGHT)
+    found = rows(out)
+    assert "1f1b   interleaved, 2 chunks   zb-h1" in out
+    assert found["makespan"] == ["33", "33", "28.5", "27"]
+    shares = [1 - 24 / makespan for makespan in (33, 33, 28.5, 27)]
+    assert found["bubble share"] == [f"{share:.1%}" for share in shares]
+    # Interleaved: (2 - 1) * 4 + 2 * (3 - rank) forwards ahead, one more, and each is half of a rank.
+    assert [found[f"activations, rank {rank}"] for rank in range(4)] == [
+        ["8", "4", "5.5", "4"],
+        ["8", "3", "4.5", "4"],
+        ["8", "2", "3.5", "4"],
+        ["8", "1", "2.5", "4"],
+    ]
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_recompute_shows_the_inputs_that_are_held_for_it(capsys):
+    out = shown(capsys, *named("gpipe", "varuna"), "--pp", 4, "--microbatches", 5, "--recompute", 1)
+    found = rows(out)
+    assert found["makespan"] == ["28", "27"]
+    assert found["activations, rank 0"] == ["1", "1"]
+    assert found["inputs for recompute, rank 3"] == ["4", "0"]
+
+
+def test_durations_are_those_of_a_rank_and_chunks_take_their_part(capsys):
+    # 2 ranks, 1 micro-batch: the way there and back through all layers, and 2 transfers for each boundary.
+    times = ("--forward", 3, "--backward", 5, "--transfer", 0.25)
+    for name, boundaries in (("1f1b", 1), ("interleaved", 3)):
+        out = shown(capsys, *named(name), "--stages", 2, "--microbatches", 1, *times)
+        assert rows(out)["makespan"] == [f"{2 * 8 + 2 * 0.25 * boundaries:g}"]
+
+
+def test_a_list_is_printed_and_read_back_as_a_schedule_of_the_user(capsys, tmp_path):
+    text = shown(capsys, *named("varuna"), *FOUR_EIGHT, "--list")
+    assert parse_schedule(text) == build_schedule("varuna", 4, 8)
+    file = tmp_path / "own.csv"
+    file.write_text(text, encoding="utf-8")
+    found = rows(shown(capsys, *named(str(file))))
+    assert found["makespan"] == ["39"]
+    assert rows(shown(capsys, *named(str(file), "varuna"), *FOUR_EIGHT))["makespan"] == ["39", "39"]
+
+
+def test_a_list_of_torch_is_read(capsys, tmp_path):
+    """As torch.distributed.pipelining writes its CSV files: an empty cell where a rank waits."""
+    file = tmp_path / "torch.csv"
+    file.write_text("0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1\n", encoding="utf-8")
+    assert rows(shown(capsys, *named(str(file))))["makespan"] == ["9"]  # (p - 1 + m) * 3 for p = m = 2
+
+
+def test_a_chart_shows_each_action_at_its_time(capsys):
+    out = shown(capsys, *named("1f1b"), "--stages", 2, "--microbatches", 2, "--plot")
+    assert out.endswith(
+        "\n1f1b: time runs from 0 to 9\n"
+        "rank 0  F0─F1─······B0────···B1────\n"
+        "rank 1  ···F0─B0────F1─B1────······\n"
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("width", [40, 100, 2000])
+def test_a_chart_has_one_length_of_line_and_fits(name, width):
+    schedule = build_schedule(name, 4, 8)
+    text = draw_text(Chart(name, schedule, simulate(schedule, Costs(forward=0.7, transfer=0.1))), width)
+    _, *lines = text.splitlines()
+    assert len(lines) == 4
+    assert len({len(line) for line in lines}) == 1
+    assert len(lines[0]) <= width
+
+
+def test_a_wider_terminal_has_room_for_micro_batches(capsys, monkeypatch):
+    arguments = (*named("interleaved"), *FOUR_EIGHT, "--plot")
+    assert "4B7" not in shown(capsys, *arguments)
+    monkeypatch.setenv("COLUMNS", "300")
+    assert "0F0" in (wide := shown(capsys, *arguments))
+    assert "4B7" in wide
+
+
+def test_a_chart_of_actions_without_duration_says_so():
+    schedule = build_schedule("1f1b", 2, 2)
+    nothing = Costs(forward=0, backward_input=0, backward_weight=0)
+    assert draw_text(Chart("1f1b", schedule, simulate(schedule, nothing))) == "1f1b: no action takes time"
+
+
+def test_a_picture_is_written(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "chart.png"
+    out = shown(capsys, *named("1f1b", "zbv"), *FOUR_EIGHT, "--plot", file)
+    assert out.endswith(f"\npicture: {file}\n")
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_names_the_package_to_install(capsys, tmp_path, monkeypatch):
+    original = builtins.__import__
+
+    def without(name: str, *rest: Any, **options: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return original(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    code = main(["plan", *named("1f1b"), *map(str, FOUR_EIGHT), "--plot", str(tmp_path / "chart.png")])
+    assert code == 2
+    assert "needs matplotlib: pip install zeroshard[plot]" in capsys.readouterr().err
+
+
+def test_the_example_of_the_documentation_is_what_is_printed(capsys):
+    page = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```\n\$ zeroshard plan (.*?)\n(.*?)```", page, re.DOTALL)
+    arguments, printed = example
+    assert main(["plan", *arguments.split()]) == 0
+    assert capsys.readouterr().out == printed
+
+
+DEADLOCK = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "--schedule"),
+        (named("pipedream"), "expected one of gpipe, 1f1b, interleaved, zb-h1, zbv, varuna, or a file"),
+        (named("1f1b"), "--schedule 1f1b needs --stages and --microbatches"),
+        ((*named("1f1b"), "--stages", 0, "--microbatches", 8), "expected at least 1 pipeline rank, got 0"),
+        ((*named("1f1b"), *FOUR_EIGHT, "--chunks", 2), "1f1b: expected 1 chunk a rank, got 2"),
+        ((*named("1f1b"), *FOUR_EIGHT, "--forward", "-1"), "--forward"),
+        (
+            (*named("1f1b"), *FOUR_EIGHT, "--backward", "nan"),
+            "expected a duration such as 1 or 0.25, got 'nan'",
+        ),
+        ((*named("1f1b", "zbv"), *FOUR_EIGHT, "--list"), "--list: expected one --schedule, got 2"),
+        (
+            (*named("1f1b"), "--stages", 10**6, "--microbatches", 10**6),
+            "expected at most 262,144 chunks times micro-batches, got 1,000,000,000,000 for 1f1b",
+        ),
+        ((*named("{file}"), "--stages", 3), "expected --stages 2, as in the lists, got 3"),
+        (
+            named("{file}"),
+            "got a deadlock: pipeline rank 0: 0B0 waits for 1B0; pipeline rank 1: 1F1 waits for 0F1",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_ends_with_2_and_one_line(capsys, tmp_path, arguments, expected):
+    file = tmp_path / "own.csv"
+    file.write_text(DEADLOCK, encoding="utf-8")
+    try:
+        code = main(["plan", *(str(word).replace("{file}", str(file)) for word in arguments)])
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith("zeroshard: ")
+    assert err.count("\n") == 1
+    assert expected in err
+
+
+def test_a_file_with_another_content_is_named(capsys, tmp_path):
+    file = tmp_path / "own.csv"
+    file.write_text("0F0,0X0\n", encoding="utf-8")
+    assert main(["plan", *named(str(file))]) == 2
+    assert f"{file}: pipeline rank 0: expected a kind of action" in capsys.readouterr().err

@@ -1,0 +1,139 @@
+"""`zeroshard plan`: schedules of a pipeline, simulated and compared."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from shutil import get_terminal_size
+
+from zeroshard.cli.gantt import WIDTH, Chart, draw_text, save_picture
+from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
+from zeroshard.parallel.pipeline.costs import Costs
+from zeroshard.parallel.pipeline.held import count_activations
+from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
+from zeroshard.parallel.pipeline.simulate import simulate
+from zeroshard.tables import LINE, render
+
+_MAX_ACTIONS = 1 << 18  # chunks times micro-batches; 512 times 512 take half a minute
+_TERMINAL = "-"
+"""The value of `--plot` without a file."""
+
+_NOTE = (
+    "Activations: the most micro-batches whose activations a rank holds at a time; one chunk of several\n"
+    "counts as its part of the rank."
+)
+
+
+def plan_pipeline(options: Namespace) -> None:
+    """Run `zeroshard plan`."""
+    if options.list and len(options.schedule) > 1:
+        raise ValueError(f"--list: expected one --schedule, got {len(options.schedule)}")
+    charts = []
+    for name in options.schedule:
+        schedule = _schedule(name, options)
+        chunks = schedule.num_chunks / schedule.num_ranks
+        charts.append(Chart(_title(name, schedule), schedule, simulate(schedule, _costs(options, chunks))))
+    if options.list:
+        print(charts[0].schedule, end="")
+        return
+    print(_about(options), "", _table(charts), "", _NOTE, sep="\n")
+    if options.plot == _TERMINAL:
+        for chart in charts:
+            print("", draw_text(chart, max(WIDTH, get_terminal_size().columns)), sep="\n")
+    elif options.plot is not None:
+        save_picture(options.plot, charts)
+        print(f"\npicture: {options.plot}")
+
+
+def _schedule(name: str, options: Namespace) -> Schedule:
+    if name in SCHEDULES:
+        return _built(name, options)
+    if not Path(name).is_file():
+        known = ", ".join(SCHEDULES)
+        raise ValueError(f"--schedule: expected one of {known}, or a file with lists, got {name!r}")
+    try:
+        schedule = parse_schedule(Path(name).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    found = {"--stages": schedule.num_ranks, "--microbatches": schedule.num_microbatches}
+    for option, given in (("--stages", options.stages), ("--microbatches", options.microbatches)):
+        if given is not None and given != found[option]:
+            raise ValueError(f"{name}: expected {option} {found[option]}, as in the lists, got {given}")
+    return schedule
+
+
+def _built(name: str, options: Namespace) -> Schedule:
+    if options.stages is None or options.microbatches is None:
+        raise ValueError(f"--schedule {name} needs --stages and --microbatches")
+    builder = SCHEDULES[name]
+    # Beside schedules of several chunks a rank, those with a fixed number of chunks keep theirs.
+    is_fixed = builder.max_chunks is not None and len(options.schedule) > 1
+    chunks = None if is_fixed else options.chunks
+    size = options.stages * options.microbatches * (chunks or builder.min_chunks)
+    if size > _MAX_ACTIONS:
+        raise ValueError(
+            f"expected at most {_MAX_ACTIONS:,} chunks times micro-batches, got {size:,} for {name}"
+        )
+    return build_schedule(
+        name,
+        options.stages,
+        options.microbatches,
+        chunks,
+        recompute=options.recompute is not None,
+        costs=_costs(options, 1),
+    )
+
+
+def _costs(options: Namespace, chunks_per_rank: float) -> Costs:
+    """Return the costs of a chunk, of which a rank has several; the options are those of a rank."""
+    half = options.backward / 2
+    recompute = options.forward if options.recompute is None else options.recompute
+    return Costs(
+        forward=options.forward,
+        backward_input=half,
+        backward_weight=half,
+        recompute=recompute,
+        transfer=options.transfer,
+    ).divided_by(chunks_per_rank)
+
+
+def _title(name: str, schedule: Schedule) -> str:
+    title = name if name in SCHEDULES else Path(name).name
+    chunks = schedule.num_chunks // schedule.num_ranks
+    return title if chunks == 1 else f"{title}, {chunks} chunks"
+
+
+def _about(options: Namespace) -> str:
+    costs = f"forward {options.forward:g}, backward {options.backward:g}"
+    if options.recompute is not None:
+        costs += f", recompute {options.recompute:g}"
+    return f"{costs} for a micro-batch on a rank; transfer {options.transfer:g}"
+
+
+def _table(charts: Sequence[Chart]) -> str:
+    """Return the figures of the schedules side by side."""
+    held = [count_activations(chart.schedule) for chart in charts]
+    rows: list[tuple[str, ...]] = [
+        ("pipeline ranks", *(str(chart.schedule.num_ranks) for chart in charts)),
+        ("micro-batches", *(str(chart.schedule.num_microbatches) for chart in charts)),
+        ("makespan", *(f"{chart.timeline.makespan:g}" for chart in charts)),
+        ("bubble share", *(f"{chart.timeline.bubble_share:.1%}" for chart in charts)),
+        LINE,
+    ]
+    rows += _by_rank("activations", charts, [each.per_rank for each in held])
+    if any(action.kind is Kind.RECOMPUTE for chart in charts for _, action in chart.schedule):
+        rows += [LINE, *_by_rank("inputs for recompute", charts, [each.inputs_per_rank for each in held])]
+    return render("", ("", *(chart.name for chart in charts)), rows)
+
+
+def _by_rank(noun: str, charts: Sequence[Chart], counts: Sequence[tuple[int, ...]]) -> list[tuple[str, ...]]:
+    """Return a row for each pipeline rank, in micro-batches of all layers of the rank."""
+    rows = []
+    for rank in range(max(map(len, counts))):
+        cells = [
+            f"{own[rank] / len(chart.schedule.chunks[rank]):g}" if rank < len(own) else ""
+            for chart, own in zip(charts, counts, strict=True)
+        ]
+        rows.append((f"{noun}, rank {rank}", *cells))
+    return rows

@@ -1,0 +1,209 @@
+"""Messages between the ranks of a pipeline: tensors from one rank to another, in the order of the sends.
+
+A message is a list of tensors. Their forms (dtype, shape, and if they need a gradient) go ahead of them, on
+the CPU, unless the receiver knows them already. A sender keeps a few messages until they are gone; then it
+waits for the oldest.
+
+[Note: A communicator for each direction]
+On an accelerator a communicator runs its sends and receives one after another, in the order in which each
+side issues them. Two ranks that send to each other would have to issue them in one common order; but a rank
+posts receives ahead. So messages to later pipeline ranks and those to earlier ones have a communicator each.
+Each then carries, between two ranks, messages of one direction alone, and both sides know their order.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.comm.collectives import Axis, Channel
+
+POINT_TO_POINT = "point_to_point"
+_HEADER_BYTES = 4096
+"""The forms of a message as bytes: some fifty tensors. Larger ones follow in a message of their own."""
+
+
+class Form(NamedTuple):
+    """A tensor without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> Form:
+        """Return the form of a tensor."""
+        return Form(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+
+
+Forms = tuple[Form, ...]
+
+
+class _Sent(NamedTuple):
+    """A message on its way."""
+
+    works: Sequence[dist.Work | None]
+    memory: Sequence[Tensor]
+    """Memory that must live until the works are over."""
+    label: str
+
+
+class Receipt:
+    """A message to come. Those of one source are waited for in their order.
+
+    Args:
+        messages: the messages of this rank.
+        source: the pipeline rank that sends it.
+        label: its name in error messages.
+        forms: the forms of its tensors; None if the sender tells them.
+    """
+
+    def __init__(self, messages: Messages, source: int, label: str, forms: Forms | None) -> None:
+        self._messages, self._source, self._label = messages, source, label
+        self._header = None if forms is not None else torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        self._works: Sequence[dist.Work | None] = ()
+        self._tensors: list[Tensor] = []
+        self.forms = forms
+        if self._header is not None:
+            self._works = [messages.receive_on_host(self._header, source)]
+        elif forms is not None:
+            self._receive(forms)
+
+    def wait(self) -> list[Tensor]:
+        """Return the tensors; on an accelerator the current stream waits for them.
+
+        Raises:
+            RuntimeError: the sender is lost or too late.
+        """
+        messages, label = self._messages, self._label
+        if self._header is not None:
+            messages.wait_on_host(self._works, f"forms of the {label}")
+            forms = _read(self._header)
+            if isinstance(forms, int):
+                rest = torch.empty(forms, dtype=torch.uint8)
+                messages.wait_on_host([messages.receive_on_host(rest, self._source)], f"forms of the {label}")
+                forms = _read(rest)
+            assert not isinstance(forms, int)
+            self._header, self.forms = None, forms
+            self._receive(forms)
+        messages.wait(self._works, label)
+        self._works = ()
+        return self._tensors
+
+    def _receive(self, forms: Forms) -> None:
+        messages = self._messages
+        self._tensors = [torch.empty(form.shape, dtype=form.dtype, device=messages.device) for form in forms]
+        self._works = [
+            messages.receive(_bytes_of(tensor), self._source) for tensor in self._tensors if tensor.numel()
+        ]
+
+
+class Messages:
+    """The messages of this rank over the axis of pipeline ranks.
+
+    Args:
+        axis: the axis. Its two channels are the directions, see [Note: A communicator for each direction].
+        tag: a tag that no other exchange of this engine uses; the next one is used too.
+        most_sends: the messages to each rank that may be on their way.
+    """
+
+    def __init__(self, axis: Axis, tag: int, *, most_sends: int = 4) -> None:
+        self.rank, self.size, self.device = axis.rank, axis.size, axis.device
+        self._axis, self._tag, self._most_sends = axis, axis.first_tag + tag, most_sends
+        self._sent: dict[int, deque[_Sent]] = {}
+
+    def send(self, tensors: Sequence[Tensor], target: int, label: str, *, with_forms: bool) -> None:
+        """Send tensors to a pipeline rank.
+
+        Args:
+            tensors: the tensors; their values must not change before `finish`.
+            target: the pipeline rank that gets them.
+            label: the name of the message in error messages.
+            with_forms: True if the receiver does not know their forms.
+        """
+        under_way = self._sent.setdefault(target, deque())
+        while len(under_way) >= self._most_sends:
+            self._end(under_way.popleft())
+        headers = _written(tuple(map(Form.of, tensors))) if with_forms else []
+        works = [self._send_on_host(header, target) for header in headers]
+        values = [tensor.detach().contiguous() for tensor in tensors]
+        group = self._group(is_later=target > self.rank)
+        works += [
+            dist.isend(_bytes_of(value), group=group, group_dst=target, tag=self._tag)
+            for value in values
+            if value.numel()
+        ]
+        self._axis.counter.add(POINT_TO_POINT, sum(memory.nbytes for memory in (*headers, *values)))
+        under_way.append(_Sent(works, (*headers, *values), label))
+
+    def expect(self, source: int, label: str, forms: Forms | None) -> Receipt:
+        """Begin to receive the next message of a pipeline rank; arguments as `Receipt` has them."""
+        return Receipt(self, source, label, forms)
+
+    def finish(self) -> None:
+        """Wait until all messages of this rank are gone."""
+        for under_way in self._sent.values():
+            while under_way:
+                self._end(under_way.popleft())
+
+    def _end(self, sent: _Sent) -> None:
+        self.wait(sent.works, f"send of the {sent.label}")
+
+    def wait(self, works: Sequence[dist.Work | None], label: str) -> None:
+        """Wait for works: the host on CPUs, the current stream on an accelerator."""
+        if self._axis.exchanges:
+            self.wait_on_host(works, label)
+            return
+        with self._axis.waits.naming(label):
+            for work in works:
+                assert work is not None, "this rank is a member of the group"
+                work.wait()
+        self._axis.waits.issue(label)
+
+    def wait_on_host(self, works: Sequence[dist.Work | None], label: str) -> None:
+        """Have the host wait for works of CPU tensors."""
+        self._axis.waits.wait_for(works, label, POINT_TO_POINT)
+
+    def receive(self, values: Tensor, source: int) -> dist.Work | None:
+        """Begin to receive bytes."""
+        group = self._group(is_later=self.rank > source)
+        return dist.irecv(values, group=group, group_src=source, tag=self._tag)
+
+    def receive_on_host(self, values: Tensor, source: int) -> dist.Work | None:
+        """Begin to receive bytes in memory of the CPU."""
+        return dist.irecv(values, group=self._axis.control, group_src=source, tag=self._tag + 1)
+
+    def _send_on_host(self, values: Tensor, target: int) -> dist.Work | None:
+        return dist.isend(values, group=self._axis.control, group_dst=target, tag=self._tag + 1)
+
+    def _group(self, *, is_later: bool) -> dist.ProcessGroup | None:
+        """Return the communicator of messages to later pipeline ranks, or of those to earlier ones."""
+        return self._axis.group(Channel.GATHER if is_later else Channel.REDUCE)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as bytes: Gloo knows few dtypes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _written(forms: Forms) -> list[Tensor]:
+    """Return the headers that tell forms."""
+    data = pickle.dumps(forms)
+    first = data if len(data) <= _HEADER_BYTES else pickle.dumps(len(data))
+    header = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
+    header[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+    if first is data:
+        return [header]
+    return [header, torch.frombuffer(bytearray(data), dtype=torch.uint8)]
+
+
+def _read(header: Tensor) -> Forms | int:
+    """Return the forms that a header tells; or the number of bytes of another header that does."""
+    found: Forms | int = pickle.loads(header.numpy().tobytes())
+    return found

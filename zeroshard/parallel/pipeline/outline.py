@@ -1,0 +1,104 @@
+"""The order of the modules of a model, along which a pipeline cuts it into chunks.
+
+    before      blocks                          after
+    embedding   block 0   block 1   block 2     norm, head
+    |--- chunk 0 ---|     |--- chunk 1 ---|  |-- chunk 2 --|
+
+A chunk is the same model, in which the modules of other chunks hand on what they are given. So its own
+forward makes masks and positions from the arguments, in every chunk, and nothing of it is written again here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The modules of a model in the order in which they compute, by their names."""
+
+    before: tuple[str, ...]
+    """Modules before the blocks; the first one is the embedding of the tokens, if there is one."""
+    blocks: tuple[str, ...]
+    after: tuple[str, ...]
+
+    def chunk(self, blocks: range, num_blocks: int) -> tuple[str, ...]:
+        """Return the modules of a chunk with a run of blocks."""
+        own = tuple(self.blocks[number] for number in blocks)
+        first = self.before if blocks.start == 0 else ()
+        return (*first, *own, *(self.after if blocks.stop == num_blocks else ()))
+
+
+def outline_of(model: nn.Module) -> Outline:
+    """Return the outline of a `Sequential`, or of a causal language model of transformers.
+
+    Raises:
+        ValueError: the model is neither, or has modules whose place is not known.
+    """
+    if isinstance(model, nn.Sequential):
+        return Outline((), tuple(name for name, _ in model.named_children()), ())
+    base, base_name = _base_of(model)
+    blocks_name, blocks = _blocks_of(model, base)
+    children = [name for name, _ in base.named_children()]
+    place = children.index(blocks_name)
+    prefix = f"{base_name}." if base_name else ""
+    before = [name for name in children[:place] if _computes(base.get_submodule(name))]
+    after = [name for name in children[place + 1 :] if _computes(base.get_submodule(name))]
+    outside = [name for name, child in model.named_children() if child is not base and _computes(child)]
+    embedding = _name_of(base, model.get_input_embeddings())  # type: ignore[operator]
+    if embedding not in before:
+        raise _unknown(model, f"its embedding '{embedding}' is not among the modules before its blocks")
+    before.sort(key=lambda name: name != embedding)
+    return Outline(
+        tuple(prefix + name for name in before),
+        tuple(f"{prefix}{blocks_name}.{number}" for number in range(len(blocks))),
+        (*(prefix + name for name in after), *outside),
+    )
+
+
+def _computes(module: nn.Module) -> bool:
+    """True for a module whose values depend on parameters or random numbers, unlike tables of positions."""
+    return isinstance(module, nn.Dropout) or any(True for _ in module.parameters())
+
+
+def _base_of(model: Any) -> tuple[nn.Module, str]:
+    """The model inside that has the blocks, and its name."""
+    base = getattr(model, "base_model", None)
+    has_table = hasattr(model, "get_input_embeddings")
+    if not (isinstance(base, nn.Module) and has_table) or base is model:
+        raise _unknown(model, "it is no such model")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise _unknown(model, "it has an encoder and a decoder")
+    return base, _name_of(model, base)
+
+
+def _blocks_of(model: nn.Module, base: nn.Module) -> tuple[str, Sequence[nn.Module]]:
+    lists = [
+        (name, child)
+        for name, child in base.named_children()
+        if isinstance(child, nn.ModuleList) and len(child)
+    ]
+    if len(lists) != 1:
+        raise _unknown(model, f"it has {len(lists)} lists of blocks: {[name for name, _ in lists]}")
+    name, blocks = lists[0]
+    return name, list(blocks)
+
+
+def _name_of(model: nn.Module, module: Any) -> str:
+    return next((name for name, other in model.named_modules() if other is module), "")
+
+
+def _unknown(model: nn.Module, why: str) -> ValueError:
+    return ValueError(
+        "mesh.pp: expected a torch.nn.Sequential, or a causal language model of transformers whose "
+        f"embedding, blocks, norm and head follow each other; got a {type(model).__name__}: {why}"
+    )
+
+
+def names_below(outline: Outline) -> Iterator[str]:
+    """Yield the names of all modules that belong to a chunk."""
+    yield from (*outline.before, *outline.blocks, *outline.after)

@@ -1,0 +1,182 @@
+"""The division of a model's blocks into chunks: contiguous, each with at least one block, best by a measure.
+
+    blocks    4 1 1 1 1      time of each
+    chunks    4 | 1 1 1 1    2 chunks: the variance and the maximum are least
+
+The measures are the variance of the chunks' compute time, the variance of their parameter bytes, and the
+largest compute time, which limits the speed of a full pipeline. As the total is the same for every division,
+the least variance is the least sum of squares, and a sum over chunks can be minimized from the last chunk on
+(dynamic programming): for n blocks and k chunks in O(n^2 k). Numbers are integers inside, so the result is
+exact.
+
+Several divisions may have the same measure. Of those with the same largest time, the ones with the least
+variance of time are taken. Of those that are left, the one with the fewest blocks in the first chunk, then in
+the second, and so on, because in 1F1B the first ranks hold the most activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from itertools import accumulate
+from math import isfinite, lcm
+from typing import Literal
+
+Balance = Literal["time", "memory", "bottleneck"]
+BALANCES: tuple[Balance, ...] = ("time", "memory", "bottleneck")
+
+_Cost = Callable[[int, int, int], int | None]
+"""The cost of a chunk, given its number and its first and next blocks; None: the chunk is not allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """The measured profile of a block of the model.
+
+    Raises:
+        ValueError: a number is negative or not finite.
+    """
+
+    time: float
+    """Compute time of one micro-batch, forward and backward, in any unit."""
+    parameter_bytes: int = 0
+    """Bytes of the parameters, with all that is held for them."""
+    activation_bytes: int = 0
+    """Bytes of the activations that the backward of one micro-batch needs."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            number = getattr(self, field.name)
+            if not (isfinite(number) and number >= 0):
+                raise ValueError(f"{field.name} of a block: expected a number of at least 0, got {number}")
+
+
+def partition(
+    blocks: Sequence[Block],
+    num_chunks: int,
+    balance: Balance = "time",
+    *,
+    max_bytes: int | None = None,
+    held: Sequence[int] | None = None,
+) -> tuple[range, ...]:
+    """Return the blocks of each chunk.
+
+    Args:
+        blocks: the profile of each block, in the order of the model.
+        num_chunks: chunks to make.
+        balance: "time": least variance of compute time. "memory": least variance of parameter bytes.
+            "bottleneck": least maximum of compute time.
+        max_bytes: the most bytes of a chunk, parameters and activations. None: no limit.
+        held: for each chunk the micro-batches whose activations it holds at a time (see
+            `held.count_activations`). None: one each.
+
+    Raises:
+        ValueError: there are fewer blocks than chunks, no division keeps to `max_bytes`, there is no such
+            balance, or `held` has another length.
+    """
+    if balance not in BALANCES:
+        raise ValueError(f"balance: expected one of {', '.join(BALANCES)}, got {balance!r}")
+    if not 1 <= num_chunks <= len(blocks):
+        raise ValueError(f"expected 1 to {len(blocks)} chunks, as each has a block or more, got {num_chunks}")
+    if held is not None and len(held) != num_chunks:
+        raise ValueError(f"held: expected a number for each of {num_chunks} chunks, got {len(held)}")
+    sizes = _sizes(blocks, num_chunks, held)
+    _require_room(sizes, len(blocks), num_chunks, max_bytes)
+
+    def fits(chunk: int, first: int, end: int) -> bool:
+        return max_bytes is None or sizes(chunk, first, end) <= max_bytes
+
+    numbers = [block.parameter_bytes if balance == "memory" else block.time for block in blocks]
+    weight = _sums(_integers(numbers))
+    most = weight(0, len(blocks))
+    if balance == "bottleneck":
+        least = _least_maximum(
+            len(blocks), num_chunks, lambda c, i, j: weight(i, j) if fits(c, i, j) else None
+        )
+        assert least is not None  # there is a division that fits
+        most = least
+
+    def squared(chunk: int, first: int, end: int) -> int | None:
+        own = weight(first, end)
+        return own**2 if own <= most and fits(chunk, first, end) else None
+
+    ends = _least_sum(len(blocks), num_chunks, squared)
+    return tuple(range(first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _sizes(
+    blocks: Sequence[Block], num_chunks: int, held: Sequence[int] | None
+) -> Callable[[int, int, int], int]:
+    """Return the function of a chunk's number and blocks that gives its bytes."""
+    parameters = _sums([block.parameter_bytes for block in blocks])
+    activations = _sums([block.activation_bytes for block in blocks])
+    times = held or [1] * num_chunks
+    return lambda chunk, first, end: parameters(first, end) + times[chunk] * activations(first, end)
+
+
+def _require_room(
+    sizes: Callable[[int, int, int], int], num_blocks: int, num_chunks: int, max_bytes: int | None
+) -> None:
+    if max_bytes is None:
+        return
+    least = _least_maximum(num_blocks, num_chunks, sizes)
+    if least is not None and least > max_bytes:
+        raise ValueError(
+            f"max_bytes: expected at least {least:,}, which the largest of {num_chunks} chunks needs in any "
+            f"division of these {num_blocks} blocks, got {max_bytes:,}"
+        )
+
+
+def _least_sum(num_blocks: int, num_chunks: int, cost: _Cost) -> list[int]:
+    """Return the ends of the chunks whose costs have the least sum, in the order of the tie rule."""
+    # best[first] is the least sum for the blocks from `first` on in the chunks that are left.
+    best: list[int | None] = [None] * num_blocks + [0]
+    choices: list[list[int]] = []
+    for chunk in reversed(range(num_chunks)):
+        found: list[int | None] = [None] * (num_blocks + 1)
+        choice = [num_blocks] * (num_blocks + 1)
+        for first in range(chunk, num_blocks):
+            for end in range(first + 1, num_blocks + 1):
+                rest, own = best[end], None if best[end] is None else cost(chunk, first, end)
+                if rest is None or own is None:
+                    continue
+                least = found[first]
+                if least is None or own + rest < least:
+                    found[first], choice[first] = own + rest, end
+        best = found
+        choices.append(choice)
+    assert best[0] is not None
+    ends = [0]
+    for choice in reversed(choices):
+        ends.append(choice[ends[-1]])
+    return ends[1:]
+
+
+def _least_maximum(num_blocks: int, num_chunks: int, cost: _Cost) -> int | None:
+    """Return the least maximum of the costs of the chunks."""
+    best: list[int | None] = [None] * num_blocks + [0]
+    for chunk in reversed(range(num_chunks)):
+        found: list[int | None] = [None] * (num_blocks + 1)
+        for first in range(chunk, num_blocks):
+            for end in range(first + 1, num_blocks + 1):
+                rest, own = best[end], None if best[end] is None else cost(chunk, first, end)
+                if rest is None or own is None:
+                    continue
+                least = found[first]
+                found[first] = max(own, rest) if least is None else min(least, max(own, rest))
+        best = found
+    return best[0]
+
+
+def _sums(numbers: Sequence[int]) -> Callable[[int, int], int]:
+    """Return the function that gives the sum of the numbers of a range of blocks."""
+    before = list(accumulate(numbers, initial=0))
+    return lambda first, end: before[end] - before[first]
+
+
+def _integers(numbers: Sequence[float]) -> list[int]:
+    """Return integers in the same proportions, exactly."""
+    exact = [Fraction(number) for number in numbers]
+    scale = lcm(*(number.denominator for number in exact))
+    return [int(number * scale) for number in exact]

@@ -1,0 +1,308 @@
+"""The runner of a schedule: it walks through the list of this pipeline rank, action by action.
+
+    a receive    is posted some actions before the one that needs it, in the order of the sender
+    an action    computes one micro-batch in one chunk, or is a verb of the sharding: unshard, reduce, step
+    a send       follows the action that makes its tensors; a few may be on their way
+
+A chunk is a function of tensors. Its inputs come from the chunk before it, or are those of the batch; the
+outputs of the last chunk are the losses. Between chunks all tensors are leaves: the backward of a chunk ends
+at its inputs, whose gradients go back.
+
+Recomputation runs the forward of a chunk without a graph and keeps the inputs and the states of random
+generators; the recompute action runs it again with a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.messages import Form, Forms, Messages, Receipt
+from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
+from zeroshard.parallel.pipeline.transfers import Exchange, Transfer, plan_exchanges
+
+_AHEAD = 2
+"""The receives that are posted ahead of the one that an action needs, from each rank."""
+
+
+class Chunks(Protocol):
+    """The chunks of this rank, and the verbs of their sharding."""
+
+    def forward(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Compute a chunk.
+
+        The first one gets no inputs and takes those of the micro-batch; the last one returns its loss alone.
+        """
+
+    def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
+        """Run the backward of a chunk; `is_last` if it is the last one of the batch in this chunk."""
+
+    def act(self, action: Action) -> None:
+        """Unshard, reshard, reduce or step."""
+
+    def enter(self, action: Action) -> None:
+        """Note the action that begins, for messages about a rank that is lost."""
+
+
+class _Call(NamedTuple):
+    """A forward whose backward will come."""
+
+    inputs: tuple[Tensor, ...]
+    """Leaves."""
+    outputs: tuple[Tensor, ...]
+    """() until a recomputation has made them."""
+    random: tuple[Tensor, ...]
+    """The states of random generators before it, if it will run again."""
+
+
+@dataclass
+class _Batch:
+    """The tensors of a batch under way."""
+
+    calls: dict[tuple[int, int], _Call] = field(default_factory=dict)
+    """By chunk and micro-batch."""
+    activations: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
+    """The inputs that have arrived for a chunk and a micro-batch."""
+    gradients: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
+    """The gradients of outputs that have arrived."""
+    pairs: dict[tuple[int, int], list[tuple[Tensor, Tensor | None]]] = field(default_factory=dict)
+    """The outputs of calls, with their gradients, whose weight gradients will come."""
+    receipts: dict[Transfer, Receipt] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Runner:
+    """Runs batches by a schedule.
+
+    Args:
+        schedule: the lists of all pipeline ranks.
+        messages: the messages of this rank.
+        chunks: the chunks of this rank.
+    """
+
+    def __init__(self, schedule: Schedule, messages: Messages, chunks: Chunks) -> None:
+        self._exchanges = plan_exchanges(schedule)[messages.rank]
+        self._chunks, self._messages = chunks, messages
+        self._last_chunk = schedule.num_chunks - 1
+        actions = schedule.lists[messages.rank]
+        self._recomputed = {(a.chunk, a.microbatch) for a in actions if a.kind is Kind.RECOMPUTE}
+        ends = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
+        self._ends = {action.chunk: action for action in actions if action.kind in ends}
+        self._forms: dict[Any, dict[Transfer, Forms]] = {}
+        """The forms of messages, by the shapes of the batch."""
+        self._batch = _Batch()
+        self._run: dict[Kind, Callable[[Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.RECOMPUTE: self._recompute,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT_GRADIENT: self._input_gradient,
+            Kind.WEIGHT_GRADIENT: self._weight_gradient,
+        }
+
+    def run(self, shapes: Any) -> dict[int, Tensor]:
+        """Run the schedule once.
+
+        Args:
+            shapes: a value that all ranks have alike. Where it was seen before, all tensors between chunks
+                have the forms that they had then, and are sent without them.
+
+        Returns:
+            The loss of each micro-batch, detached, on the rank of the last chunk; {} elsewhere.
+
+        Raises:
+            RuntimeError: a tensor has another form than with the same `shapes` before.
+        """
+        self._batch = _Batch()
+        known = self._forms.get(shapes)
+        found: dict[Transfer, Forms] = {}
+        posting = _Posting(self._exchanges, self._batch, self._messages, known)
+        for number, exchange in enumerate(self._exchanges):
+            posting.post(number)
+            self._chunks.enter(exchange.action)
+            for transfer in exchange.receives:
+                self._take(transfer, found)
+            run = self._run.get(exchange.action.kind, self._chunks.act)
+            run(exchange.action)
+            for transfer in exchange.sends:
+                self._send(transfer, known, found)
+        self._messages.finish()
+        self._forms[shapes] = found
+        return self._batch.losses
+
+    # -- messages -------------------------------------------------------------------------------------
+
+    def _take(self, transfer: Transfer, found: dict[Transfer, Forms]) -> None:
+        receipt = self._batch.receipts.pop(transfer)
+        tensors = receipt.wait()
+        assert receipt.forms is not None, "the message has arrived"
+        found[transfer] = receipt.forms
+        user = transfer.user
+        assert user.chunk is not None
+        assert user.microbatch is not None
+        if transfer.is_activation:
+            leaves = zip(tensors, receipt.forms, strict=True)
+            arrived = tuple(tensor.requires_grad_(form.requires_grad) for tensor, form in leaves)
+            self._batch.activations[user.chunk, user.microbatch] = arrived
+        else:
+            self._batch.gradients[user.chunk, user.microbatch] = tuple(tensors)
+
+    def _send(
+        self, transfer: Transfer, known: dict[Transfer, Forms] | None, found: dict[Transfer, Forms]
+    ) -> None:
+        chunk, microbatch = transfer.action.chunk, transfer.action.microbatch
+        assert chunk is not None
+        assert microbatch is not None
+        if transfer.is_activation:
+            tensors = self._batch.activations.pop((chunk + 1, microbatch))
+        else:
+            tensors = self._batch.gradients.pop((chunk - 1, microbatch))
+        forms = found[transfer] = tuple(map(Form.of, tensors))
+        if known is not None and known[transfer] != forms:
+            raise RuntimeError(
+                f"the {transfer} has {list(forms)}, and had {list(known[transfer])} for a batch of the same "
+                "shapes: expected the shapes of activations to follow from those of the inputs"
+            )
+        self._messages.send(tensors, transfer.target, str(transfer), with_forms=known is None)
+
+    # -- actions --------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        chunk, microbatch = _place(action)
+        inputs = self._batch.activations.pop((chunk, microbatch), ())
+        if is_recomputed := (chunk, microbatch) in self._recomputed:
+            random = _random_states(self._messages.device)
+            with torch.no_grad():
+                outputs = tuple(self._chunks.forward(chunk, microbatch, inputs))
+        else:
+            random = ()
+            outputs = tuple(self._chunks.forward(chunk, microbatch, inputs))
+        self._batch.calls[chunk, microbatch] = _Call(inputs, () if is_recomputed else outputs, random)
+        if chunk == self._last_chunk:
+            (loss,) = outputs
+            self._batch.losses[microbatch] = loss.detach()
+            return
+        self._batch.activations[chunk + 1, microbatch] = tuple(
+            value.detach().requires_grad_(_may_need(value, is_recomputed)) for value in outputs
+        )
+
+    def _recompute(self, action: Action) -> None:
+        chunk, microbatch = _place(action)
+        call = self._batch.calls[chunk, microbatch]
+        now = _random_states(self._messages.device)
+        _set_random_states(self._messages.device, call.random)
+        outputs = tuple(self._chunks.forward(chunk, microbatch, call.inputs))
+        _set_random_states(self._messages.device, now)
+        self._batch.calls[chunk, microbatch] = call._replace(outputs=outputs)
+
+    def _backward(self, action: Action) -> None:
+        chunk, microbatch = _place(action)
+        call = self._batch.calls.pop((chunk, microbatch))
+        self._differentiate(action, self._pairs(chunk, microbatch, call))
+        self._give_back(chunk, microbatch, call, [value.grad for value in call.inputs])
+
+    def _input_gradient(self, action: Action) -> None:
+        chunk, microbatch = _place(action)
+        call = self._batch.calls[chunk, microbatch]
+        pairs = self._pairs(chunk, microbatch, call)
+        self._batch.pairs[chunk, microbatch] = pairs
+        leaves = [value for value in call.inputs if value.requires_grad]
+        if chunk:
+            outputs, gradients = [value for value, _ in pairs], [one for _, one in pairs]
+            found: Iterator[Tensor | None] = iter(())
+            if pairs and leaves:
+                found = iter(
+                    torch.autograd.grad(outputs, leaves, gradients, retain_graph=True, allow_unused=True)
+                )
+            own = [next(found, None) if value.requires_grad else None for value in call.inputs]
+            self._give_back(chunk, microbatch, call, own)
+
+    def _weight_gradient(self, action: Action) -> None:
+        chunk, microbatch = _place(action)
+        del self._batch.calls[chunk, microbatch]
+        self._differentiate(action, self._batch.pairs.pop((chunk, microbatch)))
+
+    def _differentiate(self, action: Action, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        def run() -> None:
+            if pairs:
+                torch.autograd.backward([value for value, _ in pairs], [one for _, one in pairs])
+
+        chunk, _ = _place(action)
+        self._chunks.backward(chunk, self._ends[chunk] == action, run)
+
+    def _pairs(self, chunk: int, microbatch: int, call: _Call) -> list[tuple[Tensor, Tensor | None]]:
+        """The outputs of a call that have a graph, with their gradients."""
+        if chunk == self._last_chunk:
+            return [(value, None) for value in call.outputs if value.requires_grad]
+        arrived = self._batch.gradients.pop((chunk, microbatch))
+        is_recomputed = (chunk, microbatch) in self._recomputed
+        sent = [value for value in call.outputs if _may_need(value, is_recomputed)]
+        return [pair for pair in zip(sent, arrived, strict=True) if pair[0].requires_grad]
+
+    def _give_back(
+        self, chunk: int, microbatch: int, call: _Call, gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Keep the gradients of inputs for the chunk before; those of unused ones are zero."""
+        if chunk:
+            found = zip(call.inputs, gradients, strict=True)
+            self._batch.gradients[chunk - 1, microbatch] = tuple(
+                torch.zeros_like(value) if one is None else one for value, one in found if value.requires_grad
+            )
+
+
+class _Posting:
+    """Posts receives ahead of their actions, in the order of the senders.
+
+    Args:
+        exchanges: the actions of this rank.
+        batch: gets the receipts.
+        messages: the messages of this rank.
+        known: the forms of all messages, if they are known.
+    """
+
+    def __init__(
+        self,
+        exchanges: Sequence[Exchange],
+        batch: _Batch,
+        messages: Messages,
+        known: dict[Transfer, Forms] | None,
+    ) -> None:
+        self._batch, self._messages, self._known = batch, messages, known
+        self._left = [(number, transfer) for number, one in enumerate(exchanges) for transfer in one.receives]
+        self._left.reverse()
+
+    def post(self, number: int) -> None:
+        """Post the receives of an action, and some of later ones."""
+        ahead = _AHEAD
+        while self._left and (self._left[-1][0] <= number or ahead):
+            place, transfer = self._left.pop()
+            ahead -= place > number
+            forms = None if self._known is None else self._known[transfer]
+            receipt = self._messages.expect(transfer.source, str(transfer), forms)
+            self._batch.receipts[transfer] = receipt
+
+
+def _place(action: Action) -> tuple[int, int]:
+    assert action.chunk is not None
+    assert action.microbatch is not None
+    return action.chunk, action.microbatch
+
+
+def _may_need(value: Tensor, is_recomputed: bool) -> bool:
+    """True if an output may need a gradient. Without a graph only the recomputation finds out."""
+    return value.requires_grad or (is_recomputed and value.is_floating_point())
+
+
+def _random_states(device: torch.device) -> tuple[Tensor, ...]:
+    if device.type == "cpu":
+        return (torch.get_rng_state(),)
+    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_random_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.get_device_module(device).set_rng_state(states[1], device)

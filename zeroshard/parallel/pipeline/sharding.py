@@ -1,0 +1,72 @@
+"""The actions of the sharding, added to a schedule of compute actions.
+
+    once a batch        0UNSHARD 0F0 0F1 0B0 0B1 0RESHARD 0REDUCE_GRAD STEP
+    once a micro-batch  0UNSHARD0 0F0 0RESHARD0 0UNSHARD1 0F1 0RESHARD1 ... 0REDUCE_GRAD STEP
+
+Once a batch moves the least bytes. Once a micro-batch holds the least: a chunk is whole only while a
+micro-batch computes in it. An action that directly follows one of the same chunk and micro-batch, such as a
+backward after its recompute, finds the chunk still unsharded. In both, gradients are reduced once a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Literal
+
+from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind, Schedule, frozen
+
+Unshard = Literal["batch", "microbatch"]
+_STEP = Action(Kind.STEP, None, None)
+
+
+def with_sharding(schedule: Schedule, unshard: Unshard = "batch") -> Schedule:
+    """Return a synchronous schedule with unshard, reshard, reduce and a step at the end of each rank.
+
+    Args:
+        schedule: compute actions alone.
+        unshard: "batch": each chunk is unsharded once for the batch. "microbatch": for each micro-batch.
+
+    Raises:
+        ValueError: the schedule has other actions, or there is no such word for `unshard`.
+    """
+    if unshard not in ("batch", "microbatch"):
+        raise ValueError(f"unshard: expected 'batch' or 'microbatch', got {unshard!r}")
+    for rank, action in schedule:
+        if not action.is_compute:
+            raise ValueError(f"pipeline rank {rank}: expected compute actions alone, got {action}")
+    lists = []
+    for actions in schedule.lists:
+        spans = _whole_batch(actions) if unshard == "batch" else _microbatches(actions)
+        lists.append([*_reduced(list(spans)), _STEP])
+    return Schedule(schedule.placement, schedule.num_microbatches, frozen(lists))
+
+
+def _whole_batch(actions: tuple[Action, ...]) -> Iterator[Action]:
+    """Unshard each chunk before its first action, and reshard it after its last one."""
+    last = {action.chunk: index for index, action in enumerate(actions)}
+    seen: set[int | None] = set()
+    for index, action in enumerate(actions):
+        if action.chunk not in seen:
+            yield Action(Kind.UNSHARD, action.chunk, None)
+            seen.add(action.chunk)
+        yield action
+        if last[action.chunk] == index:
+            yield Action(Kind.RESHARD, action.chunk, None)
+
+
+def _microbatches(actions: tuple[Action, ...]) -> Iterator[Action]:
+    """Unshard each chunk before, and reshard it after, each run of actions of one micro-batch."""
+    for (chunk, microbatch), run in groupby(actions, key=lambda action: (action.chunk, action.microbatch)):
+        yield Action(Kind.UNSHARD, chunk, microbatch)
+        yield from run
+        yield Action(Kind.RESHARD, chunk, microbatch)
+
+
+def _reduced(actions: list[Action]) -> Iterator[Action]:
+    """Reduce the gradients of each chunk after its last backward, and after the reshard that follows it."""
+    ends = {action.chunk: index for index, action in enumerate(actions) if action.kind in END_BACKWARD}
+    for index, action in enumerate(actions):
+        yield action
+        if action.kind is Kind.RESHARD and index - 1 == ends.get(action.chunk):
+            yield Action(Kind.REDUCE, action.chunk, None)

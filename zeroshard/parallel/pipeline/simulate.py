@@ -1,0 +1,224 @@
+"""A simulator of schedules, which also refuses lists whose ranks wait for each other.
+
+Each rank runs its actions one after the other. A message leaves when its action ends, and arrives after the
+duration of a transfer. A rank takes the messages of another one in order, so a message that it needs may wait
+behind an earlier one. Transfers take no time of the ranks and do not slow each other down.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zeroshard.parallel.pipeline.actions import Action, Schedule
+from zeroshard.parallel.pipeline.costs import Costs
+from zeroshard.parallel.pipeline.transfers import Transfer, needed_actions, plan_exchanges
+
+
+class Span(NamedTuple):
+    """An action with its start and its end."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The start and the end of all actions, for each pipeline rank in the order of its list."""
+
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """The time at which the last action ends."""
+        return max(span.end for spans in self.spans for span in spans)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The time in which each pipeline rank runs actions."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+
+    @property
+    def bubble_share(self) -> float:
+        """The part of the time of all ranks in which they run nothing; 0 if nothing takes time."""
+        whole = self.makespan * len(self.spans)
+        return 1 - sum(self.busy) / whole if whole else 0.0
+
+
+class _Receive(NamedTuple):
+    transfer: Transfer
+    before: Action
+
+
+class _Send(NamedTuple):
+    transfer: Transfer
+
+
+_Operation = Action | _Receive | _Send
+
+
+class _Blocked(NamedTuple):
+    """A reason for which a rank cannot go on, and the rank that it waits for."""
+
+    rank: int
+    reason: str
+
+
+class _Channel:
+    """The messages from one rank to another: the time at which each was offered, accepted and received."""
+
+    def __init__(self, max_unreceived: int | None) -> None:
+        self.max_unreceived = max_unreceived
+        self.offered: list[float] = []
+        self.received: list[float] = []
+
+    def room_for(self, index: int) -> float | None:
+        """Return the time from which a message has room. None: the target has to receive others first."""
+        if self.max_unreceived is None or index < self.max_unreceived:
+            return 0.0
+        earlier = index - self.max_unreceived
+        return self.received[earlier] if earlier < len(self.received) else None
+
+    def receive(self, now: float, duration: float) -> float:
+        """Receive the next message at time `now` or later; return the time at which it is there."""
+        index = len(self.received)
+        room = now if self.max_unreceived == 0 else self.room_for(index)
+        assert room is not None  # all earlier messages have been received
+        self.received.append(max(now, max(self.offered[index], room) + duration))
+        return self.received[-1]
+
+
+class _Run:
+    """The state of a simulation."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, max_unreceived: int | None) -> None:
+        costs.require_chunks(schedule.num_chunks)
+        self.costs = costs
+        self.needed = needed_actions(schedule)
+        self.placement = schedule.placement
+        self.programs = _programs(schedule)
+        self.positions = [0] * schedule.num_ranks
+        self.clocks = [0.0] * schedule.num_ranks
+        self.spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
+        self.done: set[Action] = set()
+        self.channels: dict[tuple[int, int], _Channel] = defaultdict(lambda: _Channel(max_unreceived))
+        self.offers: dict[Transfer, int] = {}
+
+    def advance(self, rank: int) -> bool:
+        """Run the operations of a rank up to one that has to wait; True if there was any progress."""
+        before = self.positions[rank], len(self.offers)
+        while self.positions[rank] < len(self.programs[rank]) and self.blocked(rank) is None:
+            self._run(rank, self.programs[rank][self.positions[rank]])
+            self.positions[rank] += 1
+        return (self.positions[rank], len(self.offers)) != before
+
+    def blocked(self, rank: int) -> _Blocked | None:
+        """Return the reason for which a rank cannot run its next operation; None if it can."""
+        operation = self.programs[rank][self.positions[rank]]
+        if isinstance(operation, _Receive):
+            transfer = operation.transfer
+            if transfer in self.offers:
+                return None
+            return _Blocked(transfer.source, f"{operation.before} waits for {transfer.action}")
+        if isinstance(operation, _Send):
+            transfer = operation.transfer
+            index, channel = self._offer(transfer)
+            if channel.room_for(index) is not None:
+                return None
+            buffers = f"at most {channel.max_unreceived} unreceived"
+            return _Blocked(transfer.target, f"the send of the {transfer} waits for a receive, {buffers}")
+        missing = [action for action in self.needed.get(operation, ()) if self._is_own(action, rank)]
+        if not missing:
+            return None
+        return _Blocked(rank, f"{operation} waits for {missing[0]}, which comes later in its own list")
+
+    def _is_own(self, action: Action, rank: int) -> bool:
+        """True for an action of the same rank that has not run; those of other ranks send a message."""
+        assert action.chunk is not None
+        return action not in self.done and self.placement[action.chunk] == rank
+
+    def _offer(self, transfer: Transfer) -> tuple[int, _Channel]:
+        """Offer a message if it has not been; return its number among those of its channel."""
+        channel = self.channels[transfer.source, transfer.target]
+        if transfer not in self.offers:
+            self.offers[transfer] = len(channel.offered)
+            channel.offered.append(self.clocks[transfer.source])
+        return self.offers[transfer], channel
+
+    def _run(self, rank: int, operation: _Operation) -> None:
+        if isinstance(operation, _Receive):
+            transfer = operation.transfer
+            duration = self.costs.transfer_after(transfer.boundary)
+            channel = self.channels[transfer.source, transfer.target]
+            self.clocks[rank] = channel.receive(self.clocks[rank], duration)
+        elif isinstance(operation, _Send):
+            index, channel = self._offer(operation.transfer)
+            self.clocks[rank] = max(self.clocks[rank], channel.room_for(index) or 0.0)
+        else:
+            start = self.clocks[rank]
+            self.clocks[rank] = start + self.costs.of(operation)
+            self.spans[rank].append(Span(operation, start, self.clocks[rank]))
+            self.done.add(operation)
+
+    def raise_deadlock(self) -> None:
+        """Raise a ValueError with the ranks that wait for each other in a circle."""
+        ends = [len(program) for program in self.programs]
+        rank = next(rank for rank, end in enumerate(ends) if self.positions[rank] < end)
+        path: list[int] = []
+        while rank not in path:
+            path.append(rank)
+            blocked = self.blocked(rank)
+            assert blocked is not None
+            rank = blocked.rank
+        circle = [(each, self.blocked(each)) for each in path[path.index(rank) :]]
+        waits = "; ".join(f"pipeline rank {each}: {blocked.reason}" for each, blocked in circle if blocked)
+        raise ValueError(f"expected lists that run to their end, got a deadlock: {waits}")
+
+
+def simulate(
+    schedule: Schedule, costs: Costs | None = None, *, max_unreceived: int | None = None
+) -> Timeline:
+    """Return the times of all actions.
+
+    Args:
+        schedule: the lists of all ranks.
+        costs: the durations. None: the defaults of `Costs`.
+        max_unreceived: messages from one rank to another that may be under way or wait there. A rank that
+            would send one more waits until the other rank receives one. Here a rank receives directly before
+            the action that needs the message. With 0 a send waits for its own receive. None: no limit.
+
+    Raises:
+        ValueError: ranks wait for each other, with their actions in the message; other errors of the lists
+            (see `check_actions`); costs for another number of chunks.
+    """
+    if max_unreceived is not None and max_unreceived < 0:
+        raise ValueError(f"max_unreceived: expected at least 0 or None, got {max_unreceived}")
+    run = _Run(schedule, costs or Costs(), max_unreceived)
+    moves = True
+    while moves:  # each rank goes on once before any goes on again, else the first ones are asked in vain
+        moves = False
+        for rank in range(schedule.num_ranks):
+            moves |= run.advance(rank)
+    if any(run.positions[rank] < len(program) for rank, program in enumerate(run.programs)):
+        run.raise_deadlock()
+    return Timeline(tuple(map(tuple, run.spans)))
+
+
+def validate(schedule: Schedule, *, max_unreceived: int | None = None) -> None:
+    """Raise a ValueError if a schedule cannot run; see `simulate`."""
+    simulate(schedule, max_unreceived=max_unreceived)
+
+
+def _programs(schedule: Schedule) -> list[list[_Operation]]:
+    """Return the receives, actions and sends of each rank, in order."""
+    programs: list[list[_Operation]] = []
+    for exchanges in plan_exchanges(schedule):
+        program: list[_Operation] = []
+        for exchange in exchanges:
+            program.extend(_Receive(transfer, exchange.action) for transfer in exchange.receives)
+            program.append(exchange.action)
+            program.extend(map(_Send, exchange.sends))
+        programs.append(program)
+    return programs
