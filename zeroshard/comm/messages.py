@@ -110,12 +110,13 @@ class Messages:
     Args:
         axis: the axis. Its two channels are the directions, see [Note: A communicator for each direction].
         tag: a tag that no other exchange of this engine uses; the next one is used too.
-        most_sends: the messages to each rank that may be on their way.
     """
 
-    def __init__(self, axis: Axis, tag: int, *, most_sends: int = 4) -> None:
+    def __init__(self, axis: Axis, tag: int) -> None:
         self.rank, self.size, self.device = axis.rank, axis.size, axis.device
-        self._axis, self._tag, self._most_sends = axis, axis.first_tag + tag, most_sends
+        self._axis, self._tag = axis, axis.first_tag + tag
+        self.most_sends = 1
+        """The messages to each rank that may be on their way; a schedule may need more to go on."""
         self._sent: dict[int, deque[_Sent]] = {}
 
     def send(self, tensors: Sequence[Tensor], target: int, label: str, *, with_forms: bool) -> None:
@@ -128,7 +129,7 @@ class Messages:
             with_forms: True if the receiver does not know their forms.
         """
         under_way = self._sent.setdefault(target, deque())
-        while len(under_way) >= self._most_sends:
+        while len(under_way) >= self.most_sends:
             self._end(under_way.popleft())
         headers = _written(tuple(map(Form.of, tensors))) if with_forms else []
         works = [self._send_on_host(header, target) for header in headers]

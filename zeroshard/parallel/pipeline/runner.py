@@ -15,7 +15,9 @@ generators; the recompute action runs it again with a graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from zeroshard.comm.messages import Form, Forms, Messages, Receipt
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
+from zeroshard.parallel.pipeline.simulate import validate
 from zeroshard.parallel.pipeline.transfers import Exchange, Transfer, plan_exchanges
 
 _AHEAD = 2
@@ -87,6 +90,7 @@ class Runner:
     def __init__(self, schedule: Schedule, messages: Messages, chunks: Chunks) -> None:
         self._exchanges = plan_exchanges(schedule)[messages.rank]
         self._chunks, self._messages = chunks, messages
+        messages.most_sends = max(messages.most_sends, room_for_sends(schedule))
         self._last_chunk = schedule.num_chunks - 1
         actions = schedule.lists[messages.rank]
         self._recomputed = {(a.chunk, a.microbatch) for a in actions if a.kind is Kind.RECOMPUTE}
@@ -251,6 +255,20 @@ class Runner:
             self._batch.gradients[chunk - 1, microbatch] = tuple(
                 torch.zeros_like(value) if one is None else one for value, one in found if value.requires_grad
             )
+
+
+def room_for_sends(schedule: Schedule) -> int:
+    """Return the messages to each rank that must be under way at once, so that no rank stands still.
+
+    Raises:
+        ValueError: the schedule deadlocks with any room.
+    """
+    validate(schedule)
+    for room in count(1):
+        with suppress(ValueError):
+            validate(schedule, max_unreceived=room)
+            return room
+    raise AssertionError("the schedule runs without a limit")
 
 
 class _Posting:
