@@ -331,9 +331,7 @@ class Axis:
     def _gather_small(self, value: Tensor, label: str) -> list[Tensor]:
         """Return a CPU tensor of every rank; all have the same shape."""
         parts = [torch.empty_like(value) for _ in range(self.size)]
-        self.waits.wait_for_agreement(
-            dist.all_gather(parts, value, group=self.control, async_op=True), label
-        )
+        self.waits.wait_for_agreement(dist.all_gather(parts, value, group=self.control, async_op=True), label)
         return parts
 
     def note(self, kind: str, num_bytes: int, label: str, line: str = ledgers.CONTROL) -> str:
