@@ -4,7 +4,8 @@
     python benchmarks/tensor_parallel.py --ranks 4 --stage 3   # tp 2 x dp 2: and fully_shard of each block
 
 Both divide the same layers: queries, keys, values and `up` by columns, `out` and `down` by rows, embedding
-and head by tokens, with the logits gathered. All engines are in one process per rank and take turns; a time
+and head by tokens, with the logits gathered. torch gets its input of attention once for queries, keys and
+values (`PrepareModuleInput`, as torchtitan's plan has it), so it adds up their gradients once. All engines are in one process per rank and take turns; a time
 is that of a whole step from a barrier on, and a ratio is the median of those of the same round.
 """
 
@@ -30,9 +31,9 @@ from medians import median_of, median_ratio
 HEAD, VOCABULARY = 64, 4096
 PLAN = {
     "tokens": "rowwise",
-    "blocks.*.[qkv]": "colwise",
+    "blocks.*.attention.[qkv]": "colwise",
     "blocks.*.up": "colwise",
-    "blocks.*.out": "rowwise",
+    "blocks.*.attention.out": "rowwise",
     "blocks.*.down": "rowwise",
     "head": "colwise_gather_output",
 }
@@ -54,20 +55,31 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+class Attention(nn.Module):
+    """One that finds the number of its heads from the activations."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, h: Tensor) -> Tensor:
+        q, k, v = (layer(h).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
 class Block(nn.Module):
-    """A block of a transformer, whose attention finds the number of its heads from the activations."""
+    """A block of a transformer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.attention = Attention(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        q, k, v = (layer(h).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        x = x + self.attention(self.norm(x))
         down: Tensor = self.down(F.gelu(self.up(self.second(x))))
         return x + down
 
@@ -113,18 +125,24 @@ def torchs(args: argparse.Namespace) -> tuple[Callable[[Tensor], Tensor], Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (args.ranks // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
-    model, block = build(args), {"out": RowwiseParallel(), "down": RowwiseParallel()}
+    model, block = build(args), {"attention.out": RowwiseParallel(), "down": RowwiseParallel()}
+    whole = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
     ends = {
         "tokens": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
     }
     parallelize_module(model, mesh["tp"], ends)
     for inner in model.blocks:
-        columns = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
-        parallelize_module(inner, mesh["tp"], block | columns)
+        columns = {f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")}
+        parallelize_module(inner, mesh["tp"], block | columns | {"up": ColwiseParallel(), "attention": whole})
     if args.ranks > args.tp:
         for inner in model.blocks:
             fully_shard(inner, mesh=mesh["dp"])

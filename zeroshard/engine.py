@@ -134,7 +134,8 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         early = self._early if self._early is not None and self._is_at_boundary else nullcontext()
         with reducer.deferring(not self._is_at_boundary, send=send), reducer.scaled(self.loss_scale), early:
             self._factored(loss, divides=scale_wrt_gas).backward()
-        return loss.detach()
+        self._guard.loss = loss.detach()
+        return self._guard.loss
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return a loss whose own `backward()` does the work of `engine.backward(loss)`, once.
@@ -203,6 +204,7 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         else:
             self.skipped_steps += 1
         self._guard.loss_scale = self._guard.loss_scale.after(overflow=not is_taken)
+        self._guard.loss = None
         self._micro_step = 0
         self.zero_grad()
         return is_taken

@@ -195,6 +195,21 @@ def test_adapters_that_cannot_be_divided_are_refused(ranks, tp, options, text):
     ranks(tp, refused, tp, options, text)
 
 
+@pytest.mark.parametrize(
+    ("cls", "config", "parameter"),
+    [
+        (transformers.LlamaForCausalLM, transformers.LlamaConfig, "q_proj.weight"),
+        (transformers.MixtralForCausalLM, transformers.MixtralConfig, "experts.gate_up_proj"),
+    ],
+)
+def test_adapters_of_parameters_are_refused_by_name(cls, config, parameter):
+    lora = peft.LoraConfig(r=2, target_modules=[], target_parameters=[parameter])
+    model = peft.get_peft_model(cls(config(**GROUPED)), lora)
+    name = parameter.rpartition(".")[2]
+    with pytest.raises(ValueError, match=f"has an adapter of its parameter '{name}', as of `target_param"):
+        initialize(model, adamw, {"stage": 1, "mesh": {"tp": 2}}, None)
+
+
 def dropped(tp):
     """Digests of what each rank holds whole, after steps with dropout in adapters and in attention."""
     torch.manual_seed(dist.get_rank())

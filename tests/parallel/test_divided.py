@@ -1,6 +1,7 @@
 """Models that are divided over tensor ranks train to the values of one process."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -156,3 +157,47 @@ def test_an_error_of_shapes_names_the_plan(ranks):
     for (note,) in ranks(2, with_a_wrong_plan):
         assert note.startswith("mesh.tp=2 divides layers of this model, such as 'blocks.0.")
         assert "the next layer that is 'rowwise' in tp_plan. Is that one missing in the plan" in note
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32)
+        self.down, self.head = nn.Linear(32, WIDTH), nn.Linear(WIDTH, 8)
+
+    def forward(self, x):
+        return self.head(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def with_a_divided_last_layer():
+    torch.manual_seed(0)
+    plan = {"up": "colwise", "down": "rowwise", "head": "colwise"}
+    engine = zeroshard.initialize(Classifier(), adamw, {"stage": 1, "mesh": {"tp": 2}}, tp_plan=plan).engine
+    before = engine.module.up.weight.detach().clone()
+    engine.backward(F.cross_entropy(engine(torch.randn(6, WIDTH)), torch.arange(6) % 4))
+    text = "of a tensor group have different losses; those of [0, 1] are ["
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        engine.step()
+    is_same = torch.equal(engine.module.up.weight, before)
+    engine.close(restore=False)
+    return is_same
+
+
+def test_a_loss_of_parts_is_an_error_at_the_first_step(ranks):
+    assert ranks(2, with_a_divided_last_layer) == [True, True]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        ([("up", "colwise")], "tp_plan: expected words by pattern, {'layers.*.up': 'colwise', ...}, got [("),
+        ({}, "tp_plan: expected words by pattern, {'layers.*.up': 'colwise', ...}, got {}"),
+        ({"up": ["colwise"]}, "got {'up': ['colwise']}"),
+        ({"nothing": "colwise"}, "tp_plan: no module of the model is called 'nothing'"),
+        ({"up": "columns"}, "got 'columns' for 'up'"),
+    ],
+)
+def test_a_plan_of_another_form_is_refused_at_any_size(plan, text, tp):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        zeroshard.initialize(Classifier(), adamw, {"mesh": {"tp": tp}}, tp_plan=plan)

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import nn
 
+import zeroshard
 from tests.parallel.trained import divided, plain
 from zeroshard.parallel.tensor.division import match
 from zeroshard.parallel.tensor.heads import sections_of, set_counts
@@ -126,3 +127,54 @@ def test_a_vocabulary_that_does_not_divide_is_refused_with_the_remedy(name):
     model.resize_token_embeddings(pad_to_multiple_of=3)
     check_vocabulary(model, plan_of(model), 3)
     assert model.get_output_embeddings().weight.shape == (66, 32)
+
+
+CLASSIFIERS = {
+    "sequence": (transformers.T5ForSequenceClassification, transformers.T5Config),
+    "tokens": (transformers.T5ForTokenClassification, transformers.T5Config),
+    "mT5": (transformers.MT5ForSequenceClassification, transformers.MT5Config),
+}
+
+
+def classifier(kind):
+    cls, config = CLASSIFIERS[kind]
+    torch.manual_seed(0)
+    return cls(config(**T5, num_labels=3, classifier_dropout=0.0)).double()
+
+
+def loss_of_classifier(model, kind):
+    tokens = torch.randint(2, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    tokens[:, -1] = 1  # the end of a sentence
+    labels = tokens % 3 if kind == "tokens" else tokens[:, 0] % 3
+    return model(input_ids=tokens, labels=labels).loss
+
+
+def divided_classifier(kind):
+    engine = zeroshard.initialize(classifier(kind), sgd, {"stage": 3, "mesh": {"tp": 2}}).engine
+    losses = []
+    for _ in range(2):
+        loss = loss_of_classifier(engine, kind)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.close(restore=False)
+    return losses
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.long_where(kind=["mT5", "tokens"])
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_classifiers_over_t5_train_as_in_one_process(ranks, kind):
+    model, want = classifier(kind), []
+    optimizer = sgd(model.parameters())
+    for _ in range(2):
+        loss = loss_of_classifier(model, kind)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(loss.item())
+    for losses in ranks(2, divided_classifier, kind):
+        assert losses == pytest.approx(want, rel=1e-6)  # the loss of transformers may be in float32

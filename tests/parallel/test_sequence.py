@@ -11,6 +11,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.comm.collectives import Axis
+from zeroshard.parallel.tensor.styles import Style, Way
 
 WIDTH, HEAD, VOCABULARY, LENGTH, BATCH, STEPS = 16, 4, 24, 8, 4, 4
 PLAN = {
@@ -337,3 +338,118 @@ def test_a_model_whose_norms_are_not_known_is_refused(ranks):
 def test_compiled_units_train_as_in_one_process(ranks, stage):
     config = {"stage": stage, "mesh": {"tp": 2}, "compile": True}
     check(ranks(2, divided, build, (Model,), config, PLAN, timeout=200), *plain(build(Model)), 1e-7)
+
+
+def frozen_norms(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" not in name)
+
+
+TOGETHER = {
+    "two micro-batches": {"gradient_accumulation_steps": 2},
+    "states on the host": {"offload": {"optimizer": "cpu"}},
+    "parameters on the host": {"offload": {"optimizer": "cpu", "parameters": "cpu"}},
+    "groups of one": {"shard_group_size": 1},
+    "recomputed": {"recompute": "unit"},
+    "frozen norms": {},
+}
+
+
+def divided_by(case, stage, tp):
+    """Losses are those of each micro-batch of this rank."""
+    model, config = build(Model), TOGETHER[case] | {"stage": stage, "mesh": {"tp": tp}}
+    if case == "frozen norms":
+        frozen_norms(model)
+    engine, norms = sharded(model, config, PLAN), []
+    axis, num = engine._axes.dp, config.get("gradient_accumulation_steps", 1)
+    size = BATCH // (axis.size * num)
+    for number in range(STEPS):
+        for micro in range(num):
+            start = (micro * axis.size + axis.rank) * size
+            engine.backward(loss_of(engine, number, slice(start, start + size)))
+            engine.step()
+        norms.append(engine.grad_norm.item())
+    state = engine.full_state_dict()
+    engine.close(restore=False)
+    return norms, state
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "stage"),
+    [
+        (case, stage)
+        for case in TOGETHER
+        for stage in {"parameters on the host": (3,), "groups of one": (1, 2, 3)}.get(case, (0, 1, 2, 3))
+    ],
+)
+def test_parts_of_the_sequence_go_together_with_the_rest(ranks, case, stage):
+    model = build(Model)
+    if case == "frozen norms":
+        frozen_norms(model)
+    _, want_norms, want = plain(model)
+    for norms, state in ranks(4, divided_by, case, stage, 2, timeout=100):
+        assert norms == pytest.approx(want_norms, rel=1e-5)  # the norm is rounded to float32
+        for name, value in state.items():
+            torch.testing.assert_close(value, want[name], rtol=0, atol=1e-7, msg=name)
+
+
+def saved_along_the_sequence(folder):
+    """A checkpoint of parts of the sequence, loaded without tensor ranks: the state of both."""
+    engine = sharded(build(Model), {"stage": 3, "mesh": {"tp": 2}}, PLAN)
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    engine.save_checkpoint(folder)
+    want = engine.full_state_dict()
+    engine.close(restore=False)
+    other = sharded(build(Model, 1), {"stage": 2}, None)
+    other.load_checkpoint(folder)
+    got = other.full_state_dict()
+    other.close(restore=False)
+    return all(torch.equal(value, want[name]) for name, value in got.items())
+
+
+def test_a_checkpoint_of_parts_of_the_sequence_loads_under_another_layout(ranks, tmp_path):
+    assert ranks(2, saved_along_the_sequence, str(tmp_path)) == [True, True]
+
+
+def asked_for_parts():
+    engine = sharded(llama("Llama"), {"stage": 1, "mesh": {"tp": 2, "sequence": True}}, None)
+    tokens = tokens_of(0)
+    for name in ("output_hidden_states", "output_attentions"):
+        with pytest.raises(ValueError, match=f"^{name}: .*each tensor rank has"):
+            engine(input_ids=tokens, labels=tokens, **{name: True})
+    with torch.inference_mode():
+        logits = engine(input_ids=tokens).logits
+    engine.eval()
+    with torch.no_grad():
+        states = engine(input_ids=tokens, output_hidden_states=True).hidden_states
+    engine.close(restore=False)
+    return logits.clone(), [state.shape for state in states]
+
+
+def test_outputs_that_would_be_parts_are_refused(ranks):
+    want = llama("Llama")(input_ids=tokens_of(0)).logits.detach()
+    for logits, shapes in ranks(2, asked_for_parts):
+        torch.testing.assert_close(logits, want, rtol=0, atol=1e-12)
+        assert shapes == [(BATCH, LENGTH, 32)] * 3
+
+
+def planned_by_styles():
+    plan = {
+        "model.embed_tokens": "rowwise",
+        "model.layers.*.self_attn.[qkv]_proj": "colwise",
+        "model.layers.*.self_attn.o_proj": Style(Way.ROWS),
+        "model.layers.*.mlp.down_proj": Style(Way.ROWS),
+        "model.layers.*.mlp.*_proj": "colwise",
+        "lm_head": "colwise_gather_output",
+    }
+    engine = sharded(llama("Llama"), {"stage": 1, "mesh": {"tp": 2, "sequence": True}}, plan)
+    loss = loss_of(engine, 0).item()
+    engine.close(restore=False)
+    return loss
+
+
+def test_styles_in_a_plan_are_read_as_their_words(ranks):
+    want = loss_of(llama("Llama"), 0).item()
+    assert ranks(2, planned_by_styles) == pytest.approx([want, want], rel=1e-6)

@@ -32,6 +32,11 @@ MODELS = {
         SMALL | {"num_key_value_heads": 1, "head_dim": 8},
     ),
     "GPT-NeoX": (transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig, SMALL),
+    "GPT-NeoX, tied": (
+        transformers.GPTNeoXForCausalLM,
+        transformers.GPTNeoXConfig,
+        SMALL | {"tie_word_embeddings": True},
+    ),
     "Phi": (transformers.PhiForCausalLM, transformers.PhiConfig, SMALL),
     "Phi 3, gathered": (transformers.Phi3ForCausalLM, transformers.Phi3Config, GROUPED | {"pad_token_id": 0}),
     "OLMo 2, gathered": (transformers.Olmo2ForCausalLM, transformers.Olmo2Config, GROUPED),

@@ -46,6 +46,8 @@ class StepGuard:
         self._judges = self.may_skip or config.nonfinite == "error"
         self._compares = runtime.context.axes.tp.size > 1
         """True if tensor ranks compare gradients, now and then: some are zero at first."""
+        self.loss: Tensor | None = None
+        """The loss of the last backward, for this comparison; None if it is not known."""
         self._num_compared = 0
         """The steps so far, if they do."""
 
@@ -90,7 +92,7 @@ class StepGuard:
         if self._compares:
             self._num_compared += 1
             if not self._num_compared & (self._num_compared - 1):  # 1, 2, 4, 8, ...
-                check_replicas(self._runtime)
+                check_replicas(self._runtime, self.loss)
         norm = None
         if self._max_norm is not None:
             self.grad_norm = norm = global_norm(self._runtime)

@@ -49,6 +49,11 @@ def through_adapters(model: nn.Module, plan: Plan, num_ranks: int, *, by_sequenc
         style = Style.of(plan[pattern], pattern)
         if style.way is Way.REPLICATE:
             continue
+        if hasattr(module, "parameter_name"):
+            raise ValueError(
+                f"tp_plan: '{name}' has an adapter of its parameter '{module.parameter_name}', as of "
+                "`target_parameters` of peft; expected adapters of layers (`target_modules`), without experts"
+            )
         parent = model.get_submodule(name.rpartition(".")[0])
         style = with_heads(style, name, base, parent, num_ranks)
         _check(name, module, base, style)

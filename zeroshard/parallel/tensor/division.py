@@ -92,6 +92,7 @@ def plan_division(
         ValueError: see `match`; there is no plan; or a parameter that two layers share would be cut in two
             ways.
     """
+    _check_words(model, plan)
     if num_ranks == 1:
         return Division([], list(specs))
     is_known = plan is None
@@ -124,6 +125,23 @@ def plan_division(
         return replace(o, cut=cuts.get(o.parameter), is_summed=o.parameter in summed)
 
     return Division(layers, [replace(spec, originals=[noted(o) for o in spec.originals]) for spec in specs])
+
+
+def _check_words(model: nn.Module, plan: Plan | None) -> None:
+    """Refuse a plan of another form, also where there is one tensor rank and it is not needed."""
+    if plan is None:
+        return
+    words = plan.values() if isinstance(plan, Mapping) else ()
+    if not words or not all(isinstance(word, str | Style) for word in words):
+        raise ValueError(
+            f"tp_plan: expected words by pattern, {{'layers.*.up': 'colwise', ...}}, got {plan!r}"
+        )
+    names = [name for name, _ in model.named_modules()]
+    names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern, word in plan.items():
+        Style.of(word, pattern)
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"tp_plan: no module of the model is called '{pattern}'")
 
 
 def _cuts_of(layers: Sequence[Divided]) -> dict[nn.Parameter, Cut]:

@@ -43,6 +43,7 @@ def install(model: nn.Module, layers: list[Divided], over: Activations, changes:
     share_random_states(model, layers, blocks, over, changes)
     divide_losses(model, layers, over, changes)
     _explain_shapes(model, layers, over, changes)
+    _refuse_parts(model, regions, changes)
 
     def forget(*_: Any) -> None:
         over.last = None
@@ -69,6 +70,25 @@ def _explain_shapes(model: nn.Module, layers: list[Divided], over: Activations, 
             raise
 
     changes.set(model, "forward", explaining)
+
+
+def _refuse_parts(model: nn.Module, regions: Regions | None, changes: Changes) -> None:
+    """Refuse outputs of a model of transformers that would be parts: they look like all of the values."""
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        def is_asked(name: str) -> bool:
+            given = kwargs.get(name)
+            return bool(getattr(getattr(module, "config", None), name, False) if given is None else given)
+
+        if is_asked("output_attentions"):
+            raise ValueError("output_attentions: each tensor rank has some of the heads; expected False")
+        if regions is not None and regions.are_divided and is_asked("output_hidden_states"):
+            raise ValueError(
+                "output_hidden_states: with mesh.sequence each tensor rank has a part of the sequence between"
+                " blocks; expected False, mesh.sequence=False, or evaluation under no_grad"
+            )
+
+    changes.hook(model.register_forward_pre_hook(before, with_kwargs=True))
 
 
 def _install_forwards(layers: list[Divided], over: Activations, changes: Changes) -> Regions | None:

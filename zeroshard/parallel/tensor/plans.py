@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 _T5 = {
-    "shared": "rowwise",
+    "*shared": "rowwise",
     "*embed_tokens": "rowwise",
     "*Attention.[qkv]": "colwise",
     "*Attention.o": "rowwise",
@@ -51,7 +51,20 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
     if any(name.startswith(_PREFIX) for name in names):
         plan = {_PREFIX + at: word for at, word in plan.items()}
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return {at: word for at, word in plan.items() if any(fnmatchcase(name, at) for name in names)}
+    plan = {at: word for at, word in plan.items() if any(fnmatchcase(name, at) for name in names)}
+    return plan | _with_tied_embedding(model, plan)
+
+
+def _with_tied_embedding(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """An entry for an embedding that the plan leaves out, and whose table is that of a divided head."""
+    if not hasattr(model, "resize_token_embeddings"):
+        return {}
+    table, head = _found(model, "get_input_embeddings"), _found(model, "get_output_embeddings")
+    names = {module: name for name, module in model.named_modules()}
+    if table not in names or head not in names or getattr(head, "weight", None) is not table.weight:
+        return {}
+    is_known = {module: any(fnmatchcase(names[module], at) for at in plan) for module in (table, head)}
+    return {names[table]: "rowwise"} if is_known[head] and not is_known[table] else {}
 
 
 def check_vocabulary(model: nn.Module, plan: Mapping[str, Any], num_ranks: int) -> None:

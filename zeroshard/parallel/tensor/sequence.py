@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from zeroshard.comm.activations import Activations, Copied
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parallel.tensor.moves import Move, Sum, add_up, move
-from zeroshard.parallel.tensor.styles import OF_SEQUENCE, Divided, Way
+from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, Divided, Style, Way
 from zeroshard.sharding.changes import Changes
 
 DIM = 1
@@ -113,9 +113,10 @@ class Regions:
         if not self.are_divided or over.size == 1:
             return part
         whole, twin = _Gathered.apply(part, over, label)
+        if whole.is_inference():  # it has no version, and no gradient
+            return cast(Tensor, whole)
         setattr(whole, _TWIN, _Twin(twin, whole._version, part))
-        result: Tensor = whole
-        return result
+        return cast(Tensor, whole)
 
     def part_of(self, value: Tensor, over: Activations, label: str) -> Tensor:
         """Return this rank's part of a whole value: the one that was gathered, if it was."""
@@ -243,7 +244,7 @@ _PRE_NORM = ("gemma", "gpt_neox", "llama", "mistral", "phi", "qwen2", "qwen3")
 
 def _holds_rows(block: nn.Module, name: str, plan: Mapping[str, Any]) -> bool:
     """True if a block has a layer that is divided by rows."""
-    rows = [pattern for pattern, word in plan.items() if word == Way.ROWS.value]
+    rows = [pattern for pattern, word in plan.items() if Style.of(word, pattern).way in BY_ROWS]
     names = [f"{name}.{inner}" for inner, _ in block.named_modules()]
     return any(fnmatchcase(inner, pattern) for inner in names for pattern in rows)
 
