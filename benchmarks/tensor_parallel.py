@@ -5,9 +5,9 @@
 
 Both divide the same layers: queries, keys, values and `up` by columns, `out` and `down` by rows, embedding
 and head by tokens, with the logits gathered. torch gets its input of attention once for queries, keys and
-values (`PrepareModuleInput`, as torchtitan's plan has it), so it adds up their gradients once. All engines are
-in one process per rank and take turns; a time is that of a whole step from a barrier on, and a ratio is the
-median of those of the same round.
+values (`PrepareModuleInput`, as torchtitan's plan has it), so it adds up their gradients once. All engines
+are in one process per rank and take turns; a time is that of a whole step from a barrier on, and a ratio is
+the median of those of the same round.
 """
 
 from __future__ import annotations
