@@ -131,7 +131,8 @@ def _check_words(model: nn.Module, plan: Plan | None) -> None:
     """Refuse a plan of another form, also where there is one tensor rank and it is not needed."""
     if plan is None:
         return
-    words = plan.values() if isinstance(plan, Mapping) else ()
+    given: object = plan
+    words = given.values() if isinstance(given, Mapping) else ()
     if not words or not all(isinstance(word, str | Style) for word in words):
         raise ValueError(
             f"tp_plan: expected words by pattern, {{'layers.*.up': 'colwise', ...}}, got {plan!r}"
