@@ -33,10 +33,10 @@ def test_random_models_train_as_plain_pytorch_over_tensor_ranks(ranks, num_ranks
 
 
 def test_seeds_draw_tensor_ranks_if_a_case_has_layers_for_them_and_there_are_ranks_enough():
-    drawn = [tensor_ranks_of(seed, 4) for seed in range(60)]
+    drawn = [tensor_ranks_of(seed, 4) for seed in range(24)]
     assert {1, 2} == set(drawn)
     assert all(divided_case(seed, 2) is not None for seed, tp in enumerate(drawn) if tp == 2)
-    assert all(tensor_ranks_of(seed, 2 * num_ranks_of(seed) - 1) == 1 for seed in range(60))
+    assert all(tensor_ranks_of(seed, 2 * num_ranks_of(seed) - 1) == 1 for seed in range(24))
 
 
 def contents(seed):

@@ -108,6 +108,7 @@ def train_on_parts(kind, tp, stage):
 
 
 @pytest.mark.long_where(kind=["own"], stage=[1])
+@pytest.mark.long_where(kind=["Llama"], stage=[1])
 @pytest.mark.long_where(kind=["Qwen2"])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("stage", [1, 3])

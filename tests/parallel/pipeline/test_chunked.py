@@ -61,7 +61,7 @@ def chunks_of(model, runs, ranks):
 
 
 @pytest.mark.long_where(runs=["a chunk", "two chunks"])
-@pytest.mark.long_where(kind=["GPTNeoX", "Phi", "Gemma", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.long_where(kind=["Mixtral", "GPTNeoX", "Phi", "Gemma", "Mistral", "Qwen2", "Qwen3"])
 @pytest.mark.parametrize("runs", RUNS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_of_a_model_of_transformers_compute_it(kind, runs):
