@@ -43,15 +43,12 @@ class _Seen(NamedTuple):
 
 
 @torch.no_grad()
-def check_replicas(runtime: Runtime, loss: Tensor | None = None) -> bool:
-    """Compare gradients over the tensor ranks; collective.
+def check_replicas(runtime: Runtime, loss: Tensor | None = None) -> None:
+    """Compare gradients over the tensor ranks, if all of them are finite; collective.
 
     Args:
         runtime: the runtime of the gradients.
         loss: the loss behind them, if it is known; it is compared too.
-
-    Returns:
-        True if that has told something: there were gradients, and all were finite.
 
     Raises:
         RuntimeError: on all ranks, some of them differ.
@@ -67,13 +64,12 @@ def check_replicas(runtime: Runtime, loss: Tensor | None = None) -> bool:
     ]
     losses = [value for value, _ in everyone]
     has_odd_loss = _are_apart([value for value in losses if value is not None])
-    seen = [one for one in own if one is not None and one.norm]
-    is_finite = all(math.isfinite(one.norm) for one in seen)
-    flags = [*differs, bool(seen), not is_finite, has_odd_loss]
+    is_finite = all(one is None or math.isfinite(one.norm) for one in own)
+    flags = [*differs, not is_finite, has_odd_loss]
     label = "agreement on gradients of tensor ranks"
-    *answer, is_told, is_odd, has_odd_loss = axes.everyone.any(flags, label)()
+    *answer, is_odd, has_odd_loss = axes.everyone.any(flags, label)()
     if is_odd:
-        return False
+        return
     if has_odd_loss:
         raise RuntimeError(
             f"the ranks of a tensor group have different losses; those of {axes.tp.global_ranks} are "
@@ -83,7 +79,7 @@ def check_replicas(runtime: Runtime, loss: Tensor | None = None) -> bool:
         )
     names = [p.fqn for p, is_bad in zip(parameters, answer, strict=True) if is_bad]
     if not names:
-        return is_told
+        return
     shown, more = ", ".join(map(repr, names[:_NUM_SHOWN])), len(names) - _NUM_SHOWN
     raise RuntimeError(
         f"the tensor ranks have different gradients of {shown}{f' and {more} more' if more > 0 else ''}, "

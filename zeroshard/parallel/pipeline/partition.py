@@ -21,7 +21,8 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from itertools import accumulate
 from math import isfinite, lcm
-from typing import Literal
+from operator import add
+from typing import Literal, NamedTuple
 
 Balance = Literal["time", "memory", "bottleneck"]
 BALANCES: tuple[Balance, ...] = ("time", "memory", "bottleneck")
@@ -91,17 +92,17 @@ def partition(
     weight = _sums(_integers(numbers))
     most = weight(0, len(blocks))
     if balance == "bottleneck":
-        least = _least_maximum(
-            len(blocks), num_chunks, lambda c, i, j: weight(i, j) if fits(c, i, j) else None
-        )
+        least = _best(len(blocks), num_chunks, lambda c, i, j: weight(i, j) if fits(c, i, j) else None, max)
         assert least is not None  # there is a division that fits
-        most = least
+        most = least.total
 
     def squared(chunk: int, first: int, end: int) -> int | None:
         own = weight(first, end)
         return own**2 if own <= most and fits(chunk, first, end) else None
 
-    ends = _least_sum(len(blocks), num_chunks, squared)
+    division = _best(len(blocks), num_chunks, squared, add)
+    assert division is not None  # the same one is allowed here
+    ends = division.ends
     return tuple(range(first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True))
 
 
@@ -120,17 +121,26 @@ def _require_room(
 ) -> None:
     if max_bytes is None:
         return
-    least = _least_maximum(num_blocks, num_chunks, sizes)
-    if least is not None and least > max_bytes:
+    division = _best(num_blocks, num_chunks, sizes, max)
+    if division is not None and (least := division.total) > max_bytes:
         raise ValueError(
             f"max_bytes: expected at least {least:,}, which the largest of {num_chunks} chunks needs in any "
             f"division of these {num_blocks} blocks, got {max_bytes:,}"
         )
 
 
-def _least_sum(num_blocks: int, num_chunks: int, cost: _Cost) -> list[int]:
-    """Return the ends of the chunks whose costs have the least sum, in the order of the tie rule."""
-    # best[first] is the least sum for the blocks from `first` on in the chunks that are left.
+class _Division(NamedTuple):
+    """The best division of the blocks."""
+
+    total: int
+    """The costs of its chunks, joined."""
+    ends: list[int]
+    """Of the chunks, in the order of the tie rule."""
+
+
+def _best(num_blocks: int, num_chunks: int, cost: _Cost, join: Callable[[int, int], int]) -> _Division | None:
+    """Return the division whose costs have the least sum (`add`) or maximum (`max`), if there is one."""
+    # best[first] is the least total for the blocks from `first` on in the chunks that are left.
     best: list[int | None] = [None] * num_blocks + [0]
     choices: list[list[int]] = []
     for chunk in reversed(range(num_chunks)):
@@ -141,32 +151,17 @@ def _least_sum(num_blocks: int, num_chunks: int, cost: _Cost) -> list[int]:
                 rest, own = best[end], None if best[end] is None else cost(chunk, first, end)
                 if rest is None or own is None:
                     continue
-                least = found[first]
-                if least is None or own + rest < least:
-                    found[first], choice[first] = own + rest, end
+                least, total = found[first], join(own, rest)
+                if least is None or total < least:
+                    found[first], choice[first] = total, end
         best = found
         choices.append(choice)
-    assert best[0] is not None
+    if best[0] is None:
+        return None
     ends = [0]
     for choice in reversed(choices):
         ends.append(choice[ends[-1]])
-    return ends[1:]
-
-
-def _least_maximum(num_blocks: int, num_chunks: int, cost: _Cost) -> int | None:
-    """Return the least maximum of the costs of the chunks."""
-    best: list[int | None] = [None] * num_blocks + [0]
-    for chunk in reversed(range(num_chunks)):
-        found: list[int | None] = [None] * (num_blocks + 1)
-        for first in range(chunk, num_blocks):
-            for end in range(first + 1, num_blocks + 1):
-                rest, own = best[end], None if best[end] is None else cost(chunk, first, end)
-                if rest is None or own is None:
-                    continue
-                least = found[first]
-                found[first] = max(own, rest) if least is None else min(least, max(own, rest))
-        best = found
-    return best[0]
+    return _Division(best[0], ends[1:])
 
 
 def _sums(numbers: Sequence[int]) -> Callable[[int, int], int]:

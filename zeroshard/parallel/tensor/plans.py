@@ -61,7 +61,8 @@ def _with_tied_embedding(model: nn.Module, plan: Mapping[str, str]) -> dict[str,
         return {}
     table, head = _found(model, "get_input_embeddings"), _found(model, "get_output_embeddings")
     names = {module: name for name, module in model.named_modules()}
-    if table not in names or head not in names or getattr(head, "weight", None) is not table.weight:
+    weights = [getattr(module, "weight", None) for module in (table, head)]
+    if table not in names or head not in names or weights[0] is None or weights[0] is not weights[1]:
         return {}
     is_known = {module: any(fnmatchcase(names[module], at) for at in plan) for module in (table, head)}
     return {names[table]: "rowwise"} if is_known[head] and not is_known[table] else {}
