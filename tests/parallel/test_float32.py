@@ -86,7 +86,7 @@ def test_ten_steps_are_those_of_one_process_at_every_stage(ranks, name, layout):
     num_ranks, tp = layout
     want_losses, want_norms, want = plain(name, num_ranks // tp)
     states = []
-    for stage in range(4) if num_ranks < 8 else (1, 3):
+    for stage in range(4):
         (losses, norms, state), *others = ranks(num_ranks, divided, name, stage, tp, timeout=200)
         assert losses == pytest.approx(want_losses, rel=1e-5)
         assert norms == pytest.approx(want_norms, rel=1e-6)
