@@ -66,6 +66,7 @@ def beside_training(folder):
         engine.save_checkpoint(folder, f"at-{number}", {"n": number}, blocking=False)
         found.append(state(engine))
         train(engine, range(3, 3 + number))
+    engine.close()  # waits for the last save: another engine cannot
     for number, want in enumerate(found):
         other = start(number, seed=1)
         if number == 2:
