@@ -97,7 +97,7 @@ def shard_over(
         setting=setting,
         device=device,
         streams=Streams.on(device),
-        memory=TierMemory(device, lambda: open_swap(config.offload.nvme_path, axes.everyone.rank)),
+        memory=TierMemory(device, lambda: open_swap(config.offload.nvme_path, axes.world.rank)),
         meter=Meter(),
         state=ModuleState(),
     )

@@ -32,6 +32,8 @@ from zeroshard.internals.nested import cast_inputs
 from zeroshard.modulelike import ModuleLike
 from zeroshard.parameters.state import refuse_to_drop
 from zeroshard.reports import Reports
+from zeroshard.parallel.pipeline.part import Part
+from zeroshard.parallel.pipeline.training import Pipelined
 from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.tracers import refuse_proxies
@@ -58,6 +60,7 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         axes: Axes,
         saver: Saver,
         loss_fn: LossFunction | None,
+        part: Part | None = None,
     ) -> None:
         super().__init__()
         self._stand_for(module)
@@ -69,6 +72,7 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         self.skipped_steps = 0
         """Steps that were not taken because gradients were not finite."""
         self._guard = StepGuard(parts.runtime, parts.config, parts.optimizer)
+        self._pipeline = None if part is None else Pipelined(part, parts.runtime, loss_fn)
         self._halfway = Halfway()
         self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
@@ -103,7 +107,7 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
             refuse_proxies()
         if self._runtime.context.setting.placements.frees_parameters or self._axes.dp.size == 1:
             with outside_transforms():
-                self._saver.check(self._axes.everyone)  # elsewhere the ranks may call forward unevenly
+                self._saver.check(self._axes.world)  # elsewhere the ranks may call forward unevenly
         try:
             return self.module(*args, **kwargs)
         except BaseException:
@@ -178,7 +182,7 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         """
         if self.optimizer is None:
             raise RuntimeError("step() needs an optimizer: give one to zeroshard.initialize")
-        self._saver.check(self._axes.everyone)
+        self._saver.check(self._axes.world)
         if not self._is_at_boundary:
             self._micro_step += 1
             return False
@@ -248,6 +252,11 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
             raise RuntimeError(
                 "train_batch() counts: call set_gradient_accumulation_boundary(None) before it"
             )
+        if self._pipeline is not None:
+            is_half = self._runtime.reducer.is_half
+            mean = self._pipeline.run(inputs, targets, loss_scale=self.loss_scale, is_half=is_half)
+            self.step()
+            return self._axes.dp.sum(mean, "mean of the loss") / self._axes.dp.size
         num_steps = self._num_micro_batches
         device = self._runtime.context.device
         total = torch.zeros((), dtype=torch.float32, device=device)
@@ -315,7 +324,7 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
 
     def _check_own_step(self, has_closure: bool) -> None:
         """Refuse a step by the user if only the engine can take it."""
-        self._saver.check(self._axes.everyone)
+        self._saver.check(self._axes.world)
         if self._guard.may_skip:
             raise RuntimeError(
                 "with float16 or nonfinite='skip' only engine.step() can leave out a step, of the "

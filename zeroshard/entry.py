@@ -34,8 +34,11 @@ from zeroshard.lazy.recorder import refuse_recording
 from zeroshard.memory.room import check_room, states_of
 from zeroshard.optim.adopt.overrides import forget, read_overrides
 from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, take_over
+from zeroshard.parallel.pipeline.outline import Outline, outline_of
+from zeroshard.parallel.pipeline.part import Part, take_part
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
+from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.wrapping import find_units
 
 
@@ -90,6 +93,11 @@ def initialize(
     require_supported(config)
     _check_arguments(model, training_data, loss_fn)
     refuse_recording("initialize")
+    part, world = None, None
+    if config.mesh.pp > 1:
+        outline = outline_of(model)
+        world = _open_world(config, use_device(config.device))
+        part = _take_part(model, outline, optimizer, config, world)
     specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started
     division = plan_division(model, specs, tp_plan, config.mesh.tp, by_sequence=config.mesh.sequence)
     specs = division.specs
@@ -97,18 +105,21 @@ def initialize(
     overrides = read_overrides(optimizer, {parameter: name for name, parameter in model.named_parameters()})
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
     device = use_device(config.device)
-    world = _open_world(config, device)
-    check_agreement(world, model, config, specs, optimizer, overrides, training_data)
+    world = world or _open_world(config, device)
+    if part is None:
+        check_agreement(world, model, config, specs, optimizer, overrides, training_data)
     axes = open_data_parallel(config, world)
+    if part is not None:
+        check_agreement(axes.everyone, model, config, specs, optimizer, overrides, training_data)
     close_at_exit(axes, *axes.members)
     if config.offload.optimizer != "none" or config.offload.parameters != "none":
         check = functools.partial(
             check_room,
             *(specs, config, axes.sizes, states_of(optimizer)),
             host_computes=not has_streams(device),
-            num_ranks=axes.everyone.size,
+            num_ranks=axes.world.size,
         )
-        on_all(axes.everyone, "check of the room for offload", check)
+        on_all(axes.world, "check of the room for offload", check)
     runtime, replacements = shard_over(model, division, config, axes, device)
     if optimizer is not None:
         take_over(optimizer, replacements, overrides)
@@ -119,9 +130,20 @@ def initialize(
     parts = Parts(
         runtime=runtime, config=config, optimizer=optimizer, lr_scheduler=lr_scheduler, loader=loader
     )
-    engine = Engine(model, parts, axes, Saver(axes.everyone), loss_fn)
+    engine = Engine(model, parts, axes, Saver(axes.world), loss_fn, part)
     engine.reset_comm_report()
     return Initialized(engine, optimizer, loader, lr_scheduler)
+
+
+def _take_part(model: nn.Module, outline: Outline, optimizer: Any, config: Config, world: Axis) -> Part:
+    """Take this rank's part of a model."""
+    if isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"mesh.pp={config.mesh.pp}: expected a callable that makes the optimizer from the parameters of "
+            f"this rank's part of the model, got a {type(optimizer).__name__} over all of them"
+        )
+    arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
+    return take_part(model, outline, config, arrangement.coordinates(world.rank).pp)
 
 
 def _check_arguments(model: Any, training_data: Any, loss_fn: Any) -> None:

@@ -35,9 +35,9 @@ class Reports:
 
     def comm_report(self) -> CommReport:
         """Calls, bytes and waits by collective since the last `reset_comm_report()`."""
-        axis = self._axes.everyone
+        axis = self._axes.world
         return axis.counter.report(rank=axis.rank, num_ranks=axis.size, is_host_waiting=axis.exchanges)
 
     def reset_comm_report(self) -> None:
         """Start counting from zero."""
-        self._axes.everyone.counter.reset()
+        self._axes.world.counter.reset()

@@ -90,7 +90,7 @@ def _check_replaced(runtime: Runtime) -> None:
         RuntimeError: the name of the first one, on all ranks.
     """
     own = next((name for unit in runtime.units for name in _replaced(unit)), None)
-    everyone: list[str | None] = runtime.context.axes.everyone.all_gather_object(own, "agreement on close()")
+    everyone: list[str | None] = runtime.context.axes.world.all_gather_object(own, "agreement on close()")
     for rank, name in enumerate(everyone):
         if name is not None:
             raise RuntimeError(

@@ -112,7 +112,7 @@ class ShardedCalls(NotCopied):
             return
         runtime = self._runtime
         restoring.restore(runtime) if restore else restoring.dismantle(runtime)
-        runtime.context.axes.everyone.unwatch()
+        runtime.context.axes.world.unwatch()
         self._let_go(restore)
 
     def _let_go(self, restore: bool) -> None:

@@ -87,7 +87,7 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
         ValueError: the ranks were given different places; or, on any rank, no path, a bad tag, or a value
             that can't be loaded again without running code, by its key.
     """
-    runtime, axis = parts.runtime, parts.runtime.context.axes.everyone
+    runtime, axis = parts.runtime, parts.runtime.context.axes.world
     _check_moment(runtime)
     left_out = [] if parts.config.checkpoint.frozen else frozen_names(runtime)
     readings: list[_Reading] = []
@@ -151,7 +151,7 @@ def _read(parts: Parts, dir: object, tag: str, client_state: Any) -> _Reading:
     """Read and check all that a checkpoint keeps, without exchanges."""
     folder = as_folder(dir)
     check_tag(tag)
-    if parts.runtime.context.axes.everyone.rank == 0:
+    if parts.runtime.context.axes.world.rank == 0:
         check_free(folder, tag)
     model = read_model(parts.runtime)
     if model.ignored:
@@ -230,7 +230,7 @@ def _build(
         slices=written_slices(runtime, reading.optimizer.tensors, reading.model.buffers, left_out),
         aliases=reading.model.aliases,
         manifest=manifest,
-        values=to_files(values) if runtime.context.axes.everyone.rank == 0 else {},
+        values=to_files(values) if runtime.context.axes.world.rank == 0 else {},
         memory=runtime.context.memory,
     )
 
@@ -254,7 +254,7 @@ def _describe(
         written_by={
             "zeroshard": installed_version(),
             "torch": torch.__version__,
-            "num_ranks": runtime.context.axes.everyone.size,
+            "num_ranks": runtime.context.axes.world.size,
         },
         model=describe_model(runtime.module),
         config=_describe_config(parts.config),

@@ -129,7 +129,7 @@ def check_frozen(runtime: Runtime, stored: Stored, names: Mapping[str, str]) -> 
         return
     wanted = [parameter.fqn for parameter in left_out]
     label = "comparison of frozen parameters"
-    everyone = on_all(runtime.context.axes.everyone, label, lambda: measure_pieces(runtime, wanted))
+    everyone = on_all(runtime.context.axes.world, label, lambda: measure_pieces(runtime, wanted))
     present = join_pieces(piece for pieces in everyone for piece in pieces)
     for parameter in left_out:
         name, dtype = names[parameter.fqn], dtype_name(parameter.dtype)

@@ -81,7 +81,7 @@ def load(
     if weights_only:
         parts = replace(parts, optimizer=None, lr_scheduler=None, loader=None)
     runtime = parts.runtime
-    axis = runtime.context.axes.everyone
+    axis = runtime.context.axes.world
     runtime.settle()
     runtime.require_slices("load_checkpoint()")
     plan: _Plan | None = None

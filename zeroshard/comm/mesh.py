@@ -106,9 +106,15 @@ class Axes:
 
     mesh: DeviceMesh | None
     """None once closed: a mesh holds its process groups, and so their threads."""
+    world: Axis
+    """All ranks: agreements about a step, and checkpoints. A rank that decided without the others would leave
+    them waiting, or go on with other values."""
     everyone: Axis
-    """The ranks of `dp` and `tp` together, rank 0 the first of both: agreements and the first broadcast. A
-    rank that decided without the others would leave them waiting, or go on with other values."""
+    """The ranks of `dp` and `tp` together, which hold the same part of the model, rank 0 the first of both:
+    agreements about units, and the first broadcast."""
+    pp: Axis
+    """The ranks that hold other parts of the model, in the order of these parts. On accelerators its second
+    communicator serves messages to earlier ranks."""
     dp: Axis
     """The ranks with batches of their own for the same part of the model: the mean of losses."""
     dp_shard: Axis
@@ -128,8 +134,8 @@ class Axes:
     def of_one_group(mesh: DeviceMesh | None, axis: Axis) -> Axes:
         """Return the axes when all data-parallel ranks form one shard group, and no other axis has ranks."""
         alone = axis.over(None)
-        others = {"dp_replicate": alone, "dp_inner": alone, "tp": alone, "activations": alone}
-        return Axes(mesh, everyone=axis, dp=axis, dp_shard=axis, **others)
+        names = ("pp", "dp_replicate", "dp_inner", "tp", "activations")
+        return Axes(mesh, world=axis, everyone=axis, dp=axis, dp_shard=axis, **dict.fromkeys(names, alone))
 
     def __getitem__(self, name: str) -> Axis:
         """The axis that an `Exchange` is over."""
@@ -145,7 +151,7 @@ class Axes:
     def members(self) -> tuple[Axis, ...]:
         """All axes."""
         data = self.dp, self.dp_shard, self.dp_replicate, self.dp_inner
-        return self.everyone, *data, self.tp, self.activations
+        return self.world, self.everyone, self.pp, *data, self.tp, self.activations
 
     def drain(self, seconds: float) -> None:
         """Wait for exchanges under way."""
@@ -214,7 +220,14 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
         axes.activations = _open_activations(axes.tp, mesh, world)
         for axis in (axes.tp, axes.activations):
             axis.serve_activations(TENSOR)
-        axes.everyone = _open_parts("data and tensor", mesh, (*DATA, TP), world) if PP in names else world
+        axes.everyone = world
+    if PP in names:
+        axes.everyone = _open_parts("data and tensor", mesh, (*DATA, TP), world)
+        axes.pp = _open_parts(PP, mesh, (PP,), world)
+        if not axes.pp.exchanges:
+            axes.pp.reduce_over(_open_group("to earlier ranks", mesh, (PP,), world))
+    if PP in names or TP in names:
+        axes.world = world
     if not axes.dp_shard.exchanges and axes.dp_shard.size > 1:
         # The other axes need no second one: dp_inner only gathers, dp_replicate only reduces.
         axes.dp_shard.reduce_over(_shard_subgroup("reductions", axes, axes.dp_shard.size))
@@ -250,23 +263,30 @@ def _shard_subgroup(purpose: str, axes: Axes, size: int) -> dist.ProcessGroup:
             "parameters are sharded"
         )
     own = axes.dp_shard.global_ranks
-    everyone: list[list[int]] = axes.everyone.all_gather_object(own, "agreement on shard groups")
+    everyone: list[list[int]] = axes.world.all_gather_object(own, "agreement on shard groups")
     groups = sorted({tuple(ranks) for ranks in everyone})
     parts = [list(ranks[start : start + size]) for ranks in groups for start in range(0, group_size, size)]
-    return _own_group(purpose, parts, axes.everyone.timeout_s)
+    return _own_group(purpose, parts, axes.world.timeout_s)
 
 
 def _open_parts(purpose: str, mesh: DeviceMesh, axes: Sequence[str], world: Axis) -> Axis:
     """Return the axis of the ranks that differ from this one on some axes of the mesh alone; collective."""
+    group = _open_group(purpose, mesh, axes, world)
+    is_served = dist.get_backend(group) == "gloo" or dist.get_world_size(group) == 1
+    control = None if is_served else _open_group(f"{purpose} control", mesh, axes, world, "gloo")
+    return world.over(group, control)
+
+
+def _open_group(
+    purpose: str, mesh: DeviceMesh, axes: Sequence[str], world: Axis, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Return the group of the ranks that differ from this one on some axes of the mesh alone; collective."""
     names = mesh.mesh_dim_names or ()
     inner = [number for number, name in enumerate(names) if name in axes]
     outer = [number for number, name in enumerate(names) if name not in axes]
     ranks = mesh.mesh.permute(*outer, *inner)
     parts: list[list[int]] = ranks.flatten(len(outer)).flatten(0, max(0, len(outer) - 1)).tolist()
-    group = _own_group(purpose, parts, world.timeout_s)
-    is_served = dist.get_backend(group) == "gloo" or len(parts[0]) == 1
-    control = None if is_served else _own_group(f"{purpose} control", parts, world.timeout_s, "gloo")
-    return world.over(group, control)
+    return _own_group(purpose, parts, world.timeout_s, backend)
 
 
 def _open_activations(tp: Axis, mesh: DeviceMesh, world: Axis) -> Axis:
@@ -297,9 +317,7 @@ def _take_number(axes: Axes) -> int:
     """
     global _numbers_used
     number, taken = _numbers_used, {number % _NUM_TAG_RANGES for number in _numbers.values()}
-    everyone: list[tuple[int, set[int]]] = axes.everyone.all_gather_object(
-        (number, taken), "agreement on tags"
-    )
+    everyone: list[tuple[int, set[int]]] = axes.world.all_gather_object((number, taken), "agreement on tags")
     number, taken = max(used for used, _ in everyone), {tags for _, alive in everyone for tags in alive}
     if len(taken) == _NUM_TAG_RANGES:
         raise RuntimeError(f"{_NUM_TAG_RANGES} engines are alive: close() or delete those that are not used")

@@ -153,11 +153,12 @@ class Pipeline(Checked):
 
     _prefix = "pipeline."
     # Order of forwards and backwards, in upper or lower case.
-    schedule: Annotated[str, rules.choice("1f1b", "gpipe", "interleaved1f1b", "zerobubble")] = "1f1b"
+    schedule: Annotated[str, rules.choice("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "varuna")] = "1f1b"
     num_microbatches: Annotated[int, rules.integer(1)] = 1  # micro-batches in a rank's batch
     # Names of the modules that each begin a new pipeline stage. None: the model is cut automatically.
     split: Annotated[Sequence[str] | None, rules.MODULE_NAMES] = None
-    num_chunks: Annotated[int, rules.integer(1)] = 1  # pipeline stages on each rank
+    # Chunks of the model on each rank. None: the smallest number that the schedule allows.
+    num_chunks: Annotated[int | None, rules.integer(1)] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +222,7 @@ class Config(Checked):
             ),
             # The backward of compiled code may write to the memory of saved tensors.
             Requirement(self.offload.activations != "none", "offload.activations", *not_compiled),
-            Requirement(self.pipeline.num_chunks > 1, "pipeline.num_chunks", *pipelined),
+            Requirement(self.pipeline.num_chunks is not None, "pipeline.num_chunks", *pipelined),
             Requirement(self.pipeline.split is not None, "pipeline.split", *pipelined),
             # Gradients of ignored parameters are neither unscaled nor widened.
             Requirement(bool(self.ignored), "ignored", *not_half),
@@ -278,8 +279,7 @@ Checked._whole = Config
 # Keys that have only some of their values so far; of the pipeline, only the defaults.
 _AVAILABLE: dict[str, tuple[object, ...]] = {
     "precision.main_dtype": (None, torch.float32, torch.float64, torch.bfloat16),
-    "mesh.pp": (1,),
-} | {key: (value,) for key, value in flat(Pipeline()).items()}
+}
 
 
 def require_supported(config: Config) -> None:

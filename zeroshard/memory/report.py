@@ -98,8 +98,8 @@ def measure(runtime: Runtime, optimizer: Optimizer | None) -> MemoryReport:
         host=sum(held.all for held in on_host) + staging + context.host.num_bytes,
         pinned=sum(held.pinned for held in on_host) + pinned_staging + context.host.pinned,
         nvme=context.memory.nvme_bytes,
-        rank=context.axes.everyone.rank,
-        num_ranks=context.axes.everyone.size,
+        rank=context.axes.world.rank,
+        num_ranks=context.axes.world.size,
         device=str(context.device),
         **asdict(measure_process(context.device)),
     )

@@ -97,7 +97,7 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
         largest = torch.zeros((), dtype=torch.float64, device=device)
         for group in groups:
             largest = torch.maximum(largest, moves.to_device(_largest(group), device))
-        for axis in (axes.dp_shard, axes.tp):
+        for axis in (axes.dp_shard, axes.tp, axes.pp):
             everyone = torch.zeros(axis.size, dtype=torch.float64, device=device)
             everyone[axis.rank] = largest
             largest = axis.sum(everyone, "largest gradients").max()
@@ -107,7 +107,7 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
         total += moves.to_device(sum_of_powers(group, order).sum(), device)
     if own.squares:
         total += torch.stack(own.squares).sum()
-    for axis in (axes.dp_shard, axes.tp):
+    for axis in (axes.dp_shard, axes.tp, axes.pp):
         total = axis.sum(total, f"sum of the gradient norms to the power of {order:g}")
     return (total.sqrt() if order == 2.0 else total.pow(1.0 / order)).float()
 

@@ -34,7 +34,7 @@ class StepGuard:
         is_half = runtime.reducer.is_half
         self.loss_scale = LossScale.of(config.precision.loss_scale) if is_half else LossScale()
         is_narrow = config.precision.main_dtype is torch.bfloat16
-        self.rounding = Rounding.agreed(runtime.context.axes.everyone) if is_narrow else None
+        self.rounding = Rounding.agreed(runtime.context.axes.world) if is_narrow else None
         """The rounding of updates into main parameters of bfloat16; None for wider ones."""
         clips = config.clip_grad_norm is not None and has_far_parameters(runtime)
         self.scaling = Scaling(optimizer, runtime.state) if clips and optimizer is not None else None

@@ -22,7 +22,7 @@ def all_finite(runtime: Runtime) -> bool:
     probes = [_probe(group) for group in by_device(own.tensors)]
     probes += [torch.stack(own.squares)] if own.squares else []
     is_bad = not all(bool(probe.isfinite().all()) for probe in probes)
-    return not runtime.context.axes.everyone.any([is_bad], "agreement on whether gradients are finite")()[0]
+    return not runtime.context.axes.world.any([is_bad], "agreement on whether gradients are finite")()[0]
 
 
 def _probe(tensors: Sequence[Tensor]) -> Tensor:
@@ -50,7 +50,7 @@ def describe_nonfinite(runtime: Runtime, order: float = 2.0) -> str:
     """The message: the norm, and the first parameters with such gradients on any rank."""
     parameters = list(runtime.parameters)
     own = [p.grad is not None and not bool(p.grad.isfinite().all()) for p in parameters]
-    answer = runtime.context.axes.everyone.any(own, "search for gradients that are not finite")
+    answer = runtime.context.axes.world.any(own, "search for gradients that are not finite")
     names = [p.fqn for p, is_bad in zip(parameters, answer(), strict=True) if is_bad]
     shown = ", ".join(map(repr, names[:_NUM_SHOWN])) or "none: they are too large to be added up"
     more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
