@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.adapters import around, through_adapters
 from zeroshard.parallel.tensor.experts import cuts_of_experts
 from zeroshard.parallel.tensor.heads import dim_of, is_conv1d, is_linear, with_heads
@@ -48,7 +49,7 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
 
     for name, module in model.named_modules():
         style = style_of(name)
-        if style.way is not Way.REPLICATE:
+        if style.way is not Way.REPLICATE and not isinstance(module, Absent):
             adapter, parent = around(model, name)
             style = with_heads(style, name, module, parent, num_ranks)
             if style.way is Way.EXPERTS:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from zeroshard.parallel.pipeline.chunked import Absent
+
 _T5 = {
     "*shared": "rowwise",
     "*embed_tokens": "rowwise",
@@ -74,7 +76,7 @@ def check_vocabulary(model: nn.Module, plan: Mapping[str, Any], num_ranks: int) 
         return
     tables = [_found(model, "get_input_embeddings"), _found(model, "get_output_embeddings")]
     for name, module in model.named_modules():
-        if not any(module is table for table in tables):
+        if isinstance(module, Absent) or not any(module is table for table in tables):
             continue
         word = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), "replicate")
         num_tokens = len(module.weight)
