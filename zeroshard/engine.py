@@ -30,10 +30,10 @@ from zeroshard.internals.autograd import outside_transforms
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.modulelike import ModuleLike
-from zeroshard.parameters.state import refuse_to_drop
-from zeroshard.reports import Reports
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.training import Pipelined
+from zeroshard.parameters.state import refuse_to_drop
+from zeroshard.reports import Reports
 from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.tracers import refuse_proxies

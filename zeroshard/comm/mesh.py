@@ -215,6 +215,23 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
     axes = Axes.of_one_group(mesh, dp)
     if DP_REPLICATE in names:
         axes.dp_shard, axes.dp_replicate = world.over(shard), world.over(mesh.get_group(DP_REPLICATE))
+    _open_model_axes(axes, mesh, world)
+    if not axes.dp_shard.exchanges and axes.dp_shard.size > 1:
+        # The other axes need no second one: dp_inner only gathers, dp_replicate only reduces.
+        axes.dp_shard.reduce_over(_shard_subgroup("reductions", axes, axes.dp_shard.size))
+    if 1 < inner_size != axes.dp_shard.size:
+        axes.dp_inner = world.over(_shard_subgroup("dp_inner", axes, inner_size))
+    number = _take_number(axes)
+    for axis in axes.members:
+        axis.first_tag, axis.ledger.name = number % _NUM_TAG_RANGES * _TAGS_PER_ENGINE, number
+    if axes.dp_replicate.size > 1:
+        axes.dp.ledger.groups[GATHER] = axes.dp_shard.global_ranks[0]
+    return axes
+
+
+def _open_model_axes(axes: Axes, mesh: DeviceMesh, world: Axis) -> None:
+    """Open the axes along which the model is cut; collective."""
+    names = mesh.mesh_dim_names or ()
     if TP in names:
         axes.tp = _open_parts(TP, mesh, (TP,), world)
         axes.activations = _open_activations(axes.tp, mesh, world)
@@ -228,17 +245,6 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
             axes.pp.reduce_over(_open_group("to earlier ranks", mesh, (PP,), world))
     if PP in names or TP in names:
         axes.world = world
-    if not axes.dp_shard.exchanges and axes.dp_shard.size > 1:
-        # The other axes need no second one: dp_inner only gathers, dp_replicate only reduces.
-        axes.dp_shard.reduce_over(_shard_subgroup("reductions", axes, axes.dp_shard.size))
-    if 1 < inner_size != axes.dp_shard.size:
-        axes.dp_inner = world.over(_shard_subgroup("dp_inner", axes, inner_size))
-    number = _take_number(axes)
-    for axis in axes.members:
-        axis.first_tag, axis.ledger.name = number % _NUM_TAG_RANGES * _TAGS_PER_ENGINE, number
-    if axes.dp_replicate.size > 1:
-        axes.dp.ledger.groups[GATHER] = axes.dp_shard.global_ranks[0]
-    return axes
 
 
 def _control_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup | None:
