@@ -20,7 +20,7 @@ LAYERS = (
     {"stepping", "forwards", "guards", "restore", "full", "parallel"},
     {"assemble", "optim"},
     {"checkpoint", "hf", "byname", "memory", "sharded"},
-    {"engine", "checkpointing", "modulelike", "reports"},
+    {"engine", "batches", "checkpointing", "modulelike", "reports"},
     {"entry"},
     {"cli", "integrations"},
     {"__init__", "__main__"},

@@ -9,14 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from zeroshard.batches import Batches
 from zeroshard.byname import ByName
 from zeroshard.checkpoint.capture import Parts
 from zeroshard.checkpoint.save import Saver
 from zeroshard.checkpointing import Checkpointing
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.wrappers import refuse_wrappers
-from zeroshard.data.losses import LossFunction, check_loss, loss_of
-from zeroshard.data.microbatch import split_batch, to_device
+from zeroshard.data.losses import LossFunction, check_loss
 from zeroshard.deepspeed.habits import DeepSpeedNames
 from zeroshard.forwards.methods import (
     EnginesOwn,
@@ -43,7 +43,7 @@ from zeroshard.stepping.guard import StepGuard
 from zeroshard.stepping.halfway import Arguments, Halfway
 
 
-class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, ModuleLike):
+class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, ModuleLike):
     """A sharded model with its optimizer. `zeroshard.initialize` makes it.
 
     Its parameters and buffers are those of the model, under their original names. Between steps the
@@ -76,6 +76,8 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         self._halfway = Halfway()
         self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
+        if part is not None:
+            self._num_micro_batches = parts.config.pipeline.num_microbatches
         self._is_ready = False
         """True if `step()` has made the gradients ready for the optimizer."""
         weakref.finalize(self, saver.leave_alone)
@@ -226,47 +228,6 @@ class Engine(ByName, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, Modul
         self._runtime.drop_deferred()
         with past_guards():  # its guards take longer than the rest
             type(self.module).zero_grad(self.module, set_to_none)
-
-    def train_batch(self, inputs: Any, targets: Any = None) -> Tensor:
-        """Take one optimizer step on this rank's batch, cut along dim 0 into the accumulation steps.
-
-        Args:
-            inputs: tensors [batch, ...]: one, a tuple of positional or a mapping of keyword arguments. Each
-                micro-batch is copied to the engine's device; out of pinned memory, without a wait.
-            targets: [batch, ...], the second argument of `loss_fn`. Without a `loss_fn` the model must
-                return an object or mapping with a `loss`, and gets them as `labels`.
-
-        Returns:
-            The mean loss over all ranks and micro-batches; 0-dim, detached.
-
-        Raises:
-            ValueError: the batch does not divide into the accumulation steps; there is no loss.
-            RuntimeError: some of the accumulation steps were taken outside, or their end is set there.
-        """
-        if self._micro_step:
-            raise RuntimeError(
-                f"train_batch() after {self._micro_step} micro-batches of an unfinished step: end it with "
-                "backward() and step(), or drop it with zero_grad()"
-            )
-        if self._boundary is not None:
-            raise RuntimeError(
-                "train_batch() counts: call set_gradient_accumulation_boundary(None) before it"
-            )
-        if self._pipeline is not None:
-            is_half = self._runtime.reducer.is_half
-            mean = self._pipeline.run(inputs, targets, loss_scale=self.loss_scale, is_half=is_half)
-            self.step()
-            return self._axes.dp.sum(mean, "mean of the loss") / self._axes.dp.size
-        num_steps = self._num_micro_batches
-        device = self._runtime.context.device
-        total = torch.zeros((), dtype=torch.float32, device=device)
-        pieces = zip(split_batch(inputs, num_steps), split_batch(targets, num_steps), strict=True)
-        for piece, target in pieces:
-            loss = loss_of(self, self.loss_fn, to_device(piece, device), to_device(target, device))
-            total += self.backward(loss).float()
-            self.step()
-        axis = self._axes.dp
-        return axis.sum(total / num_steps, "mean of the loss") / axis.size
 
     def set_gradient_accumulation_steps(self, number: int) -> None:
         """Take another number of micro-batches in each step from now on; on all ranks alike.

@@ -99,6 +99,8 @@ def initialize(
         world = _open_world(config, use_device(config.device))
         part = _take_part(model, outline, optimizer, config, world)
     specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started
+    if part is not None:
+        specs = part.named(specs)
     division = plan_division(model, specs, tp_plan, config.mesh.tp, by_sequence=config.mesh.sequence)
     specs = division.specs
     optimizer = _build_optimizer(optimizer, model)

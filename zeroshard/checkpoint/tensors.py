@@ -151,7 +151,7 @@ def written_slices(
         part
         for buffer in runtime.buffers
         for index, sharded in enumerate(buffer.sharded)
-        if sharded.fqn not in left_out and counts(buffer.originals[index], rank)
+        if sharded.fqn not in left_out and counts(buffer.originals[index], rank, _pp_rank(runtime))
         for part in _slices(
             buffer, index, sharded.fqn, states.get(sharded, {}), _written(buffer, runtime), rank, is_first
         )
@@ -166,12 +166,16 @@ def parameter_slices(runtime: Runtime, names: Collection[str]) -> Iterator[Tenso
     rank = _tp_rank(runtime)
     for buffer in runtime.buffers:
         for index, sharded in enumerate(buffer.sharded):
-            if sharded.fqn in names and counts(buffer.originals[index], rank):
+            if sharded.fqn in names and counts(buffer.originals[index], rank, _pp_rank(runtime)):
                 yield from _slices(buffer, index, sharded.fqn, {}, _written(buffer, runtime), rank)
 
 
 def _tp_rank(runtime: Runtime) -> int:
     return runtime.context.axes.tp.rank
+
+
+def _pp_rank(runtime: Runtime) -> int:
+    return runtime.context.axes.pp.rank
 
 
 def _written(buffer: FlatBuffer, runtime: Runtime) -> Span:

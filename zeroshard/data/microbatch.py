@@ -11,17 +11,22 @@ import torch
 from torch import Tensor
 
 
-def split_batch(value: Any, num_pieces: int) -> list[Any]:
+def split_batch(value: Any, num_pieces: int, key: str = "gradient_accumulation_steps") -> list[Any]:
     """Cut every tensor of a batch along dim 0; each piece gets all scalars.
+
+    Args:
+        value: the batch.
+        num_pieces: the number of pieces.
+        key: the name of this number in error messages.
 
     Raises:
         ValueError: the batch does not divide, or holds an object of a type that may hide tensors.
     """
     if isinstance(value, Mapping):
-        columns = {key: split_batch(item, num_pieces) for key, item in value.items()}
-        return [{key: column[i] for key, column in columns.items()} for i in range(num_pieces)]
+        columns = {name: split_batch(item, num_pieces, key) for name, item in value.items()}
+        return [{name: column[i] for name, column in columns.items()} for i in range(num_pieces)]
     if isinstance(value, list | tuple):
-        items = [split_batch(item, num_pieces) for item in value]
+        items = [split_batch(item, num_pieces, key) for item in value]
         build = getattr(type(value), "_make", type(value))  # a named tuple takes its items one by one
         return [build(item[i] for item in items) for i in range(num_pieces)]
     if value is None or isinstance(value, bool | int | float | str) or num_pieces == 1:
@@ -35,7 +40,7 @@ def split_batch(value: Any, num_pieces: int) -> list[Any]:
         return [value] * num_pieces
     if value.shape[0] % num_pieces:
         raise ValueError(
-            f"expected a batch whose dim 0 is a multiple of gradient_accumulation_steps={num_pieces}, "
+            f"expected a batch whose dim 0 is a multiple of {key}={num_pieces}, "
             f"got shape {tuple(value.shape)}"
         )
     return list(value.chunk(num_pieces))

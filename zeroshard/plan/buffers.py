@@ -197,7 +197,8 @@ def group(originals: Iterable[Original], dtypes: DtypePolicy) -> list[list[Origi
     for original in originals:
         parameter = original.parameter
         compute = dtypes.of(original).param_dtype
-        key = (parameter.dtype, parameter.requires_grad, compute, original.is_summed)
+        # Parameters of several pipeline ranks lie alone, so that their slices are the same on all of these.
+        key = (parameter.dtype, parameter.requires_grad, compute, original.is_summed, original.holders)
         groups.setdefault(key, []).append(original)
     return list(groups.values())
 

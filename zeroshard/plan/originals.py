@@ -23,6 +23,8 @@ class Original:
     """The cut over the ranks of a tensor group, which hold a part each; None if each holds all of it."""
     is_summed: bool = False
     """True if each tensor rank holds all of it and computes a summand of its gradient."""
+    holders: tuple[int, ...] = ()
+    """The pipeline ranks that hold it, if there are several: each computes a summand of its gradient."""
 
     @property
     def shape(self) -> torch.Size:
@@ -50,6 +52,7 @@ def computes_in_own_dtype(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm)
 
 
-def counts(original: Original, tp_rank: int) -> bool:
-    """True for the one of several tensor ranks with the same values that counts them, as in norms."""
-    return tp_rank == 0 or original.cut is not None
+def counts(original: Original, tp_rank: int, pp_rank: int) -> bool:
+    """True for the one of several ranks with the same values that counts them, as in norms."""
+    is_first = not original.holders or pp_rank == original.holders[0]
+    return is_first and (tp_rank == 0 or original.cut is not None)

@@ -63,7 +63,8 @@ class FlatBuffer:
         self.plan, self.originals = plan, tuple(originals)
         self.unit_name, self.tag, self._context = unit_name, tag, context
         self.layout, self.trainable = plan.layout, plan.trainable
-        self._counts = [counts(original, context.axes.tp.rank) for original in originals]
+        axes = context.axes
+        self._counts = [counts(original, axes.tp.rank, axes.pp.rank) for original in originals]
         self.shapes = tuple(original.shape for original in originals)
         self.whole_shapes = tuple(original.whole_shape for original in originals)
         self.is_resident, self.is_partial = plan.is_resident, plan.is_partial

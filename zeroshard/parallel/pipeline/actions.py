@@ -147,6 +147,12 @@ class Schedule:
         return len(self.placement)
 
     @cached_property
+    def forwards(self) -> Schedule:
+        """The forwards alone, in the same order: for an evaluation."""
+        own = [[action for action in actions if action.kind is Kind.FORWARD] for actions in self.lists]
+        return Schedule(self.placement, self.num_microbatches, frozen(own))
+
+    @cached_property
     def chunks(self) -> tuple[tuple[int, ...], ...]:
         """The chunks of each pipeline rank."""
         return tuple(

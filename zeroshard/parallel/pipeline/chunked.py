@@ -16,20 +16,37 @@ from torch import Tensor, nn
 from zeroshard.parallel.pipeline.outline import Outline, names_below
 
 
+class Turn:
+    """The chunk that computes."""
+
+    def __init__(self) -> None:
+        self.chunk: int | None = None
+
+
 class Absent(nn.Module):
     """A module of another rank: it hands on its first argument.
 
     Args:
         adds: True for an embedding, whose rows are added to values that a chunk before has made: it gives a
             zero.
+        turn: the chunk that computes.
     """
 
-    def __init__(self, *, adds: bool) -> None:
+    def __init__(self, *, adds: bool, turn: Turn) -> None:
         super().__init__()
-        self._adds = adds
+        self._adds, self._turn = adds, turn
 
     def forward(self, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the value; or a zero for an embedding."""
+        """Return the value; or a zero for an embedding.
+
+        Raises:
+            RuntimeError: no chunk computes: somebody has called the model by itself.
+        """
+        if self._turn.chunk is None:
+            raise RuntimeError(
+                "this rank has only its chunks of the model (mesh.pp >= 2), and cannot run its forward: call "
+                "engine.train_batch(inputs, targets) or engine.eval_batch(inputs, targets) on all ranks"
+            )
         return _nothing(value) if self._adds else value
 
     def extra_repr(self) -> str:
@@ -52,7 +69,7 @@ class Chunked:
     ) -> None:
         self.model, self._num_chunks = model, len(blocks)
         self._is_sequence = isinstance(model, nn.Sequential)
-        self._active: int | None = None
+        self._turn = Turn()
         num_blocks = len(outline.blocks)
         chunk_of = {
             name: chunk for chunk, run in enumerate(blocks) for name in outline.chunk(run, num_blocks)
@@ -65,12 +82,12 @@ class Chunked:
                 module.forward = self._in_turn(module.forward, chunk_of[name], adds)
             else:
                 holder = model.get_submodule(parent)
-                holder._modules[attribute] = Absent(adds=adds)
+                holder._modules[attribute] = Absent(adds=adds, turn=self._turn)
 
     def _in_turn(self, forward: Callable[..., Any], chunk: int, adds: bool) -> Callable[..., Any]:
         @functools.wraps(forward)
         def in_turn(*args: Any, **kwargs: Any) -> Any:
-            if self._active is None or self._active == chunk:
+            if self._turn.chunk in (None, chunk):
                 return forward(*args, **kwargs)
             value = args[0] if args else next(iter(kwargs.values()))
             return _nothing(value) if adds else value
@@ -89,7 +106,7 @@ class Chunked:
         Returns:
             The output of the chunk: a tensor, but in the last chunk of a model of transformers its output.
         """
-        self._active = chunk
+        self._turn.chunk = chunk
         try:
             if self._is_sequence:
                 return self.model(kwargs["input"] if value is None else value)
@@ -103,7 +120,7 @@ class Chunked:
             outputs = self.model(**given, use_cache=False)
             return outputs if is_last else outputs.logits
         finally:
-            self._active = None
+            self._turn.chunk = None
 
 
 def _nothing(value: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -12,14 +14,58 @@ from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.outline import Outline
 from zeroshard.parallel.pipeline.partition import Block, partition
 from zeroshard.parallel.pipeline.schedules import build_schedule
+from zeroshard.plan.originals import Original
+from zeroshard.plan.wrapping import UnitSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
+class Holders:
+    """A parameter that several pipeline ranks hold, such as a tied embedding and head."""
+
+    name: str
+    """Its name in the whole model."""
+    ranks: tuple[int, ...]
+    """The pipeline ranks, in order."""
+
+
+@dataclass(frozen=True)
 class Part:
     """A rank's part of a model."""
 
     chunked: Chunked
-    schedule: Schedule
+    config: Config
+    num_chunks: int
+    """The chunks of the whole model."""
+    holders: Mapping[nn.Parameter, Holders]
+    """By parameter of this rank that others hold, too."""
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return the schedule of a batch.
+
+        Raises:
+            ValueError: it does not exist with this number of micro-batches.
+        """
+        return schedule_of(self.config, num_microbatches)
+
+    def named(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
+        """Return units whose shared parameters have their names in the whole model, and their holders."""
+        return [replace(spec, originals=list(map(self._named, spec.originals))) for spec in specs]
+
+    def _named(self, original: Original) -> Original:
+        found = self.holders.get(original.parameter)
+        return original if found is None else replace(original, fqn=found.name, holders=found.ranks)
+
+
+_build = functools.lru_cache(maxsize=32)(build_schedule)
+
+
+def schedule_of(config: Config, num_microbatches: int) -> Schedule:
+    """Return the schedule that a config names, for so many micro-batches.
+
+    Raises:
+        ValueError: it does not exist with these numbers.
+    """
+    return _build(config.pipeline.schedule, config.mesh.pp, num_microbatches, config.pipeline.num_chunks)
 
 
 def take_part(model: nn.Module, outline: Outline, config: Config, rank: int) -> Part:
@@ -34,12 +80,30 @@ def take_part(model: nn.Module, outline: Outline, config: Config, rank: int) -> 
     Raises:
         ValueError: there are fewer blocks than chunks, or no such schedule.
     """
-    settings, num_ranks = config.pipeline, config.mesh.pp
-    schedule = build_schedule(settings.schedule, num_ranks, settings.num_microbatches, settings.num_chunks)
+    schedule = schedule_of(config, config.pipeline.num_microbatches)
     sizes = [_bytes_of(model.get_submodule(name)) for name in outline.blocks]
     blocks = [Block(time=size, parameter_bytes=size) for size in sizes]
     runs = partition(blocks, schedule.num_chunks, "memory")
-    return Part(Chunked(model, outline, runs, schedule.chunks[rank]), schedule)
+    holders = _find_holders(model, outline, runs, schedule)
+    chunked = Chunked(model, outline, runs, schedule.chunks[rank])
+    own = {parameter: holders[parameter] for parameter in model.parameters() if parameter in holders}
+    return Part(chunked, config, schedule.num_chunks, own)
+
+
+def _find_holders(
+    model: nn.Module, outline: Outline, runs: Sequence[range], schedule: Schedule
+) -> dict[nn.Parameter, Holders]:
+    """Find the parameters that modules of several pipeline ranks use."""
+    ranks: dict[nn.Parameter, set[int]] = {}
+    for chunk, run in enumerate(runs):
+        for name in outline.chunk(run, len(outline.blocks)):
+            for parameter in model.get_submodule(name).parameters():
+                ranks.setdefault(parameter, set()).add(schedule.placement[chunk])
+    return {
+        parameter: Holders(name, tuple(sorted(ranks[parameter])))
+        for name, parameter in model.named_parameters()
+        if len(ranks.get(parameter, ())) > 1
+    }
 
 
 def _bytes_of(module: nn.Module) -> int:

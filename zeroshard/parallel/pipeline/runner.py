@@ -184,7 +184,8 @@ class Runner:
         else:
             random = ()
             outputs = tuple(self._chunks.forward(chunk, microbatch, inputs))
-        self._batch.calls[chunk, microbatch] = _Call(inputs, () if is_recomputed else outputs, random)
+        if chunk in self._ends:
+            self._batch.calls[chunk, microbatch] = _Call(inputs, () if is_recomputed else outputs, random)
         if chunk == self._last_chunk:
             (loss,) = outputs
             self._batch.losses[microbatch] = loss.detach()

@@ -1,4 +1,4 @@
-"""Steps of a pipeline: the runner calls the sharded chunks of this rank.
+"""Batches of a pipeline: the runner calls the sharded chunks of this rank.
 
 The hooks of the sharding gather and free units around each forward and backward, as in any training. The
 gradients of all micro-batches but the last are added up here, and the last backward reduces them.
@@ -6,8 +6,10 @@ gradients of all micro-batches but the last are added up here, and the last back
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -15,13 +17,15 @@ from torch import Tensor
 from zeroshard.comm.messages import Messages
 from zeroshard.data.losses import LossFunction, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
-from zeroshard.parallel.pipeline.actions import Action, Kind
+from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.runner import Runner
 from zeroshard.sharding.runtime import Runtime
 
 _TAG = (1 << 16) - 2
 """The last two tags of an engine's range; buffers take the first ones."""
+_NUM_BITS = 32
+"""Bits of the checksum of a batch that pipeline ranks compare."""
 
 
 class Pipelined:
@@ -36,40 +40,53 @@ class Pipelined:
     def __init__(self, part: Part, runtime: Runtime, loss_fn: LossFunction | None) -> None:
         self._part, self._runtime, self._loss_fn = part, runtime, loss_fn
         self._axes = runtime.context.axes
-        self._runner = Runner(part.schedule, Messages(self._axes.pp, _TAG), self)
-        ends = [action for action in part.schedule.lists[self._axes.pp.rank] if action.kind in _ENDS]
-        self._end = ends[-1]
-        """The action after which this rank has all gradients."""
+        self._messages = Messages(self._axes.pp, _TAG)
+        self._runners: dict[tuple[int, bool], Runner] = {}
+        """By number of micro-batches; with backwards or without."""
+        self._names = tuple(inspect.signature(part.chunked.model.forward).parameters)
         self._batch: list[tuple[Any, Any]] = []
-        self._factor: Callable[[Tensor], Tensor] = lambda loss: loss
+        self._factor = 1.0
         self._losses: list[Tensor] = []
-        self._action = self._end
-        self.loss_scale = 1.0
+        self._action: Action | None = None
+        self._end: Action | None = None
+        """The action after which this rank has all gradients."""
+        self._loss_scale = 1.0
+        self._num_batches = 0
 
-    @property
-    def num_microbatches(self) -> int:
-        """The micro-batches of a step."""
-        return self._part.schedule.num_microbatches
-
-    def run(self, inputs: Any, targets: Any, *, loss_scale: float, is_half: bool) -> Tensor:
+    def run(self, inputs: Any, targets: Any, num: int, *, loss_scale: float, is_half: bool) -> Tensor:
         """Compute the gradients of a batch.
 
         Args:
             inputs, targets: as `Engine.train_batch` has them; the same on all ranks of a pipeline.
+            num: micro-batches.
             loss_scale: the factor of the loss.
             is_half: True if there is one.
 
         Returns:
             The mean loss over the micro-batches, 0-dim, on all ranks of the pipeline.
+
+        Raises:
+            ValueError: the batch does not divide into the micro-batches, or the schedule does not exist with
+                so many.
+            RuntimeError: the ranks of the pipeline have different batches.
         """
-        num, device = self.num_microbatches, self._runtime.context.device
-        pieces = zip(split_batch(inputs, num), split_batch(targets, num), strict=True)
+        self._factor, self._loss_scale = (loss_scale if is_half else 1.0) / num, loss_scale
+        return self._run(inputs, targets, num, has_backward=True)
+
+    def evaluate(self, inputs: Any, targets: Any, num: int) -> Tensor:
+        """Return the mean loss of a batch; arguments and errors as in `run`."""
+        return self._run(inputs, targets, num, has_backward=False)
+
+    def _run(self, inputs: Any, targets: Any, num: int, *, has_backward: bool) -> Tensor:
+        runner = self._runner(num, has_backward)
+        device, what = self._runtime.context.device, "pipeline.num_microbatches"
+        pieces = zip(split_batch(inputs, num, what), split_batch(targets, num, what), strict=True)
         self._batch = [(to_device(piece, device), to_device(target, device)) for piece, target in pieces]
-        scale = (loss_scale if is_half else 1.0) / num
-        self._factor, self.loss_scale = lambda loss: loss * scale, loss_scale
+        shapes = _shapes(self._batch)
+        self._compare(shapes)
         self._losses = []
         try:
-            self._runner.run(_shapes(self._batch))
+            runner.run(shapes)
         finally:
             self._batch = []
         total = torch.zeros((), dtype=torch.float32, device=device)
@@ -77,24 +94,56 @@ class Pipelined:
             total += loss
         return self._axes.pp.sum(total / num, "mean loss of a pipeline")
 
+    def _runner(self, num: int, has_backward: bool) -> Runner:
+        schedule = self._part.schedule(num)
+        if has_backward:
+            own = schedule.lists[self._axes.pp.rank]
+            self._end = [action for action in own if action.kind in END_BACKWARD][-1]
+        if (num, has_backward) not in self._runners:
+            wanted = schedule if has_backward else schedule.forwards
+            self._runners[num, has_backward] = Runner(wanted, self._messages, self)
+        return self._runners[num, has_backward]
+
+    def _compare(self, shapes: Any) -> None:
+        """Compare the batch with that of the other pipeline ranks: its shapes, and now and then its values.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+        self._num_batches += 1
+        value = crc32(repr(shapes).encode())
+        if not self._num_batches & (self._num_batches - 1):  # 1, 2, 4, 8, ...
+            value = _checksum(self._batch, value)
+        bits = [bool(value >> bit & 1) for bit in range(_NUM_BITS)]
+        flags = [*bits, *(not bit for bit in bits)]
+        found = self._axes.pp.any(flags, "comparison of the batches of a pipeline")()
+        if any(one and other for one, other in zip(found[:_NUM_BITS], found[_NUM_BITS:], strict=True)):
+            raise RuntimeError(
+                f"pipeline ranks {list(self._axes.pp.global_ranks)} have different batches: expected the "
+                "same inputs and targets on all of them. Choose samples by engine.dp_rank and "
+                "engine.dp_world_size, not by the global rank"
+            )
+
+    # -- the runner calls -----------------------------------------------------------------------------
+
     def forward(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute a chunk; see `Chunks`."""
         piece, target = self._batch[microbatch]
         value = inputs[0] if inputs else None
-        if chunk < self._part.schedule.num_chunks - 1:
-            return [self._part.chunked(chunk, value, _named(piece))]
+        if chunk < self._part.num_chunks - 1:
+            return [self._part.chunked(chunk, value, self._named(piece))]
 
         def last(**kwargs: Any) -> Any:
             return self._part.chunked(chunk, value, kwargs)
 
-        loss = loss_of(last, self._loss_fn, _named(piece), target)
+        loss = loss_of(last, self._loss_fn, self._named(piece), target)
         self._losses.append(loss.detach().float())
-        return [self._factor(loss)]
+        return [loss * self._factor]
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
         """Run the backward of a chunk; that of the last micro-batch reduces."""
         reducer, has_more = self._runtime.reducer, self._action != self._end
-        with reducer.deferring(has_more), reducer.scaled(self.loss_scale):
+        with reducer.deferring(has_more), reducer.scaled(self._loss_scale):
             run()
 
     def act(self, action: Action) -> None:
@@ -104,13 +153,12 @@ class Pipelined:
         """Note the action that begins."""
         self._action = action
 
-
-_ENDS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
-
-
-def _named(piece: Any) -> Mapping[str, Any]:
-    """The arguments of a model, by name."""
-    return piece if isinstance(piece, Mapping) else {"input": piece}
+    def _named(self, piece: Any) -> Mapping[str, Any]:
+        """The arguments of the model, by name."""
+        if isinstance(piece, Mapping):
+            return piece
+        values = piece if isinstance(piece, tuple) else (piece,)
+        return dict(zip(self._names, values, strict=False))
 
 
 def _shapes(value: Any) -> Any:
@@ -122,3 +170,14 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(_shapes, value))
     return repr(value)
+
+
+def _checksum(value: Any, start: int) -> int:
+    """The crc32 of all tensors of a batch."""
+    if isinstance(value, Tensor):
+        memory = value.detach().contiguous().view(-1).view(torch.uint8).cpu()
+        return crc32(memory.numpy().data, start)
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    for item in items:
+        start = _checksum(item, start)
+    return start

@@ -1,0 +1,124 @@
+"""The part of an engine that takes whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm.mesh import Axes
+from zeroshard.data.losses import LossFunction, loss_of
+from zeroshard.data.microbatch import split_batch, to_device
+from zeroshard.parallel.pipeline.training import Pipelined
+from zeroshard.sharding.runtime import Runtime
+
+
+class Batches:
+    """Training and evaluation on batches that are cut into micro-batches here."""
+
+    module: nn.Module
+    loss_fn: LossFunction | None
+    _runtime: Runtime
+    _axes: Axes
+    _pipeline: Pipelined | None
+    _micro_step: int
+    _num_micro_batches: int
+    _boundary: bool | None
+
+    if TYPE_CHECKING:
+
+        @property
+        def loss_scale(self) -> float: ...
+
+        def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor: ...
+
+        def step(self) -> bool: ...
+
+    def train_batch(self, inputs: Any, targets: Any = None) -> Tensor:
+        """Take one optimizer step on this rank's batch, cut along dim 0 into the micro-batches of a step.
+
+        Args:
+            inputs: tensors [batch, ...]: one, a tuple of positional or a mapping of keyword arguments. Each
+                micro-batch is copied to the engine's device; out of pinned memory, without a wait. All ranks
+                of a pipeline, and all tensor ranks, get the same batch.
+            targets: [batch, ...], the second argument of `loss_fn`. Without a `loss_fn` the model must
+                return an object or mapping with a `loss`, and gets them as `labels`.
+
+        Returns:
+            The mean loss over all ranks and micro-batches; 0-dim, detached.
+
+        Raises:
+            ValueError: the batch does not divide into the micro-batches; there is no loss.
+            RuntimeError: some of the accumulation steps were taken outside, or their end is set there.
+        """
+        if self._micro_step:
+            raise RuntimeError(
+                f"train_batch() after {self._micro_step} micro-batches of an unfinished step: end it with "
+                "backward() and step(), or drop it with zero_grad()"
+            )
+        if self._boundary is not None:
+            raise RuntimeError(
+                "train_batch() counts: call set_gradient_accumulation_boundary(None) before it"
+            )
+        if self._pipeline is not None:
+            is_half = self._runtime.reducer.is_half
+            num = self._num_micro_batches
+            total = self._pipeline.run(inputs, targets, num, loss_scale=self.loss_scale, is_half=is_half)
+            self._micro_step = num - 1
+            self.step()
+            return self._mean(total)
+        total = self._zero()
+        for piece, target in self._pieces(inputs, targets):
+            loss = loss_of(self, self.loss_fn, piece, target)
+            total += self.backward(loss).float()
+            self.step()
+        return self._mean(total / self._num_micro_batches)
+
+    @torch.no_grad()
+    def eval_batch(self, inputs: Any, targets: Any = None) -> Tensor:
+        """Return the mean loss of a batch, without gradients, in evaluation mode (no dropout); collective.
+
+        Args:
+            inputs, targets: as in `train_batch`.
+
+        Returns:
+            The mean loss over all ranks and micro-batches; 0-dim.
+
+        Raises:
+            ValueError: the batch does not divide into the micro-batches; there is no loss.
+        """
+        with _evaluating(self.module):
+            if self._pipeline is not None:
+                return self._mean(self._pipeline.evaluate(inputs, targets, self._num_micro_batches))
+            total = self._zero()
+            for piece, target in self._pieces(inputs, targets):
+                total += loss_of(self, self.loss_fn, piece, target).float()
+        return self._mean(total / self._num_micro_batches)
+
+    def _pieces(self, inputs: Any, targets: Any) -> Iterator[tuple[Any, Any]]:
+        """The micro-batches, on the device."""
+        num, device = self._num_micro_batches, self._runtime.context.device
+        for piece, target in zip(split_batch(inputs, num), split_batch(targets, num), strict=True):
+            yield to_device(piece, device), to_device(target, device)
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float32, device=self._runtime.context.device)
+
+    def _mean(self, loss: Tensor) -> Tensor:
+        return self._axes.dp.sum(loss, "mean of the loss") / self._axes.dp.size
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Turn off the training mode of all modules, and give each its own back."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
