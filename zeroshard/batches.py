@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class Batches:
             return self._mean(total)
         total = self._zero()
         for piece, target in self._pieces(inputs, targets):
-            loss = loss_of(self, self.loss_fn, piece, target)
+            loss = loss_of(cast(Any, self), self.loss_fn, piece, target)
             total += self.backward(loss).float()
             self.step()
         return self._mean(total / self._num_micro_batches)
@@ -95,7 +95,7 @@ class Batches:
                 return self._mean(self._pipeline.evaluate(inputs, targets, self._num_micro_batches))
             total = self._zero()
             for piece, target in self._pieces(inputs, targets):
-                total += loss_of(self, self.loss_fn, piece, target).float()
+                total += loss_of(cast(Any, self), self.loss_fn, piece, target).float()
         return self._mean(total / self._num_micro_batches)
 
     def _pieces(self, inputs: Any, targets: Any) -> Iterator[tuple[Any, Any]]:
