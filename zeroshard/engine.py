@@ -72,7 +72,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         self.skipped_steps = 0
         """Steps that were not taken because gradients were not finite."""
         self._guard = StepGuard(parts.runtime, parts.config, parts.optimizer)
-        self._pipeline = None if part is None else Pipelined(part, parts.runtime, loss_fn)
+        self._pipeline = None if part is None else Pipelined(part, parts.runtime, loss_fn, parts.optimizer)
         self._halfway = Halfway()
         self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
@@ -192,7 +192,8 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         if self._early is not None:
             self._early.check()
         is_early = self._early is not None and self._early.end()
-        if not self._runtime.has_gradients and not is_early:
+        # A pipeline rank may have no trained parameters, and takes part in the agreements all the same.
+        if not self._runtime.has_gradients and not is_early and self._pipeline is None:
             warn_no_gradients()
             self._micro_step = 0
             self.zero_grad()

@@ -339,6 +339,8 @@ class Passes(ShardedModule):
         if reducer.under_way and not gradients.has_more:
             reducer.make_room()
         unit.note_gradient(backward_task())
+        if gradients.set_aside is not None and gradients.set_aside(index, gradient):
+            return
         gradients.pack(index, gradient, reducer.is_deferring)
         if not gradients.num_missing:
             self._walk.note_gradient(unit)

@@ -20,12 +20,14 @@ from zeroshard.plan.wrapping import UnitSpec
 
 @dataclass(frozen=True)
 class Holders:
-    """A parameter that several pipeline ranks hold, such as a tied embedding and head."""
+    """A parameter that several chunks use, such as a tied embedding and head."""
 
     name: str
     """Its name in the whole model."""
     ranks: tuple[int, ...]
-    """The pipeline ranks, in order."""
+    """The pipeline ranks of these chunks, in order; there may be one alone."""
+    chunks: tuple[int, ...]
+    """The chunks."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Part:
     num_chunks: int
     """The chunks of the whole model."""
     holders: Mapping[nn.Parameter, Holders]
-    """By parameter of this rank that others hold, too."""
+    """By parameter of this rank that several chunks use."""
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return the schedule of a batch.
@@ -46,6 +48,11 @@ class Part:
             ValueError: it does not exist with this number of micro-batches.
         """
         return schedule_of(self.config, num_microbatches)
+
+    def first_chunks(self) -> dict[str, int]:
+        """Return the first of this rank's chunks that use a parameter, for those that several chunks use."""
+        own = set(self.chunked.chunks)
+        return {found.name: min(own.intersection(found.chunks)) for found in self.holders.values()}
 
     def named(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
         """Return units whose shared parameters have their names in the whole model, and their holders."""
@@ -93,17 +100,18 @@ def take_part(model: nn.Module, outline: Outline, config: Config, rank: int) -> 
 def _find_holders(
     model: nn.Module, outline: Outline, runs: Sequence[range], schedule: Schedule
 ) -> dict[nn.Parameter, Holders]:
-    """Find the parameters that modules of several pipeline ranks use."""
-    ranks: dict[nn.Parameter, set[int]] = {}
+    """Find the parameters that modules of several chunks use."""
+    chunks: dict[nn.Parameter, set[int]] = {}
     for chunk, run in enumerate(runs):
         for name in outline.chunk(run, len(outline.blocks)):
             for parameter in model.get_submodule(name).parameters():
-                ranks.setdefault(parameter, set()).add(schedule.placement[chunk])
-    return {
-        parameter: Holders(name, tuple(sorted(ranks[parameter])))
-        for name, parameter in model.named_parameters()
-        if len(ranks.get(parameter, ())) > 1
-    }
+                chunks.setdefault(parameter, set()).add(chunk)
+    holders: dict[nn.Parameter, Holders] = {}
+    for name, parameter in model.named_parameters():
+        if len(users := sorted(chunks.get(parameter, ()))) > 1:
+            ranks = sorted({schedule.placement[chunk] for chunk in users})
+            holders[parameter] = Holders(name, tuple(ranks), tuple(users))
+    return holders
 
 
 def _bytes_of(module: nn.Module) -> int:

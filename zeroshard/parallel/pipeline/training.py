@@ -13,6 +13,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zeroshard.comm.messages import Messages
 from zeroshard.data.losses import LossFunction, loss_of
@@ -20,6 +21,7 @@ from zeroshard.data.microbatch import split_batch, to_device
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.runner import Runner
+from zeroshard.parallel.pipeline.shared import Shared
 from zeroshard.sharding.runtime import Runtime
 
 _TAG = (1 << 16) - 2
@@ -35,12 +37,20 @@ class Pipelined:
         part: the chunks and the schedule.
         runtime: the runtime of their sharding.
         loss_fn: (output, targets) -> loss; None: the model has one.
+        optimizer: the optimizer, if there is one.
+
+    Raises:
+        ValueError: pipeline ranks step a parameter that they share with other hyperparameters.
     """
 
-    def __init__(self, part: Part, runtime: Runtime, loss_fn: LossFunction | None) -> None:
+    def __init__(
+        self, part: Part, runtime: Runtime, loss_fn: LossFunction | None, optimizer: Optimizer | None
+    ) -> None:
         self._part, self._runtime, self._loss_fn = part, runtime, loss_fn
         self._axes = runtime.context.axes
         self._messages = Messages(self._axes.pp, _TAG)
+        self._shared = Shared(runtime, self._messages, part.first_chunks())
+        self._shared.start(optimizer)
         self._runners: dict[tuple[int, bool], Runner] = {}
         """By number of micro-batches; with backwards or without."""
         self._names = tuple(inspect.signature(part.chunked.model.forward).parameters)
@@ -71,7 +81,10 @@ class Pipelined:
             RuntimeError: the ranks of the pipeline have different batches.
         """
         self._factor, self._loss_scale = (loss_scale if is_half else 1.0) / num, loss_scale
-        return self._run(inputs, targets, num, has_backward=True)
+        self._shared.drop()
+        loss = self._run(inputs, targets, num, has_backward=True)
+        self._shared.add_gradients()
+        return loss
 
     def evaluate(self, inputs: Any, targets: Any, num: int) -> Tensor:
         """Return the mean loss of a batch; arguments and errors as in `run`."""
@@ -143,6 +156,7 @@ class Pipelined:
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
         """Run the backward of a chunk; that of the last micro-batch reduces."""
         reducer, has_more = self._runtime.reducer, self._action != self._end
+        self._shared.chunk = chunk
         with reducer.deferring(has_more), reducer.scaled(self._loss_scale):
             run()
 
