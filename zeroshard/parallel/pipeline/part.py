@@ -14,6 +14,7 @@ from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.outline import Outline
 from zeroshard.parallel.pipeline.partition import Block, partition
 from zeroshard.parallel.pipeline.schedules import build_schedule
+from zeroshard.parallel.pipeline.sharding import with_sharding
 from zeroshard.plan.originals import Original
 from zeroshard.plan.wrapping import UnitSpec
 
@@ -41,13 +42,20 @@ class Part:
     holders: Mapping[nn.Parameter, Holders]
     """By parameter of this rank that several chunks use."""
 
-    def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the schedule of a batch.
+    def schedule(self, num_microbatches: int, *, has_backward: bool) -> Schedule:
+        """Return the schedule of a batch, or of its forwards alone.
+
+        With `reshard_after_forward=False` each chunk is unsharded once a batch.
 
         Raises:
             ValueError: it does not exist with this number of micro-batches.
         """
-        return schedule_of(self.config, num_microbatches)
+        schedule = schedule_of(self.config, num_microbatches)
+        if not has_backward:
+            schedule = schedule.forwards
+        if self.config.reshard_after_forward is False and all(a.is_compute for _, a in schedule):
+            return with_sharding(schedule)
+        return schedule
 
     def first_chunks(self) -> dict[str, int]:
         """Return the first of this rank's chunks that use a parameter, for those that several chunks use."""

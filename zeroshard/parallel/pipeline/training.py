@@ -1,7 +1,9 @@
 """Batches of a pipeline: the runner calls the sharded chunks of this rank.
 
-The hooks of the sharding gather and free units around each forward and backward, as in any training. The
-gradients of all micro-batches but the last are added up here, and the last backward reduces them.
+A list without unshard and reshard leaves it to the hooks of the sharding to gather and free unit by unit,
+around each forward and backward. Else the units of a chunk are gathered together and stay until its reshard.
+The gradients of all micro-batches but the last are added up here. The last backward of the rank reduces them,
+unit by unit while it runs; so a reduce in the list has nothing left to do.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from torch.optim import Optimizer
 from zeroshard.comm.messages import Messages
 from zeroshard.data.losses import LossFunction, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
-from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action
+from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.runner import Runner
 from zeroshard.parallel.pipeline.shared import Shared
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.unit import Unit
 
 _TAG = (1 << 16) - 2
 """The last two tags of an engine's range; buffers take the first ones."""
@@ -53,6 +56,7 @@ class Pipelined:
         self._shared.start(optimizer)
         self._runners: dict[tuple[int, bool], Runner] = {}
         """By number of micro-batches; with backwards or without."""
+        self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunked.chunks}
         self._names = tuple(inspect.signature(part.chunked.model.forward).parameters)
         self._batch: list[tuple[Any, Any]] = []
         self._factor = 1.0
@@ -102,19 +106,19 @@ class Pipelined:
             runner.run(shapes)
         finally:
             self._batch = []
+            self._runtime.end_parts()
         total = torch.zeros((), dtype=torch.float32, device=device)
         for loss in self._losses:
             total += loss
         return self._axes.pp.sum(total / num, "mean loss of a pipeline")
 
     def _runner(self, num: int, has_backward: bool) -> Runner:
-        schedule = self._part.schedule(num)
+        schedule = self._part.schedule(num, has_backward=has_backward)
         if has_backward:
             own = schedule.lists[self._axes.pp.rank]
             self._end = [action for action in own if action.kind in END_BACKWARD][-1]
         if (num, has_backward) not in self._runners:
-            wanted = schedule if has_backward else schedule.forwards
-            self._runners[num, has_backward] = Runner(wanted, self._messages, self)
+            self._runners[num, has_backward] = Runner(schedule, self._messages, self)
         return self._runners[num, has_backward]
 
     def _compare(self, shapes: Any) -> None:
@@ -141,8 +145,11 @@ class Pipelined:
 
     def forward(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute a chunk; see `Chunks`."""
+        with self._runtime.part((chunk, microbatch), self._units[chunk]):
+            return self._compute(chunk, microbatch, inputs[0] if inputs else None)
+
+    def _compute(self, chunk: int, microbatch: int, value: Tensor | None) -> Sequence[Tensor]:
         piece, target = self._batch[microbatch]
-        value = inputs[0] if inputs else None
         if chunk < self._part.num_chunks - 1:
             return [self._part.chunked(chunk, value, self._named(piece))]
 
@@ -157,11 +164,20 @@ class Pipelined:
         """Run the backward of a chunk; that of the last micro-batch reduces."""
         reducer, has_more = self._runtime.reducer, self._action != self._end
         self._shared.chunk = chunk
-        with reducer.deferring(has_more), reducer.scaled(self._loss_scale):
+        assert self._action is not None, "it was entered"
+        name = chunk, self._action.microbatch
+        scaled = reducer.scaled(self._loss_scale)
+        with self._runtime.part(name, self._units[chunk]), reducer.deferring(has_more), scaled:
             run()
+        if self._action.kind in END_BACKWARD:
+            self._runtime.forget_part(name)
 
     def act(self, action: Action) -> None:
-        """Do nothing: the hooks gather, free and reduce."""
+        """Unshard or reshard the units of a chunk."""
+        if action.chunk is not None and action.kind is Kind.UNSHARD:
+            self._runtime.unshard((self._runtime.root, *self._units[action.chunk]))  # the root to the end
+        elif action.chunk is not None and action.kind is Kind.RESHARD:
+            self._runtime.reshard(self._units[action.chunk])
 
     def enter(self, action: Action) -> None:
         """Note the action that begins."""
@@ -173,6 +189,12 @@ class Pipelined:
             return piece
         values = piece if isinstance(piece, tuple) else (piece,)
         return dict(zip(self._names, values, strict=False))
+
+
+def _units_of(part: Part, runtime: Runtime, chunk: int) -> dict[Unit, None]:
+    """The units of a chunk, in the same order on all ranks; the root belongs to all chunks."""
+    inside = {module for place in part.chunked.modules_of(chunk) for module in place.modules()}
+    return dict.fromkeys(unit for unit in runtime.units[1:] if inside.issuperset(unit.modules))
 
 
 def _shapes(value: Any) -> Any:
