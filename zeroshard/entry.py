@@ -17,6 +17,7 @@ from zeroshard.agreement import check_agreement
 from zeroshard.assemble import open_data_parallel, shard_over
 from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts
+from zeroshard.checkpoint.description import describe_model
 from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
@@ -93,9 +94,9 @@ def initialize(
     require_supported(config)
     _check_arguments(model, training_data, loss_fn)
     refuse_recording("initialize")
-    part, world = None, None
+    part, world, described = None, None, None
     if config.mesh.pp > 1:
-        outline = outline_of(model)
+        outline, described = outline_of(model), describe_model(model)
         world = _open_world(config, use_device(config.device))
         part = _take_part(model, outline, optimizer, config, world)
     specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started
@@ -130,7 +131,12 @@ def initialize(
         collate_fn = collator(model)
     loader = _build_loader(training_data, collate_fn, config, axes, device)
     parts = Parts(
-        runtime=runtime, config=config, optimizer=optimizer, lr_scheduler=lr_scheduler, loader=loader
+        runtime=runtime,
+        config=config,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        loader=loader,
+        described=described,
     )
     engine = Engine(model, parts, axes, Saver(axes.world), loss_fn, part)
     engine.reset_comm_report()
