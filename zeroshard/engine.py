@@ -76,6 +76,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         self._halfway = Halfway()
         self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
+        self._is_frozen_part = part is not None and part.is_frozen
         if part is not None:
             self._num_micro_batches = parts.config.pipeline.num_microbatches
         self._is_ready = False
@@ -182,7 +183,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
             RuntimeError: the engine has no optimizer. Or gradients are not finite, with
                 `nonfinite="error"`; then parameters and gradients are as they were.
         """
-        if self.optimizer is None:
+        if self.optimizer is None and not self._is_frozen_part:
             raise RuntimeError("step() needs an optimizer: give one to zeroshard.initialize")
         self._saver.check(self._axes.world)
         if not self._is_at_boundary:
@@ -202,7 +203,10 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         if is_taken:
             self._is_ready = True
             try:
-                self.optimizer.step()
+                if self.optimizer is not None:
+                    self.optimizer.step()
+                else:
+                    self._count_step()
             finally:
                 self._is_ready = False
             if self.lr_scheduler is not None:

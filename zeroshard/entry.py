@@ -97,8 +97,12 @@ def initialize(
     part, world, described = None, None, None
     if config.mesh.pp > 1:
         outline, described = outline_of(model), describe_model(model)
+        specs = find_units(model, config.units, config.ignored)
         world = _open_world(config, use_device(config.device))
+        check_agreement(world, model, config, specs, None, {}, training_data)
         part = _take_part(model, outline, optimizer, config, world)
+        if part.is_frozen:  # an optimizer over nothing would be an error of torch
+            optimizer = lr_scheduler = None
     specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started
     if part is not None:
         specs = part.named(specs)

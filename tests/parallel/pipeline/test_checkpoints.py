@@ -8,7 +8,7 @@ import torch.distributed as dist
 import transformers
 
 from tests.checkpoint.runs import read_whole
-from tests.parallel.pipeline.runs import build, llama, parameters_of, plain, start, tokens_of, train
+from tests.parallel.pipeline.runs import parameters_of, start, train
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.optim import AdamW8bit
@@ -117,3 +117,34 @@ def test_checkpoints_go_to_and_from_three_dimensions_to_the_bit(ranks, tmp_path,
 @pytest.mark.parametrize(("before", "after"), [("pp 2", "dp 4"), ("dp 4", "pp 4")])
 def test_states_of_8_bits_go_from_layout_to_layout_to_the_bit(ranks, tmp_path, before, after):
     exchange(ranks, tmp_path, before, after, "tied llama", "8-bit")
+
+
+# --------------------------------------------------------------------------------- for transformers
+
+
+def export(folder, layout, name):
+    engine = begin(layout, name, "AdamW", 3)
+    train(engine, range(2))
+    engine.save_pretrained(folder)
+    state = parameters_of(engine)
+    engine.close(restore=False)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [("pp 2", "tied gpt"), ("pp 2 x tp 2", "llama"), ("pp 2 x dp 2", "tied llama")]
+)
+def test_transformers_reads_the_whole_model_that_pipeline_ranks_have_trained(ranks, tmp_path, layout, name):
+    found = {}
+    for state in ranks(LAYOUTS[layout][0], export, tmp_path, layout, name):
+        found |= state
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    read = dict(model.named_parameters(remove_duplicate=False))
+    assert read.keys() == found.keys()
+    for key, value in found.items():
+        assert torch.equal(read[key], value), key
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]

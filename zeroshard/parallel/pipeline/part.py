@@ -41,6 +41,8 @@ class Part:
     """The chunks of the whole model."""
     holders: Mapping[nn.Parameter, Holders]
     """By parameter of this rank that several chunks use."""
+    is_frozen: bool
+    """True if no parameter of this rank is trained: then it has no optimizer."""
 
     def schedule(self, num_microbatches: int, *, has_backward: bool) -> Schedule:
         """Return the schedule of a batch, or of its forwards alone.
@@ -102,7 +104,8 @@ def take_part(model: nn.Module, outline: Outline, config: Config, rank: int) -> 
     holders = _find_holders(model, outline, runs, schedule)
     chunked = Chunked(model, outline, runs, schedule.chunks[rank])
     own = {parameter: holders[parameter] for parameter in model.parameters() if parameter in holders}
-    return Part(chunked, config, schedule.num_chunks, own)
+    is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    return Part(chunked, config, schedule.num_chunks, own, is_frozen)
 
 
 def _find_holders(

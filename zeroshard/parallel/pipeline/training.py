@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.comm.messages import Messages
+from zeroshard.comm.messages import LAST_TAGS, Messages
 from zeroshard.data.losses import LossFunction, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
@@ -27,8 +27,6 @@ from zeroshard.parallel.pipeline.shared import Shared
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 
-_TAG = (1 << 16) - 2
-"""The last two tags of an engine's range; buffers take the first ones."""
 _NUM_BITS = 32
 """Bits of the checksum of a batch that pipeline ranks compare."""
 
@@ -51,7 +49,7 @@ class Pipelined:
     ) -> None:
         self._part, self._runtime, self._loss_fn = part, runtime, loss_fn
         self._axes = runtime.context.axes
-        self._messages = Messages(self._axes.pp, _TAG)
+        self._messages = Messages(self._axes.pp, LAST_TAGS)
         self._shared = Shared(runtime, self._messages, part.first_chunks())
         self._shared.start(optimizer)
         self._runners: dict[tuple[int, bool], Runner] = {}
