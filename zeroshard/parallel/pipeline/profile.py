@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +37,10 @@ from zeroshard.parallel.pipeline.outline import Outline, names_below
 from zeroshard.parallel.pipeline.partition import Block
 from zeroshard.parallel.pipeline.sample import Sample, same_random_numbers
 
-_REPEATS = 3
+_FEWEST, _MOST = 3, 20
 """Runs after a first one that warms up. The shortest counts: noise of the machine only adds time."""
+_ENOUGH = 0.05
+"""Seconds of runs after which the fewest are enough."""
 _SPREAD = 0.02
 """The standard deviation of arbitrary parameters: as in usual inits, so that no value overflows."""
 
@@ -173,14 +175,17 @@ class _Profiler:
             if loss_fn is None and sample.targets is not None:
                 named["labels"] = sample.targets
         runs = []
-        for number in range(1 + _REPEATS):  # later runs know the costs of all modules
+        for number in self._count_runs():  # later runs know the costs of all modules
             self._is_counting = number == 0
-            with _noting_saved(self._last, notes=number == 1) as saved:
+            with _noting_saved(self._last) as saved:
                 output = model(*sample.inputs, **named)
                 has_targets = loss_fn is not None and sample.targets is not None
                 loss = loss_fn(output, sample.targets) if has_targets else _loss_in(output)  # type: ignore[misc]
                 seconds = self._now() - self._since
-            seconds += self._backward([] if loss is None else [loss], self._last)
+            if loss is not None and loss.requires_grad and self._last:
+                start = self._now()
+                torch.autograd.grad(loss, self._last, allow_unused=True)  # a loss may have parameters, too
+                seconds += self._now() - start
             runs.append(Cost(seconds, sum(saved.values())))
         return _least(runs)
 
@@ -206,52 +211,62 @@ class _Profiler:
         forward = module.forward
 
         def moved(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(_Alone(module, forward), self._place(module), args, kwargs)
+            placed = self._place(module)
+            return functional_call(_With(module), placed, (lambda: forward(*args, **kwargs),))
 
         return moved
 
+    @torch.enable_grad()  # the model may be inside a checkpoint, which switches it off
     def _measure(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> _Measured:
-        alone, placed = _Alone(module, forward), self._place(module)
-        weights = [value for value in placed.values() if value.requires_grad]
-        runs = []
-        for number in range(1 + _REPEATS):
-            leaves, given, named = self._enter(args, kwargs)
+        placed = self._place(module)
+
+        def run() -> tuple[Cost, Any]:
+            given, named = pytree.tree_map_only(Tensor, self._enter, (args, dict(kwargs)))
             start = self._now()
-            with _noting_saved(list(placed.values()), notes=number == 0) as saved:
-                outputs = functional_call(alone, placed, given, named)
+            with _noting_saved(list(placed.values())) as saved:
+                outputs = forward(*given, **named)
                 seconds = self._now() - start
-            seconds += self._backward(_tensors(outputs), [*leaves, *weights])
-            runs.append(Cost(seconds, sum(saved.values())))
+            seconds += self._backward(_tensors(outputs))
+            for value in placed.values():
+                value.grad = None
+            return Cost(seconds, sum(saved.values())), outputs
+
+        # The backward, too, needs the tensors in their place: it may run parts of the forward again.
+        costs, outputs = [], None
+        for _ in self._count_runs():
+            cost, outputs = functional_call(_With(module), placed, (run,))
+            costs.append(cost)
         outputs = pytree.tree_map_only(
             Tensor, lambda value: value.detach().requires_grad_(value.requires_grad), outputs
         )
-        return _Measured(_least(runs), outputs)
+        return _Measured(_least(costs), outputs)
 
-    def _enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Any, Any]:
-        """Return the leaves of a module's graph, and its arguments, which are copies of them."""
-        leaves: list[Tensor] = []
+    def _count_runs(self) -> Iterator[int]:
+        """Count the run that warms up, and as many more as a measurement needs."""
+        yield 0
+        start = self._now()
+        for number in range(1, 1 + _MOST):
+            if number > _FEWEST and self._now() - start > _ENOUGH:
+                return
+            yield number
 
-        def enter(value: Tensor) -> Tensor:
-            leaf = value.detach()
-            if self._dtype is not None and leaf.is_floating_point():
-                leaf = leaf.to(self._dtype)
-            if value.requires_grad:
-                leaves.append(leaf.requires_grad_())
-            return leaf.clone()  # the module may write to it
+    def _enter(self, value: Tensor) -> Tensor:
+        """Return an argument of a module: a copy, as the module may write to it, of a leaf of its graph."""
+        leaf = value.detach()
+        if self._dtype is not None and leaf.is_floating_point():
+            leaf = leaf.to(self._dtype)
+        return leaf.requires_grad_(value.requires_grad).clone()
 
-        given, named = pytree.tree_map_only(Tensor, enter, (args, dict(kwargs)))
-        return leaves, given, named
-
-    def _backward(self, results: Sequence[Tensor], leaves: Sequence[Tensor]) -> float:
-        """Return the seconds of a backward."""
+    def _backward(self, results: Sequence[Tensor]) -> float:
+        """Return the seconds of a backward, which ends at leaves of ours alone."""
         results = [value for value in results if value.requires_grad]
-        if not results or not leaves:
+        if not results:
             return 0.0
         gradients = [torch.ones_like(value) for value in results]
         start = self._now()
-        torch.autograd.grad(results, leaves, gradients, allow_unused=True)
+        torch.autograd.backward(results, gradients)
         return self._now() - start
 
     @torch.no_grad()
@@ -284,25 +299,26 @@ class _Profiler:
         return time.perf_counter()
 
 
-class _Alone(nn.Module):
-    """A module whose forward is called without its hooks, which the call in the model runs already."""
+class _With(nn.Module):
+    """Calls a function while a module has other tensors, which `functional_call` gives it.
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    A call of the module itself would call its hooks, and the call in the model does so already.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self._call = module, forward
+        self.module = module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's forward."""
-        return self._call(*args, **kwargs)
+    def forward(self, run: Callable[[], Any]) -> Any:
+        """Return the result of a function."""
+        return run()
 
 
 @contextmanager
-def _noting_saved(known: Sequence[Tensor], *, notes: bool) -> Iterator[dict[int, int]]:
-    """Note the bytes of memory that autograd saves, by address.
+def _noting_saved(known: Sequence[Tensor]) -> Iterator[dict[int, int]]:
+    """Note the bytes of memory that autograd saves, by address; that of some tensors does not count.
 
-    Args:
-        known: tensors whose memory does not count.
-        notes: False notes nothing, and takes no time.
+    Inside, no other hooks on saved tensors have an effect, such as those of a checkpoint around the block.
     """
     left_out = {value.untyped_storage().data_ptr() for value in known}
     saved: dict[int, int] = {}
@@ -313,13 +329,13 @@ def _noting_saved(known: Sequence[Tensor], *, notes: bool) -> Iterator[dict[int,
             saved[storage.data_ptr()] = storage.nbytes()
         return value
 
-    with saved_tensors_hooks(note, lambda value: value) if notes else nullcontext():
+    with saved_tensors_hooks(note, lambda value: value):
         yield saved
 
 
 def _least(runs: Sequence[Cost]) -> Cost:
-    """Return the shortest time of all runs but the first, with the bytes that one of them noted."""
-    return Cost(min(run.seconds for run in runs[1:]), max(run.activation_bytes for run in runs))
+    """Return the shortest time of all runs but the first, and the bytes of the last one."""
+    return Cost(min(run.seconds for run in runs[1:]), runs[-1].activation_bytes)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
