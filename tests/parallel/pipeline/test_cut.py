@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import zeroshard
-from tests.parallel.pipeline.test_training import build, plain, sgd, tokens_of, trained
+from tests.parallel.pipeline.runs import build, plain, sgd, start, tokens_of, train
 from zeroshard import Config
 from zeroshard.parallel.pipeline import cut as cutting
 from zeroshard.parallel.pipeline.actions import parse_schedule
@@ -218,28 +218,28 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path):
 # ------------------------------------------------------------------------------------------- over ranks
 
 
-def trained_on_own_lists(config):
-    """Losses over pipeline ranks that measure different times, or would; and the report of the first cut."""
-    rank = torch.distributed.get_rank()
-    times = [(1.0, 1.0, 1.0, 5.0), (5.0, 1.0, 1.0, 1.0)][rank]
+def trained_on_own_lists(pipeline):
+    """Losses by a list of the user's; report, names and evaluation of a cut by times that differ on ranks."""
+    engine = start("llama", {"mesh": {"pp": 2}, "pipeline": pipeline})
+    losses, _ = train(engine, range(3))
+    engine.close(restore=False)
+    times = [(1.0, 1.0, 1.0, 5.0), (5.0, 1.0, 1.0, 1.0)][torch.distributed.get_rank()]
     with with_times(times):
-        losses, _, _ = trained(1, {"pp": 2}, config)
-        engine = zeroshard.initialize(build(), sgd, {"mesh": {"pp": 2}}).engine
-    report = engine.pipeline_report()
-    names = [name for name, _ in engine.module.named_parameters()]
-    loss = engine.train_batch({"input_ids": tokens_of(0)}, tokens_of(0)).item()
+        engine = start("llama", {"mesh": {"pp": 2}})
+    report, names = engine.pipeline_report(), [name for name, _ in engine.module.named_parameters()]
+    loss = engine.eval_batch({"input_ids": tokens_of(0)}, tokens_of(0)).item()
     engine.close(restore=False)
     return losses, report, str(report), names, loss
 
 
 def test_ranks_train_by_the_lists_and_the_split_of_a_user_and_cut_alike(ranks):
-    config = {"schedule": OWN, "num_microbatches": 2, "split": ["model.layers.1"]}
-    want, _, _ = plain()
-    found = ranks(2, trained_on_own_lists, config)
+    pipeline = {"schedule": OWN, "num_microbatches": 2, "split": ["model.layers.1"]}
+    want, _, _ = plain("llama", range(3))
+    found = ranks(2, trained_on_own_lists, pipeline)
+    layers = [f"model.layers.{number}" for number in range(4)]
     for losses, report, text, _, loss in found:
         assert losses == pytest.approx(want, rel=1e-6)
         assert loss == pytest.approx(want[0], rel=1e-6)
-        layers = [f"model.layers.{number}" for number in range(4)]
         assert [chunk.blocks for chunk in report.chunks] == [tuple(layers[:3]), tuple(layers[3:])]
         assert [chunk.time_share for chunk in report.chunks] == [3 / 8, 5 / 8]
         assert [chunk.rank for chunk in report.chunks] == [0, 1]
@@ -253,7 +253,7 @@ def test_ranks_train_by_the_lists_and_the_split_of_a_user_and_cut_alike(ranks):
 def refused():
     config = {"mesh": {"pp": 2}, "pipeline": {"split": ["model.layers.9"]}}
     with pytest.raises(ValueError, match=r"got 'model\.layers\.9' \(rank 0\)"):
-        zeroshard.initialize(build(), sgd, config)
+        zeroshard.initialize(build("llama"), sgd, config)
 
 
 def test_a_split_that_does_not_fit_is_an_error_on_all_ranks(ranks):
