@@ -550,6 +550,14 @@ def test_json_and_toml_files_say_the_same(tmp_path, name, text):
     assert Config.from_file(file) == Config.from_file(str(file)) == expected
 
 
+def test_a_file_may_hold_the_schedule_and_the_split_of_a_pipeline(tmp_path):
+    lists = '"""\n0F0,0B0\n1F0,1B0\n"""'  # TOML leaves out the first end of a line
+    text = f'[mesh]\npp = 2\n[pipeline]\nschedule = {lists}\nsplit = ["layers.4"]\n'
+    expected = Config(mesh=Mesh(pp=2), pipeline=Pipeline(schedule=LISTS, split=["layers.4"]))
+    assert Config.from_file(write(tmp_path, "c.toml", text)) == expected
+    assert Config.from_file(write(tmp_path, "c.json", json.dumps(expected.to_dict()))) == expected
+
+
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
