@@ -72,6 +72,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         self.skipped_steps = 0
         """Steps that were not taken because gradients were not finite."""
         self._guard = StepGuard(parts.runtime, parts.config, parts.optimizer)
+        self._part = part
         self._pipeline = None if part is None else Pipelined(part, parts.runtime, loss_fn, parts.optimizer)
         self._halfway = Halfway()
         self._early: EarlySteps | None = None

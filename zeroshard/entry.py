@@ -35,8 +35,10 @@ from zeroshard.lazy.recorder import refuse_recording
 from zeroshard.memory.room import check_room, states_of
 from zeroshard.optim.adopt.overrides import forget, read_overrides
 from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, take_over
+from zeroshard.parallel.pipeline.cut import Cut, cut_model
 from zeroshard.parallel.pipeline.outline import Outline, outline_of
 from zeroshard.parallel.pipeline.part import Part, take_part
+from zeroshard.parallel.pipeline.sample import Source
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement
@@ -94,13 +96,16 @@ def initialize(
     require_supported(config)
     _check_arguments(model, training_data, loss_fn)
     refuse_recording("initialize")
+    if collate_fn is None and isinstance(training_data, Blocks):
+        collate_fn = collator(model)
     part, world, described = None, None, None
     if config.mesh.pp > 1:
         outline, described = outline_of(model), describe_model(model)
         specs = find_units(model, config.units, config.ignored)
         world = _open_world(config, use_device(config.device))
         check_agreement(world, model, config, specs, None, {}, training_data)
-        part = _take_part(model, outline, optimizer, config, world)
+        source = Source(training_data, collate_fn, loss_fn)
+        part = _take_part(model, outline, optimizer, config, world, source)
         if part.is_frozen:  # an optimizer over nothing would be an error of torch
             optimizer = lr_scheduler = None
     specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started
@@ -131,8 +136,6 @@ def initialize(
     if optimizer is not None:
         take_over(optimizer, replacements, overrides)
     forget(optimizer, replacements)
-    if collate_fn is None and isinstance(training_data, Blocks):
-        collate_fn = collator(model)
     loader = _build_loader(training_data, collate_fn, config, axes, device)
     parts = Parts(
         runtime=runtime,
@@ -147,15 +150,30 @@ def initialize(
     return Initialized(engine, optimizer, loader, lr_scheduler)
 
 
-def _take_part(model: nn.Module, outline: Outline, optimizer: Any, config: Config, world: Axis) -> Part:
-    """Take this rank's part of a model."""
+def _take_part(
+    model: nn.Module, outline: Outline, optimizer: Any, config: Config, world: Axis, source: Source
+) -> Part:
+    """Take this rank's part of a model, which rank 0 has cut for all ranks."""
     if isinstance(optimizer, Optimizer):
         raise ValueError(
             f"mesh.pp={config.mesh.pp}: expected a callable that makes the optimizer from the parameters of "
             f"this rank's part of the model, got a {type(optimizer).__name__} over all of them"
         )
+
+    def cut() -> tuple[Outline, Cut | None]:
+        return outline, cut_model(model, outline, config, source, world.device) if world.rank == 0 else None
+
+    answers = on_all(world, "cut of the model into chunks", cut)
+    first, made = answers[0]
+    assert made is not None, "rank 0 has cut the model"
+    for rank, (other, _) in enumerate(answers):
+        if other != first:
+            raise RuntimeError(
+                f"the ranks were given different models: rank 0 has {len(first.blocks)} blocks, rank {rank} "
+                f"has {len(other.blocks)}, or modules of other names"
+            )
     arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
-    return take_part(model, outline, config, arrangement.coordinates(world.rank).pp)
+    return take_part(model, config, made, arrangement.coordinates(world.rank).pp)
 
 
 def _check_arguments(model: Any, training_data: Any, loss_fn: Any) -> None:
