@@ -17,7 +17,6 @@ from zeroshard.agreement import check_agreement
 from zeroshard.assemble import open_data_parallel, shard_over
 from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts
-from zeroshard.checkpoint.description import describe_model
 from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
@@ -35,14 +34,11 @@ from zeroshard.lazy.recorder import refuse_recording
 from zeroshard.memory.room import check_room, states_of
 from zeroshard.optim.adopt.overrides import forget, read_overrides
 from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, take_over
-from zeroshard.parallel.pipeline.cut import Cut, cut_model
-from zeroshard.parallel.pipeline.outline import Outline, outline_of
-from zeroshard.parallel.pipeline.part import Part, take_part
 from zeroshard.parallel.pipeline.sample import Source
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
-from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.wrapping import find_units
+from zeroshard.taking import take
 
 
 class Initialized(NamedTuple):
@@ -98,19 +94,15 @@ def initialize(
     refuse_recording("initialize")
     if collate_fn is None and isinstance(training_data, Blocks):
         collate_fn = collator(model)
-    part, world, described = None, None, None
+    world, taken = None, None
     if config.mesh.pp > 1:
-        outline, described = outline_of(model), describe_model(model)
-        specs = find_units(model, config.units, config.ignored)
         world = _open_world(config, use_device(config.device))
-        check_agreement(world, model, config, specs, None, {}, training_data)
-        source = Source(training_data, collate_fn, loss_fn)
-        part = _take_part(model, outline, optimizer, config, world, source)
-        if part.is_frozen:  # an optimizer over nothing would be an error of torch
+        taken = take(model, optimizer, config, world, Source(training_data, collate_fn, loss_fn))
+        if taken.part.is_frozen:  # an optimizer over nothing would be an error of torch
             optimizer = lr_scheduler = None
     specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started
-    if part is not None:
-        specs = part.named(specs)
+    if taken is not None:
+        specs = taken.part.named(specs)
     division = plan_division(model, specs, tp_plan, config.mesh.tp, by_sequence=config.mesh.sequence)
     specs = division.specs
     optimizer = _build_optimizer(optimizer, model)
@@ -118,10 +110,10 @@ def initialize(
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
     device = use_device(config.device)
     world = world or _open_world(config, device)
-    if part is None:
+    if taken is None:
         check_agreement(world, model, config, specs, optimizer, overrides, training_data)
     axes = open_data_parallel(config, world)
-    if part is not None:
+    if taken is not None:
         check_agreement(axes.everyone, model, config, specs, optimizer, overrides, training_data)
     close_at_exit(axes, *axes.members)
     if config.offload.optimizer != "none" or config.offload.parameters != "none":
@@ -143,37 +135,11 @@ def initialize(
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
         loader=loader,
-        described=described,
+        described=None if taken is None else taken.described,
     )
-    engine = Engine(model, parts, axes, Saver(axes.world), loss_fn, part)
+    engine = Engine(model, parts, axes, Saver(axes.world), loss_fn, taken and taken.part)
     engine.reset_comm_report()
     return Initialized(engine, optimizer, loader, lr_scheduler)
-
-
-def _take_part(
-    model: nn.Module, outline: Outline, optimizer: Any, config: Config, world: Axis, source: Source
-) -> Part:
-    """Take this rank's part of a model, which rank 0 has cut for all ranks."""
-    if isinstance(optimizer, Optimizer):
-        raise ValueError(
-            f"mesh.pp={config.mesh.pp}: expected a callable that makes the optimizer from the parameters of "
-            f"this rank's part of the model, got a {type(optimizer).__name__} over all of them"
-        )
-
-    def cut() -> tuple[Outline, Cut | None]:
-        return outline, cut_model(model, outline, config, source, world.device) if world.rank == 0 else None
-
-    answers = on_all(world, "cut of the model into chunks", cut)
-    first, made = answers[0]
-    assert made is not None, "rank 0 has cut the model"
-    for rank, (other, _) in enumerate(answers):
-        if other != first:
-            raise RuntimeError(
-                f"the ranks were given different models: rank 0 has {len(first.blocks)} blocks, rank {rank} "
-                f"has {len(other.blocks)}, or modules of other names"
-            )
-    arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
-    return take_part(model, config, made, arrangement.coordinates(world.rank).pp)
 
 
 def _check_arguments(model: Any, training_data: Any, loss_fn: Any) -> None:

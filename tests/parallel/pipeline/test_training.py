@@ -176,3 +176,51 @@ def test_a_short_last_batch_is_refused_with_its_numbers_or_takes_fewer_micro_bat
             "expected a batch whose dim 0 is a multiple of pipeline.num_microbatches=4, got shape (6, 6)"
         )
         assert loss == pytest.approx(want, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------- frozen parameters
+
+
+def frozen(trained, stage):
+    model = build("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
+
+    def make(parameters):
+        return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.05)
+
+    pipeline = {"num_microbatches": 2, "balance": "memory"}
+    config = {"stage": stage, "mesh": {"pp": 2}, "pipeline": pipeline, "clip_grad_norm": 0.5}
+    given = zeroshard.initialize(model, make, config, lr_scheduler=halving)
+    found = train(given.engine, range(3)), parameters_of(given.engine), given.engine.global_step
+    given.engine.close(restore=False)
+    return found
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("trained", ["model.layers.3", "model.layers.0"])
+def test_a_rank_without_trained_parameters_takes_part(ranks, trained, stage):
+    model, losses, norms = build("llama"), [], []
+    own = [p for name, p in model.named_parameters() if name.startswith(trained)]
+    optimizer = torch.optim.SGD(own, lr=0.05)
+    scheduler = halving(optimizer)
+    for number in range(3):
+        tokens = tokens_of(number)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(own, 0.5).item())
+        optimizer.step()
+        scheduler.step()
+    want = dict(model.named_parameters())
+    for (found, found_norms), state, steps in ranks(2, frozen, trained, stage):
+        assert found == pytest.approx(losses, rel=1e-6)
+        assert found_norms == pytest.approx(norms, rel=1e-6)
+        assert steps == 3
+        for name, value in state.items():
+            torch.testing.assert_close(value, want[name].detach(), rtol=0, atol=1e-6, msg=name)
