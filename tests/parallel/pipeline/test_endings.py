@@ -49,7 +49,9 @@ def test_a_rank_that_is_killed_in_the_middle_ends_all_others_with_their_actions(
         assert ending.code == 1
         assert ending.seconds < 25
         assert re.match(rf"RuntimeError: rank {rank} of 4 gave up in the ", ending.last_line)
-        assert re.search(r"rank 3 has exited or is stopped \(.*, action 1F2 of pipeline rank 1", ending.last_line)
+        assert re.search(
+            r"rank 3 has exited or is stopped \(.*, action 1F2 of pipeline rank 1", ending.last_line
+        )
     assert re.search(r"rank 0 waits in the .*, action 0\w+ of pipeline rank 0", endings[1].last_line)
 
 

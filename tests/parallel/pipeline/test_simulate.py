@@ -254,7 +254,9 @@ def test_varuna_needs_more_buffers_because_its_forwards_run_ahead() -> None:
 def test_interleaved_needs_more_than_one_buffer() -> None:
     """Ranks 0 and 1 send each other forwards of the first round before either receives its next one."""
     schedule = build_schedule("interleaved", 2, 4)
-    with pytest.raises(ValueError, match=r"the activation of 0F3 from pipeline rank 0 .* at most 1 unreceived"):
+    with pytest.raises(
+        ValueError, match=r"the activation of 0F3 from pipeline rank 0 .* at most 1 unreceived"
+    ):
         simulate(schedule, max_unreceived=1)
     simulate(schedule, max_unreceived=2)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from zeroshard.comm.messages import Form, Forms, Messages, Receipt
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
+from zeroshard.parallel.pipeline.random import random_states, set_random_states
 from zeroshard.parallel.pipeline.simulate import validate
 from zeroshard.parallel.pipeline.transfers import Exchange, Transfer, plan_exchanges
 
@@ -178,7 +179,7 @@ class Runner:
         chunk, microbatch = _place(action)
         inputs = self._batch.activations.pop((chunk, microbatch), ())
         if is_recomputed := (chunk, microbatch) in self._recomputed:
-            random = _random_states(self._messages.device)
+            random = random_states(self._messages.device)
             with torch.no_grad():
                 outputs = tuple(self._chunks.forward(chunk, microbatch, inputs))
         else:
@@ -197,10 +198,10 @@ class Runner:
     def _recompute(self, action: Action) -> None:
         chunk, microbatch = _place(action)
         call = self._batch.calls[chunk, microbatch]
-        now = _random_states(self._messages.device)
-        _set_random_states(self._messages.device, call.random)
+        now = random_states(self._messages.device)
+        set_random_states(self._messages.device, call.random)
         outputs = tuple(self._chunks.forward(chunk, microbatch, call.inputs))
-        _set_random_states(self._messages.device, now)
+        set_random_states(self._messages.device, now)
         self._batch.calls[chunk, microbatch] = call._replace(outputs=outputs)
 
     def _backward(self, action: Action) -> None:
@@ -313,15 +314,3 @@ def _place(action: Action) -> tuple[int, int]:
 def _may_need(value: Tensor, is_recomputed: bool) -> bool:
     """True if an output may need a gradient. Without a graph only the recomputation finds out."""
     return value.requires_grad or (is_recomputed and value.is_floating_point())
-
-
-def _random_states(device: torch.device) -> tuple[Tensor, ...]:
-    if device.type == "cpu":
-        return (torch.get_rng_state(),)
-    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)
-
-
-def _set_random_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.get_device_module(device).set_rng_state(states[1], device)

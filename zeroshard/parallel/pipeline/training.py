@@ -22,6 +22,7 @@ from zeroshard.data.losses import LossFunction, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
 from zeroshard.parallel.pipeline.part import Part
+from zeroshard.parallel.pipeline.random import own_numbers
 from zeroshard.parallel.pipeline.runner import Runner
 from zeroshard.parallel.pipeline.shared import Shared
 from zeroshard.sharding.runtime import Runtime
@@ -101,7 +102,8 @@ class Pipelined:
         self._compare(shapes)
         self._losses = []
         try:
-            runner.run(shapes)
+            with own_numbers(device, self._messages.rank):
+                runner.run(shapes)
         finally:
             self._batch, self._runtime.here.action = [], ""
             self._runtime.end_parts()
