@@ -32,9 +32,9 @@ def tied_gpt():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout))
 
 
-def mixtral():
+def mixtral(**others):
     experts = {"num_local_experts": 4, "experts_implementation": "eager"}  # others have no float64
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **experts))
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **experts, **others))
 
 
 MODELS = {"llama": llama, "tied llama": tied_llama, "tied gpt": tied_gpt, "mixtral": mixtral}

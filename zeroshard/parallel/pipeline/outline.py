@@ -10,7 +10,7 @@ forward makes masks and positions from the arguments, in every chunk, and nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ def outline_of(model: nn.Module) -> Outline:
     """
     if isinstance(model, nn.Sequential):
         return Outline((), tuple(name for name, _ in model.named_children()), ())
+    refuse_routers(vars(model.config) if hasattr(model, "config") else {})
     base, base_name = _base_of(model)
     blocks_name, blocks = _blocks_of(model, base)
     children = [name for name, _ in base.named_children()]
@@ -58,6 +59,19 @@ def outline_of(model: nn.Module) -> Outline:
         tuple(f"{prefix}{blocks_name}.{number}" for number in range(len(blocks))),
         (*(prefix + name for name in after), *outside),
     )
+
+
+def refuse_routers(options: Mapping[str, Any]) -> None:
+    """Refuse the losses of routers: each rank would count those of its own layers alone.
+
+    Raises:
+        ValueError: a config or arguments ask for them.
+    """
+    if options.get("output_router_logits"):
+        raise ValueError(
+            "mesh.pp: expected output_router_logits=False, got True: the loss of the routers depends on all "
+            "layers, and a pipeline rank has only its own"
+        )
 
 
 def _computes(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from zeroshard.comm.messages import LAST_TAGS, Messages
 from zeroshard.data.losses import LossFunction, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
+from zeroshard.parallel.pipeline.outline import refuse_routers
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.random import own_numbers
 from zeroshard.parallel.pipeline.runner import Runner
@@ -94,6 +95,8 @@ class Pipelined:
         return self._run(inputs, targets, num, has_backward=False)
 
     def _run(self, inputs: Any, targets: Any, num: int, *, has_backward: bool) -> Tensor:
+        if isinstance(inputs, Mapping):
+            refuse_routers(inputs)
         runner = self._runner(num, has_backward)
         device, what = self._runtime.context.device, "pipeline.num_microbatches"
         pieces = zip(split_batch(inputs, num, what), split_batch(targets, num, what), strict=True)

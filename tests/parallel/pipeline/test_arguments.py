@@ -1,0 +1,77 @@
+"""Arguments beside the tokens reach every chunk: masks, places of tokens, labels that do not count."""
+
+import pytest
+import torch
+
+from tests.parallel.pipeline.runs import LENGTH, MODELS, build, mixtral, sgd, start, tokens_of
+
+NUM_MICROBATCHES, STEPS = 4, 4
+
+
+def batch(number, rows=8):
+    """Rows of several lengths, padded on the left; and their labels."""
+    tokens = tokens_of(number, rows)
+    mask = torch.ones_like(tokens)
+    lengths = torch.randint(2, LENGTH + 1, (rows,), generator=torch.Generator().manual_seed(number))
+    for row, length in enumerate(lengths.tolist()):
+        mask[row, : LENGTH - length] = 0
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": places}
+    return inputs, tokens.masked_fill(mask == 0, -100)
+
+
+def run(name, schedule, stage):
+    pipeline = {"schedule": schedule, "num_microbatches": NUM_MICROBATCHES}
+    engine, losses = start(name, {"stage": stage, "mesh": {"pp": 2}, "pipeline": pipeline}), []
+    for number in range(STEPS):
+        inputs, labels = batch(number)
+        losses.append(engine.train_batch(inputs, labels).item())
+    engine.close(restore=False)
+    return losses
+
+
+def plain(name):
+    """The means over micro-batches, which count other numbers of tokens."""
+    model, losses = build(name), []
+    optimizer = sgd(model.parameters())
+    for number in range(STEPS):
+        inputs, labels = batch(number)
+        total, size = 0.0, len(labels) // NUM_MICROBATCHES
+        for start_row in range(0, len(labels), size):
+            rows = slice(start_row, start_row + size)
+            given = {key: value[rows] for key, value in inputs.items()}
+            loss = model(**given, labels=labels[rows]).loss / NUM_MICROBATCHES
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.parametrize("name", ["llama", "tied gpt", "mixtral"])
+@pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 3), ("zbv", 0)])
+@pytest.mark.long_where(name=["tied gpt", "mixtral"])
+def test_masks_and_places_reach_every_chunk(ranks, name, schedule, stage):
+    want = plain(name)
+    for losses in ranks(2, run, name, schedule, stage):
+        assert losses == pytest.approx(want, rel=1e-6)
+
+
+def refused():
+    engine = start("mixtral", {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2}})
+    with pytest.raises(ValueError, match="output_router_logits") as of_call:
+        engine.train_batch({"input_ids": tokens_of(0), "output_router_logits": True}, tokens_of(0))
+    engine.close(restore=False)
+    MODELS["with routers"] = lambda: mixtral(output_router_logits=True)
+    with pytest.raises(ValueError, match="output_router_logits") as of_config:
+        start("with routers", {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2}})
+    return str(of_call.value), str(of_config.value)
+
+
+def test_losses_of_routers_are_refused(ranks):
+    """Each rank would count the routers of its own layers alone."""
+    for messages in ranks(2, refused):
+        for message in messages:
+            assert message.startswith("mesh.pp: expected output_router_logits=False, got True")
