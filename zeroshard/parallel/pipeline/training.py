@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from zlib import crc32
 
@@ -17,9 +18,10 @@ from torch import Tensor
 from zeroshard.comm.messages import Messages
 from zeroshard.data.losses import LossFunction, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
-from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action
+from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.runner import Runner
+from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.sharding.runtime import Runtime
 
 _TAG = (1 << 16) - 2
@@ -41,6 +43,7 @@ class Pipelined:
         self._part, self._runtime, self._loss_fn = part, runtime, loss_fn
         self._axes = runtime.context.axes
         self._messages = Messages(self._axes.pp, _TAG)
+        self._products = Products(part.chunked.model, runtime.changes)
         self._runners: dict[tuple[int, bool], Runner] = {}
         """By number of micro-batches; with backwards or without."""
         self._names = tuple(inspect.signature(part.chunked.model.forward).parameters)
@@ -141,10 +144,16 @@ class Pipelined:
         return [loss * self._factor]
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
-        """Run the backward of a chunk; that of the last micro-batch reduces."""
+        """Run the backward of a chunk, or a half; that of the last micro-batch reduces."""
         reducer, has_more = self._runtime.reducer, self._action != self._end
-        with reducer.deferring(has_more), reducer.scaled(self._loss_scale):
+        has_weights_alone = self._action is not None and self._action.kind is Kind.WEIGHT_GRADIENT
+        delivering = self._runtime.delivering() if has_weights_alone else nullcontext()
+        with reducer.deferring(has_more), reducer.scaled(self._loss_scale), delivering:
             run()
+
+    def leaving(self, waiting: Waiting) -> AbstractContextManager[None]:
+        """Leave weight gradients to the second half of a backward; see `Chunks`."""
+        return self._products.leaving(waiting)
 
     def act(self, action: Action) -> None:
         """Do nothing: the hooks gather, free and reduce."""
