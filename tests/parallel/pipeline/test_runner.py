@@ -132,6 +132,9 @@ CASES = [
     ("varuna", {}),
     ("1f1b", {"recompute": True}),
     ("interleaved", {"chunks_per_rank": 2, "recompute": True}),
+    ("zb-h1", {"recompute": True}),
+    ("zb-h1", {"chunks_per_rank": 2}),
+    ("zbv", {"recompute": True}),
 ]
 
 

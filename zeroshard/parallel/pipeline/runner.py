@@ -46,7 +46,7 @@ class Chunks(Protocol):
         """
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
-        """Run the backward of a chunk, or a half; `is_last` if it is the last one of the batch in this chunk."""
+        """Run the backward of a chunk, or a half; `is_last` if it is the last one in the batch there."""
 
     def leaving(self, waiting: Waiting) -> AbstractContextManager[None]:
         """Leave weight gradients of forwards and backwards inside to `waiting`; see `Products.leaving`."""

@@ -145,12 +145,11 @@ class _Product(NamedTuple):
 
         A weight may be a parameter or a view of one. The graph of any other weight is needed in both halves.
         """
-        x, weight = self.x, self.weight
-        if not weight.requires_grad or not weight.is_floating_point() or weight.ndim != 2 or type(x) is not Tensor:
-            return False
+        x, weight, bias = self.x, self.weight, self.bias
+        is_plain = type(x) is Tensor and x.ndim > 1 and (bias is None or bias.ndim == 1)
+        is_trained = weight.requires_grad and weight.is_floating_point() and weight.ndim == 2
         base = weight._base if weight._is_view() else None
-        is_parameter = weight.is_leaf or (base is not None and base.is_leaf)
-        return is_parameter and x.ndim > 1 and (self.bias is None or self.bias.ndim == 1)
+        return is_plain and is_trained and (weight.is_leaf or (base is not None and base.is_leaf))
 
     def cast(self) -> _Product:
         """Return the product with the operands to which autocast casts them."""
@@ -167,7 +166,7 @@ class _Product(NamedTuple):
         )
 
 
-def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Product:  # noqa: A002
+def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Product:
     return _Product(input, weight, bias, is_turned=False)
 
 
@@ -213,7 +212,7 @@ class _Halved(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, anchor: Tensor | None, product: _Product, operands: _Operands
+        ctx: Any, x: Tensor, bias: Tensor | None, _: Tensor | None, product: _Product, operands: _Operands
     ) -> Tensor:
         ctx.save_for_backward(x, product.weight.detach())
         ctx.operands = operands
@@ -229,7 +228,7 @@ class _Halved(torch.autograd.Function):
             other = weight if ctx.operands.is_turned else weight.t()
             of_x = _first_gradient(by_rows, rows, other).reshape(x.shape)
         if ctx.needs_input_grad[1]:
-            of_bias = by_rows if x.is_contiguous() else gradient  # autograd adds up all but the last dimension
+            of_bias = by_rows if x.is_contiguous() else gradient  # autograd adds up the other dimensions
         ctx.operands.kept = rows, by_rows
         return of_x, of_bias, None, None, None
 
