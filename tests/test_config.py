@@ -24,6 +24,7 @@ from zeroshard.config.sections import (
     Precision,
     require_supported,
 )
+from zeroshard.parallel.pipeline.actions import parse_schedule
 
 SECTIONS = {
     "precision": Precision,
@@ -81,7 +82,13 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
         "checkpoint": {"keep_last": None, "verify": True, "frozen": True},
         "loader": {"num_workers": 0, "pin_memory": None, "drop_last": False},
         "mesh": {"pp": 1, "tp": 1, "sequence": False},
-        "pipeline": {"schedule": "1f1b", "num_microbatches": 1, "split": None, "num_chunks": 1},
+        "pipeline": {
+            "schedule": "1f1b",
+            "num_microbatches": 1,
+            "num_chunks": None,
+            "balance": "time",
+            "split": None,
+        },
     }
     assert Config().to_dict() == values | sections
 
@@ -124,6 +131,7 @@ def wrong(key, *values):
 
 NAN, INF = math.nan, math.inf
 AN_INTEGER = (True, "1", 1.0, [1])
+LISTS = "0F0,0B0\n1F0,1B0\n"
 
 WRONG_VALUES = [
     *wrong("stage", -1, 4, None, *AN_INTEGER),
@@ -161,10 +169,11 @@ WRONG_VALUES = [
     *wrong("checkpoint.verify", 1, None, "yes"),
     *wrong("mesh.pp", 0, None, *AN_INTEGER),
     *wrong("mesh.tp", 0, None, *AN_INTEGER),
-    *wrong("pipeline.schedule", "2f2b", None, 1),
+    *wrong("pipeline.schedule", "2f2b", None, 1, "own.txt", "0F0,0B0", pathlib.Path("own.txt"), b"own.csv"),
     *wrong("pipeline.num_microbatches", 0, None, *AN_INTEGER),
     *wrong("pipeline.split", 3, [3], [Block], b"layers"),
-    *wrong("pipeline.num_chunks", 0, None, *AN_INTEGER),
+    *wrong("pipeline.num_chunks", 0, *AN_INTEGER),
+    *wrong("pipeline.balance", None, "speed", 1),
 ]
 
 
@@ -234,8 +243,8 @@ def test_reshard_after_forward_takes_a_bool_or_a_group_size(value):
 
 
 def test_choices_are_read_in_upper_or_lower_case():
-    assert Pipeline(schedule="Interleaved1F1B").schedule == "interleaved1f1b"
-    assert Pipeline(schedule="ZeroBubble").schedule == "zerobubble"
+    assert Pipeline(schedule="1F1B").schedule == "1f1b"
+    assert Pipeline(schedule="ZB-H1").schedule == "zb-h1"
     assert Pipeline(schedule="GPipe").schedule == "gpipe"
     assert Offload(optimizer="CPU").optimizer == "cpu"
 
@@ -243,6 +252,17 @@ def test_choices_are_read_in_upper_or_lower_case():
 def test_a_path_object_is_stored_as_text():
     path = pathlib.Path("scratch") / "nvme"
     assert Offload(optimizer="nvme", nvme_path=path).nvme_path == str(path)
+
+
+def test_a_schedule_of_your_own_is_stored_as_its_text_or_its_path():
+    assert Pipeline(schedule=LISTS).schedule == LISTS
+    assert Pipeline(schedule=parse_schedule(LISTS)).schedule == LISTS
+    assert Pipeline(schedule=pathlib.Path("lists") / "Own.csv").schedule == str(pathlib.Path("lists/Own.csv"))
+
+
+def test_a_split_and_a_balance_exclude_each_other():
+    message = refusal(Pipeline, split=["layers.4"], balance="memory")
+    assert message == "pipeline.balance='memory' needs pipeline.split to be None, got ('layers.4',)"
 
 
 # --------------------------------------------------------------------------------------------- dtypes
@@ -349,6 +369,7 @@ def test_an_nvme_tier_needs_a_path(tier):
     [
         ({"num_chunks": 2}, "pipeline.num_chunks=2"),
         ({"split": "layers.4"}, "pipeline.split=('layers.4',)"),
+        ({"balance": "memory"}, "pipeline.balance='memory'"),
     ],
 )
 def test_cutting_the_model_into_chunks_needs_pipeline_ranks(option, text):
@@ -477,11 +498,14 @@ configs = st.builds(
     mesh=st.builds(Mesh, pp=st.integers(2, 64), tp=counts),
     pipeline=st.builds(
         Pipeline,
-        schedule=st.sampled_from(["1f1b", "gpipe", "interleaved1f1b", "zerobubble"]),
+        schedule=st.sampled_from(
+            ["1f1b", "GPipe", "zb-h1", "own.csv", pathlib.Path("own.CSV"), LISTS, parse_schedule(LISTS)]
+        ),
         num_microbatches=counts,
+        num_chunks=st.none() | counts,
         split=names,
-        num_chunks=counts,
-    ),
+    )
+    | st.builds(Pipeline, balance=st.sampled_from(["time", "memory", "bottleneck"])),
     watchdog_s=st.floats(0, 1e6, exclude_min=True),
 ) | st.builds(
     Config,
@@ -524,6 +548,14 @@ def test_json_and_toml_files_say_the_same(tmp_path, name, text):
     file = write(tmp_path, name, text)
     expected = Config(stage=2, clip_grad_norm=1, units="Block", precision=Precision(param_dtype="bf16"))
     assert Config.from_file(file) == Config.from_file(str(file)) == expected
+
+
+def test_a_file_may_hold_the_schedule_and_the_split_of_a_pipeline(tmp_path):
+    lists = '"""\n0F0,0B0\n1F0,1B0\n"""'  # TOML leaves out the first end of a line
+    text = f'[mesh]\npp = 2\n[pipeline]\nschedule = {lists}\nsplit = ["layers.4"]\n'
+    expected = Config(mesh=Mesh(pp=2), pipeline=Pipeline(schedule=LISTS, split=["layers.4"]))
+    assert Config.from_file(write(tmp_path, "c.toml", text)) == expected
+    assert Config.from_file(write(tmp_path, "c.json", json.dumps(expected.to_dict()))) == expected
 
 
 @pytest.mark.parametrize(

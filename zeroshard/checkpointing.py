@@ -157,8 +157,10 @@ class Checkpointing:
             RuntimeError: rank 0 could not write; all ranks tell the reason.
         """
         how = Format(dtype=dtype, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
-        export = export_adapters if has_adapters(self.module) else export_engine
-        export(self._runtime, dir, how)
+        if has_adapters(self.module):
+            export_adapters(self._runtime, dir, how)
+        else:
+            export_engine(self._runtime, dir, how, self._parts.described)
 
     @property
     def _progress(self) -> Progress:

@@ -72,10 +72,12 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         self.skipped_steps = 0
         """Steps that were not taken because gradients were not finite."""
         self._guard = StepGuard(parts.runtime, parts.config, parts.optimizer)
-        self._pipeline = None if part is None else Pipelined(part, parts.runtime, loss_fn)
+        self._part = part
+        self._pipeline = None if part is None else Pipelined(part, parts.runtime, loss_fn, parts.optimizer)
         self._halfway = Halfway()
         self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
+        self._is_frozen_part = part is not None and part.is_frozen
         if part is not None:
             self._num_micro_batches = parts.config.pipeline.num_microbatches
         self._is_ready = False
@@ -182,7 +184,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
             RuntimeError: the engine has no optimizer. Or gradients are not finite, with
                 `nonfinite="error"`; then parameters and gradients are as they were.
         """
-        if self.optimizer is None:
+        if self.optimizer is None and not self._is_frozen_part:
             raise RuntimeError("step() needs an optimizer: give one to zeroshard.initialize")
         self._saver.check(self._axes.world)
         if not self._is_at_boundary:
@@ -192,7 +194,8 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         if self._early is not None:
             self._early.check()
         is_early = self._early is not None and self._early.end()
-        if not self._runtime.has_gradients and not is_early:
+        # A pipeline rank may have no trained parameters, and takes part in the agreements all the same.
+        if not self._runtime.has_gradients and not is_early and self._pipeline is None:
             warn_no_gradients()
             self._micro_step = 0
             self.zero_grad()
@@ -201,7 +204,10 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         if is_taken:
             self._is_ready = True
             try:
-                self.optimizer.step()
+                if self.optimizer is not None:
+                    self.optimizer.step()
+                else:
+                    self._count_step()
             finally:
                 self._is_ready = False
             if self.lr_scheduler is not None:

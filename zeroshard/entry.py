@@ -34,12 +34,11 @@ from zeroshard.lazy.recorder import refuse_recording
 from zeroshard.memory.room import check_room, states_of
 from zeroshard.optim.adopt.overrides import forget, read_overrides
 from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, take_over
-from zeroshard.parallel.pipeline.outline import Outline, outline_of
-from zeroshard.parallel.pipeline.part import Part, take_part
+from zeroshard.parallel.pipeline.sample import Source
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
-from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.wrapping import find_units
+from zeroshard.taking import take
 
 
 class Initialized(NamedTuple):
@@ -93,14 +92,17 @@ def initialize(
     require_supported(config)
     _check_arguments(model, training_data, loss_fn)
     refuse_recording("initialize")
-    part, world = None, None
+    if collate_fn is None and isinstance(training_data, Blocks):
+        collate_fn = collator(model)
+    world, taken = None, None
     if config.mesh.pp > 1:
-        outline = outline_of(model)
         world = _open_world(config, use_device(config.device))
-        part = _take_part(model, outline, optimizer, config, world)
+        taken = take(model, optimizer, config, world, Source(training_data, collate_fn, loss_fn))
+        if taken.part.is_frozen:  # an optimizer over nothing would be an error of torch
+            optimizer = lr_scheduler = None
     specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started
-    if part is not None:
-        specs = part.named(specs)
+    if taken is not None:
+        specs = taken.part.named(specs)
     division = plan_division(model, specs, tp_plan, config.mesh.tp, by_sequence=config.mesh.sequence)
     specs = division.specs
     optimizer = _build_optimizer(optimizer, model)
@@ -108,10 +110,10 @@ def initialize(
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
     device = use_device(config.device)
     world = world or _open_world(config, device)
-    if part is None:
+    if taken is None:
         check_agreement(world, model, config, specs, optimizer, overrides, training_data)
     axes = open_data_parallel(config, world)
-    if part is not None:
+    if taken is not None:
         check_agreement(axes.everyone, model, config, specs, optimizer, overrides, training_data)
     close_at_exit(axes, *axes.members)
     if config.offload.optimizer != "none" or config.offload.parameters != "none":
@@ -126,26 +128,18 @@ def initialize(
     if optimizer is not None:
         take_over(optimizer, replacements, overrides)
     forget(optimizer, replacements)
-    if collate_fn is None and isinstance(training_data, Blocks):
-        collate_fn = collator(model)
     loader = _build_loader(training_data, collate_fn, config, axes, device)
     parts = Parts(
-        runtime=runtime, config=config, optimizer=optimizer, lr_scheduler=lr_scheduler, loader=loader
+        runtime=runtime,
+        config=config,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        loader=loader,
+        described=None if taken is None else taken.described,
     )
-    engine = Engine(model, parts, axes, Saver(axes.world), loss_fn, part)
+    engine = Engine(model, parts, axes, Saver(axes.world), loss_fn, taken and taken.part)
     engine.reset_comm_report()
     return Initialized(engine, optimizer, loader, lr_scheduler)
-
-
-def _take_part(model: nn.Module, outline: Outline, optimizer: Any, config: Config, world: Axis) -> Part:
-    """Take this rank's part of a model."""
-    if isinstance(optimizer, Optimizer):
-        raise ValueError(
-            f"mesh.pp={config.mesh.pp}: expected a callable that makes the optimizer from the parameters of "
-            f"this rank's part of the model, got a {type(optimizer).__name__} over all of them"
-        )
-    arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
-    return take_part(model, outline, config, arrangement.coordinates(world.rank).pp)
 
 
 def _check_arguments(model: Any, training_data: Any, loss_fn: Any) -> None:

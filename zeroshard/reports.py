@@ -8,6 +8,9 @@ from torch.optim import Optimizer
 from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.memory.report import MemoryReport, measure
+from zeroshard.parallel.pipeline.choice import schedule_of
+from zeroshard.parallel.pipeline.part import Part
+from zeroshard.parallel.pipeline.report import PipelineReport, report_cut
 from zeroshard.sharding.runtime import Runtime
 
 
@@ -17,6 +20,7 @@ class Reports:
     optimizer: Optimizer | None
     _runtime: Runtime
     _axes: Axes
+    _part: Part | None
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -37,6 +41,17 @@ class Reports:
         """Calls, bytes and waits by collective since the last `reset_comm_report()`."""
         axis = self._axes.world
         return axis.counter.report(rank=axis.rank, num_ranks=axis.size, is_host_waiting=axis.exchanges)
+
+    def pipeline_report(self) -> PipelineReport:
+        """Blocks, share of the time and parameters of each chunk of the pipeline.
+
+        Raises:
+            RuntimeError: the model is not cut into chunks.
+        """
+        if self._part is None:
+            raise RuntimeError("pipeline_report(): expected mesh.pp above 1, got 1")
+        config = self._part.config
+        return report_cut(self._part.cut, schedule_of(config, config.pipeline.num_microbatches))
 
     def reset_comm_report(self) -> None:
         """Start counting from zero."""

@@ -22,6 +22,7 @@ from zeroshard.checkpoint.manifest import Manifest, ParameterRecord
 from zeroshard.checkpoint.optimizers import OptimizerState, keep_few, read_optimizer
 from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.tensors import ModelState, cuts_of, dtype_name, read_model, written_slices
+from zeroshard.checkpoint.union import PartFacts, join
 from zeroshard.checkpoint.values import check_plain, to_files
 from zeroshard.config.sections import Config
 from zeroshard.data.loader import EpochLoader
@@ -31,6 +32,9 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.loss_scale import LossScale
 from zeroshard.stepping.rounding import Rounding
 from zeroshard.version import installed_version
+
+NUM_PARTS = "num_parts"
+"""The key of a manifest's `written_by` for the number of pipeline ranks, if there were several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,8 @@ class Parts:
     lr_scheduler: Any
     loader: EpochLoader | None
     """The DataLoader that `initialize` made."""
+    described: dict[str, Any] | None = None
+    """The description of the whole model, where this rank has only a part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,8 @@ class _Answer(NamedTuple):
     """The keys of states with few values; see `OptimizerState`."""
     frozen: list[Piece]
     """Slices of the parameters that are left out."""
+    part: PartFacts | None
+    """The content of one of several parts of the model, from the first rank of the part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +95,11 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
         ValueError: the ranks were given different places; or, on any rank, no path, a bad tag, or a value
             that can't be loaded again without running code, by its key.
     """
-    runtime, axis = parts.runtime, parts.runtime.context.axes.world
+    runtime, axes = parts.runtime, parts.runtime.context.axes
+    axis, tells_part = axes.world, axes.pp.size > 1 and axes.everyone.rank == 0
     _check_moment(runtime)
     left_out = [] if parts.config.checkpoint.frozen else frozen_names(runtime)
     readings: list[_Reading] = []
-    snapshots: list[Snapshot] = []
 
     def read() -> _Answer:
         """Read and check this rank's part, before any rank writes."""
@@ -102,33 +110,49 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
             rng=rng.capture(runtime.context.device) if runtime.context.axes.tp.rank == 0 else None,
             few=reading.optimizer.few,
             frozen=measure_pieces(runtime, left_out),
+            part=_facts(parts, reading, left_out) if tells_part else None,
         )
 
     answers = on_all(axis, "agreement on a checkpoint", read)
     _check_places(answers)
     [reading] = readings
-    values = _values(reading, answers)
     few = {key for answer in answers for key in answer.few}
     frozen = join_pieces(piece for answer in answers for piece in answer.frozen)
 
-    def build() -> str:
-        """Make the snapshot and return a digest of the states that all ranks must share."""
+    def keep() -> tuple[int, str, Any]:
+        """Return this rank's part, a digest of the states that its ranks must share, and these states."""
         digest = "" if parts.optimizer is None else keep_few(parts.optimizer, reading.optimizer, few)
-        manifest = replace(
-            _describe(parts, progress, reading.model.aliases, tuple(reading.model.buffers)),
-            frozen={name: frozen.get(name, 0) for name in left_out},
-        )
-        snapshots.append(_build(parts, reading, manifest, values, left_out))
-        return digest
+        return axes.pp.rank, digest, reading.optimizer.scalars if tells_part else None
 
-    digests = on_all(axis, "agreement on a checkpoint", build)
-    if len(set(digests)) > 1:
+    kept = on_all(axis, "agreement on a checkpoint", keep)
+    digests = {(part, digest) for part, digest, _ in kept}
+    if len(digests) > axes.pp.size:
         raise ValueError(
             f"{type(parts.optimizer).__name__}: states {', '.join(map(repr, sorted(few)))} differ between "
             "ranks. Expected a state with one value for each element of the parameter, or the same values "
             "on all ranks"
         )
-    return snapshots[0]
+    facts = [
+        replace(answer.part, scalars=scalars)
+        for answer, (_, _, scalars) in zip(answers, kept, strict=True)
+        if answer.part is not None
+    ] or [replace(_facts(parts, reading, left_out), scalars=reading.optimizer.scalars)]
+    whole = join(facts)
+    manifest = replace(
+        _describe(parts, progress, whole), frozen={name: frozen.get(name, 0) for name in whole.frozen}
+    )
+    before = {name for part in facts[: axes.pp.rank] for name in part.buffers}
+    buffers = {name: buffer for name, buffer in reading.model.buffers.items() if name not in before}
+    return Snapshot(
+        folder=reading.folder,
+        tag=reading.tag,
+        keep_last=parts.config.checkpoint.keep_last,
+        slices=written_slices(runtime, reading.optimizer.tensors, buffers, left_out),
+        aliases={name: record.aliases for name, record in whole.parameters.items() if record.aliases},
+        manifest=manifest,
+        values=to_files(_values(reading, answers, whole)) if axis.rank == 0 else {},
+        memory=runtime.context.memory,
+    )
 
 
 def _check_moment(runtime: Runtime) -> None:
@@ -206,32 +230,38 @@ def _check_places(answers: list[_Answer]) -> None:
             )
 
 
-def _values(reading: _Reading, answers: list[_Answer]) -> dict[str, Any]:
+def _values(reading: _Reading, answers: list[_Answer], whole: PartFacts) -> dict[str, Any]:
     """Return the values that rank 0 writes beside tensors and manifest."""
     return {
-        "groups": reading.optimizer.groups,
-        "scalars": reading.optimizer.scalars,
-        "other": reading.optimizer.other,
-        "lr_scheduler": reading.lr_scheduler,
+        "groups": whole.groups,
+        "scalars": whole.scalars,
+        "other": whole.other,
+        "lr_scheduler": whole.lr_scheduler,
         "rng": [answer.rng for answer in answers if answer.rng is not None],
-        "extra": reading.model.extra,
+        "extra": whole.extra,
         "client_state": reading.client_state,
     }
 
 
-def _build(
-    parts: Parts, reading: _Reading, manifest: Manifest, values: dict[str, Any], left_out: list[str]
-) -> Snapshot:
-    runtime = parts.runtime
-    return Snapshot(
-        folder=reading.folder,
-        tag=reading.tag,
-        keep_last=parts.config.checkpoint.keep_last,
-        slices=written_slices(runtime, reading.optimizer.tensors, reading.model.buffers, left_out),
-        aliases=reading.model.aliases,
-        manifest=manifest,
-        values=to_files(values) if runtime.context.axes.world.rank == 0 else {},
-        memory=runtime.context.memory,
+def _facts(parts: Parts, reading: _Reading, left_out: list[str]) -> PartFacts:
+    """The content of this rank's part of the model."""
+    runtime, optimizer, cuts = parts.runtime, parts.optimizer, cuts_of(parts.runtime)
+    aliases = reading.model.aliases
+    return PartFacts(
+        parameters={
+            p.fqn: ParameterRecord(
+                tuple(p.full_shape), dtype_name(p.dtype), aliases.get(p.fqn, ()), own_blocks(cuts.get(p.fqn))
+            )
+            for p in runtime.parameters
+        },
+        buffers=tuple(reading.model.buffers),
+        frozen=left_out,
+        extra=reading.model.extra,
+        groups=reading.optimizer.groups,
+        scalars={},
+        other=reading.optimizer.other,
+        lr_scheduler=reading.lr_scheduler,
+        optimizer=None if optimizer is None else type(optimizer).__name__,
     )
 
 
@@ -244,19 +274,17 @@ def _check_whole(client_state: Any) -> None:
             )
 
 
-def _describe(
-    parts: Parts, progress: Progress, aliases: Mapping[str, tuple[str, ...]], buffers: tuple[str, ...]
-) -> Manifest:
-    runtime, optimizer, scheduler = parts.runtime, parts.optimizer, parts.lr_scheduler
-    cuts = cuts_of(runtime)
-    is_half = runtime.reducer.is_half
+def _describe(parts: Parts, progress: Progress, whole: PartFacts) -> Manifest:
+    runtime, scheduler = parts.runtime, parts.lr_scheduler
+    axes, is_half = runtime.context.axes, runtime.reducer.is_half
+    written_by = {
+        "zeroshard": installed_version(),
+        "torch": torch.__version__,
+        "num_ranks": axes.world.size,
+    }
     return Manifest(
-        written_by={
-            "zeroshard": installed_version(),
-            "torch": torch.__version__,
-            "num_ranks": runtime.context.axes.world.size,
-        },
-        model=describe_model(runtime.module),
+        written_by=written_by if axes.pp.size == 1 else {**written_by, NUM_PARTS: axes.pp.size},
+        model=parts.described or describe_model(runtime.module),
         config=_describe_config(parts.config),
         global_step=progress.global_step,
         skipped_steps=progress.skipped_steps,
@@ -264,15 +292,10 @@ def _describe(
         rounding=None if progress.rounding is None else asdict(progress.rounding),
         seed=torch.initial_seed(),
         data=None if parts.loader is None else parts.loader.state_dict(),
-        optimizer=None if optimizer is None else type(optimizer).__name__,
+        optimizer=whole.optimizer,
         lr_scheduler=None if scheduler is None else type(scheduler).__name__,
-        parameters={
-            p.fqn: ParameterRecord(
-                tuple(p.full_shape), dtype_name(p.dtype), aliases.get(p.fqn, ()), own_blocks(cuts.get(p.fqn))
-            )
-            for p in runtime.parameters
-        },
-        buffers=buffers,
+        parameters=whole.parameters,
+        buffers=whole.buffers,
     )
 
 

@@ -124,9 +124,9 @@ def check_frozen(runtime: Runtime, stored: Stored, names: Mapping[str, str]) -> 
         ValueError: naming the first one that is not.
     """
     saved, records = stored.manifest.frozen, stored.manifest.parameters
-    left_out = [parameter for parameter in runtime.parameters if names[parameter.fqn] in saved]
-    if not left_out:
+    if not saved:
         return
+    left_out = [parameter for parameter in runtime.parameters if names[parameter.fqn] in saved]
     wanted = [parameter.fqn for parameter in left_out]
     label = "comparison of frozen parameters"
     everyone = on_all(runtime.context.axes.world, label, lambda: measure_pieces(runtime, wanted))

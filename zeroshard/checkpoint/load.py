@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.agreed import on_all
-from zeroshard.checkpoint.capture import Parts, Progress
+from zeroshard.checkpoint.capture import NUM_PARTS, Parts, Progress
 from zeroshard.checkpoint.checks import MAX_STEPS, check_group, check_schedule, naming_file
 from zeroshard.checkpoint.conversion import convert_group, family_of
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
 from zeroshard.checkpoint.frozen import check_frozen
 from zeroshard.checkpoint.manifest import check_sums
+from zeroshard.checkpoint.matching import (
+    Found,
+    check_all_found,
+    check_buffers,
+    check_names,
+    match_parameters,
+    union,
+)
 from zeroshard.checkpoint.optimizers import HOW, match_groups, place_scalar, reorder_schedule, restore_groups
 from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
 from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, match_states, read_converted
@@ -85,16 +93,23 @@ def load(
     runtime.settle()
     runtime.require_slices("load_checkpoint()")
     plan: _Plan | None = None
+    is_part = runtime.context.axes.pp.size > 1
 
-    def prepare() -> str:
+    def prepare() -> tuple[str, Found | None]:
         nonlocal plan
-        plan = _prepare(parts, find(as_folder(dir), tag), restore_hyperparameters, convert_states)
-        return plan.stored.directory.name
+        plan, own = _prepare(parts, find(as_folder(dir), tag), restore_hyperparameters, convert_states)
+        if not is_part:
+            check_all_found(plan.stored, plan.values["extra"], own)
+        return plan.stored.directory.name, own if is_part else None
 
-    found = on_all(axis, "start of loading a checkpoint", prepare)
+    answers = on_all(axis, "start of loading a checkpoint", prepare)
+    found = [name for name, _ in answers]
     if len(set(found)) > 1:
         raise ValueError(f"'{dir}': the ranks see different checkpoints: {', '.join(found)}")
     assert plan is not None, "prepared without an error"
+    if is_part:
+        everyone = union(plan.stored.directory, (own for _, own in answers if own is not None))
+        check_all_found(plan.stored, plan.values["extra"], everyone)
     stored = plan.stored
     if parts.config.checkpoint.verify:
         share = sorted(stored.manifest.files)[axis.rank :: axis.size]
@@ -139,13 +154,15 @@ def _restore(parts: Parts, plan: _Plan, weights_only: bool) -> None:
 # -------------------------------------------------------------------------------------------- checking
 
 
-def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_states: bool) -> _Plan:
+def _prepare(
+    parts: Parts, directory: Path, hyperparameters: bool, convert_states: bool
+) -> tuple[_Plan, Found]:
     stored = open_checkpoint(directory)
     values = _read_values(stored, parts.runtime.context.device)
     model = read_model(parts.runtime)
-    names = _match_parameters(stored, parts.runtime, model.aliases)
-    _check_buffers(stored, model.buffers)
-    _check_names(directory, "extra state", values["extra"], model.extra)
+    names = match_parameters(stored, parts.runtime, model.aliases)
+    check_buffers(stored, model.buffers)
+    check_names(directory, "extra state", values["extra"], model.extra)
     groups: list[dict[str, Any] | None] = []
     states: SavedStates = {}
     schedule = None
@@ -168,7 +185,7 @@ def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_state
             parse_state(stored.manifest.data)
     except ValueError as error:
         raise RuntimeError(f"{directory / MANIFEST}: damaged ({error})") from None
-    return _Plan(
+    plan = _Plan(
         stored=stored,
         values=values,
         names=names,
@@ -178,6 +195,7 @@ def _prepare(parts: Parts, directory: Path, hyperparameters: bool, convert_state
         loss_scale=_read_loss_scale(stored),
         rounding=_read_rounding(stored),
     )
+    return plan, Found({name: fqn for fqn, name in names.items()}, set(model.buffers), set(model.extra))
 
 
 def _convert_groups(
@@ -273,59 +291,6 @@ _VALUES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _match_parameters(
-    stored: Stored, runtime: Runtime, aliases: Mapping[str, tuple[str, ...]]
-) -> dict[str, str]:
-    """The stored name of each parameter of the model."""
-    records, directory = stored.manifest.parameters, stored.directory
-    home = {name: first for first, record in records.items() for name in (first, *record.aliases)}
-    names: dict[str, str] = {}
-    owners: dict[str, str] = {}
-    for parameter in runtime.parameters:
-        known = (parameter.fqn, *aliases.get(parameter.fqn, ()))
-        homes = sorted({home[name] for name in known if name in home})
-        if not homes:
-            raise ValueError(f"'{directory}': expected parameter '{parameter.fqn}' of the model, found none")
-        if len(homes) > 1:
-            raise ValueError(
-                f"'{directory}': the model ties {' and '.join(map(repr, homes))}; the "
-                "checkpoint has them as separate parameters"
-            )
-        if (other := owners.setdefault(homes[0], parameter.fqn)) != parameter.fqn:
-            raise ValueError(
-                f"'{directory}': the checkpoint ties '{other}' and '{parameter.fqn}'; the "
-                "model has them as separate parameters"
-            )
-        shape, expected = records[homes[0]].shape, tuple(parameter.full_shape)
-        if shape != expected:
-            raise ValueError(
-                f"'{directory}': parameter '{parameter.fqn}' has shape {shape}; the model expects {expected}"
-            )
-        names[parameter.fqn] = homes[0]
-    if unexpected := sorted(set(records) - set(names.values())):
-        raise ValueError(
-            f"'{directory}': the checkpoint has parameter '{unexpected[0]}', the model does not"
-            + (f", and {len(unexpected) - 1} more" if len(unexpected) > 1 else "")
-        )
-    return names
-
-
-def _check_names(directory: Path, kind: str, saved: Collection[str], present: Collection[str]) -> None:
-    for name in sorted(set(saved) ^ set(present)):
-        where = "the model" if name in present else "the checkpoint"
-        raise ValueError(f"'{directory}': only {where} has {kind} '{name}'")
-
-
-def _check_buffers(stored: Stored, buffers: Mapping[str, Tensor]) -> None:
-    _check_names(stored.directory, "a buffer", stored.manifest.buffers, buffers)
-    for name, buffer in buffers.items():
-        if (shape := stored.tensors[name].shape) != tuple(buffer.shape):
-            raise ValueError(
-                f"'{stored.directory}': buffer '{name}' has shape {shape}; the model expects "
-                f"{tuple(buffer.shape)}"
-            )
-
-
 def _check_optimizer(stored: Stored, parts: Parts, convert_states: bool, hyperparameters: bool) -> None:
     saved, present = stored.manifest.optimizer, type(parts.optimizer).__name__
     can_convert = family_of(saved) is not None and family_of(saved) is family_of(present)
@@ -358,7 +323,8 @@ def _read_tensors(runtime: Runtime, plan: _Plan, targets: Targets) -> None:
             values = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
             reader.read(TensorSlice(name, tuple(buffer.shape), 0, values))
             buffer.copy_(values.view(buffer.shape))
-    for name, value in plan.values["extra"].items():
+    for name in read_model(runtime).extra:
+        value = plan.values["extra"][name]
         runtime.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
@@ -393,8 +359,11 @@ def _restore_progress(plan: _Plan, present: Progress) -> Progress:
 
 
 def _restore_rng(runtime: Runtime, plan: _Plan) -> None:
-    rank, saved = runtime.context.axes.dp.rank, plan.values["rng"]
-    if rank < len(saved):
-        rng.restore(saved[rank], runtime.context.device)
+    axes, saved = runtime.context.axes, plan.values["rng"]
+    rank, num_parts = axes.dp.rank, plan.stored.manifest.written_by.get(NUM_PARTS, 1)
+    num_saved = len(saved) // num_parts
+    if rank < num_saved:
+        part = axes.pp.rank if axes.pp.size == num_parts else 0
+        rng.restore(saved[part * num_saved + rank], runtime.context.device)
     else:
         rng.derive(plan.stored.manifest.seed, rank, plan.stored.manifest.global_step)

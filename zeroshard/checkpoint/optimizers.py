@@ -25,7 +25,7 @@ HOW = frozenset(
 )
 """Keys of a parameter group that say how a step is computed, not with which numbers."""
 
-_PER_GROUP = frozenset(
+PER_GROUP = frozenset(
     ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
 )
 """The lists that LR schedulers keep in the order of the parameter groups."""
@@ -184,7 +184,7 @@ def reorder_schedule(
     state = dict(saved)
     for key, value in saved.items():
         present = current.get(key)
-        if key in _PER_GROUP and isinstance(value, list):
+        if key in PER_GROUP and isinstance(value, list):
             kept: list[Any] = present if isinstance(present, list) else value
             state[key] = [kept[at] if home is None else value[home] for at, home in enumerate(matches)]
         elif key == "_schedulers" and isinstance(present, list | tuple):

@@ -25,6 +25,8 @@ from torch import Tensor
 from zeroshard.comm.collectives import Axis, Channel
 
 POINT_TO_POINT = "point_to_point"
+LAST_TAGS = (1 << 16) - 2
+"""The last two tags of an engine's range, which serve all of its messages; buffers take the first tags."""
 _HEADER_BYTES = 4096
 """The forms of a message as bytes: some fifty tensors. Larger ones follow in a message of their own."""
 

@@ -120,6 +120,15 @@ def _device(value: Any) -> Any:
     return {"cpu": "cpu", "meta": REFUSED}.get(device.type, str(device))
 
 
+def _own_schedule(value: Any) -> Any:
+    """A list of the user's: its text, the path of its file, or an object that has lists of actions."""
+    if hasattr(value, "lists") and hasattr(value, "placement"):
+        return str(value)
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    is_list = isinstance(text, str) and ("\n" in text or text.lower().endswith(".csv"))
+    return text if is_list else REFUSED
+
+
 BOOLEAN = instance(bool, "True or False")
 DTYPE = Rule("a dtype among bfloat16, float16, float32, float64", _dtype)
 DEVICE = Rule("a device such as 'cpu', 'cuda' or 'cuda:1'", _device)
@@ -136,3 +145,7 @@ _PREDICATE = Rule(
     lambda value: value if callable(value) and not isinstance(value, type | nn.Module) else REFUSED,
 )
 UNITS = either(names_by("class names (or module classes, or lists of module names)", _class_name), _PREDICATE)
+SCHEDULE = either(
+    choice("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "varuna"),
+    Rule("the path of a .csv file, or a list of actions as a Schedule or its text", _own_schedule),
+)

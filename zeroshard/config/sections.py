@@ -152,13 +152,21 @@ class Pipeline(Checked):
     """The schedule of a batch over the pipeline-parallel ranks."""
 
     _prefix = "pipeline."
-    # Order of forwards and backwards, in upper or lower case.
-    schedule: Annotated[str, rules.choice("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "varuna")] = "1f1b"
+    # Order of forwards and backwards: a name, in upper or lower case; or a list of your own, as a Schedule,
+    # its text, or the path of a .csv file that rank 0 reads.
+    schedule: Annotated[str, rules.SCHEDULE] = "1f1b"
     num_microbatches: Annotated[int, rules.integer(1)] = 1  # micro-batches in a rank's batch
-    # Names of the modules that each begin a new pipeline stage. None: the model is cut automatically.
-    split: Annotated[Sequence[str] | None, rules.MODULE_NAMES] = None
     # Chunks of the model on each rank. None: the smallest number that the schedule allows.
     num_chunks: Annotated[int | None, rules.integer(1)] = None
+    # Chunks are cut to have about the same "time", measured, or parameters ("memory"). "bottleneck": the
+    # largest time of a chunk is as small as possible.
+    balance: Annotated[str, rules.choice("time", "memory", "bottleneck")] = "time"
+    # Names of the blocks that each begin a new chunk, in order, without the first block. None: the model is
+    # cut by `balance`.
+    split: Annotated[Sequence[str] | None, rules.MODULE_NAMES] = None
+
+    def _requirements(self) -> list[Requirement]:
+        return [Requirement(self.balance != "time", "balance", self.split is None, "split", "None")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +232,7 @@ class Config(Checked):
             Requirement(self.offload.activations != "none", "offload.activations", *not_compiled),
             Requirement(self.pipeline.num_chunks is not None, "pipeline.num_chunks", *pipelined),
             Requirement(self.pipeline.split is not None, "pipeline.split", *pipelined),
+            Requirement(self.pipeline.balance != "time", "pipeline.balance", *pipelined),
             # Gradients of ignored parameters are neither unscaled nor widened.
             Requirement(bool(self.ignored), "ignored", *not_half),
             Requirement(bool(self.ignored), "ignored", *not_narrow),

@@ -43,13 +43,13 @@ class DeepSpeedNames(_Module):
     @property
     def global_rank(self) -> int:
         """The number of this rank among all ranks."""
-        rank: int = self._runtime.context.axes.everyone.rank
+        rank: int = self._runtime.context.axes.world.rank
         return rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        size: int = self._runtime.context.axes.everyone.size
+        size: int = self._runtime.context.axes.world.size
         return size
 
     @property

@@ -22,6 +22,7 @@ from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, read_model
 from zeroshard.comm.mesh import Axes
 from zeroshard.hf.format import Format
+from zeroshard.hf.parts import collect
 from zeroshard.hf.weights import check_folder, write_weights
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.safetensors import TensorInfo
@@ -131,24 +132,28 @@ def _read(
 # ----------------------------------------------------------------------------------------- an engine
 
 
-def export_engine(runtime: Runtime, dir: object, how: Format) -> None:
+def export_engine(
+    runtime: Runtime, dir: object, how: Format, described: Mapping[str, Any] | None = None
+) -> None:
     """Write the model that is being trained; collective. Rank 0 writes and holds one unit at a time.
 
     Args:
         runtime: of the model.
         dir: the folder, as rank 0 was given it.
         how: dtype and size of files.
+        described: the description of the whole model, where pipeline ranks have parts of it.
 
     Raises:
         ValueError, RuntimeError: rank 0 could not write, on all ranks.
     """
     runtime.settle()
     runtime.require_slices("save_pretrained()")
-    axis = runtime.context.axes.everyone
+    axis = runtime.context.axes.world
     folder = on_first(axis, "start of an export", lambda: as_folder(dir))
-    weights, names = _plan(runtime, how.dtype)
+    own, names = _plan(runtime, how.dtype, described or describe_model(runtime.module))
+    weights, before = _join(runtime.context.axes, own)
     on_first(axis, "start of an export", lambda: check_folder(folder, weights.tensors))
-    slices = _gather(runtime, weights.buffers, names)
+    slices = _gather(runtime, own.buffers.keys() - before, names)
 
     def write() -> None:
         try:
@@ -163,10 +168,11 @@ def export_engine(runtime: Runtime, dir: object, how: Format) -> None:
     on_first(axis, "end of an export", write)
 
 
-def _plan(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Weights, dict[str, list[str]]]:
-    """Return the weights to write, and the names of each parameter in them."""
-    module = runtime.module
-    model, state = describe_model(module), read_model(runtime)
+def _plan(
+    runtime: Runtime, dtype: torch.dtype | None, model: Mapping[str, Any]
+) -> tuple[_Weights, dict[str, list[str]]]:
+    """Return the weights of this rank's part of the model, and the names of each parameter in them."""
+    state = read_model(runtime)
     names: dict[str, list[str]] = {}
     parameters: dict[str, TensorInfo] = {}
     for sharded in _in_order(runtime):
@@ -179,27 +185,44 @@ def _plan(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Weights, dict[s
 
 
 def _in_order(runtime: Runtime) -> Iterator[ShardedParameter]:
-    return (sharded for buffer in runtime.buffers for sharded in buffer.sharded)
+    """The parameters that this rank's part of the model writes."""
+    part = runtime.context.axes.pp.rank
+    return (
+        sharded
+        for buffer in runtime.buffers
+        if part in buffer.originals[0].holders[:1] or not buffer.originals[0].holders
+        for sharded in buffer.sharded
+    )
+
+
+def _join(axes: Axes, own: _Weights) -> tuple[_Weights, set[str]]:
+    """Return the weights of all parts of the model, and the names of buffers that earlier parts write."""
+    if axes.pp.size == 1:
+        return own, set()
+    parts: list[_Weights] = axes.pp.all_gather_object(own, "weights of all parts")
+    whole = _Weights(own.model, {}, {})
+    for part in parts:
+        whole.parameters.update(part.parameters)
+        whole.buffers.update({key: info for key, info in part.buffers.items() if key not in whole.buffers})
+    return whole, {name for part in parts[: axes.pp.rank] for name in part.buffers}
 
 
 def _gather(
     runtime: Runtime, buffers: Collection[str], names: Mapping[str, list[str]]
 ) -> Iterator[TensorSlice]:
-    """Yield the full tensors on rank 0; nothing on other ranks."""
+    """Yield the full tensors of all parts on rank 0, their parameters first; nothing on other ranks."""
     axes = runtime.context.axes
-    is_first = axes.everyone.rank == 0
-    for buffer in runtime.buffers:
-        yield from _gather_buffer(buffer, names, axes)
+    yield from collect(axes, (piece for b in runtime.buffers for piece in _gather_buffer(b, names, axes)))
     state = read_model(runtime)
-    for name, value in (state.buffers | state.ignored).items() if is_first else ():
-        if name in buffers and value.numel():
-            yield TensorSlice(name, tuple(value.shape), 0, value.reshape(-1))
+    others = (state.buffers | state.ignored).items() if axes.everyone.rank == 0 else ()
+    slices = (TensorSlice(name, tuple(value.shape), 0, value.reshape(-1)) for name, value in others)
+    yield from collect(axes, (one for one in slices if one.name in buffers and one.data.numel()))
 
 
 def _gather_buffer(buffer: FlatBuffer, names: Mapping[str, list[str]], axes: Axes) -> Iterator[TensorSlice]:
     is_first, views = axes.everyone.rank == 0, gather_wholes(buffer, axes.tp)
     for sharded, view in zip(buffer.sharded, views if is_first else (), strict=is_first):
-        for name in names[sharded.fqn] if view.numel() else ():
+        for name in names.get(sharded.fqn, ()) if view.numel() else ():
             yield TensorSlice(name, tuple(view.shape), 0, view.view(-1))
 
 

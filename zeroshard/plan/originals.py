@@ -24,7 +24,7 @@ class Original:
     is_summed: bool = False
     """True if each tensor rank holds all of it and computes a summand of its gradient."""
     holders: tuple[int, ...] = ()
-    """The pipeline ranks that hold it, if there are several: each computes a summand of its gradient."""
+    """The pipeline ranks that hold it, if several chunks use it: each computes a summand of its gradient."""
 
     @property
     def shape(self) -> torch.Size:

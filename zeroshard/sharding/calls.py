@@ -6,7 +6,7 @@ same on all ranks; see `backward.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from types import FrameType
 from weakref import ref
 
@@ -48,6 +48,9 @@ class CallLog:
         """The frame that called the root, while the root runs."""
         self._regions: dict[FrameType, Region] = {}
         """The activation checkpoints of the forward under way."""
+        self.name: Hashable = None
+        """The name of forwards that begin, and of those that a backward comes to; None for no name."""
+        self._named: dict[Hashable, _Forward] = {}
 
     def tick(self) -> int:
         """The next tick of the clock."""
@@ -66,7 +69,9 @@ class CallLog:
         if not self._num_open:  # the outermost: parts of it may be under no_grad on some ranks
             self._now = _Forward() if torch.is_grad_enabled() else None
             self._forwards = [forward for forward in self._forwards if forward() is not None]
-            if self._now is not None:
+            if self._now is not None and self.name is not None:
+                self._named[self.name] = self._now
+            elif self._now is not None:
                 self._forwards.append(ref(self._now))
         self._tick += 1
         call = ForwardCall(unit, self._tick)
@@ -102,10 +107,19 @@ class CallLog:
         """Begin a backward: give each unit its calls in all forwards that the backward may come to."""
         for unit in self._units:
             unit.visit = None
-        for reference in self._forwards:
-            if (forward := reference()) is not None:
+        unnamed = [reference() for reference in self._forwards]
+        for forward in unnamed if self.name is None else [self._named.get(self.name)]:
+            if forward is not None:
                 for unit, visit in forward.visits.items():
                     unit.visit = visit if unit.visit is None else unit.visit.and_then(visit)
+
+    def forget(self, name: Hashable) -> None:
+        """Forget a forward with a name: no backward comes to it any more."""
+        self._named.pop(name, None)
+
+    def forget_named(self) -> None:
+        """Forget all forwards with names."""
+        self._named.clear()
 
     def drop_failed(self) -> None:
         """Forget the root's forward, which has ended in an exception and will have no backward."""

@@ -35,6 +35,8 @@ class Gradients:
         self._held: dict[int, Tensor] = {}
         self._sums: list[Tensor | None] = []
 
+    set_aside: Callable[[int, Tensor], bool] | None = None
+    """Takes the gradient of the parameter at an index for later, or returns False; see `pack`."""
     noted: Noted | None = None
     """A note on the `p.grad` that the last delivery has set, if the device took it."""
     takes_notes = False

@@ -11,6 +11,7 @@ opaque         after outputs that cannot be hooked      by the end of a backward
 backward       when a backward gathers the unit         when the backward leaves the unit
 second graph   by a backward that makes a graph         by the step
 held           by `generate` and its like               by them
+scheduled      by an unshard of a schedule              by its reshard
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Leases(Generic[T]):
         self.in_use, self.ahead, self.trailing = Lease[T]("in use"), Lease[T]("ahead"), Lease[T]("trailing")
         self.staying, self.graph, self.opaque = Lease[T]("staying"), Lease[T]("graph"), Lease[T]("opaque")
         self.second_graph, self.held = Lease[T]("second graph"), Lease[T]("held")
+        self.scheduled = Lease[T]("scheduled")
 
     def end_forward(self) -> None:
         """End the leases of a forward that is over or has failed."""

@@ -9,7 +9,7 @@ again after a rank has met a new unit or another order.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
@@ -47,6 +47,8 @@ class UnitOrder:
         self.units: list[Unit] = []
         self.has_changed = False
         """True if this rank has met a new unit or another order since the ranks last agreed."""
+        self.scope: Collection[Unit] | None = None
+        """The units that may be gathered ahead; None: all."""
         self._reductions: list[Unit] = []
         self._reduce([])
 
@@ -81,6 +83,8 @@ class UnitOrder:
     def following(self, unit: Unit, num: int) -> list[Unit]:
         """The next units in forward; of the root, the first ones. A new unit has none."""
         is_known = unit.position >= 0 or unit is self._by_name[""]
+        if self.scope is not None and is_known:
+            return [each for each in self.units[unit.position + 1 :] if each in self.scope][:num]
         return self.units[unit.position + 1 : unit.position + 1 + num] if is_known else []
 
     def _reduce(self, first: list[Unit]) -> None:

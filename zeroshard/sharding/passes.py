@@ -338,8 +338,9 @@ class Passes(ShardedModule):
             )
         if reducer.under_way and not gradients.has_more:
             reducer.make_room()
-        if not self.is_delivering:
-            unit.note_gradient(backward_task())
+        unit.note_gradient(backward_task())
+        if gradients.set_aside is not None and gradients.set_aside(index, gradient):
+            return
         gradients.pack(index, gradient, reducer.is_deferring)
         if not gradients.num_missing:
             self._walk.note_gradient(unit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.passes import Passes
-from zeroshard.sharding.unit import UnitState
+from zeroshard.sharding.unit import NEVER, Unit, UnitState
 
 DRAIN_S = 5.0
 """Seconds to wait for exchanges under way when nobody needs them any more."""
@@ -46,7 +46,8 @@ class Runtime(Passes):
         self.state.move(Phase.BACKWARD)
         self._walk = Backward((), self.reducer, self.leases.graph, num_prefetch=0, makes_graph=False)
         for unit in self.units:
-            unit.visit, unit.comes_in_parts = None, False
+            unit.visit = None
+            unit.begin_backward(NEVER)
         self.reducer.begin(accumulates=True)
         self.is_delivering = True
         try:
@@ -86,6 +87,42 @@ class Runtime(Passes):
             self.state.move(Phase.REST if is_last else Phase.STEP)
         if is_last:
             self.refresh()
+
+    @contextmanager
+    def part(self, name: Hashable, units: Collection[Unit]) -> Iterator[None]:
+        """Run a forward or a backward of some units, beside others whose graphs are alive.
+
+        Args:
+            name: the name of the forward; a backward with the same name comes to its calls alone.
+            units: the units of the forward; others are not gathered ahead.
+        """
+        self._calls.name, self.order.scope = name, units
+        try:
+            yield
+        finally:
+            self._calls.name = self.order.scope = None
+
+    def forget_part(self, name: Hashable) -> None:
+        """Forget a forward with a name: no backward comes to it any more."""
+        self._calls.forget(name)
+
+    def unshard(self, units: Iterable[Unit]) -> None:
+        """Start to gather units, and keep them until `reshard`."""
+        for unit in units:
+            if not unit.is_resident:
+                unit.unshard()
+                self.leases.scheduled.take(unit)
+
+    def reshard(self, units: Iterable[Unit] | None = None) -> None:
+        """Keep units no longer; None: all that `unshard` has kept. Those that nobody needs are freed."""
+        ended = tuple(self.leases.scheduled.units if units is None else units)
+        self.leases.scheduled.end(ended)
+        self._free(ended, for_backward=True)
+
+    def end_parts(self) -> None:
+        """Forget the forwards with names, and keep no units for them: a batch is over, or has failed."""
+        self._calls.forget_named()
+        self.reshard()
 
     def drop_deferred(self) -> None:
         """Forget gradients that were not reduced yet, as zero_grad() does."""

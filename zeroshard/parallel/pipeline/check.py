@@ -21,15 +21,18 @@ _F, _B, _I, _W, _R = (
 def check_actions(schedule: Schedule) -> None:
     """Check that every chunk has one forward and one backward for each micro-batch, on its own rank.
 
+    A schedule of forwards alone is one for an evaluation.
+
     Raises:
         ValueError: an action is missing, is there twice, or is on another rank; a chunk computes while it is
             not unsharded; gradients are left that no reduce takes.
     """
     _check_places(schedule)
     counts = Counter(action for _, action in schedule if action.is_compute)
+    is_evaluation = all(action.kind is Kind.FORWARD for action in counts)
     for chunk in range(schedule.num_chunks):
         for microbatch in range(schedule.num_microbatches):
-            _check_microbatch(counts, chunk, microbatch)
+            _check_microbatch(counts, chunk, microbatch, is_evaluation)
     for rank, actions in enumerate(schedule.lists):
         for chunk in schedule.chunks[rank]:
             _check_sharding(rank, [action for action in actions if action.chunk == chunk])
@@ -42,7 +45,7 @@ def _check_places(schedule: Schedule) -> None:
             raise ValueError(f"expected {action} on pipeline rank {place}, got it on {rank}")
 
 
-def _check_microbatch(counts: Counter[Action], chunk: int, microbatch: int) -> None:
+def _check_microbatch(counts: Counter[Action], chunk: int, microbatch: int, is_evaluation: bool) -> None:
     num = {kind: counts[Action(kind, chunk, microbatch)] for kind in (_F, _B, _I, _W, _R)}
     for kind, count in num.items():
         if count > 1:
@@ -56,7 +59,7 @@ def _check_microbatch(counts: Counter[Action], chunk: int, microbatch: int) -> N
     if not num[_B] and num[_I] != num[_W]:
         there, missing = (half, weight) if num[_I] else (weight, half)
         raise ValueError(f"expected {missing} with {there}, got none")
-    if not num[_B] and not num[_I]:
+    if not is_evaluation and not num[_B] and not num[_I]:
         raise ValueError(f"expected {backward}, or {half} and {weight}, got none")
 
 

@@ -1,14 +1,13 @@
 """A model that computes one of its chunks at a time.
 
 Modules of other ranks are taken out, together with their parameters. Those of this rank take turns: while a
-chunk computes, the modules of the others hand on their first argument.
+chunk computes, stand-ins take the places of the modules of the others, and hand on their first argument.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ class Turn:
 
 
 class Absent(nn.Module):
-    """A module of another rank: it hands on its first argument.
+    """A stand-in for a module of another rank or chunk: it hands on its first argument.
 
     Args:
         adds: True for an embedding, whose rows are added to values that a chunk before has made: it gives a
@@ -51,7 +50,17 @@ class Absent(nn.Module):
 
     def extra_repr(self) -> str:
         """Return no details."""
-        return "of another pipeline rank"
+        return "of another chunk"
+
+
+class _Place(NamedTuple):
+    """A module of this rank, and its stand-in."""
+
+    chunk: int
+    holder: nn.Module
+    attribute: str
+    module: nn.Module
+    absent: Absent
 
 
 class Chunked:
@@ -67,32 +76,26 @@ class Chunked:
     def __init__(
         self, model: nn.Module, outline: Outline, blocks: Sequence[range], own: Sequence[int]
     ) -> None:
-        self.model, self._num_chunks = model, len(blocks)
+        self.model, self._num_chunks, self.chunks = model, len(blocks), tuple(own)
         self._is_sequence = isinstance(model, nn.Sequential)
         self._turn = Turn()
         num_blocks = len(outline.blocks)
         chunk_of = {
             name: chunk for chunk, run in enumerate(blocks) for name in outline.chunk(run, num_blocks)
         }
+        self._places: list[_Place] = []
         for name in names_below(outline):
             parent, _, attribute = name.rpartition(".")
-            module = model.get_submodule(name)
-            adds = isinstance(module, nn.Embedding)
+            module, holder = model.get_submodule(name), model.get_submodule(parent)
+            absent = Absent(adds=isinstance(module, nn.Embedding), turn=self._turn)
             if chunk_of[name] in own:
-                module.forward = self._in_turn(module.forward, chunk_of[name], adds)
+                self._places.append(_Place(chunk_of[name], holder, attribute, module, absent))
             else:
-                holder = model.get_submodule(parent)
-                holder._modules[attribute] = Absent(adds=adds, turn=self._turn)
+                holder._modules[attribute] = absent
 
-    def _in_turn(self, forward: Callable[..., Any], chunk: int, adds: bool) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def in_turn(*args: Any, **kwargs: Any) -> Any:
-            if self._turn.chunk in (None, chunk):
-                return forward(*args, **kwargs)
-            value = args[0] if args else next(iter(kwargs.values()))
-            return _nothing(value) if adds else value
-
-        return in_turn
+    def modules_of(self, chunk: int) -> list[nn.Module]:
+        """Return the modules of a chunk of this rank."""
+        return [place.module for place in self._places if place.chunk == chunk]
 
     def __call__(self, chunk: int, value: Tensor | None, kwargs: Mapping[str, Any]) -> Any:
         """Compute a chunk.
@@ -107,6 +110,9 @@ class Chunked:
             The output of the chunk: a tensor, but in the last chunk of a model of transformers its output.
         """
         self._turn.chunk = chunk
+        others = [place for place in self._places if place.chunk != chunk]
+        for place in others:
+            place.holder._modules[place.attribute] = place.absent
         try:
             if self._is_sequence:
                 return self.model(kwargs["input"] if value is None else value)
@@ -120,6 +126,8 @@ class Chunked:
             outputs = self.model(**given, use_cache=False)
             return outputs if is_last else outputs.logits
         finally:
+            for place in others:
+                place.holder._modules[place.attribute] = place.module
             self._turn.chunk = None
 
 

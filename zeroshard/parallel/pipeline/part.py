@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,22 +9,25 @@ from torch import nn
 
 from zeroshard.config.sections import Config
 from zeroshard.parallel.pipeline.actions import Schedule
+from zeroshard.parallel.pipeline.choice import schedule_of, with_schedule
 from zeroshard.parallel.pipeline.chunked import Chunked
+from zeroshard.parallel.pipeline.cut import Cut
 from zeroshard.parallel.pipeline.outline import Outline
-from zeroshard.parallel.pipeline.partition import Block, partition
-from zeroshard.parallel.pipeline.schedules import build_schedule
+from zeroshard.parallel.pipeline.sharding import with_sharding
 from zeroshard.plan.originals import Original
 from zeroshard.plan.wrapping import UnitSpec
 
 
 @dataclass(frozen=True)
 class Holders:
-    """A parameter that several pipeline ranks hold, such as a tied embedding and head."""
+    """A parameter that several chunks use, such as a tied embedding and head."""
 
     name: str
     """Its name in the whole model."""
     ranks: tuple[int, ...]
-    """The pipeline ranks, in order."""
+    """The pipeline ranks of these chunks, in order; there may be one alone."""
+    chunks: tuple[int, ...]
+    """The chunks."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,31 @@ class Part:
     num_chunks: int
     """The chunks of the whole model."""
     holders: Mapping[nn.Parameter, Holders]
-    """By parameter of this rank that others hold, too."""
+    """By parameter of this rank that several chunks use."""
+    is_frozen: bool
+    """True if no parameter of this rank is trained: then it has no optimizer."""
+    cut: Cut
+    """The cut of the model into chunks."""
 
-    def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the schedule of a batch.
+    def schedule(self, num_microbatches: int, *, has_backward: bool) -> Schedule:
+        """Return the schedule of a batch, or of its forwards alone.
+
+        With `reshard_after_forward=False` each chunk is unsharded once a batch.
 
         Raises:
             ValueError: it does not exist with this number of micro-batches.
         """
-        return schedule_of(self.config, num_microbatches)
+        schedule = schedule_of(self.config, num_microbatches)
+        if not has_backward:
+            schedule = schedule.forwards
+        if self.config.reshard_after_forward is False and all(a.is_compute for _, a in schedule):
+            return with_sharding(schedule)
+        return schedule
+
+    def first_chunks(self) -> dict[str, int]:
+        """Return the first of this rank's chunks that use a parameter, for those that several chunks use."""
+        own = set(self.chunked.chunks)
+        return {found.name: min(own.intersection(found.chunks)) for found in self.holders.values()}
 
     def named(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
         """Return units whose shared parameters have their names in the whole model, and their holders."""
@@ -56,55 +74,36 @@ class Part:
         return original if found is None else replace(original, fqn=found.name, holders=found.ranks)
 
 
-_build = functools.lru_cache(maxsize=32)(build_schedule)
-
-
-def schedule_of(config: Config, num_microbatches: int) -> Schedule:
-    """Return the schedule that a config names, for so many micro-batches.
-
-    Raises:
-        ValueError: it does not exist with these numbers.
-    """
-    return _build(config.pipeline.schedule, config.mesh.pp, num_microbatches, config.pipeline.num_chunks)
-
-
-def take_part(model: nn.Module, outline: Outline, config: Config, rank: int) -> Part:
+def take_part(model: nn.Module, config: Config, cut: Cut, rank: int) -> Part:
     """Take the modules of other pipeline ranks out of a model.
 
     Args:
         model: the whole model; it is changed.
-        outline: the order of its modules.
         config: the config.
+        cut: the cut of the model into chunks, the same on all ranks.
         rank: this rank's place on the axis pp.
-
-    Raises:
-        ValueError: there are fewer blocks than chunks, or no such schedule.
     """
+    config, outline, runs = with_schedule(config, cut.schedule), cut.outline, cut.runs
     schedule = schedule_of(config, config.pipeline.num_microbatches)
-    sizes = [_bytes_of(model.get_submodule(name)) for name in outline.blocks]
-    blocks = [Block(time=size, parameter_bytes=size) for size in sizes]
-    runs = partition(blocks, schedule.num_chunks, "memory")
     holders = _find_holders(model, outline, runs, schedule)
     chunked = Chunked(model, outline, runs, schedule.chunks[rank])
     own = {parameter: holders[parameter] for parameter in model.parameters() if parameter in holders}
-    return Part(chunked, config, schedule.num_chunks, own)
+    is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    return Part(chunked, config, schedule.num_chunks, own, is_frozen, cut)
 
 
 def _find_holders(
     model: nn.Module, outline: Outline, runs: Sequence[range], schedule: Schedule
 ) -> dict[nn.Parameter, Holders]:
-    """Find the parameters that modules of several pipeline ranks use."""
-    ranks: dict[nn.Parameter, set[int]] = {}
+    """Find the parameters that modules of several chunks use."""
+    chunks: dict[nn.Parameter, set[int]] = {}
     for chunk, run in enumerate(runs):
         for name in outline.chunk(run, len(outline.blocks)):
             for parameter in model.get_submodule(name).parameters():
-                ranks.setdefault(parameter, set()).add(schedule.placement[chunk])
-    return {
-        parameter: Holders(name, tuple(sorted(ranks[parameter])))
-        for name, parameter in model.named_parameters()
-        if len(ranks.get(parameter, ())) > 1
-    }
-
-
-def _bytes_of(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
+                chunks.setdefault(parameter, set()).add(chunk)
+    holders: dict[nn.Parameter, Holders] = {}
+    for name, parameter in model.named_parameters():
+        if len(users := sorted(chunks.get(parameter, ()))) > 1:
+            ranks = sorted({schedule.placement[chunk] for chunk in users})
+            holders[parameter] = Holders(name, tuple(ranks), tuple(users))
+    return holders

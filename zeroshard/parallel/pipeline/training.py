@@ -1,7 +1,9 @@
 """Batches of a pipeline: the runner calls the sharded chunks of this rank.
 
-The hooks of the sharding gather and free units around each forward and backward, as in any training. The
-gradients of all micro-batches but the last are added up here, and the last backward reduces them.
+A list without unshard and reshard leaves it to the hooks of the sharding to gather and free unit by unit,
+around each forward and backward. Else the units of a chunk are gathered together and stay until its reshard.
+The gradients of all micro-batches but the last are added up here. The last backward of the rank reduces them,
+unit by unit while it runs; so a reduce in the list has nothing left to do.
 """
 
 from __future__ import annotations
@@ -14,18 +16,19 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from zeroshard.comm.messages import Messages
+from zeroshard.comm.messages import LAST_TAGS, Messages
 from zeroshard.data.losses import LossFunction, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.runner import Runner
+from zeroshard.parallel.pipeline.shared import Shared
 from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.unit import Unit
 
-_TAG = (1 << 16) - 2
-"""The last two tags of an engine's range; buffers take the first ones."""
 _NUM_BITS = 32
 """Bits of the checksum of a batch that pipeline ranks compare."""
 
@@ -37,15 +40,24 @@ class Pipelined:
         part: the chunks and the schedule.
         runtime: the runtime of their sharding.
         loss_fn: (output, targets) -> loss; None: the model has one.
+        optimizer: the optimizer, if there is one.
+
+    Raises:
+        ValueError: pipeline ranks step a parameter that they share with other hyperparameters.
     """
 
-    def __init__(self, part: Part, runtime: Runtime, loss_fn: LossFunction | None) -> None:
+    def __init__(
+        self, part: Part, runtime: Runtime, loss_fn: LossFunction | None, optimizer: Optimizer | None
+    ) -> None:
         self._part, self._runtime, self._loss_fn = part, runtime, loss_fn
         self._axes = runtime.context.axes
-        self._messages = Messages(self._axes.pp, _TAG)
+        self._messages = Messages(self._axes.pp, LAST_TAGS)
+        self._shared = Shared(runtime, self._messages, part.first_chunks())
+        self._shared.start(optimizer)
         self._products = Products(part.chunked.model, runtime.changes)
         self._runners: dict[tuple[int, bool], Runner] = {}
         """By number of micro-batches; with backwards or without."""
+        self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunked.chunks}
         self._names = tuple(inspect.signature(part.chunked.model.forward).parameters)
         self._batch: list[tuple[Any, Any]] = []
         self._factor = 1.0
@@ -74,7 +86,10 @@ class Pipelined:
             RuntimeError: the ranks of the pipeline have different batches.
         """
         self._factor, self._loss_scale = (loss_scale if is_half else 1.0) / num, loss_scale
-        return self._run(inputs, targets, num, has_backward=True)
+        self._shared.drop()
+        loss = self._run(inputs, targets, num, has_backward=True)
+        self._shared.add_gradients()
+        return loss
 
     def evaluate(self, inputs: Any, targets: Any, num: int) -> Tensor:
         """Return the mean loss of a batch; arguments and errors as in `run`."""
@@ -92,19 +107,19 @@ class Pipelined:
             runner.run(shapes)
         finally:
             self._batch = []
+            self._runtime.end_parts()
         total = torch.zeros((), dtype=torch.float32, device=device)
         for loss in self._losses:
             total += loss
         return self._axes.pp.sum(total / num, "mean loss of a pipeline")
 
     def _runner(self, num: int, has_backward: bool) -> Runner:
-        schedule = self._part.schedule(num)
+        schedule = self._part.schedule(num, has_backward=has_backward)
         if has_backward:
             own = schedule.lists[self._axes.pp.rank]
             self._end = [action for action in own if action.kind in END_BACKWARD][-1]
         if (num, has_backward) not in self._runners:
-            wanted = schedule if has_backward else schedule.forwards
-            self._runners[num, has_backward] = Runner(wanted, self._messages, self)
+            self._runners[num, has_backward] = Runner(schedule, self._messages, self)
         return self._runners[num, has_backward]
 
     def _compare(self, shapes: Any) -> None:
@@ -131,8 +146,11 @@ class Pipelined:
 
     def forward(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute a chunk; see `Chunks`."""
+        with self._runtime.part((chunk, microbatch), self._units[chunk]):
+            return self._compute(chunk, microbatch, inputs[0] if inputs else None)
+
+    def _compute(self, chunk: int, microbatch: int, value: Tensor | None) -> Sequence[Tensor]:
         piece, target = self._batch[microbatch]
-        value = inputs[0] if inputs else None
         if chunk < self._part.num_chunks - 1:
             return [self._part.chunked(chunk, value, self._named(piece))]
 
@@ -146,17 +164,27 @@ class Pipelined:
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
         """Run the backward of a chunk, or a half; that of the last micro-batch reduces."""
         reducer, has_more = self._runtime.reducer, self._action != self._end
-        has_weights_alone = self._action is not None and self._action.kind is Kind.WEIGHT_GRADIENT
-        delivering = self._runtime.delivering() if has_weights_alone else nullcontext()
-        with reducer.deferring(has_more), reducer.scaled(self._loss_scale), delivering:
+        self._shared.chunk = chunk
+        assert self._action is not None, "it was entered"
+        name = chunk, self._action.microbatch
+        is_second_half = self._action.kind is Kind.WEIGHT_GRADIENT
+        delivering = self._runtime.delivering() if is_second_half else nullcontext()
+        scaled, part = reducer.scaled(self._loss_scale), self._runtime.part(name, self._units[chunk])
+        with part, reducer.deferring(has_more), scaled, delivering:
             run()
+        if self._action.kind in END_BACKWARD:
+            self._runtime.forget_part(name)
 
     def leaving(self, waiting: Waiting) -> AbstractContextManager[None]:
         """Leave weight gradients to the second half of a backward; see `Chunks`."""
         return self._products.leaving(waiting)
 
     def act(self, action: Action) -> None:
-        """Do nothing: the hooks gather, free and reduce."""
+        """Unshard or reshard the units of a chunk."""
+        if action.chunk is not None and action.kind is Kind.UNSHARD:
+            self._runtime.unshard((self._runtime.root, *self._units[action.chunk]))  # the root to the end
+        elif action.chunk is not None and action.kind is Kind.RESHARD:
+            self._runtime.reshard(self._units[action.chunk])
 
     def enter(self, action: Action) -> None:
         """Note the action that begins."""
@@ -168,6 +196,12 @@ class Pipelined:
             return piece
         values = piece if isinstance(piece, tuple) else (piece,)
         return dict(zip(self._names, values, strict=False))
+
+
+def _units_of(part: Part, runtime: Runtime, chunk: int) -> dict[Unit, None]:
+    """The units of a chunk, in the same order on all ranks; the root belongs to all chunks."""
+    inside = {module for place in part.chunked.modules_of(chunk) for module in place.modules()}
+    return dict.fromkeys(unit for unit in runtime.units[1:] if inside.issuperset(unit.modules))
 
 
 def _shapes(value: Any) -> Any:

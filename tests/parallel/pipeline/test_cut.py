@@ -1,0 +1,303 @@
+"""The cut of a model into chunks, and the schedule, that a config asks for."""
+
+import re
+import warnings
+from itertools import combinations
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import zeroshard
+from tests.parallel.pipeline.runs import build, plain, sgd, start, tokens_of, train
+from zeroshard import Config
+from zeroshard.parallel.pipeline import cut as cutting
+from zeroshard.parallel.pipeline.actions import parse_schedule
+from zeroshard.parallel.pipeline.choice import read_schedule, schedule_of, with_schedule
+from zeroshard.parallel.pipeline.cut import cut_model
+from zeroshard.parallel.pipeline.outline import outline_of
+from zeroshard.parallel.pipeline.partition import Block
+from zeroshard.parallel.pipeline.sample import Source
+
+CPU = torch.device("cpu")
+WITH_DATA = Source(TensorDataset(torch.zeros(4, 3), torch.zeros(4, 3)))
+OWN = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+"""Two ranks, two micro-batches."""
+VEE = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"
+"""Two chunks a rank, one micro-batch."""
+
+
+def config_of(schedule="1f1b", pp=2, **pipeline):
+    return Config.from_dict({"mesh": {"pp": pp}, "pipeline": {"schedule": schedule, **pipeline}})
+
+
+def sequence(num_blocks):
+    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(num_blocks)))
+
+
+def cut(model, config, source=WITH_DATA):
+    return cut_model(model, outline_of(model), config, source, CPU)
+
+
+def with_times(times):
+    """A measurement that finds given times."""
+    blocks = tuple(Block(time=seconds, parameter_bytes=1) for seconds in times)
+    return mock.patch.object(cutting, "measure_blocks", return_value=blocks)
+
+
+def divisions(num_blocks, num_chunks):
+    """All divisions of blocks into chunks, as runs."""
+    for ends in combinations(range(1, num_blocks), num_chunks - 1):
+        bounds = [0, *ends, num_blocks]
+        yield tuple(range(bounds[i], bounds[i + 1]) for i in range(num_chunks))
+
+
+# ------------------------------------------------------------------------------------------- balance
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+@pytest.mark.parametrize("balance", ["time", "bottleneck"])
+@pytest.mark.parametrize(
+    "times", [(9, 1, 1, 1, 1, 1, 5), (0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 8.25), (1, 7, 2, 6, 3, 5, 4)]
+)
+def test_measured_times_decide_on_the_cut(times, balance, num_ranks):
+    def measure(runs):
+        sums = [sum(times[block] for block in run) for run in runs]
+        return sum(one**2 for one in sums) if balance == "time" else max(sums)
+
+    with with_times(times):
+        found = cut(sequence(7), config_of(pp=num_ranks, balance=balance))
+    assert measure(found.runs) == min(map(measure, divisions(7, num_ranks)))
+    assert found.is_measured
+
+
+def test_balance_of_memory_cuts_by_parameters_and_measures_nothing():
+    model = nn.Sequential(nn.Linear(9, 30), nn.Linear(30, 2), nn.Linear(2, 2), nn.Linear(2, 40))
+    sizes = [9 * 30 + 30, 30 * 2 + 2, 2 * 2 + 2, 2 * 40 + 40]  # 300, 62, 6, 120
+    with mock.patch.object(cutting, "measure_blocks", side_effect=AssertionError):
+        found = cut(model, config_of(balance="memory"))
+    assert found.runs == (range(1), range(1, 4))
+    assert [block.parameter_bytes for block in found.blocks] == [4 * size for size in sizes]
+    assert not found.is_measured
+
+
+def test_a_block_that_takes_long_gets_a_chunk_of_its_own():
+    class Repeated(nn.Linear):
+        def forward(self, x):
+            for _ in range(400):
+                x = super().forward(x)
+            return x
+
+    model = nn.Sequential(*sequence(3), Repeated(3, 3))  # the same parameters in each block
+    assert cut(model, config_of()).runs == (range(3), range(3, 4))
+
+
+def test_parameters_stand_for_times_without_data():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 6))  # 6, 6, 6, 18
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = cut(model, config_of(), Source())
+    assert found.runs == (range(3), range(3, 4))
+    assert not found.is_measured
+
+
+def test_parameters_stand_for_times_with_a_warning_if_the_model_refuses_the_data():
+    text = "pipeline.balance='time': the blocks of the model could not be measured"
+    with pytest.warns(UserWarning, match=text):
+        found = cut(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)), config_of())
+    assert found.runs == (range(1), range(1, 2))
+    assert not found.is_measured
+
+
+def test_more_chunks_than_blocks_are_refused():
+    with pytest.raises(ValueError, match="expected 1 to 3 chunks, as each has a block or more, got 4"):
+        cut(sequence(3), config_of("zbv", num_microbatches=4))
+
+
+# ------------------------------------------------------------------------------------------- split
+
+
+@pytest.mark.parametrize(
+    ("split", "schedule", "num_microbatches", "runs"),
+    [
+        (["3"], "1f1b", 1, (range(3), range(3, 5))),
+        ("1", "1f1b", 1, (range(1), range(1, 5))),
+        (["1", "2", "4"], "interleaved", 2, (range(1), range(1, 2), range(2, 4), range(4, 5))),
+        (["1", "2", "4"], VEE, 1, (range(1), range(1, 2), range(2, 4), range(4, 5))),
+    ],
+)
+def test_names_begin_new_chunks(split, schedule, num_microbatches, runs):
+    config = config_of(schedule, split=split, num_microbatches=num_microbatches)
+    with mock.patch.object(cutting, "measure_blocks", side_effect=AssertionError):
+        assert cut(sequence(5), config).runs == runs
+
+
+@pytest.mark.parametrize(
+    ("split", "text"),
+    [
+        (["layers.3"], "pipeline.split: expected blocks from '0' to '4', got 'layers.3'"),
+        (["0"], "pipeline.split: expected blocks after '0', which begins the first chunk"),
+        (
+            ["2", "3"],
+            "pipeline.split: expected 1 names, which begin all but the first of 2 chunks, got 2: 2, 3",
+        ),
+        ([], "pipeline.split: expected 1 names, which begin all but the first of 2 chunks, got 0"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(split, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        cut(sequence(5), config_of(split=split))
+
+
+@pytest.mark.parametrize("split", [["3", "2", "4"], ["2", "2", "4"]])
+def test_names_in_another_order_are_refused(split):
+    with pytest.raises(ValueError, match=f"in the order of the model, each once, got {', '.join(split)}"):
+        cut(sequence(5), config_of("interleaved", num_microbatches=2, split=split))
+
+
+# ------------------------------------------------------------------------------------------- the user's list
+
+
+@pytest.mark.parametrize("form", ["text", "path", "name of a file", "schedule"])
+def test_a_list_is_read_from_a_text_a_file_or_an_object(form, tmp_path):
+    file = tmp_path / "own.csv"
+    file.write_text(OWN)
+    given = {"text": OWN, "path": file, "name of a file": str(file), "schedule": parse_schedule(OWN)}
+    config = config_of(given[form], num_microbatches=2)
+    assert Config.from_dict(config.to_dict()) == config
+    assert str(schedule_of(with_schedule(config, read_schedule(config)), 2)) == OWN
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "num_microbatches", "message"),
+    [
+        (OWN, {"pp": 4}, 2, "mesh.pp: expected 2, as in the lists of pipeline.schedule, got 4"),
+        ("0F0,0B0\n", {}, 1, "mesh.pp: expected 1, as in the lists of pipeline.schedule, got 2"),
+        (OWN, {}, 4, "pipeline.num_microbatches: expected 2, as in the lists of pipeline.schedule, got 4"),
+        (VEE, {"num_chunks": 3}, 1, "pipeline.num_chunks: expected 2, as in the lists"),
+        (
+            "0F0,2F0,2B0,0B0\n1F0,1B0\n",
+            {"num_chunks": 1},
+            1,
+            "pipeline.num_chunks: expected 1 and 2, as in the lists",
+        ),
+        (
+            OWN.replace("0B1", "0B1,STEP"),
+            {},
+            2,
+            "pipeline.schedule: pipeline rank 0: expected a list without",
+        ),
+        (
+            OWN.replace("0F1,0B0", "0B0,0F1").replace("1F0,1B0", "1F1,1B1"),
+            {},
+            2,
+            "pipeline.schedule: expected",
+        ),
+        ("0F0,0B0\n1B0,1F0\n", {}, 1, "pipeline.schedule: expected lists that run to their end"),
+        ("0F0,0X0\n1F0,1B0\n", {}, 1, "pipeline.schedule: pipeline rank 0: expected a kind of action"),
+    ],
+)
+def test_a_list_that_does_not_fit_is_refused(text, options, num_microbatches, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        schedule_of(config_of(text, **options), num_microbatches)
+
+
+def test_a_list_may_have_actions_of_the_sharding():
+    text = OWN.replace("0F0", "0UNSHARD,0F0").replace("0B1", "0B1,0REDUCE_GRAD,0RESHARD")
+    assert str(schedule_of(config_of(text), 2)) == text
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path):
+    file = tmp_path / "own.csv"
+    with pytest.raises(ValueError, match=f"pipeline.schedule: expected a file of lists, got {file}"):
+        read_schedule(config_of(file))
+
+
+# ------------------------------------------------------------------------------------------- over ranks
+
+
+def trained_on_own_lists(pipeline):
+    """Losses by a list of the user's; report, names and evaluation of a cut by times that differ on ranks."""
+    engine = start("llama", {"mesh": {"pp": 2}, "pipeline": pipeline})
+    losses, _ = train(engine, range(3))
+    engine.close(restore=False)
+    times = [(1.0, 1.0, 1.0, 5.0), (5.0, 1.0, 1.0, 1.0)][torch.distributed.get_rank()]
+    with with_times(times):
+        engine = start("llama", {"mesh": {"pp": 2}})
+    report, names = engine.pipeline_report(), [name for name, _ in engine.module.named_parameters()]
+    loss = engine.eval_batch({"input_ids": tokens_of(0)}, tokens_of(0)).item()
+    engine.close(restore=False)
+    return losses, report, str(report), names, loss
+
+
+def test_ranks_train_by_the_lists_and_the_split_of_a_user_and_cut_alike(ranks):
+    pipeline = {"schedule": OWN, "num_microbatches": 2, "split": ["model.layers.1"]}
+    want, _, _ = plain("llama", range(3))
+    found = ranks(2, trained_on_own_lists, pipeline)
+    layers = [f"model.layers.{number}" for number in range(4)]
+    for losses, report, text, _, loss in found:
+        assert losses == pytest.approx(want, rel=1e-6)
+        assert loss == pytest.approx(want[0], rel=1e-6)
+        assert [chunk.blocks for chunk in report.chunks] == [tuple(layers[:3]), tuple(layers[3:])]
+        assert [chunk.time_share for chunk in report.chunks] == [3 / 8, 5 / 8]
+        assert [chunk.rank for chunk in report.chunks] == [0, 1]
+        assert report.is_measured
+        assert re.search(r"chunk 0 +0 +model\.layers\.0 to model\.layers\.2 +37\.5%", text)
+        assert re.search(r"chunk 1 +1 +model\.layers\.3 +62\.5%", text)
+    assert any("layers.2." in name for name in found[0][3])
+    assert not any("layers.2." in name for name in found[1][3])
+
+
+def measured_at_the_start():
+    """The reports of a deferred sequence with data and of a model of transformers without; losses."""
+    with zeroshard.deferred_init():
+        model = sequence(5)
+    config, data = {"mesh": {"pp": 2}, "micro_batch_size": 2}, WITH_DATA.training_data
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = zeroshard.initialize(model, sgd, config, training_data=data, loss_fn=nn.MSELoss())
+        assert torch.equal(torch.get_rng_state(), before)
+        inputs, targets = next(iter(made.dataloader))
+        losses = [made.engine.train_batch(inputs, targets).item() for _ in range(2)]
+        engine = start("llama", config)
+    reports = made.engine.pipeline_report(), engine.pipeline_report()
+    made.engine.close(restore=False)
+    engine.close(restore=False)
+    return reports, losses
+
+
+@pytest.mark.long
+def test_blocks_are_measured_at_the_start_and_the_model_trains(ranks):
+    (reports, losses), other = ranks(2, measured_at_the_start)
+    assert other == (reports, losses)
+    names = list("01234"), [f"model.layers.{number}" for number in range(4)]
+    for report, expected in zip(reports, names, strict=True):
+        assert report.is_measured
+        assert [name for chunk in report.chunks for name in chunk.blocks] == expected
+        assert sum(chunk.time_share for chunk in report.chunks) == pytest.approx(1)
+    assert losses[1] < losses[0]
+
+
+def refused():
+    config = {"mesh": {"pp": 2}, "pipeline": {"split": ["model.layers.9"]}}
+    with pytest.raises(ValueError, match=r"got 'model\.layers\.9' \(rank 0\)"):
+        zeroshard.initialize(build("llama"), sgd, config)
+
+
+def test_a_split_that_does_not_fit_is_an_error_on_all_ranks(ranks):
+    ranks(2, refused)
+
+
+def given_different_models():
+    model = sequence(4 + torch.distributed.get_rank())
+    config = {"mesh": {"pp": 2}, "pipeline": {"balance": "memory"}}
+    with pytest.raises(RuntimeError, match="rank 0 has 4 blocks, rank 1 has 5"):
+        zeroshard.initialize(model, sgd, config, loss_fn=nn.MSELoss())
+
+
+def test_different_models_are_an_error_on_all_ranks(ranks):
+    ranks(2, given_different_models)

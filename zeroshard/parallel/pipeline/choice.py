@@ -1,0 +1,86 @@
+"""The schedule that a config chooses: one of ours by its name, or a list of the user's.
+
+A list of the user's is the text of a schedule, or the path of a file with it. Rank 0 alone reads the file.
+Its text takes the place of the path before the other ranks see it, so all ranks have the same list.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+from zeroshard.config.sections import Config
+from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
+from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
+from zeroshard.parallel.pipeline.simulate import validate
+
+_build = functools.lru_cache(maxsize=32)(build_schedule)
+
+
+def read_schedule(config: Config) -> str:
+    """Return the name of a schedule of ours, or the text of the user's list, from a file or as it is.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    given = config.pipeline.schedule
+    if given in SCHEDULES or _is_text(given):
+        return given
+    try:
+        text = Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"pipeline.schedule: expected a file of lists, got {given}: {error}") from None
+    return text + "\n"  # the end of a line tells a text from a name
+
+
+def with_schedule(config: Config, schedule: str) -> Config:
+    """Return the config with a name or a text as its schedule."""
+    return replace(config, pipeline=replace(config.pipeline, schedule=schedule))
+
+
+def schedule_of(config: Config, num_microbatches: int) -> Schedule:
+    """Return the schedule that a config names, or whose text it has, for so many micro-batches.
+
+    Raises:
+        ValueError: it does not exist with these numbers, or the user's list cannot run.
+    """
+    name, num_chunks = config.pipeline.schedule, config.pipeline.num_chunks
+    if not _is_text(name):
+        return _build(name, config.mesh.pp, num_microbatches, num_chunks)
+    return _parse(name, config.mesh.pp, num_microbatches, num_chunks)
+
+
+def _is_text(schedule: str) -> bool:
+    return "\n" in schedule
+
+
+@functools.lru_cache(maxsize=32)
+def _parse(text: str, num_ranks: int, num_microbatches: int, num_chunks: int | None) -> Schedule:
+    """Return the schedule of a text, checked against the numbers of a config."""
+    try:
+        schedule = parse_schedule(text)
+        _refuse_steps(schedule)
+        validate(schedule)
+    except ValueError as error:
+        raise ValueError(f"pipeline.schedule: {error}") from None
+    own = {len(chunks) for chunks in schedule.chunks}
+    _require("mesh.pp", {schedule.num_ranks}, num_ranks)
+    _require("pipeline.num_microbatches", {schedule.num_microbatches}, num_microbatches)
+    _require("pipeline.num_chunks", own, num_chunks)
+    return schedule
+
+
+def _require(key: str, listed: set[int], got: int | None) -> None:
+    if got is not None and listed != {got}:
+        expected = " and ".join(map(str, sorted(listed)))
+        raise ValueError(f"{key}: expected {expected}, as in the lists of pipeline.schedule, got {got}")
+
+
+def _refuse_steps(schedule: Schedule) -> None:
+    for rank, action in schedule:
+        if action.kind is Kind.STEP:
+            raise ValueError(
+                f"pipeline rank {rank}: expected a list without steps, because each batch ends with one, "
+                f"got {action}"
+            )

@@ -1,0 +1,117 @@
+"""The cut of a model into chunks: at modules that the user names, or by a balance of its blocks.
+
+split    ["layers.3"]       blocks 0 1 2 | 3 4 5 6
+balance  "time"             runs of blocks with about the same measured time
+         "bottleneck"       the same, with the least time of the slowest run
+         "memory"           runs with about the same bytes of parameters
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+
+from zeroshard.config.sections import Config
+from zeroshard.parallel.pipeline.choice import read_schedule, schedule_of, with_schedule
+from zeroshard.parallel.pipeline.outline import Outline
+from zeroshard.parallel.pipeline.partition import Balance, Block, partition
+from zeroshard.parallel.pipeline.profile import measure_blocks, weigh_blocks
+from zeroshard.parallel.pipeline.sample import Source, sample_of
+
+
+class Cut(NamedTuple):
+    """The cut of a model. It is made on one rank and holds for all."""
+
+    outline: Outline
+    schedule: str
+    """The name of the schedule, or the text of the user's list."""
+    runs: tuple[range, ...]
+    """The blocks of each chunk."""
+    blocks: tuple[Block, ...]
+    """The profile of each block."""
+    is_measured: bool
+    """True if times are seconds; False if they are numbers of parameters."""
+
+
+def cut_model(
+    model: nn.Module, outline: Outline, config: Config, source: Source, device: torch.device
+) -> Cut:
+    """Return the cut that a config asks for; the blocks are measured if it depends on their times.
+
+    Args:
+        model: the whole model; it does not change.
+        outline: the order of its modules.
+        config: the config.
+        source: the samples of a micro-batch, and the loss.
+        device: the device on which blocks are measured, one at a time.
+
+    Raises:
+        ValueError: there is no such schedule or no such block, or their numbers do not fit.
+    """
+    schedule = read_schedule(config)
+    config = with_schedule(config, schedule)
+    num_chunks = schedule_of(config, config.pipeline.num_microbatches).num_chunks
+    if num_chunks > len(outline.blocks):
+        raise ValueError(
+            f"pipeline.schedule: expected 1 to {len(outline.blocks)} chunks, as each has a block or more, "
+            f"got {num_chunks}"
+        )
+    weighed = weigh_blocks(model, outline)
+    if config.pipeline.split is not None:
+        return Cut(outline, schedule, split_at(config.pipeline.split, outline, num_chunks), weighed, False)
+    balance = cast(Balance, config.pipeline.balance)
+    measured = None if balance == "memory" else _measure(model, outline, config, source, device)
+    blocks = measured or weighed
+    return Cut(outline, schedule, partition(blocks, num_chunks, balance), blocks, measured is not None)
+
+
+def _measure(
+    model: nn.Module, outline: Outline, config: Config, source: Source, device: torch.device
+) -> tuple[Block, ...] | None:
+    """Return the measured profile of the blocks; None without samples, or if they cannot be measured."""
+    dtype = config.precision.param_dtype
+    try:
+        sample = sample_of(model, source, config.micro_batch_size)
+        if sample is None:
+            return None
+        return measure_blocks(model, outline, sample, source.loss_fn, device=device, dtype=dtype)
+    except Exception as error:  # of any kind: training can do without times
+        warnings.warn(
+            f"pipeline.balance='{config.pipeline.balance}': the blocks of the model could not be measured; "
+            f"their numbers of parameters stand for their times: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return None
+
+
+def split_at(names: Sequence[str], outline: Outline, num_chunks: int) -> tuple[range, ...]:
+    """Return the blocks of each chunk, given the names of the blocks that each begin a new one.
+
+    Raises:
+        ValueError: a name is no block, the names are not in the order of the model, or there are not as many
+            as the chunks need.
+    """
+    places = {name: place for place, name in enumerate(outline.blocks)}
+    first, last = outline.blocks[0], outline.blocks[-1]
+    for name in names:
+        if name not in places:
+            raise ValueError(f"pipeline.split: expected blocks from '{first}' to '{last}', got '{name}'")
+    if len(names) != num_chunks - 1:
+        raise ValueError(
+            f"pipeline.split: expected {num_chunks - 1} names, which begin all but the first of {num_chunks} "
+            f"chunks, got {len(names)}: {', '.join(names)}"
+        )
+    starts = [places[name] for name in names]
+    if first in names:
+        raise ValueError(f"pipeline.split: expected blocks after '{first}', which begins the first chunk")
+    if any(one >= other for one, other in pairwise(starts)):
+        raise ValueError(
+            f"pipeline.split: expected blocks in the order of the model, each once, got {', '.join(names)}"
+        )
+    ends = [*starts, len(outline.blocks)]
+    return tuple(range(start, end) for start, end in zip([0, *starts], ends, strict=True))

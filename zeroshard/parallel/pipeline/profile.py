@@ -1,0 +1,351 @@
+"""The profile of a model's blocks: measured times, and bytes of parameters and activations.
+
+The model runs once. Where its forward comes to a module of the outline, this module is measured with the
+inputs that have arrived: its forward and its backward. Then its outputs go on.
+
+    model's forward  --> embedding --> block 0 --> block 1 --> ... --> norm --> head --> loss
+    on the device        measured      measured    as block 0          measured ...
+
+Only one module is on the device at a time, so a model that is larger than the device can be measured. A block
+that equals an earlier one in its classes, shapes and settings has the time of that one. Modules before the
+blocks count as a part of the first block; those after them, and the loss, as a part of the last one.
+
+The model does not change: modules compute with tensors in the place of their parameters and buffers. Those
+of parameters on the meta device have arbitrary values, because the time does not depend on them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+
+from zeroshard.comm.streams import mark_here
+from zeroshard.data.losses import LossFunction
+from zeroshard.data.microbatch import to_device
+from zeroshard.internals import pytree
+from zeroshard.lazy.deferred import has_memory, is_known, values_of
+from zeroshard.parallel.pipeline.likeness import facts_of, likeness_of
+from zeroshard.parallel.pipeline.outline import Outline, names_below
+from zeroshard.parallel.pipeline.partition import Block
+from zeroshard.parallel.pipeline.sample import Sample, same_random_numbers
+
+_FEWEST, _MOST = 3, 20
+"""Runs after a first one that warms up. The shortest counts: noise of the machine only adds time."""
+_ENOUGH = 0.05
+"""Seconds of runs after which the fewest are enough."""
+_SPREAD = 0.02
+"""The standard deviation of arbitrary parameters: as in usual inits, so that no value overflows."""
+
+
+class Cost(NamedTuple):
+    """The cost of a module for one micro-batch."""
+
+    seconds: float
+    """Of forward and backward."""
+    activation_bytes: int
+    """Of the tensors that autograd saves for the backward, without parameters and buffers."""
+
+
+def weigh_blocks(model: nn.Module, outline: Outline) -> tuple[Block, ...]:
+    """Return the profile of each block without a measurement: its time is its number of parameters."""
+    parameters = [
+        [parameter for name in names for parameter in model.get_submodule(name).parameters()]
+        for names in names_by_block(outline)
+    ]
+    return tuple(
+        Block(time=sum(one.numel() for one in own), parameter_bytes=sum(one.nbytes for one in own))
+        for own in parameters
+    )
+
+
+def names_by_block(outline: Outline) -> list[tuple[str, ...]]:
+    """Return for each block its modules: the first has those before, the last those after all blocks."""
+    num = len(outline.blocks)
+    return [outline.chunk(range(number, number + 1), num) for number in range(num)]
+
+
+def measure_blocks(
+    model: nn.Module,
+    outline: Outline,
+    sample: Sample,
+    loss_fn: LossFunction | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> tuple[Block, ...]:
+    """Measure the blocks of a model; parameters, buffers, gradients and random generators stay as they are.
+
+    Args:
+        model: the model, on any device, the meta device included.
+        outline: the order of its modules.
+        sample: a micro-batch.
+        loss_fn: its time counts if the micro-batch has targets. Otherwise that of the model's own loss does,
+            if it returns one.
+        device: the device of the measurement.
+        dtype: the dtype of parameters and float inputs. None: as they are.
+
+    Returns:
+        The profile of each block; times are seconds.
+
+    Raises:
+        RuntimeError: the model's forward leaves out a block; or whatever it raises with this micro-batch.
+    """
+    profiler = _Profiler(device, dtype)
+    with same_random_numbers(device), torch.enable_grad(), profiler.inside(model, outline):
+        tail = profiler.run(model, to_device(sample, device), loss_fn)
+    blocks: list[Block] = []
+    for weighed, names in zip(weigh_blocks(model, outline), names_by_block(outline), strict=True):
+        costs = [cost for name in names for cost in profiler.costs[name]]
+        costs += [tail] * (len(blocks) == len(outline.blocks) - 1)
+        blocks.append(
+            Block(
+                time=sum(cost.seconds for cost in costs),
+                parameter_bytes=weighed.parameter_bytes,
+                activation_bytes=sum(cost.activation_bytes for cost in costs),
+            )
+        )
+    for name in outline.blocks:
+        if not profiler.costs[name]:
+            raise RuntimeError(f"expected the model's forward to call '{name}', but it did not")
+    return tuple(blocks)
+
+
+class _Measured(NamedTuple):
+    """A module that was measured."""
+
+    cost: Cost
+    outputs: Any
+    """Without a graph. Those that had one require gradients."""
+
+
+class _Profiler:
+    """Stands in for the modules of a model while its forward runs.
+
+    Args:
+        device, dtype: as in `measure_blocks`.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        self._device, self._dtype = device, dtype
+        self.costs: defaultdict[str, list[Cost]] = defaultdict(list)
+        """The cost of each call, by name of a module."""
+        self._measured: dict[Hashable, _Measured] = {}
+        """By likeness of the module and form of its arguments."""
+        self._last: list[Tensor] = []
+        """The outputs of the last module that was called, without a graph."""
+        self._since = 0.0
+        """The time at which it returned."""
+        self._is_counting = True
+
+    @contextmanager
+    def inside(self, model: nn.Module, outline: Outline) -> Iterator[None]:
+        """Stand in for all modules of the outline, and move others that have tensors to the device."""
+        own = {name: model.get_submodule(name) for name in names_below(outline)}
+        below = {part for module in own.values() for part in module.modules()}
+        others = [module for module in model.modules() if module not in below and _has_tensors(module)]
+        # Containers of blocks have their own forward, which is to run as it is.
+        others = [module for module in others if not below.intersection(module.modules())]
+        changed = [*own.values(), *others]
+        before = [vars(module).get("forward") for module in changed]
+        for name, module in own.items():
+            module.forward = self._standing_for(name, module)
+        for module in others:
+            module.forward = self._moved(module)
+        try:
+            yield
+        finally:
+            for module, forward in zip(changed, before, strict=True):
+                del module.forward
+                if forward is not None:
+                    module.forward = forward
+
+    def run(self, model: nn.Module, sample: Sample, loss_fn: LossFunction | None) -> Cost:
+        """Run the model; return the cost of what follows its last module: the loss."""
+        named = dict(sample.named)
+        if not isinstance(model, nn.Sequential):
+            named["use_cache"] = False
+            if loss_fn is None and sample.targets is not None:
+                named["labels"] = sample.targets
+        runs = []
+        for number in self._count_runs():  # later runs know the costs of all modules
+            self._is_counting = number == 0
+            with _noting_saved(self._last) as saved:
+                output = model(*sample.inputs, **named)
+                has_targets = loss_fn is not None and sample.targets is not None
+                loss = loss_fn(output, sample.targets) if has_targets else _loss_in(output)  # type: ignore[misc]
+                seconds = self._now() - self._since
+            if loss is not None and loss.requires_grad and self._last:
+                start = self._now()
+                torch.autograd.grad(loss, self._last, allow_unused=True)  # a loss may have parameters, too
+                seconds += self._now() - start
+            runs.append(Cost(seconds, sum(saved.values())))
+        return _least(runs)
+
+    def _standing_for(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        forward, likeness = module.forward, likeness_of(module)
+
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            key = (likeness, facts_of(args), facts_of(kwargs))
+            if key not in self._measured:
+                self._measured[key] = self._measure(module, forward, args, kwargs)
+            cost, outputs = self._measured[key]
+            if self._is_counting:
+                self.costs[name].append(cost)
+            self._last = [value for value in _tensors(outputs) if value.requires_grad]
+            given = pytree.tree_map_only(Tensor, Tensor.clone, outputs)  # the model may write to it
+            self._since = self._now()
+            return given
+
+        return stand_in
+
+    def _moved(self, module: nn.Module) -> Callable[..., Any]:
+        """The forward of a module, such as a table of positions, with its tensors on the device."""
+        forward = module.forward
+
+        def moved(*args: Any, **kwargs: Any) -> Any:
+            placed = self._place(module)
+            return functional_call(_With(module), placed, (lambda: forward(*args, **kwargs),))
+
+        return moved
+
+    @torch.enable_grad()  # the model may be inside a checkpoint, which switches it off
+    def _measure(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> _Measured:
+        placed = self._place(module)
+
+        def run() -> tuple[Cost, Any]:
+            given, named = pytree.tree_map_only(Tensor, self._enter, (args, dict(kwargs)))
+            start = self._now()
+            with _noting_saved(list(placed.values())) as saved:
+                outputs = forward(*given, **named)
+                seconds = self._now() - start
+            seconds += self._backward(_tensors(outputs))
+            for value in placed.values():
+                value.grad = None
+            return Cost(seconds, sum(saved.values())), outputs
+
+        # The backward, too, needs the tensors in their place: it may run parts of the forward again.
+        costs, outputs = [], None
+        for _ in self._count_runs():
+            cost, outputs = functional_call(_With(module), placed, (run,))
+            costs.append(cost)
+        outputs = pytree.tree_map_only(
+            Tensor, lambda value: value.detach().requires_grad_(value.requires_grad), outputs
+        )
+        return _Measured(_least(costs), outputs)
+
+    def _count_runs(self) -> Iterator[int]:
+        """Count the run that warms up, and as many more as a measurement needs."""
+        yield 0
+        start = self._now()
+        for number in range(1, 1 + _MOST):
+            if number > _FEWEST and self._now() - start > _ENOUGH:
+                return
+            yield number
+
+    def _enter(self, value: Tensor) -> Tensor:
+        """Return an argument of a module: a copy, as the module may write to it, of a leaf of its graph."""
+        leaf = value.detach()
+        if self._dtype is not None and leaf.is_floating_point():
+            leaf = leaf.to(self._dtype)
+        return leaf.requires_grad_(value.requires_grad).clone()
+
+    def _backward(self, results: Sequence[Tensor]) -> float:
+        """Return the seconds of a backward, which ends at leaves of ours alone."""
+        results = [value for value in results if value.requires_grad]
+        if not results:
+            return 0.0
+        gradients = [torch.ones_like(value) for value in results]
+        start = self._now()
+        torch.autograd.backward(results, gradients)
+        return self._now() - start
+
+    @torch.no_grad()
+    def _place(self, module: nn.Module) -> dict[str, Tensor]:
+        """Tensors on the device in the place of the parameters and buffers of a module, by name."""
+        made: dict[int, Tensor] = {}
+        placed = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if id(parameter) not in made:
+                made[id(parameter)] = self._parameter(parameter)
+            placed[f"module.{name}"] = made[id(parameter)]
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            if id(buffer) not in made:
+                values = values_of(buffer) if is_known(buffer) else torch.zeros_like(buffer, device="cpu")
+                made[id(buffer)] = values.to(self._device, copy=True)  # a forward may write to it
+            placed[f"module.{name}"] = made[id(buffer)]
+        return placed
+
+    def _parameter(self, parameter: nn.Parameter) -> Tensor:
+        dtype = self._dtype or parameter.dtype
+        if has_memory(parameter):
+            value = parameter.detach().to(self._device, dtype)
+        else:
+            value = torch.empty(parameter.shape, dtype=dtype, device=self._device).normal_(0, _SPREAD)
+        return value.requires_grad_(parameter.requires_grad)
+
+    def _now(self) -> float:
+        """The time after all work on the device."""
+        mark_here(self._device).synchronize()
+        return time.perf_counter()
+
+
+class _With(nn.Module):
+    """Calls a function while a module has other tensors, which `functional_call` gives it.
+
+    A call of the module itself would call its hooks, and the call in the model does so already.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        """Return the result of a function."""
+        return run()
+
+
+@contextmanager
+def _noting_saved(known: Sequence[Tensor]) -> Iterator[dict[int, int]]:
+    """Note the bytes of memory that autograd saves, by address; that of some tensors does not count.
+
+    Inside, no other hooks on saved tensors have an effect, such as those of a checkpoint around the block.
+    """
+    left_out = {value.untyped_storage().data_ptr() for value in known}
+    saved: dict[int, int] = {}
+
+    def note(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in left_out:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    with saved_tensors_hooks(note, lambda value: value):
+        yield saved
+
+
+def _least(runs: Sequence[Cost]) -> Cost:
+    """Return the shortest time of all runs but the first, and the bytes of the last one."""
+    return Cost(min(run.seconds for run in runs[1:]), runs[-1].activation_bytes)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [value for value in pytree.tree_leaves(tree) if isinstance(value, Tensor)]
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return any(value is not None for value in (*module._parameters.values(), *module._buffers.values()))
+
+
+def _loss_in(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) else None

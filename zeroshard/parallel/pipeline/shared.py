@@ -1,0 +1,184 @@
+"""Parameters that several chunks use, such as a tied embedding and head.
+
+Each pipeline rank of these chunks holds the parameter, in a flat buffer of its own. So the slices of ranks
+with the same places on the other axes are the same ranges. They start with the values of the first holder.
+After a batch each holder sends its gradient to the others, and all add them up in the order of the ranks.
+Their optimizers then take the same step.
+
+[Note: Two chunks of one rank] The gradients of a later chunk of the same rank are added up aside and reduced
+after those of the first one. So the sums are the same, to the bit, as if the two chunks had two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.comm import moves
+from zeroshard.comm.messages import Messages
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradient
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.runtime import Runtime
+
+
+class _Aside:
+    """Sums of the gradients of later chunks, see [Note: Two chunks of one rank].
+
+    Args:
+        shared: tells the chunk whose backward runs.
+        gradients: of one buffer.
+        first: the first chunk of this rank that uses its parameters.
+    """
+
+    def __init__(self, shared: Shared, gradients: Gradients, first: int) -> None:
+        self._shared, self._gradients, self._first = shared, gradients, first
+        self._sums: dict[int, dict[int, Tensor]] = {}
+        """By chunk and index of the parameter."""
+        gradients.set_aside = self._take
+
+    def _take(self, index: int, gradient: Tensor) -> bool:
+        if self._shared.chunk == self._first:
+            return False
+        sums = self._sums.setdefault(self._shared.chunk, {})
+        if index in sums:
+            sums[index].add_(gradient)
+        else:
+            sums[index] = gradient.to(self._gradients.buffer.plan.wide_dtype)
+        return True
+
+    def drop(self) -> None:
+        """Forget the sums."""
+        self._sums = {}
+
+    def deliver(self) -> None:
+        """Add the sums to `p.grad`, chunk by chunk; collective."""
+        gradients, sums = self._gradients, self._sums
+        self._sums = {}
+        gradients.set_aside = None
+        for _, by_index in sorted(sums.items()):
+            gradients.begin(more=False)
+            for index, total in by_index.items():
+                gradients.pack(index, total, defer=False)
+            gradients.start_reduce()
+            gradients.complete()
+            gradients.deliver([index in by_index for index in range(len(gradients.used))])
+        gradients.set_aside = self._take
+
+
+class Shared:
+    """The parameters of a runtime that other pipeline ranks hold, too.
+
+    Args:
+        runtime: the runtime.
+        messages: the messages of this rank.
+        first_chunks: by name of such a parameter, the first chunk of this rank that uses it.
+    """
+
+    def __init__(self, runtime: Runtime, messages: Messages, first_chunks: Mapping[str, int]) -> None:
+        self._memory, self._messages = runtime.context.memory, messages
+        self.chunk = 0
+        """The chunk whose backward runs."""
+        self._asides = [
+            _Aside(self, gradients, first_chunks[gradients.buffer.originals[0].fqn])
+            for unit in runtime.units
+            for gradients in unit.gradients
+            if gradients.buffer.originals[0].holders
+        ]
+        own = [buffer for buffer in runtime.buffers if buffer.originals[0].holders]
+        self._buffers = sorted(own, key=lambda buffer: buffer.originals[0].fqn)
+
+    @torch.no_grad()
+    def start(self, optimizer: Optimizer | None) -> None:
+        """Take over the values of the first holder; collective.
+
+        Raises:
+            ValueError: holders have other hyperparameters for the same parameter.
+        """
+        for buffer in self._buffers:
+            first, *_ = holders = buffer.originals[0].holders
+            label = f"first values of {_names(buffer)}"
+            if self._messages.rank == first:
+                self._memory.fetch(buffer.main)
+                values = buffer.main.detach().to(self._messages.device)
+                for target in holders[1:]:
+                    self._messages.send([values], target, label, with_forms=True)
+                self._messages.finish()
+                self._memory.rest(buffer.main)
+            else:
+                [values] = self._messages.expect(first, label, None).wait()
+                buffer.write(values)
+                buffer.changed()
+        if optimizer is not None:
+            self._compare(optimizer)
+
+    def _compare(self, optimizer: Optimizer) -> None:
+        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        for buffer, parameter in self._parameters():
+            own = _hyperparameters(groups.get(parameter))
+            data = torch.frombuffer(bytearray(own.encode()), dtype=torch.uint8)
+            for rank, (values,) in self._swap(buffer, [data], f"hyperparameters of '{parameter.fqn}'"):
+                theirs = bytes(values.tolist()).decode()
+                if theirs != own:
+                    raise ValueError(
+                        f"'{parameter.fqn}' is shared by pipeline ranks {buffer.originals[0].holders}, and "
+                        f"pipeline rank {self._messages.rank} steps it with {own}, pipeline rank {rank} with "
+                        f"{theirs}: expected the same hyperparameters. Note that the parameter has another "
+                        "name in the modules of each"
+                    )
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Give each parameter the sum of its gradients over its chunks; collective."""
+        for aside in self._asides:
+            aside.deliver()
+        for buffer, parameter in self._parameters():
+            if not buffer.trainable:
+                continue
+            gradient = gradient_of(parameter)
+            own = [] if gradient is None else [moves.to_device(gradient, self._messages.device).view(-1)]
+            swapped = self._swap(buffer, own, f"gradient of '{parameter.fqn}'")
+            summands = dict(swapped) | {self._messages.rank: own}
+            total: Tensor | None = None
+            for rank in buffer.originals[0].holders:
+                for summand in summands[rank]:
+                    total = summand if total is None else total + summand
+            if total is None:
+                continue
+            if gradient is None:
+                set_gradient(parameter, moves.beside(total.clone(), parameter.detach()))
+            else:
+                gradient.copy_(total.view_as(gradient))
+
+    def drop(self) -> None:
+        """Forget the gradients of an unfinished batch."""
+        for aside in self._asides:
+            aside.drop()
+
+    def _parameters(self) -> Iterator[tuple[FlatBuffer, ShardedParameter]]:
+        return ((buffer, parameter) for buffer in self._buffers for parameter in buffer.sharded)
+
+    def _swap(self, buffer: FlatBuffer, tensors: list[Tensor], label: str) -> list[tuple[int, list[Tensor]]]:
+        """Send tensors to the other holders; return theirs, by pipeline rank."""
+        messages = self._messages
+        others = [rank for rank in buffer.originals[0].holders if rank != messages.rank]
+        receipts = [(rank, messages.expect(rank, label, None)) for rank in others]
+        for rank in others:
+            messages.send([value.to(messages.device) for value in tensors], rank, label, with_forms=True)
+        found = [(rank, receipt.wait()) for rank, receipt in receipts]
+        messages.finish()
+        return found
+
+
+def _names(buffer: FlatBuffer) -> str:
+    return ", ".join(f"'{original.fqn}'" for original in buffer.originals)
+
+
+def _hyperparameters(group: Mapping[str, Any] | None) -> str:
+    if group is None:
+        return "no optimizer"
+    return str({key: value for key, value in sorted(group.items()) if key not in ("params", "param_names")})

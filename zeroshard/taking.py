@@ -1,0 +1,60 @@
+"""The part of a model that this rank takes, where pipeline ranks share a model."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zeroshard.agreement import check_agreement
+from zeroshard.checkpoint.agreed import on_all
+from zeroshard.checkpoint.description import describe_model
+from zeroshard.comm.collectives import Axis
+from zeroshard.config.sections import Config
+from zeroshard.parallel.pipeline.cut import Cut, cut_model
+from zeroshard.parallel.pipeline.outline import outline_of
+from zeroshard.parallel.pipeline.part import Part, take_part
+from zeroshard.parallel.pipeline.sample import Source
+from zeroshard.plan.arrangement import Arrangement
+from zeroshard.plan.wrapping import find_units
+
+
+class Taken(NamedTuple):
+    """This rank's part of a model."""
+
+    part: Part
+    described: dict[str, Any]
+    """The description of the whole model, see `describe_model`."""
+
+
+def take(model: nn.Module, optimizer: object, config: Config, world: Axis, source: Source) -> Taken:
+    """Take this rank's part of a model, which rank 0 cuts for all ranks; collective.
+
+    Args:
+        model: the whole model. The modules of other pipeline ranks are taken out.
+        optimizer: as `initialize` was given it.
+        config: the config.
+        world: all ranks.
+        source: the samples and the loss, with which blocks are measured.
+
+    Raises:
+        ValueError: the model cannot be cut, as the message says; or the optimizer is there already.
+        RuntimeError: the ranks' models or configs differ.
+    """
+    if isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"mesh.pp={config.mesh.pp}: expected a callable that makes the optimizer from the parameters of "
+            f"this rank's part of the model, got a {type(optimizer).__name__} over all of them"
+        )
+    outline, described = outline_of(model), describe_model(model)
+    specs = find_units(model, config.units, config.ignored)
+    check_agreement(world, model, config, specs, None, {}, source.training_data)
+
+    def cut() -> Cut | None:
+        return cut_model(model, outline, config, source, world.device) if world.rank == 0 else None
+
+    made = on_all(world, "cut of the model into chunks", cut)[0]
+    assert made is not None, "rank 0 has cut the model"
+    arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
+    return Taken(take_part(model, config, made, arrangement.coordinates(world.rank).pp), described)
