@@ -480,7 +480,6 @@ configs = st.builds(
     Config,
     stage=st.just(3),
     precision=precisions,
-    gradient_accumulation_steps=counts,
     clip_grad_norm=st.none() | positive,
     nonfinite=st.sampled_from(["report", "skip", "error"]),
     device=st.sampled_from([None, "cpu", "cuda", "cuda:1", "xpu:3"]),
@@ -511,6 +510,7 @@ configs = st.builds(
     Config,
     stage=st.integers(0, 2),
     precision=precisions,
+    gradient_accumulation_steps=counts,
     clip_grad_norm=st.none() | positive,
     offload=st.builds(Offload, activations=st.sampled_from(["none", "cpu"])),
 )
@@ -637,28 +637,26 @@ def test_what_this_version_has_is_supported(stage):
         )
 
 
+def test_what_this_version_does_not_have_is_refused_by_name():
+    message = refusal(require_supported, Config(precision=Precision(main_dtype="fp16")))
+    assert message == "not available in zeroshard yet: precision.main_dtype=float16"
+
+
 @pytest.mark.parametrize(
-    ("options", "listed"),
+    ("options", "message"),
     [
-        ({"mesh": {"pp": 2}}, "mesh.pp=2"),
-        ({"pipeline": {"schedule": "gpipe"}}, "pipeline.schedule='gpipe'"),
-        ({"pipeline": {"num_microbatches": 4}}, "pipeline.num_microbatches=4"),
-        ({"precision": {"main_dtype": "fp16"}}, "precision.main_dtype=float16"),
+        ({"schedule": "gpipe"}, "pipeline.schedule='gpipe' needs mesh.pp to be >= 2, got 1"),
+        ({"num_microbatches": 4}, "pipeline.num_microbatches=4 needs mesh.pp to be >= 2, got 1"),
+        ({"num_chunks": 2}, "pipeline.num_chunks=2 needs mesh.pp to be >= 2, got 1"),
     ],
 )
-def test_what_this_version_does_not_have_is_refused_by_name(options, listed):
-    message = refusal(require_supported, Config.from_dict(options))
-    assert message == f"not available in zeroshard yet: {listed}"
+def test_settings_of_a_pipeline_need_one(options, message):
+    assert refusal(Config.from_dict, {"pipeline": options}) == message
 
 
-def test_all_that_is_missing_is_listed_at_once():
-    config = Config(
-        mesh=Mesh(pp=2),
-        precision=Precision(main_dtype="fp16"),
-    )
-    assert refusal(require_supported, config) == (
-        "not available in zeroshard yet: precision.main_dtype=float16, mesh.pp=2"
-    )
+def test_micro_batches_of_a_pipeline_are_not_accumulation_steps():
+    message = refusal(Config, mesh=Mesh(pp=2), gradient_accumulation_steps=4)
+    assert message == "gradient_accumulation_steps=4 needs mesh.pp to be 1, got 2"
 
 
 @pytest.mark.parametrize(
@@ -668,6 +666,7 @@ def test_all_that_is_missing_is_listed_at_once():
         ({"clip_grad_norm": 1.0}, "clip_grad_norm to be None, got 1.0"),
         ({"nonfinite": "skip"}, "nonfinite to be 'report', got 'skip'"),
         ({"precision": "fp16"}, "precision.param_dtype to be another dtype than float16, got float16"),
+        ({"mesh": {"pp": 2}}, "mesh.pp to be 1, got 2"),
     ],
 )
 def test_nothing_that_needs_all_gradients_goes_with_steps_in_the_backward(options, needed):

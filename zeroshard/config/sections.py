@@ -212,7 +212,7 @@ class Config(Checked):
     def _requirements(self) -> list[Requirement]:
         sharded = (self.stage >= 1, "stage", ">= 1")
         stage_3 = (self.stage == 3, "stage", "3")
-        pipelined = (self.mesh.pp > 1, "mesh.pp", ">= 2")
+        pipelined, whole = (self.mesh.pp > 1, "mesh.pp", ">= 2"), (self.mesh.pp == 1, "mesh.pp", "1")
         not_compiled = (not self.compile, "compile", "False")
         regroups = not isinstance(self.reshard_after_forward, bool)
         param_dtype, main_dtype = self.precision.param_dtype, self.precision.main_dtype
@@ -226,10 +226,14 @@ class Config(Checked):
             Requirement(self.offload.parameters != "none", "offload.parameters", *stage_3),
             *(
                 Requirement(self.offload.step_in_backward, "offload.step_in_backward", *needed)
-                for needed in (stage_3, not_half, unclipped, unjudged)
+                for needed in (stage_3, not_half, unclipped, unjudged, whole)
             ),
             # The backward of compiled code may write to the memory of saved tensors.
             Requirement(self.offload.activations != "none", "offload.activations", *not_compiled),
+            # A batch of a pipeline is cut into pipeline.num_microbatches instead.
+            Requirement(self.gradient_accumulation_steps > 1, "gradient_accumulation_steps", *whole),
+            Requirement(self.pipeline.schedule != "1f1b", "pipeline.schedule", *pipelined),
+            Requirement(self.pipeline.num_microbatches > 1, "pipeline.num_microbatches", *pipelined),
             Requirement(self.pipeline.num_chunks is not None, "pipeline.num_chunks", *pipelined),
             Requirement(self.pipeline.split is not None, "pipeline.split", *pipelined),
             Requirement(self.pipeline.balance != "time", "pipeline.balance", *pipelined),

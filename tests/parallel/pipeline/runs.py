@@ -14,6 +14,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": VOCABULARY,
+    "use_cache": False,
 }
 
 

@@ -196,8 +196,8 @@ def test_1f1b_needs_one_buffer_because_neighbours_send_to_each_other_at_once() -
     with pytest.raises(ValueError, match="deadlock") as error:
         simulate(schedule, max_unreceived=0)
     assert (
-        "pipeline rank 0: the send of the activation of 0F1 from rank 0 to rank 1 waits for a receive, "
-        "at most 0 unreceived; pipeline rank 1: the send of the gradient of 1B0 from rank 1 to rank 0"
+        "pipeline rank 0: the send of the activation of 0F1 from pipeline rank 0 to 1 waits for a receive, "
+        "at most 0 unreceived; pipeline rank 1: the send of the gradient of 1B0 from pipeline rank 1 to 0"
     ) in str(error.value)
     assert simulate(schedule, max_unreceived=1).makespan == 9
 
@@ -254,7 +254,7 @@ def test_varuna_needs_more_buffers_because_its_forwards_run_ahead() -> None:
 def test_interleaved_needs_more_than_one_buffer() -> None:
     """Ranks 0 and 1 send each other forwards of the first round before either receives its next one."""
     schedule = build_schedule("interleaved", 2, 4)
-    with pytest.raises(ValueError, match=r"the activation of 0F3 from rank 0 .* at most 1 unreceived"):
+    with pytest.raises(ValueError, match=r"the activation of 0F3 from pipeline rank 0 .* at most 1 unreceived"):
         simulate(schedule, max_unreceived=1)
     simulate(schedule, max_unreceived=2)
 

@@ -15,7 +15,7 @@ from zeroshard.comm.watch.ledger import Entries, Ledger
 _AT_ONCE = timedelta(milliseconds=1)
 """Gloo closes all connections of a group when a wait for a send or a receive takes longer than its timeout.
 Then each wait for one of them ends, that of the main thread too."""
-_WAITS, _IS_IN = "waits in the ", "is in "
+_WAITS, _IS_IN, _ACTION = "waits in the ", "is in ", ", action "
 _ON_ALL_RANKS = (
     "has had fewer batches (its data loader is shorter, or it left one out after an exception that it "
     "caught), or has left out a call: every forward (in evaluation too), save_checkpoint, load_checkpoint, "
@@ -77,11 +77,12 @@ def report(sightings: Mapping[int, Sighting | None], silence_s: float) -> str:
     text = "; ".join(describe(rank, sighting, silence_s) for rank, sighting in sightings.items())
     statuses = [sighting.status for sighting in sightings.values() if sighting is not None]
     waits = [status.text for status in statuses if status.text.startswith(_WAITS)]
+    is_in_batch = any(_ACTION in text for text in waits)
     absent = [rank for rank, sighting in sightings.items() if sighting is not None and sighting.is_absent]
     is_any_inside = any(status.text.startswith((_WAITS, _IS_IN)) for status in statuses)
     if is_any_inside and absent:
         text += f". If rank {absent[0]} is not on its way there, it {_ON_ALL_RANKS}"
-    elif len(waits) == len(sightings) and len(set(waits)) > 1:
+    elif len(waits) == len(sightings) and len(set(waits)) > 1 and not is_in_batch:
         text += f". If these are not parts of the same call, one of the ranks {_ON_ALL_RANKS}"
     return text
 
@@ -117,9 +118,11 @@ class Wait(NamedTuple):
 class RankStatus:
     """The status of this rank. Written on the hot path, read by the watchdog's thread."""
 
-    __slots__ = ("_issued", "_phase", "is_interrupted", "wait")
+    __slots__ = ("_issued", "_phase", "action", "is_interrupted", "wait")
 
     def __init__(self) -> None:
+        self.action = ""
+        """The action of a pipeline that this rank runs, and its pipeline rank; "" outside of a batch."""
         self.wait: Wait | None = None
         """The collective that the host waits in."""
         self._issued: deque[Wait] = deque()
@@ -169,10 +172,11 @@ class RankStatus:
     def message(self) -> Status:
         """Return this status for the other ranks."""
         now, wait, issued = time.monotonic(), self.wait, self.on_device
+        action = f"{_ACTION}{self.action}" if self.action else ""
         if wait is not None:
-            return Status(f"{_WAITS}{wait.label}", now - wait.since)
+            return Status(f"{_WAITS}{wait.label}{action}", now - wait.since)
         phase, where, since = self._phase
-        text = f"{_IS_IN}{phase}{where}" if phase else _OUTSIDE
+        text = f"{_IS_IN}{phase or 'a batch'}{where}{action}" if phase or action else _OUTSIDE
         if issued is not None:
             return Status(f"{text}, its device waits in or before the {issued.label}", now - issued.since)
         return Status(text, now - since)

@@ -106,7 +106,7 @@ class Pipelined:
         try:
             runner.run(shapes)
         finally:
-            self._batch = []
+            self._batch, self._runtime.here.action = [], ""
             self._runtime.end_parts()
         total = torch.zeros((), dtype=torch.float32, device=device)
         for loss in self._losses:
@@ -189,6 +189,7 @@ class Pipelined:
     def enter(self, action: Action) -> None:
         """Note the action that begins."""
         self._action = action
+        self._runtime.here.action = f"{action} of pipeline rank {self._messages.rank}"
 
     def _named(self, piece: Any) -> Mapping[str, Any]:
         """The arguments of the model, by name."""

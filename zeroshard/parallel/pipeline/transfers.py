@@ -50,7 +50,7 @@ class Transfer(NamedTuple):
 
     def __str__(self) -> str:
         word = "activation" if self.is_activation else "gradient"
-        return f"{word} of {self.action} from rank {self.source} to rank {self.target}"
+        return f"{word} of {self.action} from pipeline rank {self.source} to {self.target}"
 
 
 @dataclass(frozen=True)
