@@ -6,7 +6,7 @@
 
 The two halves together compute each product of matrices once. Only products of layers wait, as they take
 almost all of the time: the gradients of biases, norms and embeddings belong to the first half, as does every
-operation that is not known here.
+operation that is not known here. Compiled layers are not seen, so their first half is a whole backward.
 
 [Note: Products are seen where layers compute them]
 A layer here is a module whose modules inside have no parameters, and that has a matrix. While it computes, a
@@ -104,10 +104,10 @@ class Products:
     def _seen(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def seen(*args: Any, **kwargs: Any) -> Any:
-            waiting = self._waiting
-            if waiting is None or not torch.is_grad_enabled():
+            if torch.compiler.is_compiling():  # before `_waiting`, on whose changes code would be made again
                 return forward(*args, **kwargs)
-            if torch.compiler.is_compiling() or is_transformed():  # neither can run these functions
+            waiting = self._waiting
+            if waiting is None or not torch.is_grad_enabled() or is_transformed():
                 return forward(*args, **kwargs)
             with _Sight(waiting):
                 return forward(*args, **kwargs)
