@@ -3,10 +3,13 @@
     python benchmarks/pipeline.py --ranks 2                  # a Llama, real compute
     python benchmarks/pipeline.py --ranks 4 --sleep 10       # blocks that sleep, on any number of cores
 
-torch's `torch.distributed.pipelining` gets the same chunks, cut by hand: its `PipelineStage` calls the layers
-of a Llama one after the other. All engines are in one process per rank and take turns, in a new order each
-round. A time is that of a whole step, from a barrier up to the next one; a ratio is the median of those of
-the same round. All engines must have the same losses.
+torch's `torch.distributed.pipelining` gets the same chunks, cut by hand in two ways. In "torch model" the
+other layers are taken out of the Llama, and its own forward runs, as in ours. In "torch layers" a module of a
+few lines calls the layers one after the other, without the masks and outputs of transformers. All engines are
+in one process per rank and take turns, in a new order each round. A time is that of a whole step, from a
+barrier up to the next one; a ratio is the median of those of the same round. "Own work" is the time of the
+rank's thread on a core in a step, of the rank that has more of it: waits are not in it, nor other processes.
+All engines must have the same losses.
 
 The makespan of an engine of ours is the time from the first action of any rank to the last one. Our simulator
 predicts it from durations that were noted in some rounds before: for each chunk the median of its forwards,
@@ -21,7 +24,7 @@ import os
 import random
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,30 +71,42 @@ Engines = dict[tuple[str, str], Ours | Torchs]
 Times = dict[tuple[str, str], list[float]]
 
 
+class Turns(NamedTuple):
+    """Seconds of the steps of each engine, by round."""
+
+    steps: Times
+    work: Times
+    """Of this rank's thread on a core."""
+
+
 def build(setting: Setting, names: list[str]) -> Engines:
     """All engines, with the same weights."""
     engines: Engines = {("zeroshard", name): Ours(setting, name) for name in names}
-    return engines | {("torch", name): Torchs(setting, name) for name in names if name in TORCHS}
+    for name in names:
+        if name in TORCHS:
+            engines |= {(f"torch {cut}", name): Torchs(setting, name, cut) for cut in setting.job.cuts}
+    return engines
 
 
-def take_turns(engines: Engines, job: Job, rounds: range) -> Times:
-    """Seconds of the steps of each engine, by round.
+def take_turns(engines: Engines, job: Job, rounds: range) -> Turns:
+    """Take a step of each engine in each round.
 
     Raises:
         RuntimeError: the losses differ.
     """
-    times: Times = {key: [] for key in engines}
+    turns = Turns({key: [] for key in engines}, {key: [] for key in engines})
     for number in rounds:
         inputs, targets = job.batch(number)
         losses = {}
         for key in random.Random(number).sample(list(engines), len(engines)):
             dist.barrier()
-            start = time.perf_counter()
+            start, before = time.perf_counter(), time.thread_time()
             losses[key] = engines[key].turn(inputs, targets)
+            turns.work[key].append(time.thread_time() - before)
             dist.barrier()
-            times[key].append(time.perf_counter() - start)
+            turns.steps[key].append(time.perf_counter() - start)
         _compare(losses, number)
-    return times
+    return turns
 
 
 def _compare(losses: dict[tuple[str, str], Any], number: int) -> None:
@@ -120,10 +135,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for clock in clocks.values():
         clock.stop_noting()
         clock.walks.clear()
-    times = take_turns(engines, job, range(args.rounds))
+    turns = take_turns(engines, job, range(args.rounds))
+    work = _of_busiest(turns.work)
     rows = {}
     for name in names:
-        row, (predicted, costs) = _steps(times, name), predictions[name]
+        row = _compared(turns.steps, name, "a step") | _compared(work, name, "of own work")
+        predicted, costs = predictions[name]
         measured = makespans(clocks[name])
         row["zeroshard, s a makespan"] = median_of(measured)
         row["predicted, s a makespan"] = predicted
@@ -133,12 +150,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return rows
 
 
-def _steps(times: Times, name: str) -> dict[str, Any]:
-    """The step times of the engines with a schedule."""
+def _of_busiest(work: Times) -> Times:
+    """The work of the rank that has most of it, by round; collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, work)
+    return {key: list(map(max, *(one[key] for one in everyone))) for key in work}
+
+
+def _compared(times: Times, name: str, what: str) -> dict[str, Any]:
+    """The times of the engines with a schedule."""
     own = {whose: values for (whose, schedule), values in times.items() if schedule == name}
-    row: dict[str, Any] = {f"{whose}, s a step": median_of(values) for whose, values in own.items()}
-    if "torch" in own:
-        row["ratio zeroshard/torch"] = median_ratio(own["zeroshard"], own["torch"])
+    row: dict[str, Any] = {f"{whose}, s {what}": median_of(values) for whose, values in own.items()}
+    for whose, values in own.items():
+        if whose != "zeroshard":
+            row[f"ratio zeroshard/{whose}, {what}"] = median_ratio(own["zeroshard"], values)
     return row
 
 

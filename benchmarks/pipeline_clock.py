@@ -72,8 +72,8 @@ class Clock:
     def _end(self, now: float) -> None:
         if self._begun is not None:
             action, since = self._begun
-            assert action.chunk is not None
-            self._durations[action.kind, action.chunk].append(now - since)
+            if action.is_compute and action.chunk is not None:
+                self._durations[action.kind, action.chunk].append(now - since)
         self._begun = None
 
     def _timed(self, run: Any) -> Any:

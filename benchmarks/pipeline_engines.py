@@ -74,7 +74,7 @@ class Ours:
         job = setting.job
         self.engine = zeroshard.initialize(job.model(), adamw, config, loss_fn=job.loss).engine
         own, runs = setting.schedule(name).chunks[dist.get_rank()], setting.runs(name)
-        want = sum(_count(job.chunk(runs[chunk])) for chunk in own)
+        want = sum(_count(job.chunk(runs[chunk], job.cuts[0])) for chunk in own)
         if (got := _count(self.engine.module)) != want:
             raise RuntimeError(f"{name}: expected chunks with {want} elements on this rank, got {got}")
 
@@ -84,12 +84,12 @@ class Ours:
 
 
 class Torchs:
-    """A schedule of torch.distributed.pipelining, with its chunks cut by hand."""
+    """A schedule of torch.distributed.pipelining, its chunks cut by hand in one of the ways of the job."""
 
-    def __init__(self, setting: Setting, name: str) -> None:
+    def __init__(self, setting: Setting, name: str, cut: str) -> None:
         schedule, runs = setting.schedule(name), setting.runs(name)
         own, device = schedule.chunks[dist.get_rank()], torch.device("cpu")
-        chunks = [setting.job.chunk(runs[chunk]) for chunk in own]
+        chunks = [setting.job.chunk(runs[chunk], cut) for chunk in own]
         stages = [
             PipelineStage(module, chunk, schedule.num_chunks, device)
             for module, chunk in zip(chunks, own, strict=True)

@@ -21,11 +21,13 @@ class Job(Protocol):
     """A model and its batches; all engines have the same."""
 
     num_blocks: int
+    cuts: tuple[str, ...]
+    """The ways in which chunks are cut by hand; the first one takes the least time."""
 
     def model(self) -> nn.Module:
         """The whole model."""
 
-    def chunk(self, blocks: range) -> nn.Module:
+    def chunk(self, blocks: range, cut: str) -> nn.Module:
         """A run of blocks, with the modules before the first and after the last one."""
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
@@ -51,6 +53,8 @@ class Llama:
         length: tokens of a sequence.
     """
 
+    cuts = ("layers", "model")
+
     def __init__(self, width: int, num_blocks: int, batch: int, length: int) -> None:
         self.num_blocks, self._width, self._batch, self._length = num_blocks, width, batch, length
 
@@ -67,8 +71,8 @@ class Llama:
         )
         return transformers.LlamaForCausalLM(config)
 
-    def chunk(self, blocks: range) -> nn.Module:
-        return LlamaChunk(self.model(), blocks)
+    def chunk(self, blocks: range, cut: str) -> nn.Module:
+        return (Layers if cut == "layers" else Shortened)(self.model(), blocks)
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(number)
@@ -86,8 +90,8 @@ class Llama:
         return self._batch // num_microbatches * self._length * self._width * 4
 
 
-class LlamaChunk(nn.Module):
-    """A run of the layers of a Llama, called one after the other."""
+class Layers(nn.Module):
+    """A run of the layers of a Llama, called one after the other, without masks and objects of outputs."""
 
     def __init__(self, model: transformers.LlamaForCausalLM, blocks: range) -> None:
         super().__init__()
@@ -104,6 +108,24 @@ class LlamaChunk(nn.Module):
         for layer in self.layers:
             x = layer(x, attention_mask=None, position_embeddings=positions)
         return x if self.norm is None else self.head(self.norm(x))
+
+
+class Shortened(nn.Module):
+    """A Llama with a run of its layers and without the modules of other chunks; its own forward runs."""
+
+    def __init__(self, model: transformers.LlamaForCausalLM, blocks: range) -> None:
+        super().__init__()
+        self.model, base, num_blocks = model, model.model, len(model.model.layers)
+        base.layers = base.layers[blocks.start : blocks.stop]
+        self._is_first = blocks.start == 0
+        if not self._is_first:
+            base.embed_tokens = None
+        if blocks.stop < num_blocks:
+            base.norm, model.lm_head = nn.Identity(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model(**{"input_ids" if self._is_first else "inputs_embeds": x}).logits
+        return logits
 
 
 class _Sleep(torch.autograd.Function):
@@ -149,6 +171,7 @@ class Sleepers:
         batch: rows of a batch.
     """
 
+    cuts = ("layers",)
     _WIDTH = 64
 
     def __init__(self, seconds: float, num_blocks: int, batch: int) -> None:
@@ -159,7 +182,7 @@ class Sleepers:
         blocks = (Sleeper(self._WIDTH, self._seconds, is_first=n == 0) for n in range(self.num_blocks))
         return nn.Sequential(*blocks)
 
-    def chunk(self, blocks: range) -> nn.Module:
+    def chunk(self, blocks: range, cut: str) -> nn.Module:
         return self.model()[blocks.start : blocks.stop]
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:

@@ -39,15 +39,15 @@ def test_steps_and_makespans_take_the_time_for_which_blocks_sleep(ranks):
             least = sleeping(chunks_per_rank)
             assert row["zeroshard, s a makespan"]["value"] >= least
             assert row["zeroshard, s a step"]["value"] >= row["zeroshard, s a makespan"]["value"]
-            assert row["torch, s a step"]["value"] >= least
+            assert row["torch layers, s a step"]["value"] >= least
             assert row["predicted, s a makespan"] >= least
 
 
 @pytest.mark.long
 def test_all_schedules_have_the_same_losses(ranks):
     (rows, _) = ranks(RANKS, measured, "gpipe,1f1b,interleaved,zb-h1,zbv,varuna", timeout=120)
-    assert "torch, s a step" in rows["zbv"]
-    assert "torch, s a step" not in rows["varuna"]
+    assert "torch layers, s a step" in rows["zbv"]
+    assert "torch layers, s a step" not in rows["varuna"]
 
 
 @pytest.mark.usefixtures("modules")
@@ -58,10 +58,11 @@ def test_chunks_cut_by_hand_compute_as_the_whole_model():
         inputs, targets = job.batch(0)
         named = job.named(inputs)
         whole = job.model()(**named) if isinstance(named, dict) else job.model()(named)
-        value = inputs
-        for blocks in (range(1), range(1, 3), range(3, 4)):
-            value = job.chunk(blocks)(value)
-        torch.testing.assert_close(job.loss(value, targets), job.loss(whole, targets))
+        for cut in job.cuts:
+            value = inputs
+            for blocks in (range(1), range(1, 3), range(3, 4)):
+                value = job.chunk(blocks, cut)(value)
+            torch.testing.assert_close(job.loss(value, targets), job.loss(whole, targets))
 
 
 @pytest.mark.usefixtures("modules")
