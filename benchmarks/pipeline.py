@@ -12,9 +12,9 @@ rank's thread on a core in a step, of the rank that has more of it: waits are no
 All engines must have the same losses.
 
 The makespan of an engine of ours is the time from the first action of any rank to the last one. Our simulator
-predicts it from durations that were noted in some rounds before: for each chunk the median of its forwards,
-and that of its backwards or of their halves, without the waits for messages. The duration of a message is
-half of a round trip between two ranks that do nothing else.
+predicts it from durations that were noted in other rounds, between those that count. They are, for each
+chunk, the median of its forwards and that of its backwards or of their halves, without the waits for
+messages. The duration of a message is half of a round trip between two ranks that do nothing else.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import os
 import random
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences of a batch")
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--noted", type=int, default=5, help="rounds in which durations are noted")
+    parser.add_argument("--noted", type=int, default=2, help="durations are noted before each so many rounds")
     parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     parser.set_defaults(before=None)
     return parser.parse_args(arguments)
@@ -129,13 +130,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     engines = build(setting, names)
     take_turns(engines, job, range(WARM_UP))
     clocks = {key[1]: Clock(one.engine) for key, one in engines.items() if isinstance(one, Ours)}
-    take_turns(engines, job, range(args.noted))
     transfer = measure_transfer(job.message_bytes(args.microbatches))
+    turns = _alternate(args, engines, clocks, job)
     predictions = {name: predict(setting.schedule(name), clock, transfer) for name, clock in clocks.items()}
-    for clock in clocks.values():
-        clock.stop_noting()
-        clock.walks.clear()
-    turns = take_turns(engines, job, range(args.rounds))
     work = _of_busiest(turns.work)
     rows = {}
     for name in names:
@@ -148,6 +145,25 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         row["costs, s"] = vars(costs)
         rows[name] = {what: one._asdict() if isinstance(one, Median) else one for what, one in row.items()}
     return rows
+
+
+def _alternate(args: argparse.Namespace, engines: Engines, clocks: dict[str, Clock], job: Job) -> Turns:
+    """Take turns, and note durations in rounds between: load of other processes comes into both alike."""
+    ours = {key: one for key, one in engines.items() if isinstance(one, Ours)}
+    found = []
+    for number in range(args.rounds):
+        this = range(number, number + 1)
+        if number % args.noted == 0:
+            with ExitStack() as stack:
+                for clock in clocks.values():
+                    stack.enter_context(clock.noting())
+                take_turns(ours, job, this)
+        found.append(take_turns(engines, job, this))
+    joined = (
+        {key: [one for times in field for one in times[key]] for key in engines}
+        for field in zip(*found, strict=True)
+    )
+    return Turns(*joined)
 
 
 def _of_busiest(work: Times) -> Times:

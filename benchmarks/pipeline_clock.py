@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -47,13 +48,18 @@ class Clock:
         self._begun: tuple[Action, float] | None = None
         self.walks: list[Walk] = []
         self._enter = engine._pipeline.enter
-        engine._pipeline.enter = self._note
         for runner in engine._pipeline._runners.values():
             runner.run = self._timed(runner.run)
 
-    def stop_noting(self) -> None:
-        """Note no more durations, which takes time itself."""
-        self._engine._pipeline.enter = self._enter
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note durations inside, which takes time itself, instead of walks."""
+        self._engine._pipeline.enter = self._note
+        walks, self.walks = self.walks, []
+        try:
+            yield
+        finally:
+            self._engine._pipeline.enter, self.walks = self._enter, walks
 
     def medians(self) -> dict[tuple[Kind, int], float]:
         """The median duration of each kind of action in each chunk of this rank."""

@@ -115,17 +115,19 @@ class Shortened(nn.Module):
 
     def __init__(self, model: transformers.LlamaForCausalLM, blocks: range) -> None:
         super().__init__()
-        self.model, base, num_blocks = model, model.model, len(model.model.layers)
+        base = model.model
+        self._is_first, self._is_last = blocks.start == 0, blocks.stop == len(base.layers)
         base.layers = base.layers[blocks.start : blocks.stop]
-        self._is_first = blocks.start == 0
         if not self._is_first:
             base.embed_tokens = None
-        if blocks.stop < num_blocks:
-            base.norm, model.lm_head = nn.Identity(), nn.Identity()
+        if not self._is_last:
+            base.norm = nn.Identity()
+        self.model = model if self._is_last else base
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.model(**{"input_ids" if self._is_first else "inputs_embeds": x}).logits
-        return logits
+        outputs = self.model(**{"input_ids" if self._is_first else "inputs_embeds": x})
+        value: Tensor = outputs.logits if self._is_last else outputs.last_hidden_state
+        return value
 
 
 class _Sleep(torch.autograd.Function):

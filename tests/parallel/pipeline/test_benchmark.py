@@ -21,7 +21,7 @@ def measured(schedules):
     from pipeline import measure, parse
 
     given = ["--sleep", str(SLEEP_S * 1e3), "--blocks", BLOCKS, "--microbatches", MICROBATCHES]
-    given += ["--batch", MICROBATCHES, "--rounds", 1, "--noted", 1, "--schedules", schedules]
+    given += ["--batch", MICROBATCHES, "--rounds", 2, "--noted", 2, "--schedules", schedules]
     return measure(parse(list(map(str, given))))
 
 
