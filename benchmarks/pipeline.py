@@ -149,7 +149,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _alternate(args: argparse.Namespace, engines: Engines, clocks: dict[str, Clock], job: Job) -> Turns:
     """Take turns, and note durations in rounds between: load of other processes comes into both alike."""
-    ours = {key: one for key, one in engines.items() if isinstance(one, Ours)}
     found = []
     for number in range(args.rounds):
         this = range(number, number + 1)
@@ -157,7 +156,7 @@ def _alternate(args: argparse.Namespace, engines: Engines, clocks: dict[str, Clo
             with ExitStack() as stack:
                 for clock in clocks.values():
                     stack.enter_context(clock.noting())
-                take_turns(ours, job, this)
+                take_turns(engines, job, this)  # all of them, so that they keep the same weights
         found.append(take_turns(engines, job, this))
     joined = (
         {key: [one for times in field for one in times[key]] for key in engines}
