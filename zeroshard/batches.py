@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeroshard.comm.mesh import Axes
 from zeroshard.data.losses import LossFunction, loss_of
@@ -27,6 +28,8 @@ class Batches:
     _micro_step: int
     _num_micro_batches: int
     _boundary: bool | None
+    _is_frozen_part: bool
+    optimizer: Optimizer | None
 
     if TYPE_CHECKING:
 
@@ -64,18 +67,26 @@ class Batches:
                 "train_batch() counts: call set_gradient_accumulation_boundary(None) before it"
             )
         if self._pipeline is not None:
-            is_half = self._runtime.reducer.is_half
-            num = self._num_micro_batches
-            total = self._pipeline.run(inputs, targets, num, loss_scale=self.loss_scale, is_half=is_half)
-            self._micro_step = num - 1
-            self.step()
-            return self._mean(total)
+            return self._mean(self._train_pipeline(self._pipeline, inputs, targets))
         total = self._zero()
         for piece, target in self._pieces(inputs, targets):
             loss = loss_of(cast(Any, self), self.loss_fn, piece, target)
             total += self.backward(loss).float()
             self.step()
         return self._mean(total / self._num_micro_batches)
+
+    def _train_pipeline(self, pipeline: Pipelined, inputs: Any, targets: Any) -> Tensor:
+        """Run a batch of a pipeline and take the step."""
+        if self.optimizer is None and not self._is_frozen_part:
+            raise RuntimeError("train_batch() needs an optimizer: give one to zeroshard.initialize")
+        num, is_half = self._num_micro_batches, self._runtime.reducer.is_half
+        loss = pipeline.run(inputs, targets, num, loss_scale=self.loss_scale, is_half=is_half)
+        self._micro_step, pipeline.is_stepping = num - 1, True
+        try:
+            self.step()
+        finally:
+            self._micro_step, pipeline.is_stepping = 0, False
+        return loss
 
     @torch.no_grad()
     def eval_batch(self, inputs: Any, targets: Any = None) -> Tensor:

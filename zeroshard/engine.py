@@ -134,6 +134,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         Raises:
             ValueError: `loss` is not a loss of one element that requires a gradient.
         """
+        self._refuse_parts("backward()")
         check_loss(loss)
         reducer, send = (
             self._runtime.reducer,
@@ -158,12 +159,20 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         Raises:
             ValueError: `loss` is not a loss of one element that requires a gradient.
         """
+        self._refuse_parts("scale()")
         check_loss(loss)
         scaled = self._factored(loss.view_as(loss))
         runtime, more, value = self._runtime, not self._is_at_boundary, self.loss_scale
         send = not runtime.context.setting.placements.accumulates_locally
         scaled.register_hook(lambda _: runtime.announce(more, send=send, loss_scale=value))
         return scaled
+
+    def _refuse_parts(self, call: str) -> None:
+        if self._pipeline is not None and not self._pipeline.is_stepping:
+            raise RuntimeError(
+                f"{call} with mesh.pp={self._axes.pp.size}: each rank has a part of the model, and "
+                "engine.train_batch(inputs, targets) takes a whole step"
+            )
 
     def _factored(self, loss: Tensor, *, divides: bool = True) -> Tensor:
         """The loss times the loss scale, over the number of micro-batches unless `divides` is false."""
@@ -184,6 +193,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
             RuntimeError: the engine has no optimizer. Or gradients are not finite, with
                 `nonfinite="error"`; then parameters and gradients are as they were.
         """
+        self._refuse_parts("step()")
         if self.optimizer is None and not self._is_frozen_part:
             raise RuntimeError("step() needs an optimizer: give one to zeroshard.initialize")
         self._saver.check(self._axes.world)

@@ -94,10 +94,11 @@ def initialize(
     refuse_recording("initialize")
     if collate_fn is None and isinstance(training_data, Blocks):
         collate_fn = collator(model)
-    world, taken = None, None
+    world, taken, whole = None, None, config
     if config.mesh.pp > 1:
         world = _open_world(config, use_device(config.device))
         taken = take(model, optimizer, config, world, Source(training_data, collate_fn, loss_fn))
+        whole, config = config, taken.config
         if taken.part.is_frozen:  # an optimizer over nothing would be an error of torch
             optimizer = lr_scheduler = None
     specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started
@@ -131,7 +132,7 @@ def initialize(
     loader = _build_loader(training_data, collate_fn, config, axes, device)
     parts = Parts(
         runtime=runtime,
-        config=config,
+        config=whole,
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
         loader=loader,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -24,6 +26,8 @@ class Taken(NamedTuple):
     """This rank's part of a model."""
 
     part: Part
+    config: Config
+    """The config, with those names of modules and parameters that this part has."""
     described: dict[str, Any]
     """The description of the whole model, see `describe_model`."""
 
@@ -57,4 +61,17 @@ def take(model: nn.Module, optimizer: object, config: Config, world: Axis, sourc
     made = on_all(world, "cut of the model into chunks", cut)[0]
     assert made is not None, "rank 0 has cut the model"
     arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
-    return Taken(take_part(model, config, made, arrangement.coordinates(world.rank).pp), described)
+    part = take_part(model, config, made, arrangement.coordinates(world.rank).pp)
+    part = replace(part, is_frozen=part.is_frozen and optimizer is not None)
+    return Taken(part, _narrowed(config, model), described)
+
+
+def _narrowed(config: Config, model: nn.Module) -> Config:
+    """Leave out names that other parts of the model have; the whole model has all of them."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    ignored = [pattern for pattern in config.ignored or () if any(fnmatchcase(n, pattern) for n in names)]
+    units = config.units
+    if units is not None and not callable(units):
+        kinds = {type(module).__name__ for module in model.modules()}
+        units = [unit for unit in units if not isinstance(unit, str) or unit in kinds]
+    return replace(config, ignored=ignored or None, units=units)

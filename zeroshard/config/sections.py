@@ -232,6 +232,8 @@ class Config(Checked):
             Requirement(self.offload.activations != "none", "offload.activations", *not_compiled),
             # A batch of a pipeline is cut into pipeline.num_microbatches instead.
             Requirement(self.gradient_accumulation_steps > 1, "gradient_accumulation_steps", *whole),
+            # Between chunks each tensor rank would have a part of the sequence, and number it from 0.
+            Requirement(self.mesh.sequence, "mesh.sequence", *whole),
             Requirement(self.pipeline.schedule != "1f1b", "pipeline.schedule", *pipelined),
             Requirement(self.pipeline.num_microbatches > 1, "pipeline.num_microbatches", *pipelined),
             Requirement(self.pipeline.num_chunks is not None, "pipeline.num_chunks", *pipelined),

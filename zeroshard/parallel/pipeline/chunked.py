@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from zeroshard.parallel.pipeline.outline import Outline, names_below
 
+_OF_THE_HEAD = ("labels", "logits_to_keep", "num_logits_to_keep")
+"""Arguments of transformers that concern the logits alone."""
+
 
 class Turn:
     """The chunk that computes."""
@@ -122,7 +125,9 @@ class Chunked:
                 given["inputs_embeds"] = value
             is_last = chunk == self._num_chunks - 1
             if not is_last:
-                given.pop("labels", None)
+                for name in _OF_THE_HEAD:
+                    given.pop(name, None)
+                given["return_dict"] = True
             outputs = self.model(**given, use_cache=False)
             return outputs if is_last else outputs.logits
         finally:

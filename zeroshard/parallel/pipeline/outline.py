@@ -40,8 +40,8 @@ def outline_of(model: nn.Module) -> Outline:
         ValueError: the model is neither, or has modules whose place is not known.
     """
     if isinstance(model, nn.Sequential):
-        return Outline((), tuple(name for name, _ in model.named_children()), ())
-    refuse_routers(vars(model.config) if hasattr(model, "config") else {})
+        return Outline((), tuple(model._modules), ())  # a module may have several places
+    refuse_collected(_options_of(model))
     base, base_name = _base_of(model)
     blocks_name, blocks = _blocks_of(model, base)
     children = [name for name, _ in base.named_children()]
@@ -61,17 +61,24 @@ def outline_of(model: nn.Module) -> Outline:
     )
 
 
-def refuse_routers(options: Mapping[str, Any]) -> None:
-    """Refuse the losses of routers: each rank would count those of its own layers alone.
+def refuse_collected(options: Mapping[str, Any]) -> None:
+    """Refuse outputs of all layers: the last rank would have those of its own layers alone.
 
     Raises:
         ValueError: a config or arguments ask for them.
     """
-    if options.get("output_router_logits"):
-        raise ValueError(
-            "mesh.pp: expected output_router_logits=False, got True: the loss of the routers depends on all "
-            "layers, and a pipeline rank has only its own"
-        )
+    for key in ("output_router_logits", "output_hidden_states", "output_attentions"):
+        if options.get(key):
+            raise ValueError(
+                f"mesh.pp: expected {key}=False, got True: it collects values of all layers, and a pipeline "
+                "rank has only its own"
+            )
+
+
+def _options_of(model: nn.Module) -> dict[str, Any]:
+    config = getattr(model, "config", None)
+    to_dict = getattr(config, "to_dict", None)
+    return dict(to_dict()) if callable(to_dict) else {}
 
 
 def _computes(module: nn.Module) -> bool:

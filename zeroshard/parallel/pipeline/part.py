@@ -42,6 +42,8 @@ class Part:
     """By parameter of this rank that several chunks use."""
     is_frozen: bool
     """True if no parameter of this rank is trained: then it has no optimizer."""
+    is_trained: bool
+    """True if any parameter of the whole model is trained."""
     cut: Cut
     """The cut of the model into chunks."""
 
@@ -85,11 +87,12 @@ def take_part(model: nn.Module, config: Config, cut: Cut, rank: int) -> Part:
     """
     config, outline, runs = with_schedule(config, cut.schedule), cut.outline, cut.runs
     schedule = schedule_of(config, config.pipeline.num_microbatches)
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
     holders = _find_holders(model, outline, runs, schedule)
     chunked = Chunked(model, outline, runs, schedule.chunks[rank])
     own = {parameter: holders[parameter] for parameter in model.parameters() if parameter in holders}
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    return Part(chunked, config, schedule.num_chunks, own, is_frozen, cut)
+    return Part(chunked, config, schedule.num_chunks, own, is_frozen, is_trained, cut)
 
 
 def _find_holders(

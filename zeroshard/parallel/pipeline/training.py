@@ -9,8 +9,8 @@ unit by unit while it runs; so a reduce in the list has nothing left to do.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from zlib import crc32
 
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.comm.messages import LAST_TAGS, Messages
-from zeroshard.data.losses import LossFunction, loss_of
+from zeroshard.data.losses import LossFunction, check_loss, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
-from zeroshard.parallel.pipeline.outline import refuse_routers
+from zeroshard.parallel.pipeline.outline import refuse_collected
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.random import own_numbers
 from zeroshard.parallel.pipeline.runner import Runner
@@ -60,13 +60,15 @@ class Pipelined:
         self._runners: dict[tuple[int, bool], Runner] = {}
         """By number of micro-batches; with backwards or without."""
         self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunked.chunks}
-        self._names = tuple(inspect.signature(part.chunked.model.forward).parameters)
+        self._signature = inspect.signature(part.chunked.model.forward)
         self._batch: list[tuple[Any, Any]] = []
         self._factor = 1.0
         self._losses: list[Tensor] = []
         self._action: Action | None = None
         self._end: Action | None = None
         """The action after which this rank has all gradients."""
+        self.is_stepping = False
+        """True while the step after a batch is taken."""
         self._loss_scale = 1.0
         self._num_batches = 0
 
@@ -98,8 +100,7 @@ class Pipelined:
         return self._run(inputs, targets, num, has_backward=False)
 
     def _run(self, inputs: Any, targets: Any, num: int, *, has_backward: bool) -> Tensor:
-        if isinstance(inputs, Mapping):
-            refuse_routers(inputs)
+        refuse_collected(self._named(inputs))
         runner = self._runner(num, has_backward)
         device, what = self._runtime.context.device, "pipeline.num_microbatches"
         pieces = zip(split_batch(inputs, num, what), split_batch(targets, num, what), strict=True)
@@ -151,8 +152,19 @@ class Pipelined:
 
     def forward(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute a chunk; see `Chunks`."""
-        with self._runtime.part((chunk, microbatch), self._units[chunk]):
+        assert self._action is not None, "it was entered"
+        again = self._buffers_kept(chunk) if self._action.kind is Kind.RECOMPUTE else nullcontext()
+        with self._runtime.part((chunk, microbatch), self._units[chunk]), again:
             return self._compute(chunk, microbatch, inputs[0] if inputs else None)
+
+    @contextmanager
+    def _buffers_kept(self, chunk: int) -> Iterator[None]:
+        """Give buffers the values back that they had: the first forward has changed them already."""
+        buffers = [b for module in self._part.chunked.modules_of(chunk) for b in module.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        yield
+        for buffer, values in zip(buffers, before, strict=True):
+            buffer.data.copy_(values)  # autograd may have saved one that the forward only reads
 
     def _compute(self, chunk: int, microbatch: int, value: Tensor | None) -> Sequence[Tensor]:
         piece, target = self._batch[microbatch]
@@ -163,6 +175,8 @@ class Pipelined:
             return self._part.chunked(chunk, value, kwargs)
 
         loss = loss_of(last, self._loss_fn, self._named(piece), target)
+        if torch.is_grad_enabled() and self._part.is_trained:
+            check_loss(loss)
         self._losses.append(loss.detach().float())
         return [loss * self._factor]
 
@@ -197,11 +211,21 @@ class Pipelined:
         self._runtime.here.action = f"{action} of pipeline rank {self._messages.rank}"
 
     def _named(self, piece: Any) -> Mapping[str, Any]:
-        """The arguments of the model, by name."""
-        if isinstance(piece, Mapping):
-            return piece
-        values = piece if isinstance(piece, tuple) else (piece,)
-        return dict(zip(self._names, values, strict=False))
+        """The arguments of the model, by name.
+
+        Raises:
+            ValueError: its forward has no such arguments.
+        """
+        named = dict(piece) if isinstance(piece, Mapping) else {}
+        values = piece if isinstance(piece, tuple) else () if isinstance(piece, Mapping) else (piece,)
+        try:
+            given = self._signature.bind_partial(*values, **named).arguments
+        except TypeError as error:
+            raise ValueError(f"expected inputs as the forward of the model has them: {error}") from None
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        return given
 
 
 def _units_of(part: Part, runtime: Runtime, chunk: int) -> dict[Unit, None]:

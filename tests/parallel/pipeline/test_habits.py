@@ -1,0 +1,178 @@
+"""Habits of users, and models other than language models, over pipeline ranks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zeroshard
+from tests.parallel.pipeline.runs import build, sgd, start, tokens_of
+
+WIDTH, BATCH, STEPS = 6, 8, 3
+ACT = nn.Tanh()
+
+
+def shared_act():
+    linear = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    return nn.Sequential(*(module for layer in linear for module in (layer, ACT)))
+
+
+def one_block():
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    return nn.Sequential(block, block, block, block)
+
+
+def norms():
+    def block():
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
+
+    return nn.Sequential(*(block() for _ in range(4)))
+
+
+MODELS = {"shared act": shared_act, "one block": one_block, "norms": norms}
+
+
+def model_of(kind):
+    torch.manual_seed(3)
+    return MODELS[kind]().double()
+
+
+def batch(number):
+    generator = torch.Generator().manual_seed(number)
+    return (torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+def run(kind, schedule, stage):
+    pipeline = {"schedule": schedule, "num_microbatches": 4, "balance": "memory"}
+    config = {"stage": stage, "mesh": {"pp": 2}, "pipeline": pipeline}
+    engine = zeroshard.initialize(model_of(kind), sgd, config, loss_fn=F.mse_loss).engine
+    losses = []
+    for number in range(STEPS):
+        x, y = (value.chunk(engine.dp_world_size)[engine.dp_rank] for value in batch(number))
+        losses.append(engine.train_batch(x, y).item())
+    with engine.unsharded():
+        state = {key: value.clone() for key, value in engine.module.state_dict().items()}
+    engine.close(restore=False)
+    return losses, state
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "varuna"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_sequences_train_as_in_one_process(ranks, kind, schedule, stage):
+    """A module in several places, one block for all places, and running statistics."""
+    model, want = model_of(kind), []
+    optimizer = sgd(model.parameters())
+    for number in range(STEPS):
+        total = 0.0
+        for x, y in zip(*(value.chunk(4) for value in batch(number)), strict=True):
+            loss = F.mse_loss(model(x), y) / 4
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(total)
+    values, names = model.state_dict(), set()
+    for losses, state in ranks(2, run, kind, schedule, stage):
+        assert losses == pytest.approx(want, rel=1e-6)
+        names |= state.keys()
+        for key, value in state.items():
+            torch.testing.assert_close(value, values[key], rtol=0, atol=1e-9, msg=key)
+    assert names == values.keys()
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+def message_of(error, call):
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def refusals():
+    engine = start("llama", {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2}})
+    tokens, loss = tokens_of(0), torch.ones((), requires_grad=True)
+    found = {
+        "backward": message_of(RuntimeError, lambda: engine.backward(loss)),
+        "scale": message_of(RuntimeError, lambda: engine.scale(loss)),
+        "step": message_of(RuntimeError, engine.step),
+        "name": message_of(ValueError, lambda: engine.train_batch((tokens,) * 40, tokens)),
+        "output": message_of(
+            ValueError, lambda: engine.train_batch({"input_ids": tokens, "output_attentions": True}, tokens)
+        ),
+    }
+    found["loss"] = engine.train_batch({"input_ids": tokens, "return_dict": True}, tokens).item()
+    engine.close(restore=False)
+    evaluating = zeroshard.initialize(build("llama"), None, engine.config).engine
+    call = lambda: evaluating.train_batch({"input_ids": tokens}, tokens)  # noqa: E731
+    found["optimizer"] = [message_of(RuntimeError, call) for _ in range(2)]
+    return found
+
+
+def test_calls_that_a_part_cannot_serve_are_refused_on_all_ranks_and_training_goes_on(ranks):
+    model, tokens = build("llama"), tokens_of(0)
+    want = model(input_ids=tokens, labels=tokens).loss.item()
+    for found in ranks(2, refusals):
+        for call in ("backward", "scale", "step"):
+            assert found[call].startswith(f"{call}() with mesh.pp=2: each rank has a part of the model")
+        assert found["name"].startswith("expected inputs as the forward of the model has them: too many")
+        assert found["output"].startswith("mesh.pp: expected output_attentions=False, got True")
+        assert found["loss"] == pytest.approx(want, rel=1e-6)
+        assert all(message.startswith("train_batch() needs an optimizer") for message in found["optimizer"])
+
+
+def detached():
+    pipeline = {"num_microbatches": 2, "balance": "memory"}
+    config = {"mesh": {"pp": 2}, "pipeline": pipeline, "watchdog_s": 10.0}
+    loss_fn = lambda output, target: F.mse_loss(output, target).detach()  # noqa: E731
+    engine = zeroshard.initialize(model_of("norms"), sgd, config, loss_fn=loss_fn).engine
+    x, y = batch(0)
+    try:
+        engine.train_batch(x, y)
+    except (ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.long
+def test_a_loss_without_a_graph_is_an_error_where_it_is_computed(ranks):
+    (waiting, _), (kind, message) = ranks(2, detached)
+    assert waiting == "RuntimeError"
+    assert kind == "ValueError"
+    assert "expected a loss of one element that requires a gradient" in message
+
+
+def last_tokens():
+    def loss_fn(output, targets):
+        return F.cross_entropy(output.logits.flatten(0, 1), targets[:, -2:].flatten())
+
+    pipeline = {"num_microbatches": 2, "balance": "memory"}
+    config = {"mesh": {"pp": 2}, "pipeline": pipeline}
+    engine = zeroshard.initialize(build("llama"), sgd, config, loss_fn=loss_fn).engine
+    return engine.train_batch({"input_ids": tokens_of(0), "logits_to_keep": 2}, tokens_of(0)).item()
+
+
+def test_arguments_of_the_head_reach_the_last_chunk_alone(ranks):
+    model, tokens = build("llama"), tokens_of(0)
+    logits = model(input_ids=tokens, logits_to_keep=2).logits
+    want = F.cross_entropy(logits.flatten(0, 1), tokens[:, -2:].flatten()).item()
+    assert ranks(2, last_tokens) == pytest.approx([want] * 2, rel=1e-6)
+
+
+def of_one_part():
+    options = {"ignored": ["*.norm.weight"], "units": ["LlamaDecoderLayer", "Embedding"]}
+    pipeline = {"num_microbatches": 2}
+    engine = start("llama", {"mesh": {"pp": 2}, "pipeline": pipeline, **options})
+    tokens = tokens_of(0)
+    loss = engine.train_batch({"input_ids": tokens}, tokens).item()
+    return loss, [unit.name for unit in engine.units], engine.config.ignored
+
+
+def test_names_that_one_part_alone_has_are_no_error(ranks):
+    model, tokens = build("llama"), tokens_of(0)
+    want = model(input_ids=tokens, labels=tokens).loss.item()
+    first, last = ranks(2, of_one_part)
+    assert first[0] == last[0] == pytest.approx(want, rel=1e-6)
+    assert "model.embed_tokens" in first[1]
+    assert first[2] == last[2] == ("*.norm.weight",)
