@@ -116,14 +116,14 @@ class Chunked:
         try:
             if self._is_sequence:
                 return self.model(kwargs["input"] if value is None else value)
-            given = dict(kwargs)
+            given = dict(kwargs) | {"use_cache": False}
             if value is not None:
                 given.pop("input_ids", None)
                 given["inputs_embeds"] = value
             is_last = chunk == self._num_chunks - 1
             if not is_last:
                 given.pop("labels", None)
-            outputs = self.model(**given, use_cache=False)
+            outputs = self.model(**given)
             return outputs if is_last else outputs.logits
         finally:
             for place in others:
