@@ -162,6 +162,8 @@ MEASURED = {
     ("benchmarks/nvme.py", "tiers"),
     ("benchmarks/offload_timeline.py", "tiers"),
     ("benchmarks/offload_timeline.py", "stepping"),
+    ("benchmarks/pipeline_clock.py", "parallel"),
+    ("benchmarks/pipeline_engines.py", "parallel"),
 }
 """Parts without public names that a benchmark measures by themselves."""
 

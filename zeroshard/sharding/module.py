@@ -39,6 +39,8 @@ class ShardedModule:
         self._offloaded = [buffer for buffer in self.buffers if buffer.plan.main_tier is not Tier.DEVICE]
         self._last: frozenset[Unit] = frozenset()
         """The units that the last forward with a backward ended with."""
+        self.is_delivering = False
+        """True in a backward that comes through no unit, see `Runtime.delivering`."""
 
     def _answer_parameters(
         self, finish_gathers: Callable[[], None], forget_gradient: Callable[[Any], None]

@@ -325,7 +325,7 @@ class Passes(ShardedModule):
             )
         if self.state.phase is not _BACKWARD:  # no output of a unit could be hooked
             self._begin_backward(unit)
-        if unit.state is UnitState.SHARDED and unit.backward_needs_parameters:
+        if unit.state is UnitState.SHARDED and unit.backward_needs_parameters and not self.is_delivering:
             raise RuntimeError(
                 f"the gradient of '{gradients.buffer.originals[index].fqn}' came from outside of the "
                 f"backward of {unit.described}, after its parameters were freed: return every tensor that "
@@ -339,9 +339,8 @@ class Passes(ShardedModule):
         if reducer.under_way and not gradients.has_more:
             reducer.make_room()
         unit.note_gradient(backward_task())
-        if gradients.set_aside is not None and gradients.set_aside(index, gradient):
-            return
-        gradients.pack(index, gradient, reducer.is_deferring)
+        if gradients.set_aside is None or not gradients.set_aside(index, gradient):
+            gradients.pack(index, gradient, reducer.is_deferring)
         if not gradients.num_missing:
             self._walk.note_gradient(unit)
 

@@ -15,9 +15,10 @@ from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Phase
 from zeroshard.plan.tiers import Tier
+from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.passes import Passes
-from zeroshard.sharding.unit import Unit, UnitState
+from zeroshard.sharding.unit import NEVER, Unit, UnitState
 
 DRAIN_S = 5.0
 """Seconds to wait for exchanges under way when nobody needs them any more."""
@@ -31,6 +32,34 @@ class Runtime(Passes):
         self._answer_parameters(self.finish_gathers, self._forget_gradient)
         # An engine that is dropped may have gathers under way, into memory that goes with it.
         weakref.finalize(self, _drain, self.context, bool(self._offloaded)).atexit = False
+
+    @contextmanager
+    def delivering(self) -> Iterator[None]:
+        """Take gradients from a backward that comes through no unit: nothing is gathered for it.
+
+        The operands of such gradients were kept, as the second half of a divided backward has them. A
+        backward like any other for the reducer: on all ranks alike, also where no gradient comes.
+        """
+        self._recover()
+        self.reducer.check_step()
+        self._around_backward, self._backward = self.state.phase, object
+        self.state.move(Phase.BACKWARD)
+        self._walk = Backward((), self.reducer, self.leases.graph, num_prefetch=0, makes_graph=False)
+        for unit in self.units:
+            unit.visit = None
+            unit.begin_backward(NEVER)
+        self.reducer.begin(accumulates=True)
+        self.is_delivering = True
+        try:
+            yield
+        finally:
+            self.is_delivering = False  # after an exception, the next call cleans up: see `_recover`
+        self.state.move(self._around_backward)
+        self.reducer.end()
+        completes = not self.reducer.has_more
+        self.reducer.forget_announced()
+        if completes:
+            self.reducer.call_hooks()
 
     def before_step(self) -> None:
         """Make the gradients ready for an optimizer: reduce what was deferred.

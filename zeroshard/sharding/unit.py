@@ -320,7 +320,11 @@ class Unit:
         return any(map(_has_more, self.gradients))
 
     def begin_backward(self, task: int) -> None:
-        """Begin a backward, in a task of autograd; the calls that it may come to are known."""
+        """Begin a backward, in a task of autograd; the calls that it may come to are known.
+
+        Args:
+            task: the task; NEVER for that of the first gradient.
+        """
         self.task = self._first_task = task
         regions = () if self.visit is None else self.visit.regions
         self.comes_in_parts = self._has_several_calls and any(region.is_reentrant for region in regions)
@@ -330,6 +334,8 @@ class Unit:
 
         There may be another part in another task if the unit has several calls, or a checkpoint inside it.
         """
+        if self.task == NEVER:
+            self.task = self._first_task = task
         is_inner = task != self._first_task
         self.comes_in_parts |= task != self.task or (is_inner and self._has_several_calls)
 

@@ -295,7 +295,7 @@ def test_a_split_that_does_not_fit_is_an_error_on_all_ranks(ranks):
 def given_different_models():
     model = sequence(4 + torch.distributed.get_rank())
     config = {"mesh": {"pp": 2}, "pipeline": {"balance": "memory"}}
-    with pytest.raises(RuntimeError, match="rank 0 has 4 blocks, rank 1 has 5"):
+    with pytest.raises(RuntimeError, match=r"rank\(s\) 1 have parameter '4.weight'"):
         zeroshard.initialize(model, sgd, config, loss_fn=nn.MSELoss())
 
 

@@ -10,6 +10,8 @@ from zeroshard.comm.counter import Counter
 from zeroshard.comm.messages import Messages
 from zeroshard.parallel.pipeline.runner import Runner, room_for_sends
 from zeroshard.parallel.pipeline.schedules import build_schedule
+from zeroshard.parallel.pipeline.weights import Products
+from zeroshard.sharding.changes import Changes
 
 WIDTH, CLASSES = 6, 5
 
@@ -34,6 +36,7 @@ class Parts:
     def __init__(self, num_chunks, batch):
         self.layers = [Layer(number) for number in range(num_chunks)]
         self.batch, self.order, self.ended = batch, [], []
+        self.products = Products(nn.ModuleList(self.layers), Changes())
 
     def forward(self, chunk, microbatch, inputs):
         x, ids, gate, targets = self.batch[microbatch]
@@ -49,6 +52,9 @@ class Parts:
         run()
         if is_last:
             self.ended.append(chunk)
+
+    def leaving(self, waiting):
+        return self.products.leaving(waiting)
 
     def act(self, action):
         raise AssertionError(action)
@@ -126,6 +132,9 @@ CASES = [
     ("varuna", {}),
     ("1f1b", {"recompute": True}),
     ("interleaved", {"chunks_per_rank": 2, "recompute": True}),
+    ("zb-h1", {"recompute": True}),
+    ("zb-h1", {"chunks_per_rank": 2}),
+    ("zbv", {"recompute": True}),
 ]
 
 

@@ -10,12 +10,15 @@ at its inputs, whose gradients go back.
 
 Recomputation runs the forward of a chunk without a graph and keeps the inputs and the states of random
 generators; the recompute action runs it again with a graph.
+
+A backward in two halves is one backward in which the gradients of large weights are left out, and a second
+one that computes them alone; see `weights.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +31,7 @@ from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
 from zeroshard.parallel.pipeline.random import random_states, set_random_states
 from zeroshard.parallel.pipeline.simulate import validate
 from zeroshard.parallel.pipeline.transfers import Exchange, Transfer, plan_exchanges
+from zeroshard.parallel.pipeline.weights import Waiting
 
 _AHEAD = 2
 """The receives that are posted ahead of the one that an action needs, from each rank."""
@@ -43,7 +47,10 @@ class Chunks(Protocol):
         """
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
-        """Run the backward of a chunk; `is_last` if it is the last one of the batch in this chunk."""
+        """Run the backward of a chunk, or a half; `is_last` if it is the last one in the batch there."""
+
+    def leaving(self, waiting: Waiting) -> AbstractContextManager[None]:
+        """Leave weight gradients of forwards and backwards inside to `waiting`; see `Products.leaving`."""
 
     def act(self, action: Action) -> None:
         """Unshard, reshard, reduce or step."""
@@ -73,8 +80,8 @@ class _Batch:
     """The inputs that have arrived for a chunk and a micro-batch."""
     gradients: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     """The gradients of outputs that have arrived."""
-    pairs: dict[tuple[int, int], list[tuple[Tensor, Tensor | None]]] = field(default_factory=dict)
-    """The outputs of calls, with their gradients, whose weight gradients will come."""
+    waiting: dict[tuple[int, int], Waiting] = field(default_factory=dict)
+    """The weight gradients of calls whose backward comes in two halves."""
     receipts: dict[Transfer, Receipt] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
 
@@ -95,6 +102,7 @@ class Runner:
         self._last_chunk = schedule.num_chunks - 1
         actions = schedule.lists[messages.rank]
         self._recomputed = {(a.chunk, a.microbatch) for a in actions if a.kind is Kind.RECOMPUTE}
+        self._halved = {(a.chunk, a.microbatch) for a in actions if a.kind is Kind.INPUT_GRADIENT}
         ends = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
         self._ends = {action.chunk: action for action in actions if action.kind in ends}
         self._forms: dict[Any, dict[Transfer, Forms]] = {}
@@ -184,7 +192,8 @@ class Runner:
                 outputs = tuple(self._chunks.forward(chunk, microbatch, inputs))
         else:
             random = ()
-            outputs = tuple(self._chunks.forward(chunk, microbatch, inputs))
+            with self._leaving(action):
+                outputs = tuple(self._chunks.forward(chunk, microbatch, inputs))
         if chunk in self._ends:
             self._batch.calls[chunk, microbatch] = _Call(inputs, () if is_recomputed else outputs, random)
         if chunk == self._last_chunk:
@@ -200,44 +209,38 @@ class Runner:
         call = self._batch.calls[chunk, microbatch]
         now = random_states(self._messages.device)
         set_random_states(self._messages.device, call.random)
-        outputs = tuple(self._chunks.forward(chunk, microbatch, call.inputs))
+        with self._leaving(action):
+            outputs = tuple(self._chunks.forward(chunk, microbatch, call.inputs))
         set_random_states(self._messages.device, now)
         self._batch.calls[chunk, microbatch] = call._replace(outputs=outputs)
+
+    def _leaving(self, action: Action) -> AbstractContextManager[None]:
+        """Leave weight gradients to the second half of the backward, if there are two."""
+        place = _place(action)
+        if place not in self._halved:
+            return nullcontext()
+        return self._chunks.leaving(self._batch.waiting.setdefault(place, Waiting()))
 
     def _backward(self, action: Action) -> None:
         chunk, microbatch = _place(action)
         call = self._batch.calls.pop((chunk, microbatch))
-        self._differentiate(action, self._pairs(chunk, microbatch, call))
-        self._give_back(chunk, microbatch, call, [value.grad for value in call.inputs])
-
-    def _input_gradient(self, action: Action) -> None:
-        chunk, microbatch = _place(action)
-        call = self._batch.calls[chunk, microbatch]
         pairs = self._pairs(chunk, microbatch, call)
-        self._batch.pairs[chunk, microbatch] = pairs
-        leaves = [value for value in call.inputs if value.requires_grad]
-        if chunk:
-            outputs, gradients = [value for value, _ in pairs], [one for _, one in pairs]
-            found: Iterator[Tensor | None] = iter(())
-            if pairs and leaves:
-                found = iter(
-                    torch.autograd.grad(outputs, leaves, gradients, retain_graph=True, allow_unused=True)
-                )
-            own = [next(found, None) if value.requires_grad else None for value in call.inputs]
-            self._give_back(chunk, microbatch, call, own)
 
-    def _weight_gradient(self, action: Action) -> None:
-        chunk, microbatch = _place(action)
-        del self._batch.calls[chunk, microbatch]
-        self._differentiate(action, self._batch.pairs.pop((chunk, microbatch)))
-
-    def _differentiate(self, action: Action, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
         def run() -> None:
             if pairs:
                 torch.autograd.backward([value for value, _ in pairs], [one for _, one in pairs])
 
-        chunk, _ = _place(action)
         self._chunks.backward(chunk, self._ends[chunk] == action, run)
+        self._give_back(chunk, microbatch, call)
+
+    def _input_gradient(self, action: Action) -> None:
+        with self._leaving(action):
+            self._backward(action)
+
+    def _weight_gradient(self, action: Action) -> None:
+        chunk, _ = _place(action)
+        waiting = self._batch.waiting.pop(_place(action))
+        self._chunks.backward(chunk, self._ends[chunk] == action, waiting.compute)
 
     def _pairs(self, chunk: int, microbatch: int, call: _Call) -> list[tuple[Tensor, Tensor | None]]:
         """The outputs of a call that have a graph, with their gradients."""
@@ -248,14 +251,13 @@ class Runner:
         sent = [value for value in call.outputs if _may_need(value, is_recomputed)]
         return [pair for pair in zip(sent, arrived, strict=True) if pair[0].requires_grad]
 
-    def _give_back(
-        self, chunk: int, microbatch: int, call: _Call, gradients: Sequence[Tensor | None]
-    ) -> None:
+    def _give_back(self, chunk: int, microbatch: int, call: _Call) -> None:
         """Keep the gradients of inputs for the chunk before; those of unused ones are zero."""
         if chunk:
-            found = zip(call.inputs, gradients, strict=True)
             self._batch.gradients[chunk - 1, microbatch] = tuple(
-                torch.zeros_like(value) if one is None else one for value, one in found if value.requires_grad
+                torch.zeros_like(value) if value.grad is None else value.grad
+                for value in call.inputs
+                if value.requires_grad
             )
 
 

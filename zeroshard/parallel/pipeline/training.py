@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from zlib import crc32
 
@@ -26,6 +27,7 @@ from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.random import own_numbers
 from zeroshard.parallel.pipeline.runner import Runner
 from zeroshard.parallel.pipeline.shared import Shared
+from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 
@@ -54,6 +56,7 @@ class Pipelined:
         self._messages = Messages(self._axes.pp, LAST_TAGS)
         self._shared = Shared(runtime, self._messages, part.first_chunks())
         self._shared.start(optimizer)
+        self._products = Products(part.chunked.model, runtime.changes)
         self._runners: dict[tuple[int, bool], Runner] = {}
         """By number of micro-batches; with backwards or without."""
         self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunked.chunks}
@@ -164,16 +167,22 @@ class Pipelined:
         return [loss * self._factor]
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
-        """Run the backward of a chunk; that of the last micro-batch reduces."""
+        """Run the backward of a chunk, or a half; that of the last micro-batch reduces."""
         reducer, has_more = self._runtime.reducer, self._action != self._end
         self._shared.chunk = chunk
         assert self._action is not None, "it was entered"
         name = chunk, self._action.microbatch
-        scaled = reducer.scaled(self._loss_scale)
-        with self._runtime.part(name, self._units[chunk]), reducer.deferring(has_more), scaled:
+        is_second_half = self._action.kind is Kind.WEIGHT_GRADIENT
+        delivering = self._runtime.delivering() if is_second_half else nullcontext()
+        scaled, part = reducer.scaled(self._loss_scale), self._runtime.part(name, self._units[chunk])
+        with part, reducer.deferring(has_more), scaled, delivering:
             run()
         if self._action.kind in END_BACKWARD:
             self._runtime.forget_part(name)
+
+    def leaving(self, waiting: Waiting) -> AbstractContextManager[None]:
+        """Leave weight gradients to the second half of a backward; see `Chunks`."""
+        return self._products.leaving(waiting)
 
     def act(self, action: Action) -> None:
         """Unshard or reshard the units of a chunk."""

@@ -1,0 +1,202 @@
+"""Step time over pipeline ranks: zeroshard against the schedules of torch by hand, and against predictions.
+
+    python benchmarks/pipeline.py --ranks 2                  # a Llama, real compute
+    python benchmarks/pipeline.py --ranks 4 --sleep 10       # blocks that sleep, on any number of cores
+
+torch's `torch.distributed.pipelining` gets the same chunks, cut by hand in two ways. In "torch model" the
+other layers are taken out of the Llama, and its own forward runs, as in ours. In "torch layers" a module of a
+few lines calls the layers one after the other, without the masks and outputs of transformers. All engines are
+in one process per rank and take turns, in a new order each round. A time is that of a whole step, from a
+barrier up to the next one; a ratio is the median of those of the same round. "Own work" is the time of the
+rank's thread on a core in a step, of the rank that has more of it: waits are not in it, nor other processes.
+All engines must have the same losses.
+
+The makespan of an engine of ours is the time from the first action of any rank to the last one. Our simulator
+predicts it from durations that were noted in other rounds, between those that count. They are, for each
+chunk, the median of its forwards and that of its backwards or of their halves, without the waits for
+messages. The duration of a message is half of a round trip between two ranks that do nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import record
+from before import run_on_cpu
+from medians import Median, median_of, median_ratio
+from pipeline_clock import Clock, makespans, measure_transfer, predict
+from pipeline_engines import TORCHS, Ours, Setting, Torchs
+from pipeline_jobs import Job, Llama, Sleepers
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "varuna")
+WARM_UP = 2
+"""Rounds before all others: shapes and messages are new."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="names, separated by commas")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--sleep", type=float, metavar="MS", help="blocks sleep; a Llama otherwise")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a batch")
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--noted", type=int, default=2, help="durations are noted before each so many rounds")
+    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
+    parser.set_defaults(before=None)
+    return parser.parse_args(arguments)
+
+
+def job_of(args: argparse.Namespace) -> Job:
+    """The model and its batches."""
+    if args.sleep is not None:
+        return Sleepers(args.sleep / 1e3, args.blocks, args.batch)
+    return Llama(args.width, args.blocks, args.batch, args.length)
+
+
+Engines = dict[tuple[str, str], Ours | Torchs]
+"""By whose they are and by schedule."""
+Times = dict[tuple[str, str], list[float]]
+
+
+class Turns(NamedTuple):
+    """Seconds of the steps of each engine, by round."""
+
+    steps: Times
+    work: Times
+    """Of this rank's thread on a core."""
+
+
+def build(setting: Setting, names: list[str]) -> Engines:
+    """All engines, with the same weights."""
+    engines: Engines = {("zeroshard", name): Ours(setting, name) for name in names}
+    for name in names:
+        if name in TORCHS:
+            engines |= {(f"torch {cut}", name): Torchs(setting, name, cut) for cut in setting.job.cuts}
+    return engines
+
+
+def take_turns(engines: Engines, job: Job, rounds: range) -> Turns:
+    """Take a step of each engine in each round.
+
+    Raises:
+        RuntimeError: the losses differ.
+    """
+    turns = Turns({key: [] for key in engines}, {key: [] for key in engines})
+    for number in rounds:
+        inputs, targets = job.batch(number)
+        losses = {}
+        for key in random.Random(number).sample(list(engines), len(engines)):
+            dist.barrier()
+            start, before = time.perf_counter(), time.thread_time()
+            losses[key] = engines[key].turn(inputs, targets)
+            turns.work[key].append(time.thread_time() - before)
+            dist.barrier()
+            turns.steps[key].append(time.perf_counter() - start)
+        _compare(losses, number)
+    return turns
+
+
+def _compare(losses: dict[tuple[str, str], Any], number: int) -> None:
+    """Compare the losses; collective, as torch has them on the rank of the last chunk alone."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    own = {key: loss.item() for key, loss in losses.items() if loss is not None}
+    dist.all_gather_object(everyone, own)
+    found = {key: loss for one in everyone for key, loss in one.items()}
+    low, high = min(found.values()), max(found.values())
+    if len(found) != len(losses) or high - low > 1e-3 * abs(low):
+        raise RuntimeError(
+            f"expected the same losses of {len(losses)} engines, got {found} in round {number}"
+        )
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Take turns, and return a row for each schedule; collective."""
+    job = job_of(args)
+    setting, names = Setting(job, args.microbatches), args.schedules.split(",")
+    engines = build(setting, names)
+    take_turns(engines, job, range(WARM_UP))
+    clocks = {key[1]: Clock(one.engine) for key, one in engines.items() if isinstance(one, Ours)}
+    transfer = measure_transfer(job.message_bytes(args.microbatches))
+    turns = _alternate(args, engines, clocks, job)
+    predictions = {name: predict(setting.schedule(name), clock, transfer) for name, clock in clocks.items()}
+    work = _of_busiest(turns.work)
+    rows = {}
+    for name in names:
+        row = _compared(turns.steps, name, "a step") | _compared(work, name, "of own work")
+        predicted, costs = predictions[name]
+        measured = makespans(clocks[name])
+        row["zeroshard, s a makespan"] = median_of(measured)
+        row["predicted, s a makespan"] = predicted
+        row["ratio predicted/measured"] = median_ratio([predicted] * len(measured), measured)
+        row["costs, s"] = vars(costs)
+        rows[name] = {what: one._asdict() if isinstance(one, Median) else one for what, one in row.items()}
+    return rows
+
+
+def _alternate(args: argparse.Namespace, engines: Engines, clocks: dict[str, Clock], job: Job) -> Turns:
+    """Take turns, and note durations in rounds between: load of other processes comes into both alike."""
+    found = []
+    for number in range(args.rounds):
+        this = range(number, number + 1)
+        if number % args.noted == 0:
+            with ExitStack() as stack:
+                for clock in clocks.values():
+                    stack.enter_context(clock.noting())
+                take_turns(engines, job, this)  # all of them, so that they keep the same weights
+        found.append(take_turns(engines, job, this))
+    joined = (
+        {key: [one for times in field for one in times[key]] for key in engines}
+        for field in zip(*found, strict=True)
+    )
+    return Turns(*joined)
+
+
+def _of_busiest(work: Times) -> Times:
+    """The work of the rank that has most of it, by round; collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, work)
+    return {key: list(map(max, *(one[key] for one in everyone))) for key in work}
+
+
+def _compared(times: Times, name: str, what: str) -> dict[str, Any]:
+    """The times of the engines with a schedule."""
+    own = {whose: values for (whose, schedule), values in times.items() if schedule == name}
+    row: dict[str, Any] = {f"{whose}, s {what}": median_of(values) for whose, values in own.items()}
+    for whose, values in own.items():
+        if whose != "zeroshard":
+            row[f"ratio zeroshard/{whose}, {what}"] = median_ratio(own["zeroshard"], values)
+    return row
+
+
+def report(args: argparse.Namespace) -> None:
+    """Measure; print and write the rows on rank 0."""
+    load_before = os.getloadavg()
+    rows = measure(args)
+    if dist.get_rank():
+        return
+    for name, row in rows.items():
+        record.console().print(name, {what: one for what, one in row.items() if what != "costs, s"})
+    model = "llama" if args.sleep is None else "sleep"
+    load = {"before": load_before, "after": os.getloadavg()}
+    settings = {**vars(args), "threads": torch.get_num_threads()}
+    record.write(
+        args.name or f"pipeline_{args.ranks}ranks_{model}", rows, settings=settings, load_average=load
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_on_cpu(__file__, parse(), report))

@@ -1,0 +1,137 @@
+"""A backward that comes through no unit gives gradients to freed parameters, and gathers nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard.parallel.pipeline.weights import Products, Waiting
+from zeroshard.sharding.changes import Changes
+
+WIDTH, NUM = 6, 3
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(4)), nn.Linear(WIDTH, 1)).double()
+
+
+def values_of(number, rank):
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * number + rank)).double()
+
+
+def plain(num_ranks):
+    """The mean over the ranks of the gradients of all micro-batches."""
+    sums = []
+    for rank in range(num_ranks):
+        model = build()
+        for number in range(NUM):
+            model(values_of(number, rank)).square().mean().backward()
+        sums.append({name: parameter.grad / num_ranks for name, parameter in model.named_parameters()})
+    return {name: sum(one[name] for one in sums) for name in sums[0]}
+
+
+class Halves:
+    """A sharded model whose backwards come in two halves."""
+
+    def __init__(self, stage):
+        config = {"stage": stage, "units": ["Layer"]}
+        self.engine = zeroshard.initialize(build(), torch.optim.AdamW, config).engine
+        self.runtime = self.engine._runtime
+        self.products = Products(self.engine.module, Changes())
+
+    def first(self, number):
+        """Run a forward and the first half of its backward; return the second half."""
+        waiting, rank = Waiting(), self.engine.dp_rank
+        with self.products.leaving(waiting):
+            loss = self.engine.module(values_of(number, rank)).square().mean()
+            with self.runtime.reducer.deferring(True):
+                loss.backward()
+        return waiting
+
+    def second(self, waiting, has_more):
+        with self.runtime.reducer.deferring(has_more), self.runtime.delivering():
+            waiting.compute()
+
+    def gathers(self):
+        return self.engine.comm_report().calls["all_gather"]
+
+    def gradients(self):
+        names = [name for name, _ in self.engine.module.named_parameters()]
+        return {name: self.engine.full_gradient(name).clone() for name in names}
+
+
+def require(found, num_ranks):
+    want = plain(num_ranks)
+    for gradients in found:
+        assert gradients.keys() == want.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-14, msg=name)
+
+
+def run(stage):
+    """First halves, and then second halves; the gradients, and the gathers in second halves."""
+    halves = Halves(stage)
+    waiting = [halves.first(number) for number in range(NUM)]
+    before = halves.gathers()
+    for number, one in enumerate(waiting):
+        halves.second(one, has_more=number < NUM - 1)
+    num_gathers = halves.gathers() - before
+    return halves.gradients(), num_gathers
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_second_halves_add_to_first_ones_and_gather_nothing(ranks, stage):
+    gradients, num_gathers = zip(*ranks(2, run, stage), strict=True)
+    require(gradients, 2)
+    assert num_gathers == ((5, 5) if stage == 0 else (0, 0))  # of the sums of 5 units, at stage 0
+
+
+def run_without_products(stage):
+    """Whole backwards, and at last a second half without any gradient."""
+    halves = Halves(stage)
+    for number in range(NUM):
+        loss = halves.engine.module(values_of(number, halves.engine.dp_rank)).square().mean()
+        with halves.runtime.reducer.deferring(True):
+            loss.backward()
+    halves.second(Waiting(), has_more=False)
+    assert not halves.runtime.reducer.local_bytes, "reduced before the step"
+    return halves.gradients()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_last_one_reduces_also_without_a_gradient_of_its_own(ranks, stage):
+    require(ranks(2, run_without_products, stage), 2)
+
+
+def run_after_failure(stage, has_more):
+    """A second half fails on all ranks; the batch is run again."""
+    halves = Halves(stage)
+
+    def fail(gradient):
+        raise ValueError("a hook fails")
+
+    waiting = halves.first(0)
+    handle = halves.engine.module[2].linear.weight.unsharded().register_hook(fail)
+    with pytest.raises(ValueError, match="a hook fails"):
+        halves.second(waiting, has_more=has_more)
+    handle.remove()
+    halves.engine.zero_grad()
+    for number in range(NUM):
+        halves.second(halves.first(number), has_more=number < NUM - 1)
+    return halves.gradients()
+
+
+@pytest.mark.parametrize("has_more", [True, False])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_can_be_dropped_after_an_exception(ranks, stage, has_more):
+    require(ranks(2, run_after_failure, stage, has_more), 2)
