@@ -87,7 +87,8 @@ class Chunked:
         for name in names_below(outline):
             parent, _, attribute = name.rpartition(".")
             module, holder = model.get_submodule(name), model.get_submodule(parent)
-            absent = Absent(adds=isinstance(module, nn.Embedding), turn=self._turn)
+            is_added = isinstance(module, nn.Embedding) and not self._is_sequence
+            absent = Absent(adds=is_added, turn=self._turn)
             if chunk_of[name] in own:
                 self._places.append(_Place(chunk_of[name], holder, attribute, module, absent))
             else:
