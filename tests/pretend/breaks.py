@@ -19,9 +19,11 @@ from torch import Tensor
 from tests.pretend.clocks import Event, Stream
 from tests.pretend.findings import Kind
 from tests.pretend.scenario import Bench
+from tests.pretend.transport import HostWork
 from zeroshard.comm import collectives, mesh, streams
-from zeroshard.comm.collectives import Axis
+from zeroshard.comm.collectives import Axis, Channel
 from zeroshard.comm.handles import Handle
+from zeroshard.comm.messages import Messages
 from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.sharding import landing, runtime, storage
 from zeroshard.sharding.buffer import FlatBuffer
@@ -109,6 +111,22 @@ def _free_without_wait(bench: Bench, patch: pytest.MonkeyPatch) -> None:
             reshard(unit, *args, **kwargs)
 
     patch.setattr(Unit, "reshard", freed)
+
+
+@_must_show(Kind.RACE, scenarios=("pipeline_stage0", "pipeline_zbv"))
+def _no_wait_for_messages(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Compute does not wait until activations and gradients are there."""
+
+    def wait(messages: Messages, works: Any, label: str) -> None:
+        messages.wait_on_host([work for work in works if isinstance(work, HostWork)], label)
+
+    patch.setattr(Messages, "wait", wait)
+
+
+@_must_show(Kind.ORDER, scenarios=("pipeline_stage0", "pipeline_interleaved"))
+def _one_communicator_for_both_directions(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Messages to later and to earlier pipeline ranks share a communicator; receives are posted ahead."""
+    patch.setattr(Messages, "_group", lambda messages, is_later: messages._axis.group(Channel.GATHER))
 
 
 # -- streams -------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
 from zeroshard.checkpoint.hostcopies import HostCopies
 from zeroshard.checkpoint.reader import TensorReader
-from zeroshard.comm import activations, background, collectives, mesh, moves, streams
+from zeroshard.comm import activations, background, collectives, mesh, messages, moves, streams
 from zeroshard.stepping import rounding
 from zeroshard.tiers import files, hostpool, places
 from zeroshard.tiers.files import Extent, Swap, Transfer
@@ -56,7 +56,7 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
     patch.setattr(streams, "torch", pretend_torch)
     patch.setattr(streams, "has_streams", lambda device: True)
     patch.setattr(streams.Streams, "on", staticmethod(pretend_torch.naming_streams(streams.Streams.on)))
-    for module in (activations, background, collectives, mesh):
+    for module in (activations, background, collectives, mesh, messages):
         patch.setattr(module, "dist", transport)
     for cls in (collectives.Axis, activations.Activations):
         for name, method in inspect.getmembers(cls, inspect.isfunction):

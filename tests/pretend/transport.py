@@ -83,6 +83,12 @@ class Transport:
             self._cpu_groups.add(group)
         return group
 
+    def new_subgroups_by_enumeration(self, parts: Any, *, backend: str | None = None, **kwargs: Any) -> Any:
+        own, groups = dist.new_subgroups_by_enumeration(parts, backend=backend, **kwargs)
+        if backend == "gloo" and isinstance(own, dist.ProcessGroup):
+            self._cpu_groups.add(own)
+        return own, groups
+
     def get_backend(self, group: dist.ProcessGroup | None = None) -> str:
         return "gloo" if group in self._cpu_groups else "nccl"
 
@@ -111,7 +117,7 @@ class Transport:
         value: Tensor,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
-    ) -> _Work | _HostWork | None:
+    ) -> _Work | HostWork | None:
         group = group or _world()
         if group in self._cpu_groups:
             self._trace.put_on_host([*parts, value])
@@ -143,7 +149,7 @@ class Transport:
         op: Any = dist.ReduceOp.SUM,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
-    ) -> _Work | _HostWork | None:
+    ) -> _Work | HostWork | None:
         group = group or _world()
         if group in self._cpu_groups:
             self._trace.put_on_host([tensor])
@@ -167,6 +173,35 @@ class Transport:
         self._send("broadcast", group, sent, {} if rank == source else {source: tensor})
         return work
 
+    # -- messages -----------------------------------------------------------------------------------------
+
+    def isend(self, tensor: Tensor, group: dist.ProcessGroup, group_dst: int, tag: int = 0) -> Any:
+        return self._message(tensor, group, group.rank(), group_dst, tag)
+
+    def irecv(self, tensor: Tensor, group: dist.ProcessGroup, group_src: int, tag: int = 0) -> Any:
+        return self._message(tensor, group, group_src, group.rank(), tag)
+
+    def _message(
+        self, tensor: Tensor, group: dist.ProcessGroup, source: int, target: int, tag: int
+    ) -> _Work | HostWork | None:
+        """Note half of a message. As in NCCL, two ranks of a group share a communicator for messages."""
+        is_sender = group.rank() == source
+        if group in self._cpu_groups:
+            if not is_sender:
+                self._trace.put_on_host([tensor])
+            with self._trace.paused():
+                function, peer = (dist.isend, "group_dst") if is_sender else (dist.irecv, "group_src")
+                other: dict[str, Any] = {peer: target if is_sender else source}
+                work = function(tensor, group=group, tag=tag, **other)
+            assert work is not None, "both ranks are members"
+            return HostWork(work, Clock(), self._trace.timeline.host)
+        with self.labelled(f"message {source} to {target}"):
+            reads, writes = ([tensor], []) if is_sender else ([], [tensor])
+            issued = self._issue("message", group, reads, writes, tensor, True, pair=(source, target))
+            sent, received = ({target: tensor}, {}) if is_sender else ({}, {source: tensor})
+            self._send("message", group, sent, received)
+        return issued
+
     # -- streams ------------------------------------------------------------------------------------------
 
     def _issue(
@@ -177,9 +212,11 @@ class Transport:
         writes: Sequence[Tensor],
         whole: Tensor,
         async_op: bool,
+        *,
+        pair: tuple[int, int] | None = None,
     ) -> _Work | None:
-        """Note a collective on the stream that it runs on."""
-        timeline, communicator = self._trace.timeline, _name(group)
+        """Note a collective on the stream that it runs on; a message is one of a pair of ranks."""
+        timeline, communicator = self._trace.timeline, _name(group, pair)
         current = timeline.current
         stream = self._own_stream(communicator) if async_op else current
         if async_op:
@@ -196,7 +233,7 @@ class Transport:
         finally:
             timeline.current = current
         self._last[communicator] = point
-        self._log(communicator, group, op, whole, point, begins_after)
+        self._log(communicator, _members(group, pair), op, whole, point, begins_after)
         return _Work(stream.record_event(), self._trace, [*reads, *writes]) if async_op else None
 
     def _issue_on_host(
@@ -207,16 +244,16 @@ class Transport:
         async_op: bool,
         function: Callable[..., dist.Work],
         *args: Any,
-    ) -> _HostWork | None:
+    ) -> HostWork | None:
         """Really run a collective among hosts."""
         communicator, host = _name(group), self._trace.timeline.host
         stream = self._own_stream(communicator)
         begins_after = Clock(stream.clock)
         begins_after.join(host)
         point = stream.issue()
-        self._log(communicator, group, op, tensor, point, begins_after)
+        self._log(communicator, _members(group), op, tensor, point, begins_after)
         with self._trace.paused():
-            work = _HostWork(function(*args, group=group, async_op=True), Clock(stream.clock), host)
+            work = HostWork(function(*args, group=group, async_op=True), Clock(stream.clock), host)
         if async_op:
             return work
         work.wait()
@@ -225,13 +262,13 @@ class Transport:
     def _log(
         self,
         communicator: str,
-        group: dist.ProcessGroup,
+        members: tuple[int, ...],
         op: str,
         tensor: Tensor,
         point: Point,
         begins_after: Clock,
     ) -> None:
-        members, dtype = tuple(dist.get_process_group_ranks(group)), str(tensor.dtype).removeprefix("torch.")
+        dtype = str(tensor.dtype).removeprefix("torch.")
         self._trace.collectives.append(
             Collective(
                 communicator, members, op, self._thread.label, tensor.numel(), dtype, point, begins_after
@@ -288,7 +325,7 @@ class _Work:
         return True
 
 
-class _HostWork:
+class HostWork:
     """As ProcessGroupGloo's: the host waits."""
 
     def __init__(self, work: dist.Work, after: Clock, host: Clock) -> None:
@@ -307,6 +344,12 @@ def _world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _name(group: dist.ProcessGroup) -> str:
+def _members(group: dist.ProcessGroup, pair: tuple[int, int] | None = None) -> tuple[int, ...]:
+    """The ranks of a group, or of a pair of its members."""
+    ranks = dist.get_process_group_ranks(group)
+    return tuple(ranks if pair is None else (ranks[member] for member in sorted(pair)))
+
+
+def _name(group: dist.ProcessGroup, pair: tuple[int, int] | None = None) -> str:
     """The same on all ranks, and another one for each communicator."""
-    return f"communicator {group.group_name} of ranks {dist.get_process_group_ranks(group)}"
+    return f"communicator {group.group_name} of ranks {list(_members(group, pair))}"

@@ -224,6 +224,8 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
     number = _take_number(axes)
     for axis in axes.members:
         axis.first_tag, axis.ledger.name = number % _NUM_TAG_RANGES * _TAGS_PER_ENGINE, number
+    if axes.pp.size > 1:
+        axes.dp.ledger.part = axes.everyone.global_ranks[0]
     if axes.dp_replicate.size > 1:
         axes.dp.ledger.groups[GATHER] = axes.dp_shard.global_ranks[0]
     return axes

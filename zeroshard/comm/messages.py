@@ -68,13 +68,14 @@ class Receipt:
 
     def __init__(self, messages: Messages, source: int, label: str, forms: Forms | None) -> None:
         self._messages, self._source, self._label = messages, source, label
-        self._header = None if forms is not None else torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        self._header: Tensor | None = None
         self._works: Sequence[dist.Work | None] = ()
         self._tensors: list[Tensor] = []
         self.forms = forms
-        if self._header is not None:
+        if forms is None:
+            self._header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
             self._works = [messages.receive_on_host(self._header, source)]
-        elif forms is not None:
+        else:
             self._receive(forms)
 
     def wait(self) -> list[Tensor]:
@@ -88,7 +89,7 @@ class Receipt:
             messages.wait_on_host(self._works, f"forms of the {label}")
             forms = _read(self._header)
             if isinstance(forms, int):
-                rest = torch.empty(forms, dtype=torch.uint8)
+                rest = torch.empty(forms, dtype=torch.uint8, device="cpu")
                 messages.wait_on_host([messages.receive_on_host(rest, self._source)], f"forms of the {label}")
                 forms = _read(rest)
             assert not isinstance(forms, int)
@@ -199,8 +200,7 @@ def _written(forms: Forms) -> list[Tensor]:
     """Return the headers that tell forms."""
     data = pickle.dumps(forms)
     first = data if len(data) <= _HEADER_BYTES else pickle.dumps(len(data))
-    header = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
-    header[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+    header = torch.frombuffer(bytearray(first.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
     if first is data:
         return [header]
     return [header, torch.frombuffer(bytearray(data), dtype=torch.uint8)]

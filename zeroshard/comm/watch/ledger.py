@@ -56,11 +56,13 @@ class Ledger:
     than they reduce.
     """
 
-    __slots__ = ("_lines", "groups", "name")
+    __slots__ = ("_lines", "groups", "name", "part")
 
     def __init__(self) -> None:
         self.name = -1
         """The number of the engine, the same on all ranks; -1 until an engine has its axes."""
+        self.part: int | None = None
+        """The first rank of those with the same part of the model, where pipeline ranks have other parts."""
         self.groups: dict[str, int] = {}
         """By line, the first rank of this rank's group, where there are several: each has an order of its
         own. Shard groups gather, and tensor groups exchange activations, in the forwards of their own
@@ -89,7 +91,9 @@ class Ledger:
         return [*digests, *(255 - byte for byte in digests)]
 
     def _told(self, line: str) -> str:
-        return line if line not in self.groups else f"{line} of group {self.groups[line]}"
+        if line in self.groups:
+            return f"{line} of group {self.groups[line]}"
+        return line if self.part is None else f"{line} of part {self.part}"
 
 
 def is_proven(maxima: Sequence[int]) -> bool:

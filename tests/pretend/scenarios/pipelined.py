@@ -1,0 +1,67 @@
+"""Training over pipeline ranks: messages in both directions beside gathers, reductions and sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.pretend.scenario import Bench, adamw, add
+from tests.pretend.scenarios.plain import BF16, READS_NORM
+
+WIDTH, BATCH = 12, 8
+COMPARES = ("pipeline/training.py", "pipeline/random.py")
+"""Pipeline ranks compare their batches at steps 1, 2, 4 and so on: their hosts wait for these. The number
+that they draw before a batch is one of the CPU's generator."""
+
+
+def _model(*, is_tied: bool) -> nn.Sequential:
+    ends = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+    if is_tied:
+        ends[1].weight = ends[0].weight
+    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6))
+    return nn.Sequential(ends[0], *blocks, ends[1])
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).float().square().mean()
+
+
+def _add(
+    name: str,
+    schedule: str = "1f1b",
+    *,
+    num_ranks: int = 2,
+    pp: int = 2,
+    is_tied: bool = False,
+    lengths: tuple[int, ...] = (5, 5, 3, 5),
+    **config: Any,
+) -> None:
+    """A scenario that trains on batches, some of other shapes, and evaluates."""
+
+    def run(bench: Bench) -> None:
+        pipeline = {"schedule": schedule, "num_microbatches": 4, "balance": "memory"}
+        settings = {"watchdog_s": 60.0, "mesh": {"pp": pp}, "pipeline": pipeline} | config
+        with bench.trace.syncs_allowed():
+            model = _model(is_tied=is_tied)
+            bench.engine = zeroshard.initialize(model, adamw, settings, loss_fn=_loss).engine
+        for number, length in enumerate(lengths):
+            generator = torch.Generator().manual_seed(100 * number + bench.engine.dp_rank)
+            batch = torch.randn(BATCH, length, WIDTH, generator=generator)
+            bench.engine.train_batch(batch, batch)
+        bench.engine.eval_batch(batch, batch)
+
+    # Gradients of tied parameters on the host are added up on the device.
+    add(name, run, num_ranks=num_ranks, may_sync=(*COMPARES, *READS_NORM, "pipeline/shared.py"))
+
+
+for _stage in range(4):
+    _add(f"pipeline_stage{_stage}", stage=_stage, num_ranks=4, precision=BF16, clip_grad_norm=1.0)
+for _schedule in ("gpipe", "interleaved", "zb-h1", "zbv", "varuna"):
+    _add(f"pipeline_{_schedule.replace('-', '_')}", _schedule, stage=3, num_ranks=4, is_tied=True)
+_add("pipeline_of_4", "1f1b", pp=4, num_ranks=4, stage=0, is_tied=True)
+_add("pipeline_kept", stage=3, num_ranks=4, reshard_after_forward=False, precision=BF16)
+_add("pipeline_recompute", stage=3, num_ranks=4, recompute="unit", precision=BF16)
+_add("pipeline_host", stage=2, num_ranks=4, offload={"optimizer": "cpu"}, precision=BF16, is_tied=True)
