@@ -148,12 +148,14 @@ def test_a_picture_without_matplotlib_names_the_package_to_install(capsys, tmp_p
     assert "needs matplotlib: pip install zeroshard[plot]" in capsys.readouterr().err
 
 
-def test_the_example_of_the_documentation_is_what_is_printed(capsys):
-    page = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```\n\$ zeroshard plan (.*?)\n(.*?)```", page, re.DOTALL)
-    arguments, printed = example
-    assert main(["plan", *arguments.split()]) == 0
-    assert capsys.readouterr().out == printed
+@pytest.mark.parametrize(("name", "number"), [("reference", 1), ("pipeline_parallel", 2)])
+def test_the_examples_of_the_documentation_are_what_is_printed(capsys, name, number):
+    page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```\n\$ zeroshard plan ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", page, re.DOTALL)
+    assert len(examples) == number
+    for arguments, printed in examples:
+        assert main(["plan", *arguments.replace("\\", "").split()]) == 0
+        assert capsys.readouterr().out == printed
 
 
 DEADLOCK = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"

@@ -303,9 +303,9 @@ def test_a_bad_config_and_an_unknown_unit_are_refused_as_they_are_by_initialize(
     assert "parameter 'count' has dtype torch.int64" in refusal(model, 2)
 
 
-def test_what_is_not_there_yet_is_refused_rather_than_left_out_of_the_sums():
+def test_a_pipeline_is_refused_rather_than_left_out_of_the_sums():
     for model in (Tiny(), 1000):
-        assert refusal(model, 4, {"mesh": {"pp": 2}}) == "not available in zeroshard yet: mesh.pp=2"
+        assert refusal(model, 4, {"mesh": {"pp": 2}}).startswith("estimate: expected mesh.pp=1, got 2")
 
 
 def test_a_part_of_the_ranks_that_cannot_be_is_refused_as_it_is_by_initialize():

@@ -390,7 +390,6 @@ def test_wrong_types_and_impossible_combinations_are_refused(config, message):
 @pytest.mark.parametrize(
     ("config", "listed"),
     [
-        ({"mesh": {"pp": 2}}, "mesh.pp=2"),
         ({"precision": {"main_dtype": "fp16"}}, "precision.main_dtype=float16"),
     ],
 )

@@ -130,7 +130,7 @@ def test_a_rank_can_close_alone_to_give_back_memory(ranks):
 
 def refused(hybrid):
     module = build()
-    with pytest.raises(ValueError, match=r"^not available in zeroshard yet: mesh\.pp=2$"):
+    with pytest.raises(ValueError, match=r"^shard: expected mesh\.pp=1, got 2"):
         zeroshard.shard(module, {"mesh": {"pp": 2}, **hybrid})
     assert all(type(parameter) is torch.nn.Parameter for parameter in module.parameters())
     return dist.is_initialized()

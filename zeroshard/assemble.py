@@ -18,7 +18,7 @@ from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
-from zeroshard.config.sections import Config, require_supported
+from zeroshard.config.sections import Config, refuse_pipeline, require_supported
 from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.guards.additions import guard_additions
@@ -57,6 +57,7 @@ def shard_in_place(
 ) -> Runtime:
     """Shard a module over the ranks of the default process group, or of a mesh."""
     require_supported(config)  # before groups are opened
+    refuse_pipeline(config, "shard")
     refuse_recording("shard")
     device = use_device(config.device or _device_of(module, mesh))
     world = open_world(device, Counter(), config.watchdog_s)

@@ -179,6 +179,8 @@ def _build_loader(
     if training_data is None:
         return None
     size, rank, num_ranks = config.micro_batch_size, axes.dp.rank, axes.dp.size
+    if config.mesh.pp > 1:  # a pipeline takes whole batches
+        size *= config.pipeline.num_microbatches
     return EpochLoader.over(training_data, size, rank, num_ranks, collate_fn, device, config.loader)
 
 

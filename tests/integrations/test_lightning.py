@@ -148,6 +148,11 @@ def test_a_run_that_only_validates_loads_a_checkpoint(ranks, tmp_path):
         assert found == logged
 
 
+def test_a_pipeline_is_refused():
+    with pytest.raises(ValueError, match=r"^the strategy of Lightning: expected mesh\.pp=1, got 2"):
+        ZeroShardStrategy({"mesh": {"pp": 2}})
+
+
 def refuse(config, options):
     with pytest.raises(ValueError, match="ZeroShardStrategy") as caught:
         fit(ZeroShardStrategy(config), None, **options)

@@ -352,6 +352,11 @@ def test_settings_that_contradict_each_other_are_named(tmp_path, config, options
         join_arguments(Config.from_dict(config), arguments(tmp_path, **options))
 
 
+def test_a_pipeline_is_refused_before_anything_is_made():
+    with pytest.raises(ValueError, match=r"^the Trainer: expected mesh\.pp=1, got 2"):
+        ZeroShardSeq2SeqTrainer(zeroshard_config={"mesh": {"pp": 2}})
+
+
 def test_deepspeed_and_fsdp_of_the_arguments_are_refused(tmp_path):
     with accelerate_state():
         args = arguments(tmp_path)

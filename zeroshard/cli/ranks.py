@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
-from zeroshard.config.sections import Config, Mesh, require_supported
+from zeroshard.config.sections import Config, Mesh
 from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
 from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, TP
 from zeroshard.tables import render
@@ -29,10 +29,10 @@ def show_groups(options: Namespace) -> None:
         raise ValueError(f"--ranks: expected at most {_MAX_RANKS:,}, got {options.ranks:,}")
     config = Config(mesh=Mesh(pp=options.pp, tp=options.tp), shard_group_size=options.shard_group_size)
     arrangement = Arrangement(options.ranks, config.mesh.pp, config.mesh.tp, config.shard_group_size)
-    print(*_paragraphs(arrangement, config), sep="\n\n")
+    print(*_paragraphs(arrangement), sep="\n\n")
 
 
-def _paragraphs(arrangement: Arrangement, config: Config) -> Iterator[str]:
+def _paragraphs(arrangement: Arrangement) -> Iterator[str]:
     sizes = arrangement.sizes
     product = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
     yield (
@@ -51,10 +51,6 @@ def _paragraphs(arrangement: Arrangement, config: Config) -> Iterator[str]:
     if len(several) < len(AXES):
         single = ", ".join(axis for axis in AXES if axis not in several)
         yield f"no groups along axes of 1 rank: {single}"
-    try:
-        require_supported(config)
-    except ValueError as error:
-        yield f"Training on this mesh: {error}"
 
 
 def _table(kind: str, axes: Sequence[str], others: Sequence[str], arrangement: Arrangement) -> str:

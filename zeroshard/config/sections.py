@@ -303,3 +303,12 @@ def require_supported(config: Config) -> None:
     if asked:
         missing = ", ".join(f"{key}={show(value)}" for key, value in asked.items())
         raise ValueError(f"not available in zeroshard yet: {missing}")
+
+
+def refuse_pipeline(config: Config, call: str) -> None:
+    """Raise ValueError if `config` asks for pipeline ranks, which `call` does not know."""
+    if config.mesh.pp > 1:
+        raise ValueError(
+            f"{call}: expected mesh.pp=1, got {config.mesh.pp}; a pipeline needs zeroshard.initialize and "
+            "engine.train_batch"
+        )

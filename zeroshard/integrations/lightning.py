@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.config.sections import Config
+from zeroshard.config.sections import Config, refuse_pipeline
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
 
@@ -47,6 +47,7 @@ class ZeroShardStrategy(DDPStrategy):
     ) -> None:
         super().__init__(**kwargs)
         self._config = Config.parse(config)
+        refuse_pipeline(self._config, "the strategy of Lightning")
         self._loaded: Path | None = None
         self._has_failed = False
         """True after an exception on this rank: the others may not come to the end."""

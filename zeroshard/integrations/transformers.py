@@ -14,7 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import TrainerState
 
-from zeroshard.config.sections import Config
+from zeroshard.config.sections import Config, refuse_pipeline
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
 from zeroshard.forwards.methods import held_unsharded
@@ -67,6 +67,7 @@ class ZeroShardMixin(_Trainer):
         **kwargs: Any,
     ) -> None:
         self.zeroshard_config = Config.parse(zeroshard_config)
+        refuse_pipeline(self.zeroshard_config, "the Trainer")
         super().__init__(*args, **kwargs)
 
     # -- the Trainer's calls become the engine's --------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeroshard.assemble import read_setting
-from zeroshard.config.sections import Config, require_supported
+from zeroshard.config.sections import Config, refuse_pipeline, require_supported
 from zeroshard.memory.activations import Blocks
 from zeroshard.memory.report import ModelStates
 from zeroshard.memory.tiered import States, bytes_on_tiers
@@ -100,12 +100,13 @@ def estimate(
             it; None for the model's own. A number of parameters is divided evenly.
 
     Raises:
-        ValueError: fewer than 1 rank, or no multiple of the mesh; other bits than 8 and 32; a parameter that
-            cannot be sharded or divided; more than 10**15 parameters; `num_tokens` with a model that does not
-            tell its sizes.
+        ValueError: a pipeline; fewer than 1 rank, or no multiple of the mesh; other bits than 8 and 32; a
+            parameter that cannot be sharded or divided; more than 10**15 parameters; `num_tokens` with a
+            model that does not tell its sizes.
     """
     config = Config.parse(config)
     require_supported(config)
+    refuse_pipeline(config, "estimate")
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size: expected an integer >= 1, got {world_size!r}")
     if optimizer_bits not in (8, 32):

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import zeroshard
 from tests.parallel.pipeline.runs import LENGTH, MODELS, build, mixtral, sgd, start, tokens_of
+from zeroshard.data import collator
 
 NUM_MICROBATCHES, STEPS = 4, 4
 
@@ -75,3 +77,28 @@ def test_losses_of_routers_are_refused(ranks):
     for messages in ranks(2, refused):
         for message in messages:
             assert message.startswith("mesh.pp: expected output_router_logits=False, got True")
+
+
+def loaded(num_microbatches, rows):
+    """The losses of batches that the DataLoader of `initialize` makes by the collator of zeroshard."""
+    pipeline = {"num_microbatches": num_microbatches, "balance": "memory"}
+    config = {"mesh": {"pp": 2}, "pipeline": pipeline, "micro_batch_size": rows}
+    model = build("llama")
+    data = [{"input_ids": row, "labels": row} for row in tokens_of(0, rows=16)]
+    engine, _, loader, _ = zeroshard.initialize(
+        model, sgd, config, training_data=data, collate_fn=collator(model)
+    )
+    batches = list(loader)
+    losses = [engine.eval_batch(batch).item() for batch in batches]
+    engine.close(restore=False)
+    return [batch["input_ids"] for batch in batches], losses
+
+
+def test_the_loader_makes_whole_batches_for_a_pipeline(ranks):
+    model = build("llama")
+    first, *others = ranks(2, loaded, 4, 2)
+    for tokens, losses in (first, *others):
+        assert [len(rows) for rows in tokens] == [8, 8]  # 4 micro-batches of 2 rows
+        assert all(torch.equal(rows, same) for rows, same in zip(tokens, first[0], strict=True))
+        want = [model(input_ids=rows, labels=rows).loss.item() for rows in tokens]
+        assert losses == pytest.approx(want, rel=1e-6)

@@ -55,7 +55,7 @@ def test_a_model_without_memory_is_checked_too():
 )
 def test_factors_of_embeddings_and_logits_are_refused(kind, others):
     model = build(kind, **others)
-    with pytest.raises(ValueError, match=rf"mesh.pp: .* got a {kind}ForCausalLM: its forward computes outside"):
+    with pytest.raises(ValueError, match=rf"mesh.pp: .* got a {kind}ForCausalLM: its forward computes"):
         require_handed_on(model, outline_of(model), torch.device("cpu"))
 
 

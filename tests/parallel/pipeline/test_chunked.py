@@ -104,6 +104,20 @@ def test_chunks_of_a_sequence_compute_it():
     assert torch.equal(value, want)
 
 
+def test_a_sequence_may_begin_with_an_embedding():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    tokens = torch.arange(6).view(2, 3)
+    want, outline = model(tokens), outline_of(model)
+    state, value = model.state_dict(), None
+    for number in range(2):
+        mine = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+        mine.load_state_dict(state)
+        chunked = Chunked(mine, outline, [range(1), range(1, 2)], [number])
+        value = chunked(number, value, {"input": tokens})
+    assert torch.equal(value, want)
+
+
 @pytest.mark.parametrize(
     ("model", "text"),
     [

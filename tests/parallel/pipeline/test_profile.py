@@ -234,7 +234,7 @@ def test_a_deferred_model_is_measured_and_stays_deferred():
 
 def test_only_one_block_at_a_time_is_on_the_device(monkeypatch):
     alive, most = [], []
-    place = profile._Profiler._place
+    place = profile.Profiler._place
 
     def placing(profiler, module):
         most.append(sum(reference() is not None for reference in alive))
@@ -242,7 +242,7 @@ def test_only_one_block_at_a_time_is_on_the_device(monkeypatch):
         alive.extend(weakref.ref(value) for value in placed.values())
         return placed
 
-    monkeypatch.setattr(profile._Profiler, "_place", placing)
+    monkeypatch.setattr(profile.Profiler, "_place", placing)
     with zeroshard.deferred_init():
         model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 7))
     measured(model, rows(2, 4))

@@ -90,7 +90,8 @@ class Chunked:
         for name in names_below(outline):
             parent, _, attribute = name.rpartition(".")
             module, holder = model.get_submodule(name), model.get_submodule(parent)
-            absent = Absent(adds=isinstance(module, nn.Embedding), turn=self._turn)
+            is_added = isinstance(module, nn.Embedding) and not self._is_sequence
+            absent = Absent(adds=is_added, turn=self._turn)
             if chunk_of[name] in own:
                 self._places.append(_Place(chunk_of[name], holder, attribute, module, absent))
             else:
@@ -119,7 +120,7 @@ class Chunked:
         try:
             if self._is_sequence:
                 return self.model(kwargs["input"] if value is None else value)
-            given = dict(kwargs)
+            given = dict(kwargs) | {"use_cache": False}
             if value is not None:
                 given.pop("input_ids", None)
                 given["inputs_embeds"] = value
@@ -128,7 +129,7 @@ class Chunked:
                 for name in _OF_THE_HEAD:
                     given.pop(name, None)
                 given["return_dict"] = True
-            outputs = self.model(**given, use_cache=False)
+            outputs = self.model(**given)
             return outputs if is_last else outputs.logits
         finally:
             for place in others:

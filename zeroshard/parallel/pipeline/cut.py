@@ -18,6 +18,7 @@ from torch import nn
 
 from zeroshard.config.sections import Config
 from zeroshard.parallel.pipeline.choice import read_schedule, schedule_of, with_schedule
+from zeroshard.parallel.pipeline.handed import require_handed_on
 from zeroshard.parallel.pipeline.outline import Outline
 from zeroshard.parallel.pipeline.partition import Balance, Block, partition
 from zeroshard.parallel.pipeline.profile import measure_blocks, weigh_blocks
@@ -51,7 +52,8 @@ def cut_model(
         device: the device on which blocks are measured, one at a time.
 
     Raises:
-        ValueError: there is no such schedule or no such block, or their numbers do not fit.
+        ValueError: there is no such schedule or no such block, their numbers do not fit, or the model
+            computes outside of its modules.
     """
     schedule = read_schedule(config)
     config = with_schedule(config, schedule)
@@ -61,6 +63,7 @@ def cut_model(
             f"pipeline.schedule: expected 1 to {len(outline.blocks)} chunks, as each has a block or more, "
             f"got {num_chunks}"
         )
+    require_handed_on(model, outline, device)
     weighed = weigh_blocks(model, outline)
     if config.pipeline.split is not None:
         return Cut(outline, schedule, split_at(config.pipeline.split, outline, num_chunks), weighed, False)

@@ -52,7 +52,7 @@ def outline_of(model: nn.Module) -> Outline:
     outside = [name for name, child in model.named_children() if child is not base and _computes(child)]
     embedding = _name_of(base, model.get_input_embeddings())  # type: ignore[operator]
     if embedding not in before:
-        raise _unknown(model, f"its embedding '{embedding}' is not among the modules before its blocks")
+        raise unknown_model(model, f"its embedding '{embedding}' is not among the modules before its blocks")
     before.sort(key=lambda name: name != embedding)
     return Outline(
         tuple(prefix + name for name in before),
@@ -91,9 +91,9 @@ def _base_of(model: Any) -> tuple[nn.Module, str]:
     base = getattr(model, "base_model", None)
     has_table = hasattr(model, "get_input_embeddings")
     if not (isinstance(base, nn.Module) and has_table) or base is model:
-        raise _unknown(model, "it is no such model")
+        raise unknown_model(model, "it is no such model")
     if getattr(model.config, "is_encoder_decoder", False):
-        raise _unknown(model, "it has an encoder and a decoder")
+        raise unknown_model(model, "it has an encoder and a decoder")
     return base, _name_of(model, base)
 
 
@@ -104,7 +104,7 @@ def _blocks_of(model: nn.Module, base: nn.Module) -> tuple[str, Sequence[nn.Modu
         if isinstance(child, nn.ModuleList) and len(child)
     ]
     if len(lists) != 1:
-        raise _unknown(model, f"it has {len(lists)} lists of blocks: {[name for name, _ in lists]}")
+        raise unknown_model(model, f"it has {len(lists)} lists of blocks: {[name for name, _ in lists]}")
     name, blocks = lists[0]
     return name, list(blocks)
 
@@ -113,7 +113,8 @@ def _name_of(model: nn.Module, module: Any) -> str:
     return next((name for name, other in model.named_modules() if other is module), "")
 
 
-def _unknown(model: nn.Module, why: str) -> ValueError:
+def unknown_model(model: nn.Module, why: str) -> ValueError:
+    """Return the error for a model that a pipeline cannot cut."""
     return ValueError(
         "mesh.pp: expected a torch.nn.Sequential, or a causal language model of transformers whose "
         f"embedding, blocks, norm and head follow each other; got a {type(model).__name__}: {why}"

@@ -98,7 +98,7 @@ def measure_blocks(
     Raises:
         RuntimeError: the model's forward leaves out a block; or whatever it raises with this micro-batch.
     """
-    profiler = _Profiler(device, dtype)
+    profiler = Profiler(device, dtype)
     with same_random_numbers(device), torch.enable_grad(), profiler.inside(model, outline):
         tail = profiler.run(model, to_device(sample, device), loss_fn)
     blocks: list[Block] = []
@@ -126,7 +126,7 @@ class _Measured(NamedTuple):
     """Without a graph. Those that had one require gradients."""
 
 
-class _Profiler:
+class Profiler:
     """Stands in for the modules of a model while its forward runs.
 
     Args:
