@@ -6,13 +6,14 @@ chunk computes, stand-ins take the places of the modules of the others, and hand
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.parallel.pipeline.outline import Outline, names_below
+from zeroshard.parallel.pipeline.outline import Outline, names_below, without_adapters
 
 
 class Turn:
@@ -87,7 +88,7 @@ class Chunked:
         for name in names_below(outline):
             parent, _, attribute = name.rpartition(".")
             module, holder = model.get_submodule(name), model.get_submodule(parent)
-            absent = Absent(adds=isinstance(module, nn.Embedding), turn=self._turn)
+            absent = Absent(adds=_is_embedding(module), turn=self._turn)
             if chunk_of[name] in own:
                 self._places.append(_Place(chunk_of[name], holder, attribute, module, absent))
             else:
@@ -96,6 +97,11 @@ class Chunked:
     def modules_of(self, chunk: int) -> list[nn.Module]:
         """Return the modules of a chunk of this rank."""
         return [place.module for place in self._places if place.chunk == chunk]
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        """The names of the model's arguments, in order."""
+        return tuple(inspect.signature(without_adapters(self.model).forward).parameters)
 
     def __call__(self, chunk: int, value: Tensor | None, kwargs: Mapping[str, Any]) -> Any:
         """Compute a chunk.
@@ -129,6 +135,12 @@ class Chunked:
             for place in others:
                 place.holder._modules[place.attribute] = place.module
             self._turn.chunk = None
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    """True for an embedding, also with an adapter around it or a trained copy beside it."""
+    inside = getattr(module, "base_layer", getattr(module, "original_module", module))
+    return isinstance(inside, nn.Embedding)
 
 
 def _nothing(value: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ unit by unit while it runs; so a reduce in the list has nothing left to do.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
@@ -56,7 +55,7 @@ class Pipelined:
         self._runners: dict[tuple[int, bool], Runner] = {}
         """By number of micro-batches; with backwards or without."""
         self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunked.chunks}
-        self._names = tuple(inspect.signature(part.chunked.model.forward).parameters)
+        self._names = part.chunked.argument_names
         self._batch: list[tuple[Any, Any]] = []
         self._factor = 1.0
         self._losses: list[Tensor] = []
