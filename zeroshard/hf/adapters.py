@@ -68,8 +68,10 @@ def _select(module: Any) -> _Written:
     names = {id(value): name for name, value in state.items()}
     selected: _Written = {}
     for adapter, config in module.peft_config.items():
-        written = () if config.is_prompt_learning else get_peft_model_state_dict(module, dict(state), adapter)
-        if config.is_prompt_learning or not all(id(value) in names for value in written.values()):
+        if config.is_prompt_learning:
+            raise _computed(module, adapter)
+        written = get_peft_model_state_dict(module, dict(state), adapter)
+        if not all(id(value) in names for value in written.values()):
             raise _computed(module, adapter)
         selected[adapter] = {name: names[id(value)] for name, value in written.items()}
     return selected
@@ -113,8 +115,8 @@ def _gather(runtime: Runtime, wanted: Collection[str], dtype: torch.dtype | None
             continue
         views = gather_wholes(buffer, axes.tp)
         for sharded, view in zip(buffer.sharded, views if is_first else (), strict=is_first):
-            if (name := names.get(id(sharded))) is not None:
-                yield _piece(name, view.to("cpu", dtype or view.dtype, copy=True))
+            if (own := names.get(id(sharded))) is not None:
+                yield _piece(own, view.to("cpu", dtype or view.dtype, copy=True))
 
 
 def _piece(name: str, values: Tensor) -> TensorSlice:

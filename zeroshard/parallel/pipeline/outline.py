@@ -83,8 +83,8 @@ def without_adapters(model: Any) -> nn.Module:
     for name, parameter in model.named_parameters():
         if id(parameter) not in own:
             raise ValueError(
-                f"mesh.pp: expected adapters of layers, such as LoRA, got a parameter '{name}' outside of the "
-                f"{type(inside).__name__}"
+                f"mesh.pp: expected adapters of layers, such as LoRA, got a parameter '{name}' outside of "
+                f"the {type(inside).__name__}"
             )
     return inside
 
