@@ -1,16 +1,16 @@
 """One full parameter, gradient or optimizer state by the parameter's name, to read and to write; collective.
 
-Ranks hold slices of each. A read gathers the slices of a shard group, some megabytes at a time. For a write
-every rank gives the same full tensor and keeps its slice of it.
+Ranks hold slices of each. A read gathers the slices of a shard group, some megabytes at a time. Where
+pipeline ranks hold parts of the model, the first one with the parameter sends the result to the others. For a
+write every rank gives the same full tensor and keeps its slice of it.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,20 +19,15 @@ from torch.optim import Optimizer
 from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.blockwise import is_codes, is_scales
 from zeroshard.checkpoint.tensors import read_model
-from zeroshard.comm import moves
-from zeroshard.internals.dispatch import past_guards
+from zeroshard.comm.collectives import Axis
+from zeroshard.full.parts import spread
+from zeroshard.full.place import Place
 from zeroshard.optim.eightbit.blocks import Quantized
 from zeroshard.optim.eightbit.codebook import codebook
 from zeroshard.optim.eightbit.states import ABSMAX
 from zeroshard.optim.statenames import rule_of, to_common
-from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import refuse_in_step
-from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.sharding.wholes import own_value, whole_value
-
-_GATHERED_BYTES = 64 << 20
-"""Memory that a gather takes beside its result."""
 
 
 class ByName:
@@ -54,8 +49,8 @@ class ByName:
         Raises:
             ValueError: the model has no such parameter, or ranks give different names.
         """
-        place, _ = _agree(self._runtime, "full_parameter()", name)
-        return place.gather(place.sharded.detach())
+        agreed = _agree(self._runtime, "full_parameter()", name)
+        return agreed.read(self._runtime, lambda place: place.gather(place.sharded.detach()))
 
     def set_full_parameter(self, name: str, values: Tensor) -> None:
         """Give a parameter other values; collective.
@@ -68,8 +63,10 @@ class ByName:
             ValueError: no such parameter; values of another shape, or other ones on other ranks.
         """
         call = "set_full_parameter()"
-        place, facts = _agree(self._runtime, call, name, lambda place: place.digest(values))
-        _require_same(call, name, facts)
+        agreed = _agree(self._runtime, call, name, lambda place: place.digest(values))
+        _require_same(call, name, agreed.facts)
+        if (place := agreed.place) is None:
+            return
         with torch.no_grad():
             place.sharded.detach().copy_(place.cut(values))
         for unit in self._runtime.units:
@@ -90,16 +87,19 @@ class ByName:
             RuntimeError: only some ranks have a gradient.
         """
         call = "full_gradient()"
-        place, facts = _agree(
-            self._runtime, call, name, lambda place: place.gradient is not None, reduces=True
-        )
-        if len(set(facts)) > 1:
+        agreed = _agree(self._runtime, call, name, lambda place: place.gradient is not None, reduces=True)
+        if len(set(agreed.facts.values())) > 1:
+            having = [rank for rank, has in agreed.facts.items() if has]
             raise RuntimeError(
-                f"{call}: only ranks {[rank for rank, has in enumerate(facts) if has]} have a gradient of "
-                f"'{name}'; expected one on all ranks or on none. Drop p.grad on all ranks alike"
+                f"{call}: only ranks {having} have a gradient of '{name}'; expected one on all "
+                "ranks or on none. Drop p.grad on all ranks alike"
             )
-        gradient = place.gradient
-        return None if gradient is None else place.gather(gradient)
+
+        def read(place: Place) -> Tensor | None:
+            gradient = place.gradient
+            return None if gradient is None else place.gather(gradient)
+
+        return agreed.read(self._runtime, read)
 
     def set_full_gradient(self, name: str, values: Tensor) -> None:
         """Give a parameter another gradient, for the next step; collective.
@@ -115,14 +115,15 @@ class ByName:
         call = "set_full_gradient()"
         refuse_in_step(self._runtime.context.state, call)
 
-        def tell(place: _Place) -> bytes:
+        def tell(place: Place) -> bytes:
             if not place.sharded.requires_grad:
                 raise ValueError(f"{call}: '{name}' is frozen: expected a parameter that is trained")
             return place.digest(values)
 
-        place, facts = _agree(self._runtime, call, name, tell, reduces=True)
-        _require_same(call, name, facts)
-        place.set_gradient(place.cut(values).to(place.sharded.dtype, copy=True))
+        agreed = _agree(self._runtime, call, name, tell, reduces=True)
+        _require_same(call, name, agreed.facts)
+        if (place := agreed.place) is not None:
+            place.set_gradient(place.cut(values).to(place.sharded.dtype, copy=True))
 
     def full_optimizer_state(self, name: str) -> dict[str, Any]:
         """Copy the optimizer's states of a parameter to every rank; collective.
@@ -136,8 +137,10 @@ class ByName:
             ValueError: the model has no such parameter, or ranks give different names.
             RuntimeError: the engine has no optimizer.
         """
-        place, states, _ = self._states("full_optimizer_state()", name, {})
-        return {key: state.read(place) for key, state in states.items()}
+        agreed, states = self._states("full_optimizer_state()", name, {})
+        return agreed.read(
+            self._runtime, lambda place: {key: state.read(place) for key, state in states.items()}
+        )
 
     def set_full_optimizer_state(self, name: str, values: Mapping[str, Any]) -> None:
         """Give states of a parameter other values; collective. States that are not given stay.
@@ -151,32 +154,34 @@ class ByName:
             RuntimeError: the engine has no optimizer.
         """
         call = "set_full_optimizer_state()"
-        place, states, facts = self._states(call, name, values)
-        _require_same(call, name, facts)
-        assert self.optimizer is not None, "its states were read"
+        agreed, states = self._states(call, name, values)
+        _require_same(call, name, {rank: digests for rank, (_, digests) in agreed.facts.items()})
+        if (place := agreed.place) is None or self.optimizer is None:
+            return
         own = self.optimizer.state.get(place.sharded, {})
         with torch.no_grad():
             for key, value in values.items():
                 states[key].write(place, own, value)
 
-    def _states(
-        self, call: str, name: str, given: Mapping[str, Any]
-    ) -> tuple[_Place, dict[str, _State], list[Any]]:
-        """Return the states of a parameter, and a digest of the given states from every rank."""
-        optimizer, states = self.optimizer, {}
-        if optimizer is None:
+    def _states(self, call: str, name: str, given: Mapping[str, Any]) -> tuple[_Agreed, dict[str, _State]]:
+        """Return the place and the states of a parameter; the facts are kinds and digests of given states."""
+        optimizer, states, pp = self.optimizer, {}, self._runtime.context.axes.pp
+        has_some = optimizer is not None
+        if pp.size > 1:  # a rank without trained parameters has none
+            [has_some] = pp.any([has_some], f"agreement on {call}")()
+        if not has_some:
             raise RuntimeError(f"{call} needs an optimizer: give one to zeroshard.initialize")
 
-        def tell(place: _Place) -> tuple[dict[str, bool], list[Any]]:
-            states.update(_read_states(optimizer, place))
+        def tell(place: Place) -> tuple[dict[str, bool], list[Any]]:
+            states.update({} if optimizer is None else _read_states(optimizer, place))
             if unknown := [key for key in given if key not in states]:
                 there = ", ".join(states) or "none before the first step"
                 raise ValueError(f"{call}: expected states of '{name}' ({there}), got {unknown[0]!r}")
             digests = [place.digest(given[k]) if states[k].is_wise else repr(given[k]) for k in sorted(given)]
             return {key: state.is_wise for key, state in states.items()}, digests
 
-        place, facts = _agree(self._runtime, call, name, tell)
-        kinds = [kind for kind, _ in facts]
+        agreed = _agree(self._runtime, call, name, tell)
+        kinds = [kind for kind, _ in agreed.facts.values()]
         if any(kind.keys() != kinds[0].keys() for kind in kinds):
             raise RuntimeError(
                 f"{call}: the ranks have different optimizer states of '{name}': {list(map(list, kinds))}; "
@@ -184,99 +189,42 @@ class ByName:
             )
         for key, state in states.items():  # a slice of one element looks like one value, and the other way
             states[key] = replace(state, is_wise=all(kind[key] for kind in kinds))
-        return place, states, [digests for _, digests in facts]
+        return agreed, states
 
 
 # ------------------------------------------------------------------------------------------- parameters
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A parameter, and the places of its slices."""
+_T = TypeVar("_T")
 
-    runtime: Runtime
-    buffer: FlatBuffer
-    index: int
 
-    @property
-    def sharded(self) -> ShardedParameter:
-        return self.buffer.sharded[self.index]
+class _Agreed(NamedTuple):
+    """A parameter that all ranks have named."""
 
-    @property
-    def gradient(self) -> Tensor | None:
-        """This rank's slice of the gradient."""
-        with past_guards():
-            return self.sharded.grad
+    place: Place | None
+    """None where other pipeline ranks hold it."""
+    first: int
+    """The first pipeline rank that holds it."""
+    facts: dict[int, Any]
+    """By rank that holds a slice of it, its message to the others."""
 
-    def set_gradient(self, values: Tensor) -> None:
-        """Give this rank's slice of the gradient, [n], other values."""
-        with past_guards():
-            self.sharded.grad = values
-
-    def gather(self, own: Tensor) -> Tensor:
-        """Gather a whole tensor, in the parameter's shape, from the slices [n] of the ranks; collective.
-
-        The result lies on the device that computes, wherever the slices do.
-        """
-        axes, original = self.runtime.context.axes, self.buffer.originals[self.index]
-        return whole_value(self._gather_part(own), original, axes.tp)
-
-    def _gather_part(self, own: Tensor) -> Tensor:
-        """Gather this rank's part, or all, of a parameter from the ranks that share it."""
-        shape = self.buffer.shapes[self.index]
-        wide = torch.promote_types(own.dtype, torch.float32) if own.dtype.is_floating_point else own.dtype
-        device = self.runtime.context.device
-        if not self.buffer.is_partial:
-            return moves.to_device(own.detach().to(wide, copy=True), device).view(shape)
-        axis = self.runtime.context.axis
-        spans = [self.buffer.layout.owned(self.index, rank) for rank in range(axis.size)]
-        whole = torch.empty(shape.numel(), dtype=wide, device=device)
-        longest = max(span.size for span in spans)
-        step = min(longest, max(1, _GATHERED_BYTES // (axis.size * own.element_size())))
-        for at in range(0, longest, step or 1):
-            piece = torch.zeros(step, dtype=own.dtype, device=device)
-            part = own.detach()[at : at + step]
-            piece[: part.numel()].copy_(part)
-            pieces = torch.empty(axis.size * step, dtype=own.dtype, device=device)
-            label = f"all-gather of '{self.sharded.fqn}'"
-            axis.all_gather(
-                pieces.view(torch.uint8), piece.view(torch.uint8), tag=self.buffer.tag, label=label
-            ).wait()
-            for span, values in zip(spans, pieces.split(step), strict=True):
-                start = min(span.start + at, span.stop)
-                num = min(step, span.stop - start)
-                whole[start : start + num].copy_(values[:num])
-        return whole.view(shape)
-
-    def cut(self, values: Tensor) -> Tensor:
-        """This rank's slice of a full tensor, [n], on its device."""
-        start, original = self.buffer.start(self.index), self.buffer.originals[self.index]
-        values = own_value(values.detach(), original, self.runtime.context.axes.tp)
-        part = values.reshape(-1)[start : start + self.sharded.numel()]
-        return moves.beside(part, self.buffer.main)
-
-    def digest(self, values: Any) -> bytes:
-        """A digest of a full tensor, which ranks compare.
-
-        Raises:
-            ValueError: it is not a tensor, or has another shape.
-        """
-        shape = tuple(self.buffer.whole_shapes[self.index])
-        if not isinstance(values, Tensor) or tuple(values.shape) != shape or values.is_meta:
-            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(f"'{self.sharded.fqn}': expected a full tensor of shape {shape}, got {got}")
-        raw = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        return blake2b(f"{values.dtype}".encode() + raw.numpy().tobytes(), digest_size=16).digest()
+    def read(self, runtime: Runtime, get: Callable[[Place], _T]) -> _T:
+        """Return on all ranks the result of the ranks of the first part; collective."""
+        axes = runtime.context.axes
+        is_read = axes.pp.rank == self.first and self.place is not None
+        own = get(self.place) if is_read and self.place is not None else None
+        result: _T = spread(axes, self.first, own)
+        return result
 
 
 def _agree(
     runtime: Runtime,
     call: str,
     name: str,
-    tell: Callable[[_Place], Any] = lambda place: None,
+    tell: Callable[[Place], Any] = lambda place: None,
     *,
     reduces: bool = False,
-) -> tuple[_Place, list[Any]]:
+) -> _Agreed:
     """Find a parameter, on all ranks the same.
 
     Args:
@@ -293,39 +241,71 @@ def _agree(
     runtime.require_slices(call)
     if reduces:
         runtime.before_step()
-    places: list[_Place] = []
+    axes, places = runtime.context.axes, _places(runtime)
+    if axes.pp.size > 1:  # a tied parameter has another name in each part
+        name = _resolve(axes.world, call, name, places)
 
-    def look() -> tuple[str, Any]:
-        places.append(_find(runtime, call, name))
-        return places[0].sharded.fqn, tell(places[0])
+    def look() -> tuple[str, int, Any] | None:
+        if name in places:
+            return places[name].sharded.fqn, axes.pp.rank, tell(places[name])
+        if axes.pp.size == 1:
+            raise _unknown(call, name, places)
+        return None
 
-    facts = on_all(runtime.context.axes.everyone, f"agreement on {call}", look)
-    if len({fqn for fqn, _ in facts}) > 1:
-        raise ValueError(f"{call}: expected one name on all ranks, got {[fqn for fqn, _ in facts]}")
-    return places[0], [fact for _, fact in facts]
+    found = on_all(axes.world, f"agreement on {call}", look)
+    answers = {rank: answer for rank, answer in enumerate(found) if answer is not None}
+    if len({fqn for fqn, _, _ in answers.values()}) > 1:
+        names = [fqn for fqn, _, _ in answers.values()]
+        raise ValueError(f"{call}: expected one name on all ranks, got {names}")
+    first = min(part for _, part, _ in answers.values())
+    return _Agreed(places.get(name), first, {rank: fact for rank, (_, _, fact) in answers.items()})
 
 
-def _find(runtime: Runtime, call: str, name: str) -> _Place:
+def _places(runtime: Runtime) -> dict[str, Place]:
+    """Return the parameters of this rank's part of the model, by all of their names."""
     places = {
-        parameter.fqn: _Place(runtime, buffer, index)
+        parameter.fqn: Place(runtime, buffer, index)
         for buffer in runtime.buffers
         for index, parameter in enumerate(buffer.sharded)
     }
     for fqn, others in read_model(runtime).aliases.items():
         places |= dict.fromkeys(others, places[fqn])
-    if name not in places:
-        close = difflib.get_close_matches(str(name), places, n=3)
-        hint = f"; close: {', '.join(map(repr, close))}" if close else ""
-        raise ValueError(f"{call}: expected the name of a parameter of the model, got {name!r}{hint}")
-    return places[name]
+    return places
 
 
-def _require_same(call: str, name: str, facts: list[Any]) -> None:
-    for rank, fact in enumerate(facts):
-        if fact != facts[0]:
+def _resolve(world: Axis, call: str, name: str, places: Mapping[str, Place]) -> str:
+    """Return the first name in the whole model of a parameter that some part of it holds; collective.
+
+    Raises:
+        ValueError: no part holds it, or the ranks give names of different ones.
+    """
+    own = places[name].sharded.fqn if name in places else None
+    close = difflib.get_close_matches(str(name), places, n=3)
+    answers = world.all_gather_object((name, own, close), f"agreement on {call}")
+    known = {given: fqn for given, fqn, _ in answers if fqn is not None}
+    for given, _, _ in answers:
+        if given not in known:
+            raise _unknown(call, given, [one for _, _, near in answers for one in near])
+    if len(set(known.values())) > 1:
+        names = [known[given] for given, _, _ in answers]
+        raise ValueError(f"{call}: expected one name on all ranks, got {names}")
+    resolved: str = known[name]
+    return resolved
+
+
+def _unknown(call: str, name: str, names: Iterable[str]) -> ValueError:
+    close = difflib.get_close_matches(str(name), dict.fromkeys(names), n=3)
+    hint = f"; close: {', '.join(map(repr, close))}" if close else ""
+    return ValueError(f"{call}: expected the name of a parameter of the model, got {name!r}{hint}")
+
+
+def _require_same(call: str, name: str, facts: Mapping[int, Any]) -> None:
+    (first, wanted), *others = facts.items()
+    for rank, fact in others:
+        if fact != wanted:
             raise ValueError(
-                f"{call}: ranks 0 and {rank} were given different values for '{name}': expected the same on "
-                "every rank. Nothing was written"
+                f"{call}: ranks {first} and {rank} were given different values for '{name}': expected the "
+                "same on every rank. Nothing was written"
             )
 
 
@@ -342,13 +322,13 @@ class _State:
     """True for a state with a value for each element of the slice."""
     quantized: Quantized | None = None
 
-    def read(self, place: _Place) -> Any:
+    def read(self, place: Place) -> Any:
         """Return the full state, in memory of its own; collective for an element-wise one."""
         if self.is_wise:
             return place.gather(self.value if self.quantized is None else self.quantized.load())
         return self.value.detach().clone() if isinstance(self.value, Tensor) else self.value
 
-    def write(self, place: _Place, own: dict[str, Any], value: Any) -> None:
+    def write(self, place: Place, own: dict[str, Any], value: Any) -> None:
         """Keep this rank's slice of a full state.
 
         Args:
@@ -365,7 +345,7 @@ class _State:
             own[self.key] = type(self.value)(value) if isinstance(self.value, int | float) else value
 
 
-def _read_states(optimizer: Optimizer, place: _Place) -> dict[str, _State]:
+def _read_states(optimizer: Optimizer, place: Place) -> dict[str, _State]:
     """Return the states of this rank's slice by their common names, without scales of quantized states."""
     saved = to_common(optimizer, optimizer.state.get(place.sharded, {}))
     dtypes = {key: value.dtype for key, value in saved.items() if isinstance(value, Tensor)}

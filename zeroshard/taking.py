@@ -14,6 +14,7 @@ from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.description import describe_model
 from zeroshard.comm.collectives import Axis
 from zeroshard.config.sections import Config
+from zeroshard.lazy.materialize import record_resets
 from zeroshard.parallel.pipeline.cut import Cut, cut_model
 from zeroshard.parallel.pipeline.outline import outline_of
 from zeroshard.parallel.pipeline.part import Part, take_part
@@ -52,6 +53,7 @@ def take(model: nn.Module, optimizer: object, config: Config, world: Axis, sourc
             f"this rank's part of the model, got a {type(optimizer).__name__} over all of them"
         )
     outline, described = outline_of(model), describe_model(model)
+    record_resets(model)  # before modules are taken out: each reset draws the random numbers after the last
     specs = find_units(model, config.units, config.ignored)
     check_agreement(world, model, config, specs, None, {}, source.training_data)
 

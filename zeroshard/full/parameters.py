@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from hashlib import blake2b
@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeroshard.full.edits import Copy, Edits, check_edits
 from zeroshard.full.gradients import ShownGradients
+from zeroshard.full.parts import Named, collect
 from zeroshard.parameters.attributes import carry_attributes
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
@@ -102,34 +104,23 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
 @torch.no_grad()
 def _write_back(runtime: Runtime, opened: Sequence[_Opened], gradients: ShownGradients, moves: str) -> None:
     axes = runtime.context.axes
-    moves = moves or _find_tie(opened)
-    misshapen = [] if moves else [name for one in opened for name in _take_replaced(one)]
-    digests = [_digest(one.wholes) for one in opened]
-    changed = gradients.digests()
-    facts = axes.everyone.all_gather_object(
-        (misshapen, digests, changed, moves), "agreement on edited parameters"
+    problem = moves or _find_tie(opened)
+    if not problem and (misshapen := [name for one in opened for name in _take_replaced(one)]):
+        names = ", ".join(map(repr, misshapen))
+        problem = f"unsharded(write_back=True): {names} was replaced by a parameter of another shape"
+    own = Edits(
+        part=axes.pp.rank,
+        problem=problem,
+        buffers=[(one.buffer.describe(), _digest(one.wholes)) for one in opened],
+        gradients=gradients.digests(),
+        copies={},
     )
-    for rank, (names, _, _, moves) in enumerate(facts):
-        if moves:
-            raise RuntimeError(f"{moves}. Nothing was written (rank {rank})")
-        if names:
-            raise RuntimeError(
-                f"unsharded(write_back=True): rank {rank} replaced {', '.join(map(repr, names))} by "
-                "parameters of another shape. Nothing was written"
-            )
-    for _, _, others, _ in facts:
-        if different := sorted(name for name, _ in set(others) ^ set(changed)):
-            raise RuntimeError(
-                f"unsharded(write_back=True): the ranks made different edits to the gradient of "
-                f"'{different[0]}'; expected the same on every rank. Nothing was written"
-            )
-    everyone = [digests for _, digests, _, _ in facts]
-    for (buffer, *_), *sums in zip(opened, *everyone, strict=True):
-        if len(set(sums)) > 1:
-            raise RuntimeError(
-                f"unsharded(write_back=True): the ranks made different edits to {buffer.describe()}; "
-                "expected the same on every rank. Nothing was written"
-            )
+    for one, (_, digest) in zip(opened, own.buffers, strict=True):
+        first, names_here = one.buffer.originals[0], {original.fqn for original in one.buffer.originals}
+        if first.holders:
+            changed = tuple(sorted(pair for pair in own.gradients if pair[0] in names_here))
+            own.copies[first.fqn] = Copy(first.holders, digest, changed)
+    check_edits(axes.world.all_gather_object(own, "agreement on edited parameters"))
     for buffer, flat, wholes in opened:
         for view, whole, original in zip(buffer.main_views(flat), wholes, buffer.originals, strict=True):
             if original.cut is not None:
@@ -196,25 +187,53 @@ def full_state_dict(runtime: Runtime) -> dict[str, Tensor]:
     """Return the whole model under the original names, on rank 0's CPU; {} on other ranks. Collective.
 
     One unit is gathered at a time. Tensors have their original shapes. Floating-point parameters come in
-    float32 or wider, buffers in their own dtype.
+    float32 or wider, buffers in their own dtype. Where pipeline ranks hold parts of the model, the names of
+    the first part come first, then those of the second, and so on.
     """
     runtime.settle()
     runtime.check_slots()
     axes = runtime.context.axes
+    fqns = {id(parameter): parameter.fqn for parameter in runtime.parameters}
+    state = runtime.module.state_dict(keep_vars=True)
+    own = _Contents(
+        {name: fqns.get(id(value), name) for name, value in state.items()},
+        {name: deepcopy(value) for name, value in state.items() if not isinstance(value, Tensor)},
+    )
+    parts = [own]
+    if axes.pp.size > 1:
+        parts = axes.pp.all_gather_object(own, "names of all parts")
+    before = {source for part in parts[: axes.pp.rank] for source in part.sources.values()}
+    wholes = dict(collect(axes, _wholes(runtime, state, set(own.sources.values()) - before)))
+    if axes.everyone.rank or axes.pp.rank:
+        return {}
+    found: dict[str, Tensor] = {}
+    for sources, others in parts:
+        for name, source in sources.items():
+            if name not in found:
+                found[name] = others[name] if name in others else wholes[source].cpu()
+    return found
+
+
+class _Contents(NamedTuple):
+    """The state_dict of a part of the model, without tensors."""
+
+    sources: dict[str, str]
+    """For each name the name of the parameter in the whole model; a buffer has its own."""
+    others: dict[str, Any]
+    """Results of get_extra_state() that are no tensors."""
+
+
+def _wholes(runtime: Runtime, state: Mapping[str, Any], wanted: Collection[str]) -> Iterator[Named]:
+    """Yield whole tensors on the CPU on the first rank of a part, and nothing on its others; collective."""
+    axes, own = runtime.context.axes, set(map(id, runtime.parameters))
     is_first = axes.everyone.rank == 0
-    whole: dict[int, Tensor] = {}
     for buffer in runtime.buffers:
         wholes = gather_wholes(buffer, axes.tp)
         for values, sharded in zip(wholes, buffer.sharded, strict=True):
-            if is_first:  # a copy: a view would keep the whole flat buffer alive, padding included
+            if is_first and sharded.fqn in wanted:
+                # A copy: a view would keep the whole flat buffer alive, padding included.
                 dtype = torch.promote_types(values.dtype, torch.float32)
-                whole[id(sharded)] = values.to(device="cpu", dtype=dtype, copy=True)
-    if not is_first:
-        return {}
-    state = runtime.module.state_dict(keep_vars=True)
-    return {name: whole[id(value)] if id(value) in whole else _copy(value) for name, value in state.items()}
-
-
-def _copy(value: Any) -> Any:
-    """A copy of a buffer, or of the result of a module's get_extra_state()."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)
+                yield Named(sharded.fqn, values.to(device="cpu", dtype=dtype, copy=True))
+    for name, value in state.items() if is_first else ():
+        if name in wanted and isinstance(value, Tensor) and id(value) not in own:
+            yield Named(name, value.detach().to("cpu", copy=True))

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.agreed import on_first
+from zeroshard.checkpoint.agreed import on_all, on_first
 from zeroshard.checkpoint.files import as_folder
+from zeroshard.checkpoint.tensors import TensorSlice
 from zeroshard.hf.format import Format
+from zeroshard.hf.parts import collect
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.wholes import gather_wholes
+
+_Written = dict[str, dict[str, str]]
+"""By adapter and name in its file, the name in the model's state_dict()."""
 
 
 def has_adapters(module: Any) -> bool:
@@ -33,49 +40,110 @@ def export_adapters(runtime: Runtime, dir: object, how: Format) -> None:
     """
     runtime.settle()
     runtime.require_slices("save_pretrained()")
-    axis = runtime.context.axes.everyone
+    axes = runtime.context.axes
     module: Any = runtime.module
-    folder = on_first(axis, "start of an export", lambda: as_folder(dir))
-    wanted = on_first(axis, "start of an export", lambda: _select(module))
-    adapters = _gather(runtime, wanted, how.dtype)
+    folder = on_first(axes.world, "start of an export", lambda: as_folder(dir))
+    is_asked = axes.everyone.rank == 0
+    answers = on_all(axes.world, "start of an export", lambda: _select(module) if is_asked else None)
+    parts = [answer for answer in answers if answer is not None]
+    whole = _join(module, parts)
+    own, before = _names_in(parts[axes.pp.rank : axes.pp.rank + 1]), _names_in(parts[: axes.pp.rank])
+    pieces = collect(axes, _gather(runtime, own - before, how.dtype))
+    adapters = {piece.name: piece.data.view(piece.shape).cpu() for piece in pieces}
 
     def write() -> None:
         module.save_pretrained(str(folder), state_dict=adapters)
+        for adapter, names in whole.items() if len(parts) > 1 else ():
+            _complete(module, adapter, names, adapters, folder)
         how.save_tokenizer(folder)
 
-    on_first(axis, "end of an export", write)
+    on_first(axes.world, "end of an export", write)
 
 
-def _select(module: Any) -> list[str]:
-    """Return the names, in the model's state_dict(), of the tensors that peft writes."""
+def _select(module: Any) -> _Written:
+    """Return the names of the tensors that peft writes."""
     from peft import get_peft_model_state_dict
 
     state = module.state_dict(keep_vars=True)
     names = {id(value): name for name, value in state.items()}
-    selected: set[str] = set()
+    selected: _Written = {}
     for adapter, config in module.peft_config.items():
-        written = () if config.is_prompt_learning else get_peft_model_state_dict(module, dict(state), adapter)
-        if not written or not all(id(value) in names for value in written.values()):
-            raise ValueError(
-                f"adapter '{adapter}' ({config.peft_type.value}) is computed from parameters: call "
-                "module.save_pretrained() inside engine.unsharded()"
-            )
-        selected |= {names[id(value)] for value in written.values()}
-    return sorted(selected)
+        if config.is_prompt_learning:
+            raise _computed(module, adapter)
+        written = get_peft_model_state_dict(module, dict(state), adapter)
+        if not all(id(value) in names for value in written.values()):
+            raise _computed(module, adapter)
+        selected[adapter] = {name: names[id(value)] for name, value in written.items()}
+    return selected
 
 
-def _gather(runtime: Runtime, wanted: list[str], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return full tensors by their names in state_dict(), on rank 0; {} on other ranks."""
+def _join(module: Any, parts: Sequence[_Written]) -> _Written:
+    """Return the names in all parts of the model."""
+    whole: _Written = {adapter: {} for adapter in module.peft_config}
+    for adapter, names in whole.items():
+        for part in parts:
+            names.update(part[adapter])
+        if not names:
+            raise _computed(module, adapter)
+    return whole
+
+
+def _names_in(parts: Sequence[_Written]) -> set[str]:
+    """Return the names in the model's state_dict() that some parts have."""
+    return {name for part in parts for names in part.values() for name in names.values()}
+
+
+def _computed(module: Any, adapter: str) -> ValueError:
+    return ValueError(
+        f"adapter '{adapter}' ({module.peft_config[adapter].peft_type.value}) is computed from parameters: "
+        "call module.save_pretrained() inside engine.unsharded()"
+    )
+
+
+def _gather(runtime: Runtime, wanted: Collection[str], dtype: torch.dtype | None) -> Iterator[TensorSlice]:
+    """Yield full tensors by their names in state_dict(), on the first rank of a part; nothing on others."""
     state = runtime.module.state_dict(keep_vars=True)
-    names = {id(state[name]): name for name in wanted}
+    names = {id(state[name]): name for name in sorted(wanted)}
     axes = runtime.context.axes
     is_first = axes.everyone.rank == 0
-    tensors = {name: state[name].detach().cpu() for name in wanted} if is_first else {}
+    sharded_ones = set(map(id, runtime.parameters))
+    for number, name in names.items() if is_first else ():
+        if number not in sharded_ones:
+            yield _piece(name, state[name].detach())
     for buffer in runtime.buffers:
         if names.keys().isdisjoint(map(id, buffer.sharded)):
             continue
         views = gather_wholes(buffer, axes.tp)
         for sharded, view in zip(buffer.sharded, views if is_first else (), strict=is_first):
-            if (name := names.get(id(sharded))) is not None:
-                tensors[name] = view.to("cpu", dtype or view.dtype, copy=True)
-    return tensors
+            if (own := names.get(id(sharded))) is not None:
+                yield _piece(own, view.to("cpu", dtype or view.dtype, copy=True))
+
+
+def _piece(name: str, values: Tensor) -> TensorSlice:
+    return TensorSlice(name, tuple(values.shape), 0, values.reshape(-1))
+
+
+def _complete(
+    module: Any, adapter: str, names: Mapping[str, str], tensors: Mapping[str, Tensor], folder: Path
+) -> None:
+    """Write the file of an adapter again if peft has left tensors out: it looks for some modules by class.
+
+    Raises:
+        ValueError: peft has not wrapped the model, so that its file has other names.
+    """
+    from peft import get_peft_model_state_dict
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+    from safetensors.torch import save_file
+
+    written = get_peft_model_state_dict(module, dict(tensors), adapter)
+    missing = sorted(names.keys() - written.keys())
+    if not missing:
+        return
+    if not hasattr(module, "get_base_model"):
+        raise ValueError(
+            f"adapter '{adapter}': expected a model that peft.get_peft_model has wrapped, as other pipeline "
+            f"ranks hold its '{missing[0]}', got a {type(module).__name__}"
+        )
+    place = folder if adapter == "default" else folder / adapter
+    whole = {name: tensors[source].contiguous() for name, source in names.items()}
+    save_file(whole, place / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})

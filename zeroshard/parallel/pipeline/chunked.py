@@ -6,13 +6,14 @@ chunk computes, stand-ins take the places of the modules of the others, and hand
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.parallel.pipeline.outline import Outline, names_below
+from zeroshard.parallel.pipeline.outline import Outline, names_below, without_adapters
 
 _OF_THE_HEAD = ("labels", "logits_to_keep", "num_logits_to_keep")
 """Arguments of transformers that concern the logits alone."""
@@ -90,7 +91,7 @@ class Chunked:
         for name in names_below(outline):
             parent, _, attribute = name.rpartition(".")
             module, holder = model.get_submodule(name), model.get_submodule(parent)
-            is_added = isinstance(module, nn.Embedding) and not self._is_sequence
+            is_added = is_embedding(module) and not self._is_sequence
             absent = Absent(adds=is_added, turn=self._turn)
             if chunk_of[name] in own:
                 self._places.append(_Place(chunk_of[name], holder, attribute, module, absent))
@@ -100,6 +101,11 @@ class Chunked:
     def modules_of(self, chunk: int) -> list[nn.Module]:
         """Return the modules of a chunk of this rank."""
         return [place.module for place in self._places if place.chunk == chunk]
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """The arguments of the model."""
+        return inspect.signature(without_adapters(self.model).forward)
 
     def __call__(self, chunk: int, value: Tensor | None, kwargs: Mapping[str, Any]) -> Any:
         """Compute a chunk.
@@ -135,6 +141,12 @@ class Chunked:
             for place in others:
                 place.holder._modules[place.attribute] = place.module
             self._turn.chunk = None
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """True for an embedding, also with an adapter around it or a trained copy beside it."""
+    inside = getattr(module, "base_layer", getattr(module, "original_module", module))
+    return isinstance(inside, nn.Embedding)
 
 
 def _nothing(value: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.parallel.pipeline.outline import Outline, unknown_model
+from zeroshard.parallel.pipeline.chunked import is_embedding
+from zeroshard.parallel.pipeline.outline import Outline, unknown_model, without_adapters
 from zeroshard.parallel.pipeline.profile import Profiler
 from zeroshard.parallel.pipeline.sample import same_random_numbers
 
@@ -25,7 +26,7 @@ class _Handing(Profiler):
     """Lets all modules of a model hand on their first argument."""
 
     def _standing_for(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        is_added = isinstance(module, nn.Embedding)
+        is_added = is_embedding(module)
 
         def stand_in(value: Any, *_: Any, **__: Any) -> Any:
             return torch.zeros((), device=value.device) if is_added else value
@@ -46,11 +47,10 @@ def require_handed_on(model: nn.Module, outline: Outline, device: torch.device) 
     """
     if isinstance(model, nn.Sequential):
         return
-    embedding = model.get_submodule(outline.before[0])
-    assert isinstance(embedding, nn.Embedding), "the first module embeds the tokens"
+    embedding: Any = without_adapters(model).get_input_embeddings()  # type: ignore[operator]
     profiler = _Handing(device, None)
     with same_random_numbers(device), torch.no_grad(), profiler.inside(model, outline):
-        value = torch.rand(1, _LENGTH, embedding.embedding_dim, device=device)
+        value = torch.rand(1, _LENGTH, embedding.weight.shape[-1], device=device)
         try:
             found = model(inputs_embeds=value.clone(), use_cache=False).logits
         except Exception as error:  # of any kind: the model takes apart what its blocks return

@@ -36,28 +36,31 @@ class Outline:
 def outline_of(model: nn.Module) -> Outline:
     """Return the outline of a `Sequential`, or of a causal language model of transformers.
 
+    Adapters of peft in its layers belong to the modules that have these layers.
+
     Raises:
         ValueError: the model is neither, or has modules whose place is not known.
     """
     if isinstance(model, nn.Sequential):
         return Outline((), tuple(model._modules), ())  # a module may have several places
     refuse_collected(_options_of(model))
-    base, base_name = _base_of(model)
-    blocks_name, blocks = _blocks_of(model, base)
+    causal = without_adapters(model)
+    base = _base_of(causal)
+    blocks_name, blocks = _blocks_of(causal, base)
     children = [name for name, _ in base.named_children()]
     place = children.index(blocks_name)
-    prefix = f"{base_name}." if base_name else ""
+    prefix, outer = (_prefix_of(model, inside) for inside in (base, causal))
     before = [name for name in children[:place] if _computes(base.get_submodule(name))]
     after = [name for name in children[place + 1 :] if _computes(base.get_submodule(name))]
-    outside = [name for name, child in model.named_children() if child is not base and _computes(child)]
-    embedding = _name_of(base, model.get_input_embeddings())  # type: ignore[operator]
+    outside = [name for name, child in causal.named_children() if child is not base and _computes(child)]
+    embedding = _name_of(base, causal.get_input_embeddings())  # type: ignore[operator]
     if embedding not in before:
-        raise unknown_model(model, f"its embedding '{embedding}' is not among the modules before its blocks")
+        raise unknown_model(causal, f"its embedding '{embedding}' is not among the modules before its blocks")
     before.sort(key=lambda name: name != embedding)
     return Outline(
         tuple(prefix + name for name in before),
         tuple(f"{prefix}{blocks_name}.{number}" for number in range(len(blocks))),
-        (*(prefix + name for name in after), *outside),
+        (*(prefix + name for name in after), *(outer + name for name in outside)),
     )
 
 
@@ -81,20 +84,46 @@ def _options_of(model: nn.Module) -> dict[str, Any]:
     return dict(to_dict()) if callable(to_dict) else {}
 
 
+def without_adapters(model: Any) -> nn.Module:
+    """Return the model that peft has wrapped, or the given one if it has wrapped none.
+
+    Raises:
+        ValueError: its adapters are not in layers alone, or depend on the tokens.
+    """
+    if not (getattr(model, "peft_config", None) and hasattr(model, "get_base_model")):
+        given: nn.Module = model
+        return given
+    for name, config in model.peft_config.items():
+        if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
+            raise ValueError(
+                f"mesh.pp: expected adapters of layers, such as LoRA, got adapter '{name}' "
+                f"({config.peft_type.value}), which depends on the tokens: only the first chunk has these"
+            )
+    inside: nn.Module = model.get_base_model()
+    own = {id(parameter) for parameter in inside.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in own:
+            raise ValueError(
+                f"mesh.pp: expected adapters of layers, such as LoRA, got a parameter '{name}' outside of "
+                f"the {type(inside).__name__}"
+            )
+    return inside
+
+
 def _computes(module: nn.Module) -> bool:
     """True for a module whose values depend on parameters or random numbers, unlike tables of positions."""
     return isinstance(module, nn.Dropout) or any(True for _ in module.parameters())
 
 
-def _base_of(model: Any) -> tuple[nn.Module, str]:
-    """The model inside that has the blocks, and its name."""
+def _base_of(model: Any) -> nn.Module:
+    """The model inside that has the blocks."""
     base = getattr(model, "base_model", None)
     has_table = hasattr(model, "get_input_embeddings")
     if not (isinstance(base, nn.Module) and has_table) or base is model:
         raise unknown_model(model, "it is no such model")
     if getattr(model.config, "is_encoder_decoder", False):
         raise unknown_model(model, "it has an encoder and a decoder")
-    return base, _name_of(model, base)
+    return base
 
 
 def _blocks_of(model: nn.Module, base: nn.Module) -> tuple[str, Sequence[nn.Module]]:
@@ -111,6 +140,11 @@ def _blocks_of(model: nn.Module, base: nn.Module) -> tuple[str, Sequence[nn.Modu
 
 def _name_of(model: nn.Module, module: Any) -> str:
     return next((name for name, other in model.named_modules() if other is module), "")
+
+
+def _prefix_of(model: nn.Module, inside: nn.Module) -> str:
+    """The beginning of the names of modules that are inside of a module."""
+    return "" if inside is model else f"{_name_of(model, inside)}."
 
 
 def unknown_model(model: nn.Module, why: str) -> ValueError:

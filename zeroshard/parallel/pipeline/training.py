@@ -8,7 +8,6 @@ unit by unit while it runs; so a reduce in the list has nothing left to do.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -60,7 +59,7 @@ class Pipelined:
         self._runners: dict[tuple[int, bool], Runner] = {}
         """By number of micro-batches; with backwards or without."""
         self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunked.chunks}
-        self._signature = inspect.signature(part.chunked.model.forward)
+        self._signature = part.chunked.signature
         self._batch: list[tuple[Any, Any]] = []
         self._factor = 1.0
         self._losses: list[Tensor] = []

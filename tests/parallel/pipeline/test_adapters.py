@@ -1,0 +1,175 @@
+"""LoRA over pipeline ranks trains as in one process, and is written for peft.
+
+Tolerances are those of test_training.py.
+"""
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import zeroshard
+from tests.parallel.pipeline.runs import MODELS, build, parameters_of, tokens_of, train
+from zeroshard.parallel.pipeline.outline import outline_of
+
+STEPS = range(3)
+LAYOUTS = {
+    "pp 2": (2, {"pp": 2}, {"schedule": "1f1b", "num_microbatches": 2}),
+    "pp 2 x dp 2": (4, {"pp": 2}, {"schedule": "interleaved", "num_microbatches": 2}),
+    "pp 2 x tp 2": (4, {"pp": 2, "tp": 2}, {"schedule": "zbv", "num_microbatches": 2}),
+}
+"""(ranks, mesh, pipeline)."""
+
+
+def adapted(name, **options):
+    """A model with adapters that change its outputs from the start."""
+    targets = ["c_attn", "c_proj", "c_fc"] if "gpt" in name else ["q_proj", "v_proj", "o_proj", "down_proj"]
+    targets += options.pop("targets", [])
+    lora = peft.LoraConfig(
+        r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out="gpt" in name, **options
+    )
+    torch.manual_seed(0)
+    model = peft.get_peft_model(MODELS[name](), lora).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(0.2)  # large adapters magnify rounding in float32
+    return model
+
+
+def sgd(parameters):
+    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.01, momentum=0.9)
+
+
+def start(layout, model, **config):
+    _, mesh, pipeline = LAYOUTS[layout]
+    options = {"clip_grad_norm": 0.5, "mesh": mesh, "pipeline": pipeline | {"balance": "memory"}}
+    return zeroshard.initialize(model, sgd, options | config).engine
+
+
+def trained(layout, folder, stage, name, options):
+    engine = start(layout, adapted(name, **options), stage=stage)
+    losses, norms = train(engine, STEPS)
+    state = parameters_of(engine)
+    engine.save_pretrained(folder)
+    engine.close(restore=False)
+    return losses, norms, state
+
+
+def compare(ranks, folder, layout, stage, name, **options):
+    model, losses, norms = adapted(name, **options), [], []
+    optimizer = sgd(model.parameters())
+    for number in STEPS:
+        tokens = tokens_of(number)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    want, names = dict(model.named_parameters(remove_duplicate=False)), set()
+    for found, found_norms, state in ranks(LAYOUTS[layout][0], trained, layout, folder, stage, name, options):
+        assert found == pytest.approx(losses, rel=1e-6)
+        assert found_norms == pytest.approx(norms, rel=1e-6)
+        names |= state.keys()
+        for key, value in state.items():
+            torch.testing.assert_close(value, want[key].detach(), rtol=0, atol=1e-6, msg=key)
+    assert names == want.keys()
+    model.save_pretrained(folder / "plain")
+    written, expected = (
+        load_file(place / "adapter_model.safetensors") for place in (folder, folder / "plain")
+    )
+    assert written.keys() == expected.keys()
+    read = peft.PeftModel.from_pretrained(build(name), folder).double()
+    tokens = tokens_of(0)
+    torch.testing.assert_close(
+        read(input_ids=tokens).logits, model(input_ids=tokens).logits, rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.long_where(layout=["pp 2 x dp 2", "pp 2 x tp 2"])
+@pytest.mark.parametrize("name", ["llama", "tied llama", "tied gpt"])
+@pytest.mark.parametrize(("layout", "stage"), [("pp 2", 3), ("pp 2 x dp 2", 1), ("pp 2 x tp 2", 3)])
+def test_adapters_train_as_in_one_process_and_peft_reads_them(ranks, tmp_path, layout, stage, name):
+    compare(ranks, tmp_path, layout, stage, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"modules_to_save": ["lm_head"]}),
+        ("llama", {"modules_to_save": ["embed_tokens"]}),
+        ("tied gpt", {"targets": ["wte", "wpe"]}),
+        ("llama", {"targets": ["embed_tokens", "lm_head"]}),
+        ("llama", {"layers_to_transform": [3]}),
+        ("llama", {"task_type": "CAUSAL_LM"}),
+        ("llama", {"use_dora": True}),
+    ],
+    ids=str,
+)
+def test_adapters_of_other_kinds_train_as_in_one_process(ranks, tmp_path, name, options):
+    compare(ranks, tmp_path, "pp 2", 3, name, **options)
+
+
+def save(folder):
+    engine = start("pp 2", adapted("tied gpt"), checkpoint={"frozen": False})
+    train(engine, [0])
+    engine.save_checkpoint(folder, "saved")
+    found = train(engine, [1, 2])
+    engine.close(restore=False)
+    return found
+
+
+def load(folder, layout):
+    model = adapted("tied gpt")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.zero_()
+    config = {"checkpoint": {"frozen": False}}
+    if layout is None:
+        model_config = {"clip_grad_norm": 0.5, "gradient_accumulation_steps": 2, **config}
+        engine = zeroshard.initialize(model, sgd, model_config).engine
+    else:
+        engine = start(layout, model, **config)
+    engine.load_checkpoint(folder, "saved")
+    found = train(engine, [1, 2])
+    engine.close(restore=False)
+    return found
+
+
+@pytest.mark.long_where(layout=["pp 2"])
+@pytest.mark.parametrize("layout", [None, "pp 2"])
+def test_a_checkpoint_without_the_frozen_base_goes_on_with_any_layout(ranks, tmp_path, layout):
+    losses, norms = ranks(2, save, tmp_path)[0]
+    [(found, found_norms), *_] = ranks(2 if layout else 1, load, tmp_path, layout)
+    assert found == pytest.approx(losses, rel=1e-6)
+    assert found_norms == pytest.approx(norms, rel=1e-6)
+
+
+def test_the_outline_of_a_model_with_adapters_has_the_names_in_the_wrapped_model():
+    outline = outline_of(adapted("tied gpt"))
+    inside = "base_model.model.transformer"
+    assert outline.before == tuple(f"{inside}.{name}" for name in ("wte", "wpe", "drop"))
+    assert outline.blocks == tuple(f"{inside}.h.{number}" for number in range(4))
+    assert outline.after == (f"{inside}.ln_f", "base_model.model.lm_head")
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (
+            peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+            r"got adapter 'default' \(PROMPT_TUNING\), which depends on the tokens",
+        ),
+        (
+            peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[1, 2]),
+            r"got adapter 'default' \(LORA\), which depends on the tokens",
+        ),
+    ],
+)
+def test_adapters_that_depend_on_the_tokens_are_refused_by_name(config, text):
+    with pytest.raises(ValueError, match=text):
+        outline_of(peft.get_peft_model(MODELS["llama"](), config))
