@@ -82,16 +82,7 @@ class ShardedCalls(NotCopied):
             yield
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return on rank 0 CPU tensors under the original names, parameters in float32; {} on other ranks.
-
-        Raises:
-            RuntimeError: rank 0 has only its part of the model, in a pipeline.
-        """
-        if (num := self._runtime.context.axes.pp.size) > 1:
-            raise RuntimeError(
-                f"full_state_dict(): expected mesh.pp=1, got {num}, where a rank has only its part of the "
-                "model: call save_pretrained(folder) or save_checkpoint(folder), which write all of it"
-            )
+        """Return on rank 0 CPU tensors under the original names, parameters in float32; {} on other ranks."""
         return full_state_dict(self._runtime)
 
     def num_parameters(self, only_trainable: bool = False) -> int:

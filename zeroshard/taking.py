@@ -15,6 +15,7 @@ from zeroshard.checkpoint.description import describe_model
 from zeroshard.comm.collectives import Axis
 from zeroshard.config.sections import Config
 from zeroshard.lazy.materialize import record_resets
+from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.pipeline.cut import Cut, cut_model
 from zeroshard.parallel.pipeline.outline import outline_of
 from zeroshard.parallel.pipeline.part import Part, take_part
@@ -51,6 +52,11 @@ def take(model: nn.Module, optimizer: object, config: Config, world: Axis, sourc
         raise ValueError(
             f"mesh.pp={config.mesh.pp}: expected a callable that makes the optimizer from the parameters of "
             f"this rank's part of the model, got a {type(optimizer).__name__} over all of them"
+        )
+    if any(isinstance(module, Absent) for module in model.modules()):
+        raise ValueError(
+            f"mesh.pp={config.mesh.pp}: expected a whole model, got a part of one, which an engine has taken "
+            "out of it: build the model again"
         )
     outline, described = outline_of(model), describe_model(model)
     record_resets(model)  # before modules are taken out: each reset draws the random numbers after the last

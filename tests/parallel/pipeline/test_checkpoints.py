@@ -148,14 +148,3 @@ def test_transformers_reads_the_whole_model_that_pipeline_ranks_have_trained(ran
         "generation_config.json",
         "model.safetensors",
     ]
-
-
-def refused():
-    engine = begin("pp 2", "llama", "AdamW", 3)
-    with pytest.raises(RuntimeError, match=r"^full_state_dict\(\): expected mesh\.pp=1, got 2, where a rank"):
-        engine.full_state_dict()
-    engine.close(restore=False)
-
-
-def test_a_part_of_the_model_is_not_given_as_the_whole(ranks):
-    ranks(2, refused)

@@ -118,6 +118,18 @@ def test_a_sequence_may_begin_with_an_embedding():
     assert torch.equal(value, want)
 
 
+def test_chunks_of_a_sequence_with_an_embedding_compute_it():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 4), nn.Tanh())
+    tokens = torch.tensor([[1, 2], [6, 0]])
+    want, outline, value = model(tokens), outline_of(model), None
+    for number in range(2):
+        mine = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 4), nn.Tanh())
+        mine.load_state_dict(model.state_dict())
+        value = Chunked(mine, outline, [range(2), range(2, 4)], [number])(number, value, {"input": tokens})
+    assert torch.equal(value, want)
+
+
 @pytest.mark.parametrize(
     ("model", "text"),
     [

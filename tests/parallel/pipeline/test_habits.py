@@ -176,3 +176,76 @@ def test_names_that_one_part_alone_has_are_no_error(ranks):
     assert first[0] == last[0] == pytest.approx(want, rel=1e-6)
     assert "model.embed_tokens" in first[1]
     assert first[2] == last[2] == ("*.norm.weight",)
+
+
+# ------------------------------------------------------------------------------------ frozen in turns
+
+
+def in_turns():
+    engine = start("llama", {"stage": 3, "mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2}})
+    losses = []
+    for number in range(4):
+        for name, parameter in engine.named_parameters():
+            parameter.requires_grad_(number % 2 == 0 or "layers.3" in name)
+        losses.append(engine.train_batch({"input_ids": tokens_of(number)}, tokens_of(number)).item())
+    return losses
+
+
+def test_parameters_that_are_frozen_in_turns_train_as_in_one_process(ranks):
+    model, want = build("llama"), []
+    optimizer = sgd(model.parameters())
+    for number in range(4):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(number % 2 == 0 or "layers.3" in name)
+        loss = model(input_ids=tokens_of(number), labels=tokens_of(number)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(loss.item())
+    for losses in ranks(2, in_turns):
+        assert losses == pytest.approx(want, rel=1e-6)
+
+
+def taken_twice():
+    engine = start("llama", {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2}})
+    model = engine.module
+    engine.close()
+    again = {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2}}
+    return message_of(ValueError, lambda: zeroshard.initialize(model, sgd, again))
+
+
+def test_a_part_of_a_model_is_no_model_to_cut(ranks):
+    for message in ranks(2, taken_twice):
+        assert message.startswith("mesh.pp=2: expected a whole model, got a part of one")
+
+
+def ignored_and_shared():
+    config = {"mesh": {"pp": 2}, "pipeline": {"balance": "memory"}, "ignored": ["*.0.weight"]}
+    return message_of(ValueError, lambda: zeroshard.initialize(model_of("one block"), sgd, config))
+
+
+def test_an_ignored_parameter_that_chunks_share_is_refused(ranks):
+    for message in ranks(2, ignored_and_shared):
+        assert "expected a parameter of one chunk, got '0.0.weight', which chunks 0, 1 share" in message
+
+
+def tuples():
+    class Pair(nn.Linear):
+        def forward(self, value):
+            return super().forward(value), value
+
+    model = nn.Sequential(Pair(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    config = {"mesh": {"pp": 2}, "pipeline": {"balance": "memory"}, "watchdog_s": 10.0}
+    engine = zeroshard.initialize(model, sgd, config, loss_fn=F.mse_loss).engine
+    x = torch.randn(4, WIDTH)
+    try:
+        engine.train_batch(x, x)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.long
+def test_a_chunk_that_returns_a_tuple_is_an_error_where_it_is_computed(ranks):
+    assert ranks(2, tuples)[0] == "chunk 0: expected a tensor as output, got tuple"

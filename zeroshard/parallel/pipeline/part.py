@@ -14,6 +14,7 @@ from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import Cut
 from zeroshard.parallel.pipeline.outline import Outline
 from zeroshard.parallel.pipeline.sharding import with_sharding
+from zeroshard.plan.ignored import Ignored, find_ignored
 from zeroshard.plan.originals import Original
 from zeroshard.plan.wrapping import UnitSpec
 
@@ -84,15 +85,28 @@ def take_part(model: nn.Module, config: Config, cut: Cut, rank: int) -> Part:
         config: the config.
         cut: the cut of the model into chunks, the same on all ranks.
         rank: this rank's place on the axis pp.
+
+    Raises:
+        ValueError: several chunks share a parameter that each rank is to keep for itself.
     """
     config, outline, runs = with_schedule(config, cut.schedule), cut.outline, cut.runs
     schedule = schedule_of(config, config.pipeline.num_microbatches)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     holders = _find_holders(model, outline, runs, schedule)
+    _refuse_ignored(find_ignored(model, config.ignored), holders)
     chunked = Chunked(model, outline, runs, schedule.chunks[rank])
     own = {parameter: holders[parameter] for parameter in model.parameters() if parameter in holders}
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
     return Part(chunked, config, schedule.num_chunks, own, is_frozen, is_trained, cut)
+
+
+def _refuse_ignored(ignored: Ignored, holders: Mapping[nn.Parameter, Holders]) -> None:
+    for parameter, name in ignored.items():
+        if parameter in holders:
+            raise ValueError(
+                f"config key 'ignored': expected a parameter of one chunk, got '{name}', which chunks "
+                f"{', '.join(map(str, holders[parameter].chunks))} share: its gradients would not be added up"
+            )
 
 
 def _find_holders(

@@ -36,6 +36,9 @@ from zeroshard.parallel.pipeline.weights import Waiting
 _AHEAD = 2
 """The receives that are posted ahead of the one that an action needs, from each rank."""
 
+_MOST_FORMS = 64
+"""Batches of different shapes whose forms are remembered."""
+
 
 class Chunks(Protocol):
     """The chunks of this rank, and the verbs of their sharding."""
@@ -144,6 +147,8 @@ class Runner:
                 self._send(transfer, known, found)
         self._messages.finish()
         self._forms[shapes] = found
+        while len(self._forms) > _MOST_FORMS:
+            del self._forms[next(iter(self._forms))]  # the same on all ranks
         return self._batch.losses
 
     # -- messages -------------------------------------------------------------------------------------

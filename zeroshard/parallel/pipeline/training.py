@@ -69,7 +69,9 @@ class Pipelined:
         self.is_stepping = False
         """True while the step after a batch is taken."""
         self._loss_scale = 1.0
-        self._num_batches = 0
+        self._num_batches = self._num_changes = 0
+        self._trained: Any = None
+        """The parameters and inputs that need a gradient."""
 
     def run(self, inputs: Any, targets: Any, num: int, *, loss_scale: float, is_half: bool) -> Tensor:
         """Compute the gradients of a batch.
@@ -106,6 +108,7 @@ class Pipelined:
         self._batch = [(to_device(piece, device), to_device(target, device)) for piece, target in pieces]
         shapes = _shapes(self._batch)
         self._compare(shapes)
+        shapes = self._num_changes, shapes
         self._losses = []
         try:
             with own_numbers(device, self._messages.rank):
@@ -138,8 +141,11 @@ class Pipelined:
         if not self._num_batches & (self._num_batches - 1):  # 1, 2, 4, 8, ...
             value = _checksum(self._batch, value)
         bits = [bool(value >> bit & 1) for bit in range(_NUM_BITS)]
-        flags = [*bits, *(not bit for bit in bits)]
-        found = self._axes.pp.any(flags, "comparison of the batches of a pipeline")()
+        trained = tuple(p.requires_grad for p in self._runtime.parameters), _trained_in(self._batch)
+        has_changed, self._trained = self._trained not in (None, trained), trained
+        flags = [*bits, *(not bit for bit in bits), has_changed]
+        *found, any_has_changed = self._axes.pp.any(flags, "comparison of the batches of a pipeline")()
+        self._num_changes += any_has_changed  # then activations may need gradients that did not before
         if any(one and other for one, other in zip(found[:_NUM_BITS], found[_NUM_BITS:], strict=True)):
             raise RuntimeError(
                 f"pipeline ranks {list(self._axes.pp.global_ranks)} have different batches: expected the "
@@ -168,7 +174,10 @@ class Pipelined:
     def _compute(self, chunk: int, microbatch: int, value: Tensor | None) -> Sequence[Tensor]:
         piece, target = self._batch[microbatch]
         if chunk < self._part.num_chunks - 1:
-            return [self._part.chunked(chunk, value, self._named(piece))]
+            output = self._part.chunked(chunk, value, self._named(piece))
+            if not isinstance(output, Tensor):
+                raise ValueError(f"chunk {chunk}: expected a tensor as output, got {type(output).__name__}")
+            return [output]
 
         def last(**kwargs: Any) -> Any:
             return self._part.chunked(chunk, value, kwargs)
@@ -241,7 +250,16 @@ def _shapes(value: Any) -> Any:
         return tuple((key, _shapes(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
         return tuple(map(_shapes, value))
-    return repr(value)
+    return repr(value) if isinstance(value, bool | int | str | None) else type(value).__name__
+
+
+def _trained_in(value: Any) -> Any:
+    """A value that tells which tensors of a batch need a gradient."""
+    if isinstance(value, Mapping):
+        return tuple(map(_trained_in, value.values()))
+    if isinstance(value, list | tuple):
+        return tuple(map(_trained_in, value))
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _checksum(value: Any, start: int) -> int:
