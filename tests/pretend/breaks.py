@@ -123,10 +123,10 @@ def _no_wait_for_messages(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Messages, "wait", wait)
 
 
-@_must_show(Kind.ORDER, scenarios=("pipeline_stage0", "pipeline_interleaved"))
-def _one_communicator_for_both_directions(bench: Bench, patch: pytest.MonkeyPatch) -> None:
-    """Messages to later and to earlier pipeline ranks share a communicator; receives are posted ahead."""
-    patch.setattr(Messages, "_group", lambda messages, is_later: messages._axis.group(Channel.GATHER))
+@_must_show(Kind.CYCLE, scenarios=("pipeline_stage0", "pipeline_interleaved", "pipeline_of_4"))
+def _one_communicator_for_all_messages(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Messages of all pairs of pipeline ranks share a communicator; receives are posted ahead."""
+    patch.setattr(Messages, "_group", lambda messages, source, target: messages._axis.group(Channel.GATHER))
 
 
 # -- streams -------------------------------------------------------------------------------------------------

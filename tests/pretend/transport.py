@@ -175,16 +175,22 @@ class Transport:
 
     # -- messages -----------------------------------------------------------------------------------------
 
-    def isend(self, tensor: Tensor, group: dist.ProcessGroup, group_dst: int, tag: int = 0) -> Any:
-        return self._message(tensor, group, group.rank(), group_dst, tag)
+    def isend(
+        self, tensor: Tensor, dst: int | None = None, *, group: Any, group_dst: int = 0, tag: int = 0
+    ) -> Any:
+        target = group_dst if dst is None else dist.get_group_rank(group, dst)
+        return self._message(tensor, group, group.rank(), target, tag)
 
-    def irecv(self, tensor: Tensor, group: dist.ProcessGroup, group_src: int, tag: int = 0) -> Any:
-        return self._message(tensor, group, group_src, group.rank(), tag)
+    def irecv(
+        self, tensor: Tensor, src: int | None = None, *, group: Any, group_src: int = 0, tag: int = 0
+    ) -> Any:
+        source = group_src if src is None else dist.get_group_rank(group, src)
+        return self._message(tensor, group, source, group.rank(), tag)
 
     def _message(
         self, tensor: Tensor, group: dist.ProcessGroup, source: int, target: int, tag: int
     ) -> _Work | HostWork | None:
-        """Note half of a message. As in NCCL, two ranks of a group share a communicator for messages."""
+        """Note half of a message. As in NCCL, it waits for all that this rank has issued in the group."""
         is_sender = group.rank() == source
         if group in self._cpu_groups:
             if not is_sender:
@@ -218,7 +224,7 @@ class Transport:
         """Note a collective on the stream that it runs on; a message is one of a pair of ranks."""
         timeline, communicator = self._trace.timeline, _name(group, pair)
         current = timeline.current
-        stream = self._own_stream(communicator) if async_op else current
+        stream = self._own_stream(_name(group)) if async_op else current
         if async_op:
             stream.wait_stream(current)
         last = self._last.get(communicator)

@@ -24,7 +24,8 @@ class _Kind(NamedTuple):
 
 
 class _Made(NamedTuple):
-    group: weakref.ref[dist.ProcessGroup]
+    group: weakref.ref[dist.ProcessGroup] | None
+    """None if this rank is not a member."""
     world: weakref.ref[dist.ProcessGroup]
     """The default group at that time; `group` ends with it."""
 
@@ -33,8 +34,13 @@ _made: dict[_Kind, _Made] = {}
 
 
 def shared_group(
-    purpose: str, parts: Sequence[Sequence[int]], timeout_s: float, make: Callable[[], object]
-) -> dist.ProcessGroup:
+    purpose: str,
+    parts: Sequence[Sequence[int]],
+    timeout_s: float,
+    make: Callable[[], object],
+    *,
+    is_member: bool = True,
+) -> dist.ProcessGroup | None:
     """Return the group of this rank that was made for a purpose, or make it; collective the first time.
 
     Args:
@@ -42,11 +48,19 @@ def shared_group(
         parts: the ranks of each of the groups that are made together, the same on all ranks.
         timeout_s: the timeout of the group.
         make: a function that makes the groups of all parts and returns that of this rank.
+        is_member: False if this rank is in none of the parts; then it makes the groups with the others, and
+            has none.
     """
     kind, world = _Kind(purpose, tuple(map(tuple, parts)), timeout_s), dist.group.WORLD
     assert world is not None, "groups are made of its ranks"
     made = _made.get(kind)
-    group = made.group() if made is not None and made.world() is world else None
+    is_made = made is not None and made.world() is world
+    if not is_member:
+        if not is_made:
+            make()
+            _made[kind] = _Made(None, weakref.ref(world))
+        return None
+    group = made.group() if made is not None and is_made and made.group is not None else None
     if group is None:
         new = make()
         assert isinstance(new, dist.ProcessGroup), "this rank is a member"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -113,8 +113,7 @@ class Axes:
     """The ranks of `dp` and `tp` together, which hold the same part of the model, rank 0 the first of both:
     agreements about units, and the first broadcast."""
     pp: Axis
-    """The ranks that hold other parts of the model, in the order of these parts. On accelerators its second
-    communicator serves messages to earlier ranks."""
+    """The ranks that hold other parts of the model, in the order of these parts."""
     dp: Axis
     """The ranks with batches of their own for the same part of the model: the mean of losses."""
     dp_shard: Axis
@@ -243,10 +242,31 @@ def _open_model_axes(axes: Axes, mesh: DeviceMesh, world: Axis) -> None:
     if PP in names:
         axes.everyone = _open_parts("data and tensor", mesh, (*DATA, TP), world)
         axes.pp = _open_parts(PP, mesh, (PP,), world)
-        if not axes.pp.exchanges:
-            axes.pp.reduce_over(_open_group("to earlier ranks", mesh, (PP,), world))
     if PP in names or TP in names:
         axes.world = world
+
+
+def open_pairs(axes: Axes, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Return the groups of this rank for messages between two pipeline ranks; collective.
+
+    Args:
+        axes: the axes.
+        pairs: (sender, receiver), the same on all ranks in the same order.
+
+    Returns:
+        The groups by pair; none on CPUs, where the messages of a pair have an order of their own anyway.
+    """
+    if axes.pp.exchanges or axes.mesh is None:
+        return {}
+    groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+    for source, target in pairs:
+        parts = [sorted((ranks[source], ranks[target])) for ranks in _parts_of(axes.mesh, (PP,))]
+        purpose = f"messages from {source} to {target}"
+        is_member = axes.pp.rank in (source, target)
+        made = _group_of(purpose, parts, axes.world.timeout_s, is_member=is_member)
+        if made is not None:
+            groups[source, target] = made
+    return groups
 
 
 def _control_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup | None:
@@ -289,12 +309,17 @@ def _open_group(
     purpose: str, mesh: DeviceMesh, axes: Sequence[str], world: Axis, backend: str | None = None
 ) -> dist.ProcessGroup:
     """Return the group of the ranks that differ from this one on some axes of the mesh alone; collective."""
+    return _own_group(purpose, _parts_of(mesh, axes), world.timeout_s, backend)
+
+
+def _parts_of(mesh: DeviceMesh, axes: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each group that differ on some axes of the mesh alone."""
     names = mesh.mesh_dim_names or ()
     inner = [number for number, name in enumerate(names) if name in axes]
     outer = [number for number, name in enumerate(names) if name not in axes]
     ranks = mesh.mesh.permute(*outer, *inner)
     parts: list[list[int]] = ranks.flatten(len(outer)).flatten(0, max(0, len(outer) - 1)).tolist()
-    return _own_group(purpose, parts, world.timeout_s, backend)
+    return parts
 
 
 def _open_activations(tp: Axis, mesh: DeviceMesh, world: Axis) -> Axis:
@@ -306,12 +331,27 @@ def _own_group(
     purpose: str, parts: list[list[int]], timeout_s: float, backend: str | None = None
 ) -> dist.ProcessGroup:
     """Return the group of this rank's part; makes a group of each part the first time. Collective."""
+    group = _group_of(purpose, parts, timeout_s, backend)
+    assert group is not None, "each rank has a part"
+    return group
+
+
+def _group_of(
+    purpose: str,
+    parts: list[list[int]],
+    timeout_s: float,
+    backend: str | None = None,
+    *,
+    is_member: bool = True,
+) -> dist.ProcessGroup | None:
+    """As `_own_group`; a rank that is in no part makes the groups of the others, and gets None."""
     timeout = group_timeout(backend or dist.get_backend(), timeout_s)
     return shared_group(
         purpose,
         parts,
         timeout_s,
         lambda: dist.new_subgroups_by_enumeration(parts, timeout=timeout, backend=backend)[0],
+        is_member=is_member,
     )
 
 

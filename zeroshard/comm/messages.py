@@ -4,18 +4,18 @@ A message is a list of tensors. Their forms (dtype, shape, and if they need a gr
 the CPU, unless the receiver knows them already. A sender keeps a few messages until they are gone; then it
 waits for the oldest.
 
-[Note: A communicator for each direction]
-On an accelerator a communicator runs its sends and receives one after another, in the order in which each
-side issues them. Two ranks that send to each other would have to issue them in one common order; but a rank
-posts receives ahead. So messages to later pipeline ranks and those to earlier ones have a communicator each.
-Each then carries, between two ranks, messages of one direction alone, and both sides know their order.
+[Note: A communicator for each sender and receiver]
+On an accelerator a communicator runs its sends and receives one after another, in the order in which a rank
+issues them. A rank posts receives ahead. On a shared communicator they would hold up its own sends, which
+other ranks may need before they send what it waits for. So each pair of a sender and a receiver has a
+communicator for itself. It carries messages of one direction alone, and both sides know their order.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -111,13 +111,18 @@ class Messages:
     """The messages of this rank over the axis of pipeline ranks.
 
     Args:
-        axis: the axis. Its two channels are the directions, see [Note: A communicator for each direction].
+        axis: the axis.
         tag: a tag that no other exchange of this engine uses; the next one is used too.
+        groups: on an accelerator, the groups of this rank by (sender, receiver), see
+            [Note: A communicator for each sender and receiver]. Without one, messages go one at a time over
+            the group of the axis.
     """
 
-    def __init__(self, axis: Axis, tag: int) -> None:
+    def __init__(
+        self, axis: Axis, tag: int, groups: Mapping[tuple[int, int], dist.ProcessGroup] | None = None
+    ) -> None:
         self.rank, self.size, self.device = axis.rank, axis.size, axis.device
-        self._axis, self._tag = axis, axis.first_tag + tag
+        self._axis, self._tag, self._groups = axis, axis.first_tag + tag, groups or {}
         self.most_sends = 1
         """The messages to each rank that may be on their way; a schedule may need more to go on."""
         self._sent: dict[int, deque[_Sent]] = {}
@@ -137,9 +142,9 @@ class Messages:
         headers = _written(tuple(map(Form.of, tensors))) if with_forms else []
         works = [self._send_on_host(header, target) for header in headers]
         values = [tensor.detach().contiguous() for tensor in tensors]
-        group = self._group(is_later=target > self.rank)
+        group, whom = self._group(self.rank, target), self._axis.global_ranks[target]
         works += [
-            dist.isend(_bytes_of(value), group=group, group_dst=target, tag=self._tag)
+            dist.isend(_bytes_of(value), whom, group=group, tag=self._tag)
             for value in values
             if value.numel()
         ]
@@ -176,8 +181,8 @@ class Messages:
 
     def receive(self, values: Tensor, source: int) -> dist.Work | None:
         """Begin to receive bytes."""
-        group = self._group(is_later=self.rank > source)
-        return dist.irecv(values, group=group, group_src=source, tag=self._tag)
+        group = self._group(source, self.rank)
+        return dist.irecv(values, self._axis.global_ranks[source], group=group, tag=self._tag)
 
     def receive_on_host(self, values: Tensor, source: int) -> dist.Work | None:
         """Begin to receive bytes in memory of the CPU."""
@@ -186,9 +191,9 @@ class Messages:
     def _send_on_host(self, values: Tensor, target: int) -> dist.Work | None:
         return dist.isend(values, group=self._axis.control, group_dst=target, tag=self._tag + 1)
 
-    def _group(self, *, is_later: bool) -> dist.ProcessGroup | None:
-        """Return the communicator of messages to later pipeline ranks, or of those to earlier ones."""
-        return self._axis.group(Channel.GATHER if is_later else Channel.REDUCE)
+    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
+        """Return the communicator of the messages from one pipeline rank to another."""
+        return self._groups.get((source, target), self._axis.group(Channel.GATHER))
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

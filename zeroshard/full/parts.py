@@ -38,13 +38,23 @@ def collect(axes: Axes, own: Iterator[Named]) -> Iterator[Named]:
                 name = torch.frombuffer(bytearray(piece.name.encode()), dtype=torch.uint8)
                 tensors = [name.to(messages.device), piece.values.to(messages.device)]
                 messages.send(tensors, 0, label, with_forms=True)
+                del piece, tensors  # before the next one is gathered
             if axes.everyone.rank == 0:
                 messages.send([], 0, label, with_forms=True)
             messages.finish()
         elif axes.world.rank == 0:
-            while tensors := messages.expect(part, label, None).wait():
-                name, values = tensors
-                yield Named(bytes(name.tolist()).decode(), values)
+            while (received := _receive(messages, part, label)) is not None:
+                yield received
+                del received  # before the next one arrives
+
+
+def _receive(messages: Messages, source: int, label: str) -> Named | None:
+    """Return the next tensor of a part; None after the last one."""
+    tensors = messages.expect(source, label, None).wait()
+    if not tensors:
+        return None
+    name, values = tensors
+    return Named(bytes(name.tolist()).decode(), values)
 
 
 def spread(axes: Axes, part: int, own: Any) -> Any:

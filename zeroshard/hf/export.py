@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,7 @@ def _gather(
 ) -> Iterator[TensorSlice]:
     """Yield the full tensors of all parts on rank 0, their parameters first; nothing on other ranks."""
     axes = runtime.context.axes
-    yield from collect(axes, (piece for b in runtime.buffers for piece in _gather_buffer(b, names, axes)))
+    yield from collect(axes, chain.from_iterable(_gather_buffer(b, names, axes) for b in runtime.buffers))
     state = read_model(runtime)
     others = (state.buffers | state.ignored).items() if axes.everyone.rank == 0 else ()
     slices = (TensorSlice(name, tuple(value.shape), 0, value.reshape(-1)) for name, value in others)

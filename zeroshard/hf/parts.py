@@ -12,6 +12,13 @@ from zeroshard.full.parts import collect as collect_named
 
 def collect(axes: Axes, own: Iterator[TensorSlice]) -> Iterator[TensorSlice]:
     """Yield whole tensors of all parts on rank 0; as `zeroshard.full.parts.collect` does it."""
-    named = (Named(piece.name, piece.data.view(piece.shape)) for piece in own)
-    for name, values in collect_named(axes, named):
-        yield TensorSlice(name, tuple(values.shape), 0, values.reshape(-1))
+    # map, unlike a loop, does not hold the last tensor while the next one is gathered.
+    return map(_to_slice, collect_named(axes, map(_to_named, own)))
+
+
+def _to_named(piece: TensorSlice) -> Named:
+    return Named(piece.name, piece.data.view(piece.shape))
+
+
+def _to_slice(named: Named) -> TensorSlice:
+    return TensorSlice(named.name, tuple(named.values.shape), 0, named.values.reshape(-1))

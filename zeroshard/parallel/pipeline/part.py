@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 
 from torch import nn
 
@@ -45,6 +46,8 @@ class Part:
     """True if no parameter of this rank is trained: then it has no optimizer."""
     is_trained: bool
     """True if any parameter of the whole model is trained."""
+    pairs: tuple[tuple[int, int], ...]
+    """The pipeline ranks that send messages, and those that get them."""
     cut: Cut
     """The cut of the model into chunks."""
 
@@ -97,7 +100,17 @@ def take_part(model: nn.Module, config: Config, cut: Cut, rank: int) -> Part:
     chunked = Chunked(model, outline, runs, schedule.chunks[rank])
     own = {parameter: holders[parameter] for parameter in model.parameters() if parameter in holders}
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    return Part(chunked, config, schedule.num_chunks, own, is_frozen, is_trained, cut)
+    return Part(
+        chunked, config, schedule.num_chunks, own, is_frozen, is_trained, _pairs(schedule, holders), cut
+    )
+
+
+def _pairs(schedule: Schedule, holders: Mapping[nn.Parameter, Holders]) -> tuple[tuple[int, int], ...]:
+    """The pairs of ranks of chunks that follow each other, and of those that share a parameter, sorted."""
+    both_ways = [pair for pair in pairwise(schedule.placement) if pair[0] != pair[1]]
+    for found in holders.values():
+        both_ways += combinations(found.ranks, 2)
+    return tuple(sorted({*both_ways, *((other, one) for one, other in both_ways)}))
 
 
 def _refuse_ignored(ignored: Ignored, holders: Mapping[nn.Parameter, Holders]) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.comm.mesh import open_pairs
 from zeroshard.comm.messages import LAST_TAGS, Messages
 from zeroshard.data.losses import LossFunction, check_loss, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
@@ -52,7 +53,7 @@ class Pipelined:
     ) -> None:
         self._part, self._runtime, self._loss_fn = part, runtime, loss_fn
         self._axes = runtime.context.axes
-        self._messages = Messages(self._axes.pp, LAST_TAGS)
+        self._messages = Messages(self._axes.pp, LAST_TAGS, open_pairs(self._axes, part.pairs))
         self._shared = Shared(runtime, self._messages, part.first_chunks())
         self._shared.start(optimizer)
         self._products = Products(part.chunked.model, runtime.changes)
