@@ -199,7 +199,6 @@ OPTIONS = {
     "recompute": {"recompute": "unit", "mesh": {"pp": 2}},
     "activations on the host": {"offload": {"activations": "cpu"}, "mesh": {"pp": 2}},
     "optimizer on the host": {"offload": {"optimizer": "cpu"}, "mesh": {"pp": 2}},
-    "steps in backward": {"offload": {"optimizer": "cpu", "step_in_backward": True}, "mesh": {"pp": 2}},
     "compiled": {"compile": True, "mesh": {"pp": 2}},
     "tensor ranks": {"mesh": {"pp": 2, "tp": 2}},
 }
