@@ -255,7 +255,14 @@ _add(
 for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE), ("files", FILES)):
     _add(f"{_name}_edited", _offload, _edited, stage=3, precision=BF16)
     _add(f"{_name}_shown", _offload, _shown, stage=3, precision=BF16, may_sync=_FULL)
-    _add(f"{_name}_named", _offload, _named, stage=3, precision=BF16, may_sync=("zeroshard/byname.py",))
+    _add(
+        f"{_name}_named",
+        _offload,
+        _named,
+        stage=3,
+        precision=BF16,
+        may_sync=("zeroshard/byname.py", "zeroshard/full/place.py"),
+    )
     _add(f"{_name}_saved", _offload, _saved, stage=3, precision=BF16, may_sync=("zeroshard/checkpoint/",))
 _add("host_saved_stage1", HOST, _saved, stage=1, precision=BF16, may_sync=("zeroshard/checkpoint/",))
 _add("files_stepped_in_backward", FILES | _EARLY, stage=3, precision=BF16)
