@@ -56,7 +56,8 @@ class Pipelined:
         self._messages = Messages(self._axes.pp, LAST_TAGS, open_pairs(self._axes, part.pairs))
         self._shared = Shared(runtime, self._messages, part.first_chunks())
         self._shared.start(optimizer)
-        self._products = Products(part.chunked.model, runtime.changes)
+        self._products: Products | None = None
+        """Made for the first backward in two halves: without these, layers run as they are."""
         self._runners: dict[tuple[int, bool], Runner] = {}
         """By number of micro-batches; with backwards or without."""
         self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunked.chunks}
@@ -205,6 +206,8 @@ class Pipelined:
 
     def leaving(self, waiting: Waiting) -> AbstractContextManager[None]:
         """Leave weight gradients to the second half of a backward; see `Chunks`."""
+        if self._products is None:
+            self._products = Products(self._part.chunked.model, self._runtime.changes)
         return self._products.leaving(waiting)
 
     def act(self, action: Action) -> None:
