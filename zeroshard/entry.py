@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, ta
 from zeroshard.parallel.pipeline.sample import Source
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
-from zeroshard.plan.wrapping import find_units
+from zeroshard.plan.wrapping import UnitSpec, find_units
 from zeroshard.taking import take
 
 
@@ -118,14 +118,7 @@ def initialize(
     if taken is not None:
         check_agreement(axes.everyone, model, config, specs, optimizer, overrides, training_data)
     close_at_exit(axes, *axes.members)
-    if config.offload.optimizer != "none" or config.offload.parameters != "none":
-        check = functools.partial(
-            check_room,
-            *(specs, config, axes.sizes, states_of(optimizer)),
-            host_computes=not has_streams(device),
-            num_ranks=axes.world.size,
-        )
-        on_all(axes.world, "check of the room for offload", check)
+    _check_room(specs, config, axes, optimizer, device)
     runtime, replacements = shard_over(model, division, config, axes, device)
     if optimizer is not None:
         take_over(optimizer, replacements, overrides)
@@ -142,6 +135,21 @@ def initialize(
     engine = Engine(model, parts, axes, Saver(axes.world), loss_fn, taken and taken.part)
     engine.reset_comm_report()
     return Initialized(engine, optimizer, loader, lr_scheduler)
+
+
+def _check_room(
+    specs: Sequence[UnitSpec], config: Config, axes: Axes, optimizer: Optimizer | None, device: torch.device
+) -> None:
+    """Refuse an offload for which some rank has too little room, on all ranks."""
+    if config.offload.optimizer == config.offload.parameters == "none":
+        return
+    check = functools.partial(
+        check_room,
+        *(specs, config, axes.sizes, states_of(optimizer)),
+        host_computes=not has_streams(device),
+        num_ranks=axes.world.size,
+    )
+    on_all(axes.world, "check of the room for offload", check)
 
 
 def _check_arguments(model: Any, training_data: Any, loss_fn: Any) -> None:

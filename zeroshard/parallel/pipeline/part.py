@@ -66,10 +66,10 @@ class Part:
             return with_sharding(schedule)
         return schedule
 
-    def first_chunks(self) -> dict[str, int]:
-        """Return the first of this rank's chunks that use a parameter, for those that several chunks use."""
+    def chunks_of(self) -> dict[str, list[int]]:
+        """Return this rank's chunks that use a parameter, by name, for those that several chunks use."""
         own = set(self.chunked.chunks)
-        return {found.name: min(own.intersection(found.chunks)) for found in self.holders.values()}
+        return {found.name: sorted(own.intersection(found.chunks)) for found in self.holders.values()}
 
     def named(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
         """Return units whose shared parameters have their names in the whole model, and their holders."""

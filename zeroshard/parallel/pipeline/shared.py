@@ -11,7 +11,7 @@ after those of the first one. So the sums are the same, to the bit, as if the tw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.comm import moves
+from zeroshard.comm.collectives import Axis
 from zeroshard.comm.messages import Messages
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradient
 from zeroshard.sharding.buffer import FlatBuffer
@@ -32,11 +33,13 @@ class _Aside:
     Args:
         shared: tells the chunk whose backward runs.
         gradients: of one buffer.
-        first: the first chunk of this rank that uses its parameters.
+        chunks: the chunks of this rank that use its parameters.
+        everyone: the ranks that hold the same part of the model.
     """
 
-    def __init__(self, shared: Shared, gradients: Gradients, first: int) -> None:
-        self._shared, self._gradients, self._first = shared, gradients, first
+    def __init__(self, shared: Shared, gradients: Gradients, chunks: Sequence[int], everyone: Axis) -> None:
+        self._shared, self._gradients, self._everyone = shared, gradients, everyone
+        self._first, *self._later = chunks
         self._sums: dict[int, dict[int, Tensor]] = {}
         """By chunk and index of the parameter."""
         gradients.set_aside = self._take
@@ -57,16 +60,19 @@ class _Aside:
 
     def deliver(self) -> None:
         """Add the sums to `p.grad`, chunk by chunk; collective."""
-        gradients, sums = self._gradients, self._sums
+        gradients, sums, num = self._gradients, self._sums, len(self._gradients.used)
         self._sums = {}
+        own = [index in sums.get(chunk, {}) for chunk in self._later for index in range(num)]
+        used = self._everyone.any(own, "agreement on parameters that several chunks use")()
         gradients.set_aside = None
-        for _, by_index in sorted(sums.items()):
-            gradients.begin(more=False)
-            for index, total in by_index.items():
-                gradients.pack(index, total, defer=False)
-            gradients.start_reduce()
-            gradients.complete()
-            gradients.deliver([index in by_index for index in range(len(gradients.used))])
+        for place, chunk in enumerate(self._later):
+            if any(used_here := used[place * num : (place + 1) * num]):
+                gradients.begin(more=False)
+                for index, total in sums.get(chunk, {}).items():
+                    gradients.pack(index, total, defer=False)
+                gradients.start_reduce()
+                gradients.complete()
+                gradients.deliver(used_here)
         gradients.set_aside = self._take
 
 
@@ -76,18 +82,18 @@ class Shared:
     Args:
         runtime: the runtime.
         messages: the messages of this rank.
-        first_chunks: by name of such a parameter, the first chunk of this rank that uses it.
+        chunks: by name of such a parameter, the chunks of this rank that use it.
     """
 
-    def __init__(self, runtime: Runtime, messages: Messages, first_chunks: Mapping[str, int]) -> None:
+    def __init__(self, runtime: Runtime, messages: Messages, chunks: Mapping[str, Sequence[int]]) -> None:
         self._memory, self._messages = runtime.context.memory, messages
         self.chunk = 0
         """The chunk whose backward runs."""
         self._asides = [
-            _Aside(self, gradients, first_chunks[gradients.buffer.originals[0].fqn])
+            _Aside(self, gradients, chunks[first.fqn], runtime.context.axes.everyone)
             for unit in runtime.units
             for gradients in unit.gradients
-            if gradients.buffer.originals[0].holders
+            if (first := gradients.buffer.originals[0]).holders and len(chunks[first.fqn]) > 1
         ]
         own = [buffer for buffer in runtime.buffers if buffer.originals[0].holders]
         self._buffers = sorted(own, key=lambda buffer: buffer.originals[0].fqn)

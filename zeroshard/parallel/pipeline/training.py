@@ -54,7 +54,7 @@ class Pipelined:
         self._part, self._runtime, self._loss_fn = part, runtime, loss_fn
         self._axes = runtime.context.axes
         self._messages = Messages(self._axes.pp, LAST_TAGS, open_pairs(self._axes, part.pairs))
-        self._shared = Shared(runtime, self._messages, part.first_chunks())
+        self._shared = Shared(runtime, self._messages, part.chunks_of())
         self._shared.start(optimizer)
         self._products: Products | None = None
         """Made for the first backward in two halves: without these, layers run as they are."""
