@@ -249,3 +249,57 @@ def tuples():
 @pytest.mark.long
 def test_a_chunk_that_returns_a_tuple_is_an_error_where_it_is_computed(ranks):
     assert ranks(2, tuples)[0] == "chunk 0: expected a tensor as output, got tuple"
+
+
+# ----------------------------------------------------------------------- shared, and unused on some ranks
+
+
+class Sometimes(nn.Linear):
+    """A layer that a rank may leave out."""
+
+    is_used = True
+
+    def forward(self, value):
+        return super().forward(value) if self.is_used else value
+
+
+def with_ends():
+    torch.manual_seed(3)
+    ends = [Sometimes(WIDTH, WIDTH, bias=False) for _ in range(2)]
+    ends[1].weight = ends[0].weight
+    inner = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+    return nn.Sequential(ends[0], *inner, ends[1]).double()
+
+
+def left_out(schedule):
+    pipeline = {"schedule": schedule, "num_microbatches": 2, "balance": "memory"}
+    config = {"stage": 1, "mesh": {"pp": 2}, "pipeline": pipeline}
+    model = with_ends()
+    last = model[3]
+    engine = zeroshard.initialize(model, sgd, config, loss_fn=F.mse_loss).engine
+    last.is_used = engine.dp_rank == 0
+    losses = []
+    for number in range(STEPS):
+        x, y = (value.chunk(2)[engine.dp_rank] for value in batch(number))
+        losses.append(engine.train_batch(x, y).item())
+    engine.close(restore=False)
+    return losses
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_shared_parameter_may_be_left_out_by_a_data_parallel_rank(ranks, schedule):
+    model, want = with_ends(), []
+    optimizer = sgd(model.parameters())
+    for number in range(STEPS):
+        total = 0.0
+        for rank, (x, y) in enumerate(zip(*(value.chunk(2) for value in batch(number)), strict=True)):
+            model[3].is_used = rank == 0
+            for x_part, y_part in zip(x.chunk(2), y.chunk(2), strict=True):
+                loss = F.mse_loss(model(x_part), y_part) / 4
+                loss.backward()
+                total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(total)
+    for losses in ranks(4, left_out, schedule):
+        assert losses == pytest.approx(want, rel=1e-6)
