@@ -41,13 +41,14 @@ def test_a_lease_that_ends_without_units_ends_for_all_of_them():
     assert units[1] not in lease.units
 
 
-def test_the_end_of_a_forward_leaves_what_backward_and_users_need():
+def test_the_end_of_a_forward_leaves_what_backward_users_and_schedules_need():
     leases, unit = Leases(), Unit(leases=set())
     every = list(vars(leases).values())
     for lease in every:
         lease.take(unit)
     leases.end_forward()
-    assert unit.leases == {leases.graph, leases.opaque, leases.second_graph, leases.held}
+    needed = {leases.graph, leases.opaque, leases.second_graph, leases.held, leases.scheduled}
+    assert unit.leases == needed
 
 
 def test_each_phase_can_be_reached_and_left_for_a_forward_unless_the_module_was_closed():
