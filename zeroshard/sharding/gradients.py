@@ -32,8 +32,11 @@ class Gradients:
         self.is_early = False
         """True if the gradients of this backward have been delivered, and stepped with, before its end."""
         self._is_narrow = buffer.plan.main_dtype != buffer.plan.wide_dtype
+        self._is_plain = buffer.plan.main_dtype == buffer.plan.compute_dtype
         self._held: dict[int, Tensor] = {}
         self._sums: list[Tensor | None] = []
+        self.left_to_autograd = False
+        """True while autograd adds gradients up by itself; `take` ends that."""
 
     set_aside: Callable[[int, Tensor], bool] | None = None
     """Takes the gradient of the parameter at an index for later, or returns False; see `pack`."""
@@ -58,14 +61,32 @@ class Gradients:
         """Bytes of gradients that are not in any p.grad."""
         return sum(gradient.nbytes for gradient in self._held.values())
 
-    def begin(self, more: bool) -> None:
+    def begin(self, more: bool, *, leave: bool = False) -> None:
         """Begin a backward. New gradients are added to those that exist as they arrive.
 
         Args:
             more: True if a later backward is to add to the gradients of this one.
+            leave: True to leave it to autograd to add them up, where it computes the same sums.
         """
         self.is_kept, self.is_early = more and self._is_narrow, False
         self._sums = [None if self.is_kept else gradient_of(p) for p in self.buffer.sharded]
+        is_same = self._is_plain and not self.is_kept and not self._held and self.unscale == 1.0
+        self.left_to_autograd = leave and is_same and self.set_aside is None and not torch.is_grad_enabled()
+        if self.left_to_autograd:
+            for parameter, total in zip(self.buffer.unsharded, self._sums, strict=True):
+                if total is not None:
+                    parameter.grad = total.view_as(parameter)
+
+    def take(self) -> None:
+        """Take over the gradients that were left to autograd, at the end of a backward."""
+        if self.left_to_autograd:
+            self.left_to_autograd = False
+            for index, (parameter, total) in enumerate(zip(self.buffer.unsharded, self._sums, strict=True)):
+                gradient = parameter.grad
+                if gradient is not None:
+                    parameter.grad = None
+                    if total is None:  # else autograd has added it to the total
+                        self.pack(index, gradient, defer=False)
 
     def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
         """Take over this rank's gradient of one parameter.
@@ -143,7 +164,7 @@ class Gradients:
     def drop(self) -> None:
         """Forget all gradients that are in no `p.grad` yet, after the reductions under way have ended."""
         self.used = [False] * len(self.used)
-        self._held, self._sums = {}, []
+        self._held, self._sums, self.left_to_autograd = {}, [], False
 
     def forget(self, index: int) -> None:
         """Forget the sum of gradients of one parameter that is not in its p.grad yet."""

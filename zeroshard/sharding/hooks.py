@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeroshard.internals.nested import cast_inputs
-from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.sharding.fastpaths import allows_no_hooks, layers_without_hooks, show_first_layers, surround
 from zeroshard.sharding.gradients import Gradients
@@ -77,16 +76,19 @@ def _hook_gradient(
     runtime: Runtime, unit: Unit, gradients: Gradients, index: int, parameter: nn.Parameter
 ) -> None:
     # Autograd keeps the hook out of the garbage collector's sight: strong references would leak.
-    of_runtime, of_unit, place = weakref.ref(runtime), weakref.ref(unit), unit.gradients.index(gradients)
+    of_runtime, of_unit, of_gradients = weakref.ref(runtime), weakref.ref(unit), weakref.ref(gradients)
 
     def arrived(parameter: Tensor) -> None:
+        gradients = of_gradients()
+        assert gradients is not None, "its unit holds it"
+        if gradients.left_to_autograd:
+            gradients.used[index] = True
+            return
         runtime, unit = of_runtime(), of_unit()
         assert runtime is not None and unit is not None, "the module's hooks hold them"  # noqa: PT018
-        parameter.__class__ = nn.Parameter  # see `edits.py`
         gradient, parameter.grad = parameter.grad, None
-        parameter.__class__ = UnshardedParameter
         assert gradient is not None, "called when it has been accumulated"
-        runtime.receive(unit, unit.gradients[place], index, gradient)
+        runtime.receive(unit, gradients, index, gradient)
 
     parameter.register_post_accumulate_grad_hook(arrived)
     redirect_hooks(parameter, gradients.buffer.sharded[index])

@@ -74,8 +74,7 @@ class Passes(ShardedModule):
         super().__init__(units, context, changes)
         placements = context.setting.placements
         self.reducer = Reducer(units, context.axes, pool, self.order, context.state)
-        plans = [plan for unit in units for plan in unit.plan.buffers]
-        self._is_local = all(plan.is_local for plan in plans)
+        self._is_local = all(plan.is_local for unit in units for plan in unit.plan.buffers)
         """True if there is nothing to gather, free or reduce: then only the root's outputs are watched."""
         self._num_prefetch = 0 if all(unit.is_resident for unit in units) else num_prefetch
         self._reads_files = any(unit.reads_files for unit in units)
@@ -299,7 +298,7 @@ class Passes(ShardedModule):
         task = backward_task()
         for member in self.units:
             member.begin_backward(task)
-        self.reducer.begin(accumulates)
+        self.reducer.begin(accumulates, leave=self._is_local)
         agree_on_frozen(self.units[1:], self.context.axes.everyone)
         if self._is_local:
             for unit in self.units:
@@ -358,6 +357,7 @@ class Passes(ShardedModule):
 
     def _end_backward(self) -> None:
         self._walk.finish()
+        self.reducer.take()
         self.state.move(self._around_backward)
         if not self._walk.makes_graph:
             self._calls.end_backward()

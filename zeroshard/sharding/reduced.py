@@ -96,7 +96,7 @@ class ReducedGradients(Gradients):
     def local_bytes(self) -> int:
         return sum(t.nbytes for t in (self._flat, self._reduced) if t is not None)
 
-    def begin(self, more: bool) -> None:
+    def begin(self, more: bool, *, leave: bool = False) -> None:
         self.is_kept, self.is_early = more and self._is_narrow, False
 
     def pack(self, index: int, gradient: Tensor, defer: bool) -> None:

@@ -162,11 +162,12 @@ class Reducer:
                 "offload.step_in_backward=False"
             )
 
-    def begin(self, accumulates: bool) -> None:
+    def begin(self, accumulates: bool, *, leave: bool = False) -> None:
         """Begin a backward.
 
         Args:
             accumulates: False if it gives no gradients to parameters; then it sends nothing.
+            leave: True to leave it to autograd to add gradients up, as nothing else is to be done with them.
         """
         self._state.is_in_step |= self.step_unit is not None and accumulates and not self._has_more
         self.accumulates = accumulates
@@ -174,7 +175,7 @@ class Reducer:
         if not accumulates:
             return
         for gradients in self._all:
-            gradients.begin(self._has_more)
+            gradients.begin(self._has_more, leave=leave and self.step_unit is None)
         if not self.is_deferring:
             self._open()
 
@@ -260,6 +261,15 @@ class Reducer:
         """Start the reductions that this backward has not started, the root's last."""
         while self._to_start:
             self._start(self._to_start.popleft())
+
+    def take(self) -> None:
+        """Take over the gradients that were left to autograd in the backward that ends.
+
+        Raises:
+            RuntimeError: one is sparse.
+        """
+        for gradients in self._all:
+            gradients.take()
 
     def end(self) -> None:
         """End a backward: start the reductions that are left and deliver, or keep the sums."""

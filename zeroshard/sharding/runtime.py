@@ -48,12 +48,13 @@ class Runtime(Passes):
         for unit in self.units:
             unit.visit = None
             unit.begin_backward(NEVER)
-        self.reducer.begin(accumulates=True)
+        self.reducer.begin(accumulates=True, leave=self._is_local)
         self.is_delivering = True
         try:
             yield
         finally:
             self.is_delivering = False  # after an exception, the next call cleans up: see `_recover`
+        self.reducer.take()
         self.state.move(self._around_backward)
         self.reducer.end()
         completes = not self.reducer.has_more

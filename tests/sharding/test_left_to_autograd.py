@@ -1,0 +1,188 @@
+"""Gradients that need no exchange: autograd adds them up by itself, with the bits of plain PyTorch.
+
+The programs here leave the ordinary way between two micro-batches. The reference takes the same way with the
+same model without an engine. The sums are those of the same additions in the same order, so they are compared
+to the bit.
+"""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard.parameters.sharded import gradient_of
+
+
+class Net(nn.Module):
+    """Its forward can show a value beside its output, and fail in its backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.unused = nn.Linear(2, 2)
+        self.shown, self.fails = None, False
+
+    def forward(self, x):
+        self.shown = torch.tanh(self.first(x))
+        if self.fails and self.shown.requires_grad:
+            self.shown.register_hook(fail)
+        return self.second(self.shown)
+
+
+def fail(gradient):
+    raise ValueError("a backward that fails")
+
+
+class Program:
+    """The calls of a program, for an engine and for a plain model."""
+
+    def __init__(self, model, engine=None):
+        self.model, self.call, self.engine = model, engine or model, engine
+        self.generator = torch.Generator().manual_seed(1)
+
+    def loss(self):
+        return self.call(torch.randn(5, 4, generator=self.generator)).square().mean()
+
+    def clear(self):
+        (self.engine or self.model).zero_grad()
+
+
+def three(program):
+    for _ in range(3):
+        program.loss().backward()
+
+
+def cleared_between(program):
+    program.loss().backward()
+    program.clear()
+    program.loss().backward()
+    program.loss().backward()
+
+
+def none_for_one(program):
+    program.loss().backward()
+    next(program.model.parameters()).grad = None
+    program.loss().backward()
+
+
+def edited_between(program):
+    program.loss().backward()
+    next(program.model.parameters()).grad.mul_(0.5)
+    program.loss().backward()
+
+
+def shown_value_alone(program):
+    program.loss().backward()
+    program.loss()
+    program.model.shown.sum().backward()  # the root's output has no gradient in this backward
+    program.loss().backward()
+
+
+def shown_value_too(program):
+    for _ in range(2):
+        loss = program.loss()
+        (program.model.shown.square().sum() + loss).backward()
+
+
+def with_a_graph(program):
+    program.loss().backward()
+    program.loss().backward(create_graph=True)
+    program.loss().backward()
+
+
+def asked_for_alone(program):
+    program.loss().backward()
+    x = torch.ones(2, 4, requires_grad=True)
+    torch.autograd.grad(program.call(x).sum(), x)
+    program.loss().backward()
+
+
+def failed_and_repeated(program):
+    program.model.fails = True
+    with pytest.raises(ValueError, match="a backward that fails"):
+        program.loss().backward()
+    program.model.fails = False
+    program.clear()
+    program.loss().backward()
+    program.loss().backward()
+
+
+PROGRAMS = [
+    three,
+    cleared_between,
+    none_for_one,
+    edited_between,
+    shown_value_alone,
+    shown_value_too,
+    with_a_graph,
+    asked_for_alone,
+    failed_and_repeated,
+]
+
+
+def run(program, stage):
+    plain = Net()
+    model = deepcopy(plain)
+    config = {"stage": stage, "units": lambda module: isinstance(module, nn.Linear)}
+    engine = zeroshard.initialize(model, None, config).engine
+    program(Program(plain))
+    program(Program(model, engine))
+    want = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    found = {name: gradient_of(parameter) for name, parameter in engine.named_parameters()}
+    assert found.keys() == want.keys()
+    for name, gradient in want.items():
+        assert (found[name] is None) == (gradient is None), name
+        assert gradient is None or torch.equal(found[name], gradient.flatten()), name
+    buffers = engine._runtime.buffers
+    assert all(parameter.grad is None for buffer in buffers for parameter in buffer.unsharded)
+    return True
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_one_rank_has_the_gradients_of_plain_torch(ranks, program, stage):
+    assert ranks(1, run, program, stage) == [True]
+
+
+def watch(dtype):
+    left = []
+    model = Net()
+    config = {"stage": 0, "precision": {"param_dtype": dtype}}
+    engine = zeroshard.initialize(model, None, config).engine
+    gradients = [one for unit in engine._runtime.units for one in unit.gradients]
+    model.second.weight.register_hook(lambda _: left.append([one.left_to_autograd for one in gradients]))
+    engine(torch.ones(2, 4)).float().sum().backward()
+    assert not any(one.left_to_autograd for one in gradients)
+    return left
+
+
+def test_only_gradients_of_the_main_dtype_are_left_to_autograd(ranks):
+    [[of_float32]] = ranks(1, watch, None)
+    [[of_bfloat16]] = ranks(1, watch, "bf16")
+    assert all(of_float32)
+    assert not any(of_bfloat16)
+    assert not any(any(flags) for [flags] in ranks(2, watch, None))
+
+
+class Rows(nn.Linear):
+    """Its weight gets a sparse gradient."""
+
+    def forward(self, index):
+        return nn.functional.embedding(index, self.weight, sparse=True)
+
+
+def make_sparse():
+    engine = zeroshard.initialize(nn.Sequential(Rows(3, 5), nn.Linear(3, 2)), None, {"stage": 0}).engine
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"sparse_coo; expected a dense one"):
+            engine(torch.tensor([1, 2])).sum().backward()
+        engine.zero_grad()
+    return True
+
+
+def test_a_sparse_gradient_is_refused_at_one_rank_as_at_two(ranks):
+    assert ranks(1, make_sparse) == [True]
+    assert ranks(2, make_sparse) == [True, True]
