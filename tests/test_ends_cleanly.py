@@ -206,6 +206,13 @@ for _ in range(6 - rank):
     engine.train_batch(x, y)
 """
 
+FEWER_BATCHES_ON_RANK_1_WHICH_IS_GONE = """
+for number in range(6 - rank):
+    if number == 5:
+        time.sleep(4)
+    engine.train_batch(x, y)
+"""
+
 SAVE = """
 import tempfile
 engine.save_checkpoint(os.path.join(tempfile.gettempdir(), "never-written"))
@@ -383,7 +390,9 @@ HAD_FEWER_BATCHES = (
 @pytest.mark.long_where(part=[FEWER_BATCHES_ON_RANK_1])
 @STAGES
 @pytest.mark.parametrize(
-    "part", [LEAVE_OUT_A_BATCH_ON_RANK_1, FEWER_BATCHES_ON_RANK_1], ids=["left", "fewer"]
+    "part",
+    [LEAVE_OUT_A_BATCH_ON_RANK_1, FEWER_BATCHES_ON_RANK_1, FEWER_BATCHES_ON_RANK_1_WHICH_IS_GONE],
+    ids=["left", "fewer", "gone"],
 )
 def test_rank_that_had_fewer_batches_ends_and_the_others_are_told_why_they_wait(
     run: Forks, part: str, stages: tuple[int, ...]

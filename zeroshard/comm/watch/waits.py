@@ -142,7 +142,11 @@ class Waits:
         if self.rank_status.is_interrupted:
             text = f"{self.who} gave up in the {label}, because a rank has raised an alarm"
         if self.watchdog is not None:
+            wait = self.rank_status.wait
+            if wait is None:  # the connection was closed before: for the others this rank is in it as well
+                self.rank_status.wait = Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger)
             text += f"; {self.watchdog.raise_alarm(f'{self.who} gave up in the {label}')}"
+            self.rank_status.wait = wait
         return RuntimeError(text)
 
 
