@@ -186,3 +186,52 @@ def make_sparse():
 def test_a_sparse_gradient_is_refused_at_one_rank_as_at_two(ranks):
     assert ranks(1, make_sparse) == [True]
     assert ranks(2, make_sparse) == [True, True]
+
+
+def put_new_sums():
+    engine = zeroshard.initialize(Net(), None, {"stage": 0}).engine
+    engine(torch.ones(2, 4)).sum().backward()
+    [gradients] = [one for unit in engine._runtime.units for one in unit.gradients]
+    used = [p for p in gradients.buffer.sharded if gradient_of(p) is not None]
+    totals = [gradient_of(parameter) for parameter in used]
+    want = [total + 1 for total in totals]
+    with torch.no_grad():  # as in a backward
+        gradients.begin(more=False, leave=True)
+        for parameter in gradients.buffer.unsharded:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad + 1
+        gradients.take()
+    assert len(used) == 4
+    for parameter, total, values in zip(used, totals, want, strict=True):
+        assert gradient_of(parameter) is total
+        assert torch.equal(total, values)
+    return True
+
+
+def test_a_sum_that_somebody_replaces_in_a_backward_is_kept(ranks):
+    assert ranks(1, put_new_sums) == [True]
+
+
+class Mixed(nn.Module):
+    """A frozen layer in float16 before a trained one in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.head = nn.Linear(4, 4).half().requires_grad_(False), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.base(x.half()).float())
+
+
+def leave_out_the_scale():
+    engine = zeroshard.initialize(Mixed(), None, {"stage": 0}).engine
+    with pytest.raises(RuntimeError, match="a loss without loss scale"):
+        engine(torch.ones(2, 4)).sum().backward()
+    engine.zero_grad()
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    return gradient_of(engine.module.head.bias).tolist()
+
+
+def test_a_loss_without_its_scale_is_refused_at_one_rank_as_at_two(ranks):
+    assert ranks(1, leave_out_the_scale) == [[2.0, 2.0, 2.0]]
+    assert ranks(2, leave_out_the_scale) == [[2.0, 2.0, 2.0]] * 2

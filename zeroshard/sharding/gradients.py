@@ -82,11 +82,13 @@ class Gradients:
         if self.left_to_autograd:
             self.left_to_autograd = False
             for index, (parameter, total) in enumerate(zip(self.buffer.unsharded, self._sums, strict=True)):
-                gradient = parameter.grad
-                if gradient is not None:
-                    parameter.grad = None
-                    if total is None:  # else autograd has added it to the total
-                        self.pack(index, gradient, defer=False)
+                if (gradient := parameter.grad) is None:
+                    continue
+                parameter.grad = None
+                if total is None:
+                    self.pack(index, gradient, defer=False)
+                elif gradient.data_ptr() != total.data_ptr():  # somebody has put a new sum in its place
+                    total.copy_(self._flatten(index, gradient))
 
     def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
         """Take over this rank's gradient of one parameter.

@@ -175,7 +175,7 @@ class Reducer:
         if not accumulates:
             return
         for gradients in self._all:
-            gradients.begin(self._has_more, leave=leave and self.step_unit is None)
+            gradients.begin(self._has_more, leave=leave and self.step_unit is None and not self.lacks_scale)
         if not self.is_deferring:
             self._open()
 
