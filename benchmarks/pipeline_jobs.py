@@ -146,22 +146,26 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A block whose forward and both halves of its backward sleep for the same time.
+    """A linear layer whose forward and both halves of its backward sleep for the same time.
 
-    The gradients of the input and of the weight have nodes of their own, so that each half can run alone.
+    The first half computes the gradient of the input and sleeps there. The second one computes the gradient of
+    the weight, and a hook on a view of the weight sleeps.
     """
 
     def __init__(self, width: int, seconds: float, *, is_first: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(width))
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
         # With it the first block has a gradient to compute for its input, as one behind an embedding.
         self.start = nn.Parameter(torch.zeros(1)) if is_first else None
         self._seconds = seconds
 
     def forward(self, input: Tensor) -> Tensor:
         x = input if self.start is None else input + self.start
-        done: Tensor = _Sleep.apply(x, self._seconds, self._seconds)
-        return done + _Sleep.apply(self.weight, 0.0, self._seconds)
+        x = _Sleep.apply(x, self._seconds, self._seconds)
+        weight = self.weight.view_as(self.weight)
+        if weight.requires_grad:
+            weight.register_hook(lambda _: time.sleep(self._seconds))
+        return F.linear(x, weight)
 
 
 class Sleepers:

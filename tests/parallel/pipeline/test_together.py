@@ -39,11 +39,13 @@ def eightbit(parameters):
     return AdamW8bit(parameters, lr=1e-3, min_8bit_size=0)
 
 
+@pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_8_bit_states(ranks, stage):
     agree(ranks, 4, "tied gpt", {"stage": stage}, eightbit, absolute=1e-5)
 
 
+@pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_states_and_main_parameters_in_host_memory(ranks, stage, tmp_path):
     agree(ranks, 4, "tied gpt", {"stage": stage, "offload": {"optimizer": "cpu"}})
@@ -54,19 +56,23 @@ def test_states_in_files(ranks, tmp_path):
     agree(ranks, 4, "tied gpt", {"stage": 3, "offload": offload})
 
 
+@pytest.mark.long
 def test_hybrid_sharding(ranks):
     agree(ranks, 8, "tied llama", {"stage": 3, "shard_group_size": 2})
 
 
+@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_units_that_are_recomputed(ranks, stage):
     agree(ranks, 4, "tied llama", {"stage": stage, "recompute": "unit"})
 
 
+@pytest.mark.long
 def test_activations_in_host_memory(ranks):
     agree(ranks, 2, "tied llama", {"stage": 3, "recompute": "unit", "offload": {"activations": "cpu"}})
 
 
+@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_main_parameters_in_bfloat16_are_rounded_alike(ranks, stage):
     precision = {"param_dtype": "bf16", "main_dtype": "bf16"}
@@ -105,6 +111,7 @@ def test_all_ranks_leave_out_a_step_that_overflows_on_one(ranks):
 # ---------------------------------------------------------------------------------- compile, schedules
 
 
+@pytest.mark.long
 def test_compiled_units(ranks):
     agree(ranks, 2, "llama", {"stage": 3, "compile": True}, numbers=range(2))
 

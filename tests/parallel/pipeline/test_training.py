@@ -42,6 +42,7 @@ def compare(found, name):
     assert names == want.keys()
 
 
+@pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("num_ranks", "mesh", "pipeline"),
