@@ -148,8 +148,8 @@ class _Sleep(torch.autograd.Function):
 class Sleeper(nn.Module):
     """A linear layer whose forward and both halves of its backward sleep for the same time.
 
-    The first half computes the gradient of the input and sleeps there. The second one computes the gradient of
-    the weight, and a hook on a view of the weight sleeps.
+    The first half computes the gradient of the input and sleeps there. The second one computes the gradient
+    of the weight, and a hook on a view of the weight sleeps.
     """
 
     def __init__(self, width: int, seconds: float, *, is_first: bool) -> None:

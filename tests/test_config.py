@@ -88,6 +88,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
             "num_chunks": None,
             "balance": "time",
             "split": None,
+            "trace": False,
         },
     }
     assert Config().to_dict() == values | sections

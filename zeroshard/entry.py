@@ -99,7 +99,7 @@ def initialize(
     if config.mesh.pp > 1:
         world = _open_world(config, use_device(config.device))
         taken = take(model, optimizer, config, world, Source(training_data, collate_fn, loss_fn))
-        whole, config = config, taken.config
+        model, whole, config = taken.model, config, taken.config
         if taken.part.is_frozen:  # an optimizer over nothing would be an error of torch
             optimizer = lr_scheduler = None
     specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started

@@ -14,12 +14,14 @@ from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.description import describe_model
 from zeroshard.comm.collectives import Axis
 from zeroshard.config.sections import Config
+from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import record_resets
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.pipeline.cut import Cut, cut_model
-from zeroshard.parallel.pipeline.outline import outline_of
+from zeroshard.parallel.pipeline.outline import Outline, outline_of
 from zeroshard.parallel.pipeline.part import Part, take_part
-from zeroshard.parallel.pipeline.sample import Source
+from zeroshard.parallel.pipeline.sample import Source, sample_of
+from zeroshard.parallel.pipeline.traced import TracedModel, trace
 from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.wrapping import find_units
 
@@ -28,6 +30,8 @@ class Taken(NamedTuple):
     """This rank's part of a model."""
 
     part: Part
+    model: nn.Module
+    """The model that has the part: the given one, or the tree of its trace."""
     config: Config
     """The config, with those names of modules and parameters that this part has."""
     described: dict[str, Any]
@@ -58,8 +62,12 @@ def take(model: nn.Module, optimizer: object, config: Config, world: Axis, sourc
             f"mesh.pp={config.mesh.pp}: expected a whole model, got a part of one, which an engine has taken "
             "out of it: build the model again"
         )
-    outline, described = outline_of(model), describe_model(model)
-    record_resets(model)  # before modules are taken out: each reset draws the random numbers after the last
+    described = describe_model(model)
+    if config.pipeline.trace:
+        model, outline = _traced(model, config, world, source)
+    else:
+        outline = outline_of(model)
+        record_resets(model)  # before modules are taken out: each reset draws random numbers after the last
     specs = find_units(model, config.units, config.ignored)
     check_agreement(world, model, config, specs, None, {}, source.training_data)
 
@@ -71,7 +79,30 @@ def take(model: nn.Module, optimizer: object, config: Config, world: Axis, sourc
     arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
     part = take_part(model, config, made, arrangement.coordinates(world.rank).pp)
     part = replace(part, is_frozen=part.is_frozen and optimizer is not None)
-    return Taken(part, _narrowed(config, model), described)
+    return Taken(part, model, _narrowed(config, model), described)
+
+
+def _traced(model: nn.Module, config: Config, world: Axis, source: Source) -> tuple[TracedModel, Outline]:
+    """Trace a model on each rank; return its tree, and an outline with one block for each chunk.
+
+    Raises:
+        ValueError: the model cannot be traced, on any rank.
+    """
+    names = tuple(config.pipeline.split or ())
+    found: list[TracedModel] = []
+
+    def trace_it() -> None:
+        sample = None if source.training_data is None else sample_of(model, source, config.micro_batch_size)
+        if sample is None:
+            raise ValueError(
+                "pipeline.trace: expected training_data at initialize: its first samples trace the model"
+            )
+        if any(not has_memory(tensor) for tensor in (*model.parameters(), *model.buffers())):
+            raise ValueError("pipeline.trace: expected a model with values, got one under deferred_init")
+        found.append(TracedModel(trace(model, sample, names), range(len(names) + 1)))
+
+    on_all(world, "trace of the model", trace_it)
+    return found[0], Outline((), ("beginning", *names), ())
 
 
 def _narrowed(config: Config, model: nn.Module) -> Config:

@@ -164,9 +164,14 @@ class Pipeline(Checked):
     # Names of the blocks that each begin a new chunk, in order, without the first block. None: the model is
     # cut by `balance`.
     split: Annotated[Sequence[str] | None, rules.MODULE_NAMES] = None
+    # True: a trace of its forward cuts a model of any structure, before the modules in `split`.
+    trace: bool = False
 
     def _requirements(self) -> list[Requirement]:
-        return [Requirement(self.balance != "time", "balance", self.split is None, "split", "None")]
+        return [
+            Requirement(self.balance != "time", "balance", self.split is None, "split", "None"),
+            Requirement(self.trace, "trace", self.split is not None, "split", "names of modules"),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +244,10 @@ class Config(Checked):
             Requirement(self.pipeline.num_chunks is not None, "pipeline.num_chunks", *pipelined),
             Requirement(self.pipeline.split is not None, "pipeline.split", *pipelined),
             Requirement(self.pipeline.balance != "time", "pipeline.balance", *pipelined),
+            Requirement(self.pipeline.trace, "pipeline.trace", *pipelined),
+            # The operations of a trace are those of whole layers.
+            Requirement(self.pipeline.trace, "pipeline.trace", self.mesh.tp == 1, "mesh.tp", "1"),
+            Requirement(self.pipeline.trace, "pipeline.trace", *not_compiled),
             # Gradients of ignored parameters are neither unscaled nor widened.
             Requirement(bool(self.ignored), "ignored", *not_half),
             Requirement(bool(self.ignored), "ignored", *not_narrow),

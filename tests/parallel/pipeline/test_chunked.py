@@ -72,7 +72,7 @@ def test_chunks_of_a_model_of_transformers_compute_it(kind, runs):
     if num == 4:
         layouts.append([[0, 2], [1, 3]])
     for ranks in layouts:
-        chunks, value = chunks_of(model, RUNS[runs], ranks), None
+        chunks, value = chunks_of(model, RUNS[runs], ranks), ()
         for number in range(num):
             value = chunks[number](number, value, given)
         assert torch.equal(value.loss, want.loss)
@@ -96,7 +96,7 @@ def test_chunks_of_a_sequence_compute_it():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Dropout(0.0))
     x = torch.randn(2, 3)
     want, outline = model(x), outline_of(model)
-    state, value = model.state_dict(), None
+    state, value = model.state_dict(), ()
     for number in range(2):
         mine = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Dropout(0.0))
         mine.load_state_dict(state)
@@ -109,7 +109,7 @@ def test_a_sequence_may_begin_with_an_embedding():
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
     tokens = torch.arange(6).view(2, 3)
     want, outline = model(tokens), outline_of(model)
-    state, value = model.state_dict(), None
+    state, value = model.state_dict(), ()
     for number in range(2):
         mine = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
         mine.load_state_dict(state)
@@ -122,7 +122,7 @@ def test_chunks_of_a_sequence_with_an_embedding_compute_it():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 4), nn.Tanh())
     tokens = torch.tensor([[1, 2], [6, 0]])
-    want, outline, value = model(tokens), outline_of(model), None
+    want, outline, value = model(tokens), outline_of(model), ()
     for number in range(2):
         mine = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 4), nn.Tanh())
         mine.load_state_dict(model.state_dict())

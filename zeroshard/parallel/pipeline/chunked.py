@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zeroshard.parallel.pipeline.outline import Outline, names_below, without_adapters
+from zeroshard.parallel.pipeline.outline import Outline, names_below, refuse_collected, without_adapters
 
 _OF_THE_HEAD = ("labels", "logits_to_keep", "num_logits_to_keep")
 """Arguments of transformers that concern the logits alone."""
@@ -107,36 +107,41 @@ class Chunked:
         """The arguments of the model."""
         return inspect.signature(without_adapters(self.model).forward)
 
-    def __call__(self, chunk: int, value: Tensor | None, kwargs: Mapping[str, Any]) -> Any:
+    def check(self, named: Mapping[str, Any]) -> None:
+        """Refuse arguments that a pipeline cannot serve; see `refuse_collected`."""
+        refuse_collected(named)
+
+    def __call__(self, chunk: int, inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Any:
         """Compute a chunk.
 
         Args:
             chunk: a chunk of this rank.
-            value: the output of the chunk before; None in the first one.
+            inputs: the output of the chunk before; () in the first one.
             kwargs: arguments of the model. For a model of transformers, `labels` make the last chunk return
                 an output with a loss; a `Sequential` has one argument, `input`.
 
         Returns:
-            The output of the chunk: a tensor, but in the last chunk of a model of transformers its output.
+            The output of the chunk, a list of one; but of the last chunk, the output of the model.
         """
+        value, is_last = inputs[0] if inputs else None, chunk == self._num_chunks - 1
         self._turn.chunk = chunk
         others = [place for place in self._places if place.chunk != chunk]
         for place in others:
             place.holder._modules[place.attribute] = place.absent
         try:
             if self._is_sequence:
-                return self.model(kwargs["input"] if value is None else value)
+                output = self.model(kwargs["input"] if value is None else value)
+                return output if is_last else [output]
             given = dict(kwargs) | {"use_cache": False}
             if value is not None:
                 given.pop("input_ids", None)
                 given["inputs_embeds"] = value
-            is_last = chunk == self._num_chunks - 1
             if not is_last:
                 for name in _OF_THE_HEAD:
                     given.pop(name, None)
                 given["return_dict"] = True
             outputs = self.model(**given)
-            return outputs if is_last else outputs.logits
+            return outputs if is_last else [outputs.logits]
         finally:
             for place in others:
                 place.holder._modules[place.attribute] = place.module

@@ -23,6 +23,7 @@ from zeroshard.parallel.pipeline.outline import Outline
 from zeroshard.parallel.pipeline.partition import Balance, Block, partition
 from zeroshard.parallel.pipeline.profile import measure_blocks, weigh_blocks
 from zeroshard.parallel.pipeline.sample import Source, sample_of
+from zeroshard.parallel.pipeline.traced import TracedModel
 
 
 class Cut(NamedTuple):
@@ -58,6 +59,8 @@ def cut_model(
     schedule = read_schedule(config)
     config = with_schedule(config, schedule)
     num_chunks = schedule_of(config, config.pipeline.num_microbatches).num_chunks
+    if isinstance(model, TracedModel):
+        return _one_each(model, outline, schedule, num_chunks)
     if num_chunks > len(outline.blocks):
         raise ValueError(
             f"pipeline.schedule: expected 1 to {len(outline.blocks)} chunks, as each has a block or more, "
@@ -71,6 +74,26 @@ def cut_model(
     measured = None if balance == "memory" else _measure(model, outline, config, source, device)
     blocks = measured or weighed
     return Cut(outline, schedule, partition(blocks, num_chunks, balance), blocks, measured is not None)
+
+
+def _one_each(model: TracedModel, outline: Outline, schedule: str, num_chunks: int) -> Cut:
+    """The cut of a traced model: the trace has made its chunks."""
+    stages = range(len(outline.blocks))
+    if num_chunks != len(stages):
+        raise ValueError(_wrong_number(num_chunks, outline.blocks[1:]))
+    parameters = [list(model.trace.parameters_of(chunk)) for chunk in stages]
+    blocks = tuple(
+        Block(time=sum(one.numel() for one in own), parameter_bytes=sum(one.nbytes for one in own))
+        for own in parameters
+    )
+    return Cut(outline, schedule, tuple(range(chunk, chunk + 1) for chunk in stages), blocks, False)
+
+
+def _wrong_number(num_chunks: int, names: Sequence[str]) -> str:
+    return (
+        f"pipeline.split: expected {num_chunks - 1} names, which begin all but the first of {num_chunks} "
+        f"chunks, got {len(names)}: {', '.join(names)}"
+    )
 
 
 def _measure(
@@ -105,10 +128,7 @@ def split_at(names: Sequence[str], outline: Outline, num_chunks: int) -> tuple[r
         if name not in places:
             raise ValueError(f"pipeline.split: expected blocks from '{first}' to '{last}', got '{name}'")
     if len(names) != num_chunks - 1:
-        raise ValueError(
-            f"pipeline.split: expected {num_chunks - 1} names, which begin all but the first of {num_chunks} "
-            f"chunks, got {len(names)}: {', '.join(names)}"
-        )
+        raise ValueError(_wrong_number(num_chunks, names))
     starts = [places[name] for name in names]
     if first in names:
         raise ValueError(f"pipeline.split: expected blocks after '{first}', which begins the first chunk")

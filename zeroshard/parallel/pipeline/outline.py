@@ -151,7 +151,8 @@ def unknown_model(model: nn.Module, why: str) -> ValueError:
     """Return the error for a model that a pipeline cannot cut."""
     return ValueError(
         "mesh.pp: expected a torch.nn.Sequential, or a causal language model of transformers whose "
-        f"embedding, blocks, norm and head follow each other; got a {type(model).__name__}: {why}"
+        f"embedding, blocks, norm and head follow each other; got a {type(model).__name__}: {why}. "
+        "pipeline.trace=True cuts models of other structures"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
@@ -15,6 +15,7 @@ from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import Cut
 from zeroshard.parallel.pipeline.outline import Outline
 from zeroshard.parallel.pipeline.sharding import with_sharding
+from zeroshard.parallel.pipeline.traced import TracedChunks, TracedModel
 from zeroshard.plan.ignored import Ignored, find_ignored
 from zeroshard.plan.originals import Original
 from zeroshard.plan.wrapping import UnitSpec
@@ -36,7 +37,7 @@ class Holders:
 class Part:
     """A rank's part of a model."""
 
-    chunked: Chunked
+    chunked: Chunked | TracedChunks
     config: Config
     num_chunks: int
     """The chunks of the whole model."""
@@ -97,7 +98,12 @@ def take_part(model: nn.Module, config: Config, cut: Cut, rank: int) -> Part:
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     holders = _find_holders(model, outline, runs, schedule)
     _refuse_ignored(find_ignored(model, config.ignored), holders)
-    chunked = Chunked(model, outline, runs, schedule.chunks[rank])
+    chunks = schedule.chunks[rank]
+    chunked: Chunked | TracedChunks
+    if isinstance(model, TracedModel):
+        chunked = TracedChunks(model, chunks)
+    else:
+        chunked = Chunked(model, outline, runs, chunks)
     own = {parameter: holders[parameter] for parameter in model.parameters() if parameter in holders}
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
     return Part(
@@ -128,12 +134,19 @@ def _find_holders(
     """Find the parameters that modules of several chunks use."""
     chunks: dict[nn.Parameter, set[int]] = {}
     for chunk, run in enumerate(runs):
-        for name in outline.chunk(run, len(outline.blocks)):
-            for parameter in model.get_submodule(name).parameters():
-                chunks.setdefault(parameter, set()).add(chunk)
+        for parameter in _parameters_of(model, outline, chunk, run):
+            chunks.setdefault(parameter, set()).add(chunk)
     holders: dict[nn.Parameter, Holders] = {}
     for name, parameter in model.named_parameters():
         if len(users := sorted(chunks.get(parameter, ()))) > 1:
             ranks = sorted({schedule.placement[chunk] for chunk in users})
             holders[parameter] = Holders(name, tuple(ranks), tuple(users))
     return holders
+
+
+def _parameters_of(model: nn.Module, outline: Outline, chunk: int, run: range) -> Iterator[nn.Parameter]:
+    if isinstance(model, TracedModel):
+        yield from model.trace.parameters_of(chunk)
+        return
+    for name in outline.chunk(run, len(outline.blocks)):
+        yield from model.get_submodule(name).parameters()

@@ -22,7 +22,6 @@ from zeroshard.comm.messages import LAST_TAGS, Messages
 from zeroshard.data.losses import LossFunction, check_loss, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
-from zeroshard.parallel.pipeline.outline import refuse_collected
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.random import own_numbers
 from zeroshard.parallel.pipeline.runner import Runner
@@ -103,13 +102,14 @@ class Pipelined:
         return self._run(inputs, targets, num, has_backward=False)
 
     def _run(self, inputs: Any, targets: Any, num: int, *, has_backward: bool) -> Tensor:
-        refuse_collected(self._named(inputs))
         runner = self._runner(num, has_backward)
         device, what = self._runtime.context.device, "pipeline.num_microbatches"
         pieces = zip(split_batch(inputs, num, what), split_batch(targets, num, what), strict=True)
         self._batch = [(to_device(piece, device), to_device(target, device)) for piece, target in pieces]
         shapes = _shapes(self._batch)
         self._compare(shapes)
+        for piece, _ in (self._batch[0], self._batch[-1]):  # the last one may be short
+            self._part.chunked.check(self._named(piece))
         shapes = self._num_changes, shapes
         self._losses = []
         try:
@@ -162,7 +162,7 @@ class Pipelined:
         assert self._action is not None, "it was entered"
         again = self._buffers_kept(chunk) if self._action.kind is Kind.RECOMPUTE else nullcontext()
         with self._runtime.part((chunk, microbatch), self._units[chunk]), again:
-            return self._compute(chunk, microbatch, inputs[0] if inputs else None)
+            return self._compute(chunk, microbatch, inputs)
 
     @contextmanager
     def _buffers_kept(self, chunk: int) -> Iterator[None]:
@@ -173,16 +173,18 @@ class Pipelined:
         for buffer, values in zip(buffers, before, strict=True):
             buffer.data.copy_(values)  # autograd may have saved one that the forward only reads
 
-    def _compute(self, chunk: int, microbatch: int, value: Tensor | None) -> Sequence[Tensor]:
+    def _compute(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         piece, target = self._batch[microbatch]
         if chunk < self._part.num_chunks - 1:
-            output = self._part.chunked(chunk, value, self._named(piece))
-            if not isinstance(output, Tensor):
-                raise ValueError(f"chunk {chunk}: expected a tensor as output, got {type(output).__name__}")
-            return [output]
+            outputs: Sequence[Any] = self._part.chunked(chunk, inputs, self._named(piece))
+            for output in outputs:
+                if not isinstance(output, Tensor):
+                    got = type(output).__name__
+                    raise ValueError(f"chunk {chunk}: expected a tensor as output, got {got}")
+            return outputs
 
         def last(**kwargs: Any) -> Any:
-            return self._part.chunked(chunk, value, kwargs)
+            return self._part.chunked(chunk, inputs, kwargs)
 
         loss = loss_of(last, self._loss_fn, self._named(piece), target)
         if torch.is_grad_enabled() and self._part.is_trained:

@@ -1,0 +1,242 @@
+"""Models of any structure, cut by a trace: they train over pipeline ranks as in one process.
+
+Parameters are compared within 1e-9 after six steps in float64: the same operations run, and micro-batches are
+added up in another order. Losses are compared within 1e-6, because an engine adds them up in float32.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import zeroshard
+from zeroshard.parallel.pipeline.sample import Sample
+from zeroshard.parallel.pipeline.traced import TracedModel, trace
+
+ROWS, LENGTH, WIDTH, WORDS, STEPS = 8, 5, 8, 11, 6
+
+
+class Block(nn.Module):
+    """A block that also adds the embeddings, so that these go past the chunks between."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, embedded):
+        return self.norm(torch.tanh(self.dense(x))) * self.scale + embedded
+
+
+class Inner(nn.Module):
+    """A module that is cut in its middle, and has a parameter and a buffer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("factor", torch.full((WIDTH,), 0.5))
+
+    def forward(self, embedded):
+        x = embedded * self.factor
+        for layer in self.layers:
+            x = layer(x, embedded)
+        return x * self.gain
+
+
+class Model(nn.Module):
+    """Tied words, an argument that only the end needs, a parameter that nothing uses."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.words, self.inner = nn.Embedding(WORDS, WIDTH), Inner()
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, tokens, mask):
+        x = self.dropout(self.inner(self.words(tokens)))
+        return self.head(x * mask[..., None])
+
+
+def build(dropout=0.0):
+    torch.manual_seed(0)
+    return Model(dropout).double()
+
+
+def loss_of(output, targets):
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def batch_of(number, rows=ROWS):
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(WORDS, (rows, LENGTH), generator=generator)
+    mask = torch.rand(rows, LENGTH, generator=generator, dtype=torch.float64)
+    return {"tokens": tokens, "mask": mask}, tokens.roll(1, 1)
+
+
+def samples(rows=ROWS):
+    named, targets = batch_of(0, rows)
+    return [({key: value[row] for key, value in named.items()}, targets[row]) for row in range(rows)]
+
+
+def plain():
+    model, losses = build(), []
+    optimizer = sgd(model.parameters())
+    for number in range(STEPS):
+        named, targets = batch_of(number)
+        loss = loss_of(model(**named), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    named, targets = batch_of(STEPS)
+    losses.append(loss_of(model(**named), targets).item())
+    return losses, {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def start(split, *, pp=2, num=4, make=build, **others):
+    micro = ROWS // num // others.pop("copies", 1)
+    pipeline = {"num_microbatches": num, "split": split, "trace": True} | others.pop("pipeline", {})
+    config = {"mesh": {"pp": pp}, "pipeline": pipeline, "micro_batch_size": micro, **others}
+    return zeroshard.initialize(make(), sgd, config, loss_fn=loss_of, training_data=samples()).engine
+
+
+def part_of(engine, value):
+    return value.chunk(engine.dp_world_size)[engine.dp_rank]
+
+
+def trained(split, options):
+    engine = start(split, **options)
+    losses = []
+    for number in range(STEPS):
+        named, targets = batch_of(number)
+        named = {key: part_of(engine, value) for key, value in named.items()}
+        losses.append(engine.train_batch(named, part_of(engine, targets)).item())
+    named, targets = batch_of(STEPS)
+    named = {key: part_of(engine, value) for key, value in named.items()}
+    losses.append(engine.eval_batch(named, part_of(engine, targets)).item())
+    with engine.unsharded():
+        state = {n: p.detach().clone() for n, p in engine.module.named_parameters(remove_duplicate=False)}
+    whole = engine.full_state_dict()
+    engine.close(restore=False)
+    return losses, state, whole
+
+
+FOUR = ["inner.layers.0", "inner.layers.2", "head"]
+CASES = {
+    "two chunks": (2, ["inner.layers.2"], {}),
+    "in a block": (2, ["inner.layers.1.norm"], {}),
+    "two copies": (4, ["inner.layers.2"], {"copies": 2}),
+    "four chunks": (2, FOUR, {"pipeline": {"schedule": "interleaved"}}),
+    "halves": (2, ["inner.layers.2"], {"pipeline": {"schedule": "zb-h1"}}),
+    "recomputed": (2, ["inner.layers.2"], {"pipeline": {"schedule": "varuna"}}),
+}
+
+
+@pytest.mark.long_where(stage=[1, 2])
+@pytest.mark.long_where(case=["halves", "two copies", "recomputed"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_a_traced_model_trains_as_in_one_process(ranks, case, stage):
+    num_ranks, split, options = CASES[case]
+    want_losses, want = plain()
+    names, found = set(), ranks(num_ranks, trained, split, {"stage": stage, **options})
+    for losses, state, _ in found:
+        assert losses == pytest.approx(want_losses, rel=1e-6)
+        names |= state.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(value, want[name], rtol=0, atol=1e-9, msg=name)
+    assert names == want.keys()
+    whole = found[0][2]
+    assert want.keys() | {"inner.factor"} == whole.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(whole[name], value, rtol=0, atol=1e-9, msg=name)
+
+
+def saved(path, stage):
+    engine = start(["inner.layers.2"], stage=stage)
+    for number in range(2):
+        engine.train_batch(*batch_of(number))
+    engine.save_checkpoint(path)
+    other = start(["inner.layers.3"], stage=3 - stage)
+    other.load_checkpoint(path)
+    same = [engine.train_batch(*batch_of(2)).item(), other.train_batch(*batch_of(2)).item()]
+    engine.close(restore=False)
+    other.close(restore=False)
+    return same
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_checkpoint_goes_on_under_another_cut(ranks, tmp_path, stage):
+    for one, other in ranks(2, saved, str(tmp_path), stage):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+def test_chunks_compute_the_model_and_its_gradients_with_its_own_parameters():
+    model, want = build(), build()
+    named, _ = batch_of(0)
+    found = TracedModel(trace(model, Sample((), named, None), ["inner.layers.1", "inner.layers.3"]), range(3))
+    values = ()
+    for chunk in range(3):
+        values = found(chunk, values, named)
+    output = want(**named)
+    assert torch.equal(values, output)
+    values.square().mean().backward()
+    output.square().mean().backward()
+    for (name, one), (_, other) in zip(model.named_parameters(), want.named_parameters(), strict=True):
+        assert dict(found.named_parameters())[name] is one
+        assert (one.grad is None) == (other.grad is None) == name.startswith("unused")
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+def test_a_trace_leaves_the_model_as_it_is():
+    model = build(dropout=0.1).eval()
+    before = [dict(vars(module)) for module in model.modules()]
+    trace(model, Sample((), batch_of(0)[0], None), ["inner.layers.1"])
+    for module, attributes in zip(model.modules(), before, strict=True):
+        assert vars(module).keys() == attributes.keys()
+        assert module.training is attributes["training"]
+
+
+def message(call, *args, **kwargs):
+    try:
+        call(*args, **kwargs)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def wrong():
+    texts = {
+        "name": message(start, ["inner.layer.2"]),
+        "number": message(start, ["inner.layers.1", "inner.layers.2"]),
+        "output": message(start, ["inner.layers.2"], make=lambda: TwoOutputs().double()),
+        "unit": message(start, ["inner.layers.2"], units=["Module"]),
+    }
+    engine = start(["inner.layers.2"], make=lambda: build(dropout=0.5))
+    texts["shape"] = message(engine.train_batch, *batch_of(0, rows=2 * ROWS))
+    engine = start(["inner.layers.2"], make=lambda: build(dropout=0.5))
+    texts["mode"] = message(engine.eval_batch, *batch_of(0))
+    return texts
+
+
+class TwoOutputs(Model):
+    def forward(self, tokens, mask):
+        output = super().forward(tokens, mask)
+        return output, output
+
+
+def test_mistakes_are_told(ranks):
+    for texts in ranks(2, wrong):
+        assert "got 'inner.layer.2', which the model lacks" in texts["name"]
+        assert "expected 1 names, which begin all but the first of 2 chunks, got 2" in texts["number"]
+        assert "expected a model that returns one tensor" in texts["output"]
+        assert "whose forward is never called" in texts["unit"]
+        assert "expected arguments as those that were traced" in texts["shape"]
+        assert "this model computes otherwise in eval mode" in texts["mode"]

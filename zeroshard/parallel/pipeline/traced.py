@@ -1,0 +1,358 @@
+"""A model of any structure, cut into chunks by a trace of its forward.
+
+    model     embedding -> blocks.0 -> blocks.1 -> head            any Python code between its modules
+    trace     graph of operations, by torch.distributed.pipelining
+    chunks    [embedding, blocks.0] | [blocks.1, head]             split = ["blocks.1"]
+
+A chunk is a graph. Its modules have the names of the model's modules, and compute with the model's own
+parameters: both have the same dictionary of them, so a parameter that changes there changes here. torch
+copies tied parameters for each stage; here they stay tied.
+
+A module that is cut between chunks, such as the list of blocks, computes in several graphs. It has one place
+in the tree of names, which nobody calls. So it cannot be a unit, and its own parameters belong to the root.
+
+[Note: Values may skip chunks]
+A value that a later chunk needs goes through all chunks between. So messages go to the next chunk only, as
+with other models, and schedules need not know of it. Messages between any two chunks would need an order and
+room of their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.pipelining import SplitPoint, pipeline
+
+from zeroshard.parallel.pipeline.sample import Sample, same_random_numbers
+
+Value = tuple[int, int]
+"""An output of a chunk: the number of the chunk, and its place among the outputs."""
+
+
+class _Stage(NamedTuple):
+    """The graph of a chunk."""
+
+    graph: nn.Module
+    sources: tuple[str | Value, ...]
+    """Its arguments: each is an argument of the model, by name, or a value of an earlier chunk."""
+
+
+class Trace:
+    """The graphs of a model, and the values between them.
+
+    Args:
+        model: the whole model.
+        stages: the graphs of the chunks, in order.
+        forms: dtype and shape of each tensor among the arguments, and the value of any other one.
+        has_modes: True if the model computes otherwise in eval mode, as dropout does.
+    """
+
+    def __init__(
+        self, model: nn.Module, stages: Sequence[_Stage], forms: Mapping[str, Any], *, has_modes: bool
+    ) -> None:
+        self.model, self.stages, self.forms, self.has_modes = model, tuple(stages), dict(forms), has_modes
+        self.is_training = model.training
+        last = {
+            source: chunk
+            for chunk, stage in enumerate(stages)
+            for source in stage.sources
+            if isinstance(source, tuple)
+        }
+        self.boundaries = tuple(
+            tuple(value for value in sorted(last) if value[0] <= chunk < last[value])
+            for chunk in range(len(stages))
+        )
+        """For each chunk, the values that it hands on to the next one."""
+        self.users = _users_of(stages)
+        """The chunks that compute a module, by its name."""
+        self.readers = _readers_of(stages)
+        """The chunks that read a parameter or buffer, by its name."""
+        for name, _ in model.named_parameters(remove_duplicate=False):
+            self.readers.setdefault(name, {0})  # unused ones belong to the first chunk
+        for name, _ in model.named_buffers(remove_duplicate=False):
+            self.readers.setdefault(name, {0})
+
+    def parameters_of(self, chunk: int) -> Iterator[nn.Parameter]:
+        """Yield the parameters of a chunk, each once."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        yield from dict.fromkeys(parameter for name, parameter in named if chunk in self.readers[name])
+
+
+def trace(model: nn.Module, sample: Sample, names: Sequence[str]) -> Trace:
+    """Trace a model with a micro-batch, and cut it before modules.
+
+    Args:
+        model: the whole model; it stays as it is.
+        sample: a micro-batch. All micro-batches must have its shapes.
+        names: the modules that each begin a new chunk.
+
+    Raises:
+        ValueError: there is no such module, the model cannot be traced, or its output is no tensor.
+    """
+    known = dict(model.named_modules())
+    for name in names:
+        if name not in known or not name:
+            raise ValueError(
+                f"pipeline.split: expected names of modules, got '{name}', which the model lacks"
+            )
+    bound = inspect.signature(model.forward).bind(*sample.inputs, **sample.named)
+    if unknown := [key for key, value in bound.arguments.items() if not isinstance(value, Tensor)]:
+        raise ValueError(
+            f"pipeline.trace: expected tensors as arguments of the model, got another type in "
+            f"{', '.join(unknown)}"
+        )
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with same_random_numbers(device), _unchanged(known[name] for name in names):
+        try:
+            has_modes = _has_modes(model, bound)
+            split = dict.fromkeys(names, SplitPoint.BEGINNING)
+            pipe = pipeline(model, bound.args, bound.kwargs, split_spec=split)
+        except Exception as error:  # of any kind, from torch.export
+            raise ValueError(
+                f"pipeline.trace: the {type(model).__name__} could not be traced: {error.__cause__ or error}"
+            ) from error
+    stages = _read_stages(pipe.split_gm)
+    if len(stages) != len(names) + 1:
+        raise ValueError(
+            f"pipeline.split: expected {len(names) + 1} chunks, as many as names and one more, got "
+            f"{len(stages)}: each name must begin another module that computes"
+        )
+    forms = {name: form_of(value) for name, value in bound.arguments.items()}
+    return Trace(model, stages, forms, has_modes=has_modes)
+
+
+@contextmanager
+def _unchanged(modules: Any) -> Iterator[None]:
+    """Undo the marks of torch for its split points: forwards of these modules."""
+    before = {module: vars(module).get("forward") for module in modules}
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            vars(module).pop("forward", None)
+            vars(module).pop("_orig_forward", None)
+            if forward is not None:
+                module.forward = forward
+
+
+def _has_modes(model: nn.Module, bound: inspect.BoundArguments) -> bool:
+    """True if the graphs in train mode and in eval mode differ."""
+    modes = {module: module.training for module in model.modules()}
+    texts = []
+    try:
+        for mode in (True, False):
+            model.train(mode)
+            texts.append(str(torch.export.export(model, bound.args, bound.kwargs).graph))
+    finally:
+        for module, is_training in modes.items():
+            module.training = is_training
+    return texts[0] != texts[1]
+
+
+def form_of(value: Any) -> Any:
+    """Return dtype and shape of a tensor; any other value itself."""
+    return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
+
+
+def _read_stages(whole: fx.GraphModule) -> list[_Stage]:
+    """The stages of a graph whose nodes call one after another.
+
+    Raises:
+        ValueError: the output is no single value of the last one.
+    """
+    found: dict[fx.Node, str | Value] = {}
+    stages: list[_Stage] = []
+    output: Any = None
+    for node in whole.graph.nodes:
+        if node.op == "placeholder":
+            found[node] = str(node.target)
+        elif node.op == "call_module":
+            found[node] = (len(stages), 0)
+            stages.append(_Stage(whole.get_submodule(str(node.target)), tuple(found[a] for a in node.args)))
+        elif node.op == "call_function":  # one of several outputs
+            source, place = node.args
+            chunk = found[source][0]
+            found[node] = (int(chunk), int(place))
+        elif node.op == "output":
+            (output,) = node.args
+    values = [found.get(one) for one in output] if isinstance(output, list | tuple) else [found.get(output)]
+    if values != [(len(stages) - 1, 0)]:
+        raise ValueError("pipeline.trace: expected a model that returns one tensor, of its last chunk")
+    return stages
+
+
+def _users_of(stages: Sequence[_Stage]) -> dict[str, set[int]]:
+    users: dict[str, set[int]] = {}
+    for chunk, stage in enumerate(stages):
+        for name, module in stage.graph.named_modules():
+            if any(node.op != "output" and node.op != "placeholder" for node in _nodes(module)):
+                users.setdefault(name, set()).add(chunk)
+    return users
+
+
+def _readers_of(stages: Sequence[_Stage]) -> dict[str, set[int]]:
+    readers: dict[str, set[int]] = {}
+    for chunk, stage in enumerate(stages):
+        for name, module in stage.graph.named_modules():
+            for node in _nodes(module):
+                if node.op == "get_attr":
+                    place = f"{name}.{node.target}" if name else str(node.target)
+                    readers.setdefault(place, set()).add(chunk)
+    return readers
+
+
+def _nodes(module: nn.Module) -> Sequence[fx.Node]:
+    graph = getattr(module, "graph", None)
+    return list(graph.nodes) if isinstance(graph, fx.Graph) else ()
+
+
+class TracedModel(nn.Module):
+    """The tree of a traced model's modules, under the names of the model, for some of its chunks.
+
+    Args:
+        given: the trace.
+        own: the chunks.
+    """
+
+    def __init__(self, given: Trace, own: Collection[int]) -> None:
+        super().__init__()
+        self._given = (given,)  # in a tuple: no module of this tree
+        self.training = given.is_training
+        self._own: frozenset[int] = frozenset()
+        self._build(own)
+
+    @property
+    def trace(self) -> Trace:
+        """The graphs of all chunks."""
+        return self._given[0]
+
+    def keep(self, own: Collection[int]) -> None:
+        """Keep some chunks alone; parameters and buffers of the others leave the original model, too."""
+        self._build(own)
+        for name, module in self.trace.model.named_modules(remove_duplicate=False):
+            for tensors in (module._parameters, module._buffers):
+                for key in [*tensors]:
+                    readers = self.trace.readers.get(f"{name}.{key}" if name else key, set())
+                    if tensors[key] is not None and not self._own & readers:
+                        del tensors[key]
+
+    def chunk_modules(self, chunk: int) -> list[nn.Module]:
+        """Return the modules that this chunk alone computes."""
+        users = self.trace.users
+        return [module for name, module in self.named_modules() if name and users.get(name) == {chunk}]
+
+    def _build(self, own: Collection[int]) -> None:
+        given, self._own, self._modules = self.trace, frozenset(own), {}
+        kinds: dict[type, type] = {}
+        computing: dict[str, nn.Module] = {}
+        originals = dict(given.model.named_modules(remove_duplicate=False))
+        for chunk in sorted(self._own):
+            for name, module in given.stages[chunk].graph.named_modules():
+                if name and name in originals:
+                    self._share(name, module, originals[name])
+                    if given.users.get(name) == {chunk}:
+                        kind = type(originals[name])
+                        if type(module).__name__ != kind.__name__:  # units are chosen by names of classes
+                            base = type(module)
+                            module.__class__ = kinds.setdefault(kind, type(kind.__name__, (base,), {}))
+                        computing[name] = module
+        self._share("", self, given.model)
+        for name, original in originals.items():
+            if name and self._belongs(name, original):
+                self._place(name, computing.get(name), original)
+
+    def _share(self, name: str, module: nn.Module, original: nn.Module) -> None:
+        vars(module)["_parameters"], vars(module)["_buffers"] = original._parameters, original._buffers
+        for key in original._non_persistent_buffers_set:
+            module._non_persistent_buffers_set.add(key)
+
+    def _belongs(self, name: str, original: nn.Module) -> bool:
+        """True for a module that these chunks compute, or of which they read a parameter or buffer."""
+        readers = self.trace.readers
+        below = [*original.named_parameters(name, remove_duplicate=False), *original.named_buffers(name)]
+        return any(self._own & readers.get(one, set()) for one, _ in below)
+
+    def _place(self, name: str, module: nn.Module | None, original: nn.Module) -> None:
+        """Put a module at its name; one that nobody calls if it is None."""
+        parent, _, attribute = name.rpartition(".")
+        holder = self.get_submodule(parent)
+        if attribute in holder._modules:  # inside of a module that computes
+            return
+        if module is None:
+            module = nn.ModuleList() if isinstance(original, nn.ModuleList) else nn.Module()
+            self._share(name, module, original)
+        holder._modules[attribute] = module
+
+    def forward(self, chunk: int, inputs: Sequence[Tensor], named: Mapping[str, Any]) -> Any:
+        """Compute a chunk.
+
+        Args:
+            chunk: one of the own chunks.
+            inputs: the values that the chunk before hands on; () for the first one.
+            named: the arguments of the model.
+
+        Returns:
+            The values for the next chunk; of the last one, the output of the model.
+        """
+        given = self.trace
+        values: dict[Value, Tensor] = dict(
+            zip(given.boundaries[chunk - 1] if chunk else (), inputs, strict=True)
+        )
+        stage = given.stages[chunk]
+        args = [named[source] if isinstance(source, str) else values[source] for source in stage.sources]
+        outputs = stage.graph(*args)
+        if chunk == len(given.stages) - 1:
+            return outputs[0] if isinstance(outputs, list | tuple) else outputs
+        made = outputs if isinstance(outputs, list | tuple) else (outputs,)
+        values |= {(chunk, place): value for place, value in enumerate(made)}
+        return [values[key] for key in given.boundaries[chunk]]
+
+    def check(self, named: Mapping[str, Any]) -> None:
+        """Check arguments of the model against those that were traced.
+
+        Raises:
+            ValueError: they have other names, dtypes or shapes.
+            RuntimeError: the model is in another mode than when it was traced, and computes otherwise there.
+        """
+        given = self.trace
+        if self.training != given.is_training and given.has_modes:
+            raise RuntimeError(
+                "pipeline.trace: the trace holds the train mode, and this model computes otherwise in eval "
+                "mode (dropout, batch statistics): evaluate it without a pipeline"
+            )
+        found = {name: form_of(value) for name, value in named.items()}
+        if found != given.forms:
+            raise ValueError(
+                f"pipeline.trace: expected arguments as those that were traced, {given.forms}; got {found}"
+            )
+
+
+class TracedChunks:
+    """The chunks of a traced model on this rank, as `Chunked` has those of other models.
+
+    Args:
+        model: the tree of all chunks; those of other ranks are taken out.
+        own: the chunks of this rank.
+    """
+
+    def __init__(self, model: TracedModel, own: Sequence[int]) -> None:
+        self.model, self.chunks = model, tuple(own)
+        self.signature = inspect.signature(model.trace.model.forward)
+        model.keep(own)
+
+    def modules_of(self, chunk: int) -> list[nn.Module]:
+        """Return the modules of a chunk of this rank."""
+        return self.model.chunk_modules(chunk)
+
+    def check(self, named: Mapping[str, Any]) -> None:
+        """Check arguments of the model; see `TracedModel.check`."""
+        self.model.check(named)
+
+    def __call__(self, chunk: int, inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Any:
+        """Compute a chunk; see `TracedModel.forward`."""
+        return self.model(chunk, inputs, kwargs)
