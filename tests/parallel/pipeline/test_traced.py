@@ -50,14 +50,15 @@ class Model(nn.Module):
     def __init__(self, dropout=0.0):
         super().__init__()
         self.words, self.inner = nn.Embedding(WORDS, WIDTH), Inner()
+        self.tanh = nn.Tanh()  # it runs twice
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
         self.unused = nn.Linear(2, 2)
 
     def forward(self, tokens, mask):
-        x = self.dropout(self.inner(self.words(tokens)))
-        return self.head(x * mask[..., None])
+        x = self.dropout(self.inner(self.tanh(self.words(tokens))))
+        return self.head(self.tanh(x) * mask[..., None])
 
 
 def build(dropout=0.0):
@@ -193,6 +194,46 @@ def test_chunks_compute_the_model_and_its_gradients_with_its_own_parameters():
         assert dict(found.named_parameters())[name] is one
         assert (one.grad is None) == (other.grad is None) == name.startswith("unused")
         assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+class Aliased(nn.Module):
+    """A module under two names, whose weight is used outside of it, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last = self.first
+
+    def forward(self, x):
+        return self.last(self.middle(torch.tanh(self.first(x)))) @ self.middle.weight.t()
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_module_with_two_names_stays_on_the_ranks_that_compute_it(own):
+    model, x = Aliased().double(), torch.rand(2, 4, dtype=torch.float64)
+    output = model(x)
+    found = TracedModel(trace(model, Sample((x,), {}, None), ["middle"]), range(2))
+    values = found(0, (), {"x": x})
+    found.keep([own])
+    assert ("middle.weight" in dict(found.named_parameters())) == (own == 1)
+    if own == 0:
+        assert torch.equal(found(0, (), {"x": x})[0], values[0])
+    else:
+        assert torch.equal(found(1, values, {"x": x}), output)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.one(self.other(self.one(x)))
+
+
+def test_a_module_that_runs_twice_is_refused():
+    with pytest.raises(ValueError, match="to run once in a forward, but 'one' runs"):
+        trace(Twice(), Sample((torch.rand(2, 4),), {}, None), ["other"])
 
 
 def test_a_trace_leaves_the_model_as_it_is():

@@ -20,6 +20,7 @@ room of their own.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -117,6 +118,13 @@ def trace(model: nn.Module, sample: Sample, names: Sequence[str]) -> Trace:
                 f"pipeline.trace: the {type(model).__name__} could not be traced: {error.__cause__ or error}"
             ) from error
     stages = _read_stages(pipe.split_gm)
+    for name in _readers_of(stages):
+        if "@" in name:  # torch names the second call of a module so, and copies its parameters
+            called = re.sub(r"@\d+", "", name).rpartition(".")[0]
+            raise ValueError(
+                "pipeline.trace: expected modules with parameters to run once in a forward, but "
+                f"'{called}' runs several times"
+            )
     if len(stages) != len(names) + 1:
         raise ValueError(
             f"pipeline.split: expected {len(names) + 1} chunks, as many as names and one more, got "
@@ -234,12 +242,18 @@ class TracedModel(nn.Module):
     def keep(self, own: Collection[int]) -> None:
         """Keep some chunks alone; parameters and buffers of the others leave the original model, too."""
         self._build(own)
-        for name, module in self.trace.model.named_modules(remove_duplicate=False):
-            for tensors in (module._parameters, module._buffers):
-                for key in [*tensors]:
-                    readers = self.trace.readers.get(f"{name}.{key}" if name else key, set())
-                    if tensors[key] is not None and not self._own & readers:
-                        del tensors[key]
+        named = dict(self.trace.model.named_modules(remove_duplicate=False))  # one may have several names
+        places = [
+            (tensors, key, self.trace.readers.get(f"{name}.{key}" if name else key, set()))
+            for name, module in named.items()
+            for tensors in (module._parameters, module._buffers)
+            for key, value in tensors.items()
+            if value is not None
+        ]
+        kept = {(id(tensors), key) for tensors, key, readers in places if self._own & readers}
+        for tensors, key, _ in places:
+            if (id(tensors), key) not in kept:
+                tensors.pop(key, None)
 
     def chunk_modules(self, chunk: int) -> list[nn.Module]:
         """Return the modules that this chunk alone computes."""
