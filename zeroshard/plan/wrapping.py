@@ -185,8 +185,7 @@ def _choose(root: nn.Module, policy: UnitPolicy) -> Chosen:
 def _check_forward(module: nn.Module, name: str) -> None:
     """Refuse a list of modules: nobody calls it, so its parameters would never be gathered."""
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
-    is_place = type(module) is nn.Module  # of a model that was traced
-    if is_place or (is_list and type(module).forward is nn.Module.forward):
+    if is_list and type(module).forward is nn.Module.forward:
         inside = sorted({type(child).__name__ for child in module.children()})
         raise ValueError(
             f"config key 'units': '{name}' is a {type(module).__name__}, whose forward is never called, so "

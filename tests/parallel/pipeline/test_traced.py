@@ -258,7 +258,7 @@ def wrong():
         "name": message(start, ["inner.layer.2"]),
         "number": message(start, ["inner.layers.1", "inner.layers.2"]),
         "output": message(start, ["inner.layers.2"], make=lambda: TwoOutputs().double()),
-        "unit": message(start, ["inner.layers.2"], units=["Module"]),
+        "unit": message(start, ["inner.layers.2"], units=["Inner"]),
     }
     engine = start(["inner.layers.2"], make=lambda: build(dropout=0.5))
     texts["shape"] = message(engine.train_batch, *batch_of(0, rows=2 * ROWS))

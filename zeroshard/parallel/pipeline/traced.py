@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.pipelining import SplitPoint, pipeline
 
 from zeroshard.parallel.pipeline.sample import Sample, same_random_numbers
 
@@ -95,6 +94,8 @@ def trace(model: nn.Module, sample: Sample, names: Sequence[str]) -> Trace:
     Raises:
         ValueError: there is no such module, the model cannot be traced, or its output is no tensor.
     """
+    from torch.distributed.pipelining import SplitPoint, pipeline  # here: few scripts need them
+
     known = dict(model.named_modules())
     for name in names:
         if name not in known or not name:
@@ -298,7 +299,9 @@ class TracedModel(nn.Module):
         if attribute in holder._modules:  # inside of a module that computes
             return
         if module is None:
-            module = nn.ModuleList() if isinstance(original, nn.ModuleList) else nn.Module()
+            # A list or dictionary: `units=` refuses one, as its forward is never called.
+            base = nn.ModuleList if isinstance(original, nn.ModuleList) else nn.ModuleDict
+            module = type(type(original).__name__, (base,), {})()
             self._share(name, module, original)
         holder._modules[attribute] = module
 
