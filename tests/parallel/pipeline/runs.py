@@ -22,6 +22,10 @@ def llama(**others):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | others))
 
 
+def eager_llama():
+    return llama(attn_implementation="eager")  # torch 2.11 compiles no other attention in float64
+
+
 def tied_llama():
     return llama(tie_word_embeddings=True)
 
@@ -37,7 +41,13 @@ def mixtral(**others):
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **experts, **others))
 
 
-MODELS = {"llama": llama, "tied llama": tied_llama, "tied gpt": tied_gpt, "mixtral": mixtral}
+MODELS = {
+    "llama": llama,
+    "eager llama": eager_llama,
+    "tied llama": tied_llama,
+    "tied gpt": tied_gpt,
+    "mixtral": mixtral,
+}
 
 
 def build(name, seed=0):

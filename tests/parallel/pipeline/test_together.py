@@ -113,7 +113,7 @@ def test_all_ranks_leave_out_a_step_that_overflows_on_one(ranks):
 
 @pytest.mark.long
 def test_compiled_units(ranks):
-    agree(ranks, 2, "llama", {"stage": 3, "compile": True}, numbers=range(2))
+    agree(ranks, 2, "eager llama", {"stage": 3, "compile": True}, numbers=range(2))
 
 
 def scheduled():
