@@ -53,6 +53,9 @@ def adapted():
 
 MODELS = {
     "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)),
+    "eager Llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**LLAMA, attn_implementation="eager")
+    ),
     "GPT-2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(**GPT2, **NO_DROPOUT, tie_word_embeddings=False)
     ),
@@ -209,9 +212,10 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 def test_divided_backwards_agree_with_whole_ones_under(ranks, options, num_ranks):
     num_ranks = max(num_ranks, 2 * OPTIONS[options]["mesh"].get("tp", 1))
+    # torch 2.11 compiles no other attention in float64.
+    kind = "eager Llama" if options == "compiled" else "Llama"
     want, found = (
-        ranks(num_ranks, trained, "Llama", pipelined(name, 3, **OPTIONS[options]))
-        for name in ("1f1b", "zb-h1")
+        ranks(num_ranks, trained, kind, pipelined(name, 3, **OPTIONS[options])) for name in ("1f1b", "zb-h1")
     )
     require_bits(found, joined(want))
 
