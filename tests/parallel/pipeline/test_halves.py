@@ -47,8 +47,8 @@ def partly_frozen():
 
 def adapted():
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
-    model.add_adapter(peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
-    return model
+    lora = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.inject_adapter_in_model(lora, model)  # add_adapter of transformers wants a newer peft
 
 
 MODELS = {
