@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.checkpoint import runs
 from tests.tiers.test_offload import BF16_MAIN, CHOSEN_STAGES, OPTIMIZERS, offload
 from tests.tiers.test_pieces import small_pieces
-from zeroshard.parameters.sharded import gradient_of
+from zeroshard.parameters.gradient import gradient_of
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding import reduced
 from zeroshard.stepping.clipping import global_norm, own_gradients

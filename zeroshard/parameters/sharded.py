@@ -38,6 +38,7 @@ from zeroshard.parameters.functions import (
     SET_GRAD,
     VALUES,
 )
+from zeroshard.parameters.gradient import set_gradient
 from zeroshard.parameters.gradreaders import QUIET, check_reader
 from zeroshard.parameters.mixing import check_parts, explain
 from zeroshard.parameters.state import ModuleState, Phase
@@ -73,6 +74,8 @@ class ShardedParameter(nn.Parameter):
     unsharded: Callable[[], nn.Parameter | None]
     cut: Cut | None = None
     tp_rank: int = 0
+    _gradient: Tensor | None = None
+    """The object in torch's own attribute, which takes ten times as long to read."""
 
     @staticmethod
     def wrap(
@@ -96,22 +99,28 @@ class ShardedParameter(nn.Parameter):
             Tensor.register_hook(parameter, refuse)  # type: ignore[no-untyped-call]
         return parameter
 
-    # torch's own attribute goes through `__torch_function__`, which takes ten times as long.
+    # torch's own attribute goes through `__torch_function__`, which takes ten times as long. An optimizer
+    # reads it four times a step, for each parameter.
     @property
     def grad(self) -> Tensor | None:
         """[n]: this rank's slice of the averaged gradient."""
-        frame = sys._getframe(1)
+        frame, state = sys._getframe(1), self.state
         is_quiet = QUIET.get(id(frame.f_code))
-        if is_quiet is None or (not is_quiet[1] and self.state.has_sums):
+        if is_quiet is None or (not is_quiet[1] and state.has_sums):
             check_reader(self, frame)
-        self.state.show_gradients()
-        return gradient_of(self)
+        state.has_shown_gradients = True
+        if state.before_show is not None:
+            state.before_show()
+        return self._gradient
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        if gradient is None and self.state.has_sums:
-            self.state.forget_gradient(self)
-        self.state.show_gradients()
+        state = self.state
+        if gradient is None and state.has_sums:
+            state.forget_gradient(self)
+        state.has_shown_gradients = True
+        if state.before_show is not None:
+            state.before_show()
         try:
             set_gradient(self, gradient)
         except RuntimeError as error:
@@ -160,7 +169,8 @@ class ShardedParameter(nn.Parameter):
             state=self.state,
         )
         for name, value in vars(self).items():
-            vars(twin).setdefault(name, value)
+            if name != "_gradient":
+                vars(twin).setdefault(name, value)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -195,6 +205,7 @@ class ShardedParameter(nn.Parameter):
             args[0].state.show_gradients()
             if (len(args) == 1 or args[1] is None) and args[0].state.has_sums:
                 args[0].state.forget_gradient(args[0])
+            return set_gradient(args[0], args[1] if len(args) > 1 else None)
         elif func is torch.autograd.backward:
             return backward_to(*args, **(kwargs or {}))
         else:
@@ -218,24 +229,6 @@ class ShardedParameter(nn.Parameter):
             first = _first_sharded(args, kwargs)
             result.describe, result.state = first.describe, first.state
         return result
-
-
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the gradient of a sharded parameter, [n], without the check of the reader."""
-    parameter.__class__ = nn.Parameter
-    try:
-        return parameter.grad
-    finally:
-        parameter.__class__ = ShardedParameter
-
-
-def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Give a sharded parameter a gradient, of its shape, dtype and device."""
-    parameter.__class__ = nn.Parameter
-    try:
-        parameter.grad = gradient
-    finally:
-        parameter.__class__ = ShardedParameter
 
 
 class _CastSlice(Tensor):

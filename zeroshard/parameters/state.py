@@ -49,7 +49,7 @@ class ModuleState:
     """True if that backward has ended in an exception."""
     has_shown_gradients = False
     """True if somebody may hold a `p.grad`, and change it unseen."""
-    before_show: Callable[[], object] = object
+    before_show: Callable[[], object] | None = None
     """Scales gradients whose clip factor is still to be applied, before somebody sees or changes one."""
     has_sums = False
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
@@ -61,7 +61,25 @@ class ModuleState:
     def show_gradients(self) -> None:
         """Prepare for somebody who reads or sets a `p.grad`."""
         self.has_shown_gradients = True
-        self.before_show()
+        self.finish_scaling()
+
+    def finish_scaling(self) -> None:
+        """Apply the clip factor to all gradients that still wait for it."""
+        if self.before_show is not None:
+            self.before_show()
+
+    def refuse_between_steps(self) -> None:
+        """Refuse a forward between steps of optimizers that step together.
+
+        Raises:
+            RuntimeError: one of them has stepped, and another one has not.
+        """
+        if self.phase is Phase.STEP:
+            raise RuntimeError(
+                "a forward between the steps of optimizers that were attached together: parameters are "
+                "gathered only after the last of these steps. Step all of them before the forward, or "
+                "attach each optimizer by itself"
+            )
 
     def move(self, phase: Phase) -> None:
         """Go on to another phase.

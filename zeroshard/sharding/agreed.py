@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.unit import Unit
+
+_is_early = attrgetter("is_early")
 
 
 class Agreed(NamedTuple):
@@ -38,7 +41,7 @@ def flags_of(
     """Return the flags of this rank; the arguments are as in `Agreed`, with the gradients of all buffers."""
     flags = [flag for gradients in everything for flag in gradients.used]
     flags += [unit.has_more for unit in units]
-    flags += [any(gradients.is_early for gradients in unit.gradients) for unit in units]
+    flags += [any(map(_is_early, unit.gradients)) for unit in units]
     return [*flags, has_changed, has_failed, *pace]
 
 

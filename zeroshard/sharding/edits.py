@@ -6,9 +6,9 @@ except one through `.data`, which a property of the class notes. A recurrent lay
 other memory, which counts no version: cuDNN wants them in one piece. The hot path compares versions and
 addresses.
 
-torch takes several times as long to read an attribute of a subclass of Parameter. So parameters are plain
-ones in the places that read many of them. At all other times uses of `.data` are noted: a backward may run a
-part of a forward again or call the user's hooks, and other code runs while everything stays gathered.
+torch takes several times as long to read an attribute of a subclass of Parameter. So its dispatch to
+subclasses is off where many are read. At all other times uses of `.data` are noted: a backward may run a part
+of a forward again or call the user's hooks, and other code runs while everything stays gathered.
 
 As with DistributedDataParallel, each rank makes its own edits and nothing is sent. With replicated parameters
 a rank computes with its own edit until the next step; then all ranks have the slices of all.
@@ -21,10 +21,9 @@ from itertools import islice
 from operator import attrgetter, methodcaller
 
 import torch
-from torch import nn
 
 from zeroshard.comm import moves
-from zeroshard.parameters.unsharded import UnshardedParameter
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.storage import is_allocated
 
@@ -53,6 +52,7 @@ class Edits:
             for buffer in self._buffers
         ]
         """The first byte of each parameter that has elements, in `full`."""
+        self._bases, self._known = [-1] * len(self._buffers), list(self._starts)
         self._versions, _ = self._read()
 
     def keep(self) -> None:
@@ -72,19 +72,21 @@ class Edits:
 
     def _read(self) -> tuple[list[int], bool]:
         """The versions of all parameters, and whether some lie in other memory than `full`."""
-        parameters, has_moved = self._parameters, False
-        for parameter in parameters:
-            parameter.__class__ = nn.Parameter
-        try:
-            versions = list(map(_version_of, parameters))
-            for buffer, filled, starts in zip(self._buffers, self._filled, self._starts, strict=True):
+        has_moved = False
+        with past_guards():
+            versions = list(map(_version_of, self._parameters))
+            for number, buffer in enumerate(self._buffers):
                 if is_allocated(buffer.full):
-                    first = buffer.full.data_ptr()
-                    has_moved |= [address - first for address in map(_address_of, filled)] != starts
-        finally:  # a parameter that a forward has put over memory that is gone has no address
-            for parameter in parameters:
-                parameter.__class__ = UnshardedParameter
+                    addresses = list(map(_address_of, self._filled[number]))
+                    has_moved |= addresses != self._addresses(number, buffer.full.data_ptr())
         return versions, has_moved
+
+    def _addresses(self, number: int, first: int) -> list[int]:
+        """The addresses of the parameters of a buffer whose memory begins at `first`."""
+        if self._bases[number] != first:
+            self._bases[number] = first
+            self._known[number] = [first + start for start in self._starts[number]]
+        return self._known[number]
 
     @torch.no_grad()
     def _keep(self, has_moved: bool = False) -> None:

@@ -37,7 +37,7 @@ def surround(
     *,
     cast: Callable[..., tuple[Any, Any]] | None,
     before: Callable[..., None],
-    after: Callable[..., Any],
+    after: Callable[..., Any] | None,
     at_last: Callable[..., None],
 ) -> None:
     """Do the work of a module's hooks from inside its `forward`.
@@ -47,7 +47,7 @@ def surround(
         changes: the changes of the modules.
         cast: a function that changes the inputs, as a forward pre-hook with keywords.
         before: a forward pre-hook.
-        after: a forward hook.
+        after: a forward hook, if there is one.
         at_last: a forward hook that is called after an exception, too.
     """
     forward = module.forward
@@ -58,7 +58,8 @@ def surround(
             args, kwargs = cast(module, args, kwargs)
         try:
             before(module, args)
-            return after(module, args, forward(*args, **kwargs))
+            output = forward(*args, **kwargs)
+            return output if after is None else after(module, args, output)
         finally:
             at_last(module, args, None)
 

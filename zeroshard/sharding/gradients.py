@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from zeroshard.parameters.sharded import gradient_of, set_gradient
+from zeroshard.internals.dispatch import past_guards
+from zeroshard.parameters.gradient import gradient_of, set_gradients
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.noted import Noted
 
@@ -34,6 +36,8 @@ class Gradients:
         self._is_narrow = buffer.plan.main_dtype != buffer.plan.wide_dtype
         self._is_plain = buffer.plan.main_dtype == buffer.plan.compute_dtype
         self._held: dict[int, Tensor] = {}
+        self._new: list[tuple[ShardedParameter, Tensor]] = []
+        """Gradients that were taken from autograd as they are to be delivered."""
         self._sums: list[Tensor | None] = []
         self.left_to_autograd = False
         """True while autograd adds gradients up by itself; `take` ends that."""
@@ -69,24 +73,28 @@ class Gradients:
             leave: True to leave it to autograd to add them up, where it computes the same sums.
         """
         self.is_kept, self.is_early = more and self._is_narrow, False
-        self._sums = [None if self.is_kept else gradient_of(p) for p in self.buffer.sharded]
+        sharded = self.buffer.sharded
+        self._sums = [None] * len(sharded) if self.is_kept else list(map(gradient_of, sharded))
         is_same = self._is_plain and not self.is_kept and not self._held and self.unscale == 1.0
         self.left_to_autograd = leave and is_same and self.set_aside is None and not torch.is_grad_enabled()
         if self.left_to_autograd:
-            for parameter, total in zip(self.buffer.unsharded, self._sums, strict=True):
-                if total is not None:
-                    parameter.grad = total.view_as(parameter)
+            with past_guards():
+                for parameter, total in zip(self.buffer.unsharded, self._sums, strict=True):
+                    if total is not None:
+                        parameter.grad = total.view_as(parameter)
 
     def take(self) -> None:
         """Take over the gradients that were left to autograd, at the end of a backward."""
-        if self.left_to_autograd:
-            self.left_to_autograd = False
+        if not self.left_to_autograd:
+            return
+        self.left_to_autograd = False
+        with past_guards():
             for index, (parameter, total) in enumerate(zip(self.buffer.unsharded, self._sums, strict=True)):
                 if (gradient := parameter.grad) is None:
                     continue
                 parameter.grad = None
                 if total is None:
-                    self.pack(index, gradient, defer=False)
+                    self._new.append((self.buffer.sharded[index], self._flatten(index, gradient)))
                 elif gradient.data_ptr() != total.data_ptr():  # somebody has put a new sum in its place
                     total.copy_(self._flatten(index, gradient))
 
@@ -137,7 +145,7 @@ class Gradients:
     def _detach(self, used: Sequence[bool]) -> Callable[[], None]:
         """Take all gradients out, and return a call that sets `p.grad`; see `hand_over`."""
         self.used = [False] * len(self.used)
-        held, self._held, self._sums = self._held, {}, []
+        held, new, self._held, self._new, self._sums = self._held, self._new, {}, [], []
         sharded, dtype, unscale = self.buffer.sharded, self.buffer.plan.main_dtype, self.unscale
 
         def deliver() -> None:
@@ -148,7 +156,8 @@ class Gradients:
                 if (total := gradient_of(parameter)) is not None:
                     total.add_(flat)
                 else:
-                    set_gradient(parameter, flat if flat.dtype is dtype else flat.to(dtype))
+                    new.append((parameter, flat if flat.dtype is dtype else flat.to(dtype)))
+            set_gradients(new)
 
         return deliver
 
@@ -166,7 +175,7 @@ class Gradients:
     def drop(self) -> None:
         """Forget all gradients that are in no `p.grad` yet, after the reductions under way have ended."""
         self.used = [False] * len(self.used)
-        self._held, self._sums, self.left_to_autograd = {}, [], False
+        self._held, self._new, self._sums, self.left_to_autograd = {}, [], [], False
 
     def forget(self, index: int) -> None:
         """Forget the sum of gradients of one parameter that is not in its p.grad yet."""

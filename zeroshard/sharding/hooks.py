@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -31,16 +32,8 @@ def hook(runtime: Runtime) -> None:
 
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     """Hook the modules of a unit, the layers inside them and the trained parameters."""
-
-    def before(module: nn.Module, args: Any) -> None:
-        runtime.before_forward(unit, sys._getframe(1))
-
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        return runtime.after_forward(unit, output)
-
-    def at_last(module: nn.Module, args: Any, output: Any) -> None:
-        runtime.leave_forward(unit)
-
+    is_lean = runtime.is_local and unit is not runtime.root
+    before, after, at_last = (_local_hooks if is_lean else _forward_hooks)(runtime, unit)
     changes, cast = runtime.changes, None
     if (dtype := runtime.context.setting.dtypes.param_dtype) is not None:
         cast = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
@@ -51,16 +44,48 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
             continue
         if own is not None:
             changes.hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
-        changes.hook(
-            module.register_forward_pre_hook(before, prepend=True),
-            module.register_forward_hook(after),
-            module.register_forward_hook(at_last, always_call=True),
-        )
+        changes.hook(module.register_forward_pre_hook(before, prepend=True))
+        if after is not None:
+            changes.hook(module.register_forward_hook(after))
+        changes.hook(module.register_forward_hook(at_last, always_call=True))
     if not unit.is_resident and not unit.is_compiled:
         _hook_layers(runtime, unit)
     for gradients in unit.gradients:
         for index, parameter in enumerate(gradients.buffer.unsharded):
             _hook_gradient(runtime, unit, gradients, index, parameter)
+
+
+class _Hooks(NamedTuple):
+    """The hooks around the forward of a unit."""
+
+    before: Callable[[nn.Module, Any], None]
+    after: Callable[[nn.Module, Any, Any], Any] | None
+    at_last: Callable[[nn.Module, Any, Any], None]
+
+
+def _forward_hooks(runtime: Runtime, unit: Unit) -> _Hooks:
+    def before(module: nn.Module, args: Any) -> None:
+        runtime.before_forward(unit, sys._getframe(1))
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return runtime.after_forward(unit, output)
+
+    def at_last(module: nn.Module, args: Any, output: Any) -> None:
+        runtime.leave_forward(unit)
+
+    return _Hooks(before, after, at_last)
+
+
+def _local_hooks(runtime: Runtime, unit: Unit) -> _Hooks:
+    begin, end = runtime.local.begin, runtime.local.end
+
+    def before(module: nn.Module, args: Any) -> None:
+        begin(unit)
+
+    def at_last(module: nn.Module, args: Any, output: Any) -> None:
+        end(unit)
+
+    return _Hooks(before, None, at_last)
 
 
 def _hook_layers(runtime: Runtime, unit: Unit) -> None:

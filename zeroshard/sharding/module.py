@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeroshard.parameters.sharded import ShardedParameter, gradient_of
+from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Phase
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer

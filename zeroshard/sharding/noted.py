@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from zeroshard.parameters.sharded import ShardedParameter, gradient_of
+from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
 
 _Place = tuple[int, int]

@@ -39,6 +39,7 @@ from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.lease import Leases
+from zeroshard.sharding.local import LocalForwards
 from zeroshard.sharding.module import ShardedModule
 from zeroshard.sharding.outputs import OutputHooks
 from zeroshard.sharding.reducer import Reducer
@@ -46,7 +47,7 @@ from zeroshard.sharding.tracers import refuse_tracers
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitState
 
 # An attribute of an enum takes longer to read than a global name.
-_REST, _FORWARD, _BACKWARD, _STEP = Phase.REST, Phase.FORWARD, Phase.BACKWARD, Phase.STEP
+_REST, _FORWARD, _BACKWARD = Phase.REST, Phase.FORWARD, Phase.BACKWARD
 
 
 class Passes(ShardedModule):
@@ -74,7 +75,7 @@ class Passes(ShardedModule):
         super().__init__(units, context, changes)
         placements = context.setting.placements
         self.reducer = Reducer(units, context.axes, pool, self.order, context.state)
-        self._is_local = all(plan.is_local for unit in units for plan in unit.plan.buffers)
+        self.is_local = all(plan.is_local for unit in units for plan in unit.plan.buffers)
         """True if there is nothing to gather, free or reduce: then only the root's outputs are watched."""
         self._num_prefetch = 0 if all(unit.is_resident for unit in units) else num_prefetch
         self._reads_files = any(unit.reads_files for unit in units)
@@ -83,6 +84,7 @@ class Passes(ShardedModule):
         self._called: list[Unit] = []
         """The units of the forward under way, in the order of their calls."""
         self.leases = Leases[Unit]()
+        self.local = LocalForwards(self.root, self.state, self.here, self.leases.held)
         self._opaque_calls: list[ForwardCall] = []
         self.is_in_method = False
         """True if the forward under way is another method of the root, which may call the root itself."""
@@ -132,12 +134,7 @@ class Passes(ShardedModule):
             self.here.enter("the forward of ", unit.described)
 
     def _begin_call(self, unit: Unit, caller: FrameType) -> None:
-        if self.state.phase is _STEP:
-            raise RuntimeError(
-                "a forward between the steps of optimizers that were attached together: parameters are "
-                "gathered only after the last of these steps. Step all of them before the forward, or "
-                "attach each optimizer by itself"
-            )
+        self.state.refuse_between_steps()
         if unit is self.root:
             self._begin_forward()
         elif self.state.phase is _FORWARD:
@@ -169,7 +166,7 @@ class Passes(ShardedModule):
         if not is_hidden:
             if not unit.is_resident and not self.leases.held.units:
                 output = unit.copy_own(output)
-            if unit is self.root or not self._is_local:
+            if unit is self.root or not self.is_local:
                 output, is_hidden = self._outputs.watch(unit, output, is_root=unit is self.root)
         if not is_in_backward():
             if is_hidden and torch.is_grad_enabled():
@@ -269,7 +266,7 @@ class Passes(ShardedModule):
         self.here.enter("the backward of ", unit.described)
 
     def _begin_walk(self, makes_graph: bool = False) -> Backward:
-        units = () if self._is_local else self.units
+        units = () if self.is_local else self.units
         return Backward(
             units, self.reducer, self.leases.graph, num_prefetch=self._num_prefetch, makes_graph=makes_graph
         )
@@ -298,9 +295,9 @@ class Passes(ShardedModule):
         task = backward_task()
         for member in self.units:
             member.begin_backward(task)
-        self.reducer.begin(accumulates, leave=self._is_local)
+        self.reducer.begin(accumulates, leave=self.is_local)
         agree_on_frozen(self.units[1:], self.context.axes.everyone)
-        if self._is_local:
+        if self.is_local:
             for unit in self.units:
                 unit.slots.install()
         self._backward = at_end_of_backward(self._end_backward)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.parameters.sharded import ShardedParameter, gradient_of
+from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.gradients import Gradients
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from zeroshard.comm.collectives import Channel
 from zeroshard.comm.pool import BufferPool
 from zeroshard.internals.foreach import foreach_sum_of_squares
-from zeroshard.parameters.sharded import gradient_of, set_gradient
+from zeroshard.parameters.gradient import gradient_of, set_gradient
 from zeroshard.plan.exchange import Collective, Exchange
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Context

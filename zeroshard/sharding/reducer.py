@@ -18,7 +18,8 @@ import torch
 
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.pool import BufferPool
-from zeroshard.parameters.sharded import ShardedParameter, gradient_of
+from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.sharding.agreed import Agreed, flags_of, read_flags
 from zeroshard.sharding.gradients import Gradients
@@ -185,7 +186,7 @@ class Reducer:
             self._order.agree(self._axis)
             self._must_agree = False
         self._to_start, self._ready = deque(self._order.of_reductions()), set()
-        self._state.before_show()  # a step that has failed may have left some, and this backward adds to them
+        self._state.finish_scaling()  # of a step that has failed: this backward adds to the gradients
         self._is_open = True
         if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
             noted = (one for one in self._all if one.takes_notes)

@@ -48,7 +48,7 @@ class Runtime(Passes):
         for unit in self.units:
             unit.visit = None
             unit.begin_backward(NEVER)
-        self.reducer.begin(accumulates=True, leave=self._is_local)
+        self.reducer.begin(accumulates=True, leave=self.is_local)
         self.is_delivering = True
         try:
             yield

@@ -94,10 +94,13 @@ class Slots:
             )
             for owner, attribute in original.owners
         ]
-        self._is_plain = all(type(m).__setattr__ is nn.Module.__setattr__ for m, _, _, _ in self._places)
         self._stand_ins: Mapping[int, nn.Parameter] = {}
         self._at_rest: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         """Each slot with the unsharded parameter, and with the parameter that it shows at rest."""
+        self._plain: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
+        """Those of plain modules, with the dictionary in the place of the module: this is the hot path."""
+        self._watched: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        """Those of modules that must hear of a change: an RNN keeps a list of its weights beside."""
         self._versions: dict[int, tuple[int, int]] = {}
         """The version and the place in memory of each stand-in when it was first shown, by its id."""
         self.stand_in({})
@@ -123,14 +126,23 @@ class Slots:
             (owner, attribute, unsharded, parameters.get(id(sharded), sharded))
             for owner, attribute, unsharded, sharded in self._places
         ]
+        self._plain = [
+            (owner._parameters, attribute, unsharded, shown)
+            for owner, attribute, unsharded, shown in self._at_rest
+            if _is_plain(owner)
+        ]
+        self._watched = [place for place in self._at_rest if not _is_plain(place[0])]
         self._versions = {
             id(shown): self._versions.get(id(shown), (shown._version, shown.data_ptr()))
             for _, _, _, shown in self._at_rest
             if parameters
         }
-        for owner, attribute, _, shown in self._at_rest:
-            if attribute in owner._parameters:  # a removed parameter stays removed, for `check` to find
-                self._put(owner, attribute, shown)
+        for slots, attribute, _, shown in self._plain:
+            if attribute in slots:  # a removed parameter stays removed, for `check` to find
+                slots[attribute] = shown
+        for owner, attribute, _, shown in self._watched:
+            if attribute in owner._parameters:
+                setattr(owner, attribute, shown)
         return before
 
     def install(self) -> None:
@@ -141,27 +153,27 @@ class Slots:
         """
         if self._stand_ins:
             self._check_shown()
-        for owner, attribute, unsharded, shown in self._at_rest:
-            slots = owner._parameters
+        for slots, attribute, unsharded, shown in self._plain:
             current = slots.get(attribute)
-            if current is unsharded:
-                continue
-            if current is not shown:
-                raise RuntimeError(self._describe(owner, attribute, current))
-            if self._is_plain:
+            if current is shown:
                 slots[attribute] = unsharded
-            else:
-                self._put(owner, attribute, unsharded)
+            elif current is not unsharded:
+                self.check()
+        for owner, attribute, unsharded, shown in self._watched:
+            current = owner._parameters.get(attribute)
+            if current is shown:
+                setattr(owner, attribute, unsharded)
+            elif current is not unsharded:
+                self.check()
 
     def uninstall(self) -> None:
         """Show the parameters of rest again. An object of others stays, for `check` to find."""
-        for owner, attribute, unsharded, shown in self._at_rest:
-            slots = owner._parameters
+        for slots, attribute, unsharded, shown in self._plain:
             if slots.get(attribute) is unsharded:
-                if self._is_plain:
-                    slots[attribute] = shown
-                else:
-                    self._put(owner, attribute, shown)
+                slots[attribute] = shown
+        for owner, attribute, unsharded, shown in self._watched:
+            if owner._parameters.get(attribute) is unsharded:
+                setattr(owner, attribute, shown)
 
     def check(self) -> None:
         """Look at the slots between forwards.
@@ -176,7 +188,7 @@ class Slots:
 
     def clear(self) -> None:
         """Forget modules and parameters."""
-        self._places, self._at_rest, self._stand_ins = [], [], {}
+        self._places, self._at_rest, self._plain, self._watched, self._stand_ins = [], [], [], [], {}
 
     def _check_shown(self) -> None:
         for (_, _, _, sharded), (_, _, _, shown) in zip(self._places, self._at_rest, strict=True):
@@ -186,12 +198,6 @@ class Slots:
                     "still computes with the values before the edit. Leave the block, with "
                     "write_back=True, and then call forward"
                 )
-
-    def _put(self, owner: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
-        if self._is_plain:
-            owner._parameters[attribute] = parameter
-        else:  # an RNN keeps a list of its weights beside
-            setattr(owner, attribute, parameter)
 
     def _describe(self, owner: nn.Module, attribute: str, current: object) -> str:
         fqn = next(sharded.fqn for m, a, _, sharded in self._places if m is owner and a == attribute)
@@ -208,6 +214,11 @@ class Slots:
             "engine.unsharded(write_back=True). For torch.func.functional_call with other parameters use a "
             "model that is not sharded"
         )
+
+
+def _is_plain(owner: nn.Module) -> bool:
+    """True for a module whose parameters may be exchanged without its knowledge."""
+    return type(owner).__setattr__ is nn.Module.__setattr__
 
 
 def _tell(value: object) -> str:

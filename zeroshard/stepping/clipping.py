@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import moves
-from zeroshard.parameters.sharded import gradient_of
+from zeroshard.parameters.gradient import gradient_of
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.norms import sum_of_powers
 from zeroshard.stepping.runs import contiguous_runs

@@ -70,7 +70,7 @@ class StepGuard:
         Raises:
             RuntimeError: `must_be_finite`, and the norm is not; gradients are as they were.
         """
-        self._runtime.state.before_show()
+        self._runtime.state.finish_scaling()
         self.grad_norm = norm = global_norm(self._runtime, order)
         if must_be_finite and not norm.isfinite():
             what = describe_nonfinite(self._runtime, order)
@@ -88,7 +88,7 @@ class StepGuard:
             RuntimeError: gradients are not finite, with `nonfinite="error"`; or tensor ranks have different
                 ones of a parameter that each holds whole.
         """
-        self._runtime.state.before_show()  # the last step may have failed halfway
+        self._runtime.state.finish_scaling()  # the last step may have failed halfway
         if self._compares:
             self._num_compared += 1
             if not self._num_compared & (self._num_compared - 1):  # 1, 2, 4, 8, ...

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded, set_gradient
+from zeroshard.parameters.gradient import gradient_of, set_gradient
+from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.stepping.norms import UsesNorms
 from zeroshard.stepping.twin import twin_of
 

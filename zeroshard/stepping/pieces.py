@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradient
+from zeroshard.parameters.gradient import gradient_of, set_gradient
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan import pieces
 from zeroshard.plan.layout import BLOCK
 from zeroshard.plan.tiers import Tier

@@ -15,7 +15,8 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.parameters.sharded import ShardedParameter, gradient_of
+from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
@@ -66,7 +67,7 @@ class Scaling:
         for p, gradient in gradients.items():
             if p in self._left:
                 self._left[p] -= gradient.numel()
-        before, self._state.before_show = self._state.before_show, object  # now the optimizer looks
+        before, self._state.before_show = self._state.before_show, None  # now the optimizer looks
         try:
             yield
         finally:
@@ -78,7 +79,7 @@ class Scaling:
 
     def finish(self) -> None:
         """Scale what is left at once."""
-        left, self._left, self._state.before_show = self._left, {}, object
+        left, self._left, self._state.before_show = self._left, {}, None
         rest = [g[-num:] for p, num in left.items() if num and (g := gradient_of(p)) is not None]
         self._scale(rest)
         self._factor = None

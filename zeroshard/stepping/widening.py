@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.parameters.sharded import ShardedParameter, gradient_of
+from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.stepping.rounding import Bits, Rounding, round_into
 
 

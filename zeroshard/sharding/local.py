@@ -1,0 +1,67 @@
+"""The forwards of units that lie on one rank, with nothing to gather, free or reduce.
+
+Their parameters are shown in the modules for the time of the forward alone. So a model that uses a parameter
+outside the forward of its unit fails on one rank as it does on several. Nothing else is noted: no turn of a
+backward depends on these calls. The root's forward goes the way of all units, see `passes.py`.
+"""
+
+from __future__ import annotations
+
+from zeroshard.comm.watch.status import RankStatus
+from zeroshard.internals.autograd import is_in_backward, is_transformed, outside_transforms
+from zeroshard.parameters.state import ModuleState, Phase
+from zeroshard.sharding.lease import Lease
+from zeroshard.sharding.tracers import refuse_tracers
+from zeroshard.sharding.unit import Unit, UnitState
+
+# An attribute of an enum takes longer to read than a global name.
+_FORWARD, _UNSHARDED = Phase.FORWARD, UnitState.UNSHARDED
+
+
+class LocalForwards:
+    """Begins and ends these forwards.
+
+    Args:
+        root: the root unit.
+        state: the state of the module.
+        here: the status of this rank.
+        held: the lease of methods that keep the parameters of all units shown.
+    """
+
+    def __init__(self, root: Unit, state: ModuleState, here: RankStatus, held: Lease[Unit]) -> None:
+        self._root, self._state, self._here, self._held = root, state, here, held
+
+    def begin(self, unit: Unit) -> None:
+        """Show the parameters of a unit.
+
+        Raises:
+            RuntimeError: a tracer records operations, or the steps of optimizers are under way.
+        """
+        if self._state.phase is not _FORWARD:
+            refuse_tracers()
+            self._state.refuse_between_steps()
+        unit.num_open += 1
+        if unit.state is not _UNSHARDED:  # a copy in the compute dtype follows the main parameters
+            with outside_transforms():
+                unit.wait()
+        unit.slots.install()
+        if not is_in_backward():
+            self._here.enter("the forward of ", unit.described)
+
+    def end(self, unit: Unit) -> None:
+        """Keep the edits of a forward, also after an exception, and show the sharded parameters again."""
+        if unit.num_open:  # a hook before ours may have failed
+            unit.num_open -= 1
+        if is_transformed():
+            with outside_transforms():
+                unit.edits.keep()
+        else:
+            unit.edits.keep()
+        if is_in_backward():
+            return
+        if not (self._held.units or unit.is_in_forward):  # else the unit has called itself
+            unit.slots.uninstall()
+        if self._state.phase is _FORWARD:
+            self._here.enter("the forward of ", self._root.described)
+        else:
+            self._here.leave()
