@@ -154,6 +154,16 @@ def held_out_losses(printed: str) -> list[float]:
 # ------------------------------------------------------------------------------------------- the small Llama
 
 
+def test_two_tensor_ranks_learn_what_one_process_does(run: Callable[..., Ended], text: Path) -> None:
+    alone, together = (
+        run(num_ranks, *TINY, "--hidden", "64", "--data", str(text), "--steps", "6", "--tp", str(num_ranks))
+        for num_ranks in (1, 2)
+    )
+    assert (alone.code, together.code) == (None, None), together
+    assert held_out_losses(together.printed) == pytest.approx(held_out_losses(alone.printed), abs=2e-3)
+    assert together.drawn[1] == pytest.approx(alone.drawn[1], rel=1e-4)  # float32
+
+
 def test_two_ranks_learn_and_show_the_memory_they_held(
     run: Callable[..., Ended], text: Path, tmp_path: Path
 ) -> None:

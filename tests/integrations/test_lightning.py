@@ -153,6 +153,11 @@ def test_a_pipeline_is_refused():
         ZeroShardStrategy({"mesh": {"pp": 2}})
 
 
+def test_tensor_ranks_are_refused():
+    with pytest.raises(ValueError, match=r"^mesh\.tp: Lightning gives each process other data"):
+        ZeroShardStrategy({"mesh": {"tp": 2}})
+
+
 def refuse(config, options):
     with pytest.raises(ValueError, match="ZeroShardStrategy") as caught:
         fit(ZeroShardStrategy(config), None, **options)

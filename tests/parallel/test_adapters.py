@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 
+from tests.parallel import test_own_plans
 from tests.parallel import test_sequence as along_sequence
 from tests.parallel.runs import STEPS, digests, initialize, own_part
 from tests.parallel.test_divided import PLAN, build, loss_of
@@ -257,8 +258,15 @@ def gpt2():
     return peft.get_peft_model(model, lora).double().eval()
 
 
-def loss_of_gpt2():
-    engine = initialize(gpt2(), adamw, {"stage": 3, "mesh": {"tp": 2}}, None)
+def t5():
+    """One whose plan has patterns with * at their ends."""
+    model = test_own_plans.build("T5, gated")
+    lora = peft.LoraConfig(r=2, target_modules=["q", "v", "o", "wi_0", "wi_1", "wo"], init_lora_weights=False)
+    return peft.get_peft_model(model, lora).double().eval()
+
+
+def loss_of_known(build):
+    engine = initialize(build(), adamw, {"stage": 3, "mesh": {"tp": 2}}, None)
     loss = engine(input_ids=batch(0), labels=batch(0)).loss
     engine.backward(loss)
     engine.step()
@@ -266,6 +274,7 @@ def loss_of_gpt2():
     return loss.item()
 
 
-def test_attention_layers_behind_adapters_are_told_their_heads(ranks):
-    want = gpt2()(input_ids=batch(0), labels=batch(0)).loss.item()
-    assert ranks(2, loss_of_gpt2) == pytest.approx([want, want], rel=1e-6)
+@pytest.mark.parametrize("build", [gpt2, t5])
+def test_our_own_plans_hold_behind_adapters(ranks, build):
+    want = build()(input_ids=batch(0), labels=batch(0)).loss.item()
+    assert ranks(2, loss_of_known, build) == pytest.approx([want, want], rel=1e-6)

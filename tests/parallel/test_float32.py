@@ -78,9 +78,7 @@ def divided(name, stage, tp, optimizer=sgd):
 
 @pytest.mark.long_where(name=["tied GPT", "Mixtral", "T5"])
 @pytest.mark.long_where(layout=[(2, 1), (4, 2), (4, 4), (8, 2)])
-@pytest.mark.parametrize(
-    "layout", [(2, 2), (2, 1), (4, 2), (4, 4), (8, 2)], ids="{0[0]} ranks, tp {0[1]}".format
-)
+@pytest.mark.parametrize("layout", LAYOUTS, ids="{0[0]} ranks, tp {0[1]}".format)
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps_are_those_of_one_process_at_every_stage(ranks, name, layout):
     num_ranks, tp = layout

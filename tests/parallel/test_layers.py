@@ -107,10 +107,28 @@ def test_layers_with_a_forward_of_their_own_are_refused_where_it_would_be_left_o
         match(model, {"attention.k_proj": "colwise"}, 2)
 
 
+def test_a_layer_whose_weight_is_computed_is_refused():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)))
+    with pytest.raises(ValueError, match="'0' computes its weight of other parameters, as after weight_norm"):
+        match(model, {"0": "colwise"}, 2)
+
+
 def test_an_embedding_that_changes_its_rows_is_refused():
     model = nn.ModuleDict({"tokens": nn.Embedding(12, 8, max_norm=1.0)})
     with pytest.raises(ValueError, match="'tokens' has max_norm, scale_grad_by_freq or sparse"):
         match(model, {"tokens": "rowwise"}, 2)
+
+
+def test_ignored_parameters_of_divided_layers_are_refused():
+    model, plan = Layers(), {"inner": "colwise", "outer": "rowwise", "norm": "replicated_with_grad_allreduce"}
+    for name in ("outer.weight", "norm.bias"):  # a part, and a summand of the gradient
+        specs = find_units(model, None, [name])
+        with pytest.raises(ValueError, match=f"'ignored': each tensor rank computes with a part of '{name}'"):
+            plan_division(model, specs, plan, 2)
+        assert len(plan_division(model, specs, plan, 1).specs) == len(specs)
+    plan_division(model, find_units(model, None, ["outer.bias", "down.*"]), plan, 2)
+    model.norm.requires_grad_(False)
+    plan_division(model, find_units(model, None, ["norm.*"]), plan, 2)
 
 
 def test_a_model_without_a_plan_is_told_how_to_give_one():

@@ -38,6 +38,12 @@ MODELS = {
         SMALL | {"tie_word_embeddings": True},
     ),
     "Phi": (transformers.PhiForCausalLM, transformers.PhiConfig, SMALL),
+    "Phi, norms of heads": (
+        transformers.PhiForCausalLM,
+        transformers.PhiConfig,
+        SMALL | {"qk_layernorm": True},
+    ),
+    "Apertus": (transformers.ApertusForCausalLM, transformers.ApertusConfig, GROUPED),
     "Phi 3, gathered": (transformers.Phi3ForCausalLM, transformers.Phi3Config, GROUPED | {"pad_token_id": 0}),
     "OLMo 2, gathered": (transformers.Olmo2ForCausalLM, transformers.Olmo2Config, GROUPED),
     "GLM, gathered": (
@@ -46,6 +52,7 @@ MODELS = {
         GROUPED | {"head_dim": 8, "pad_token_id": 0},
     ),
 }
+FAST = ("Llama", "Qwen3", "Phi, norms of heads")
 BATCH, LENGTH, STEPS = 4, 9, 5
 
 
@@ -96,7 +103,7 @@ def divided(name, config):
 
 
 @pytest.mark.long_where(num_ranks=[4], stage=[1])
-@pytest.mark.long_where(name=[name for name in MODELS if name not in ("Llama", "Qwen3")])
+@pytest.mark.long_where(name=[name for name in MODELS if name not in FAST])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize("name", MODELS)

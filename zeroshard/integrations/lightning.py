@@ -48,6 +48,11 @@ class ZeroShardStrategy(DDPStrategy):
         super().__init__(**kwargs)
         self._config = Config.parse(config)
         refuse_pipeline(self._config, "the strategy of Lightning")
+        if self._config.mesh.tp > 1:
+            raise ValueError(
+                "mesh.tp: Lightning gives each process other data, but tensor-parallel ranks need the same "
+                "batch: expected mesh.tp=1 with the strategy, or a training loop of your own"
+            )
         self._loaded: Path | None = None
         self._has_failed = False
         """True after an exception on this rank: the others may not come to the end."""

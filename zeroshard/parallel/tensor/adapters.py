@@ -60,6 +60,7 @@ def through_adapters(model: nn.Module, plan: Plan, num_ranks: int, *, by_sequenc
         inside |= {name: Way.REPLICATE.value, f"{name}.base_layer": style}
         cut, other = ("lora_A", "lora_B") if style.way in BY_ROWS else ("lora_B", "lora_A")
         inside |= {f"{name}.{cut}.*": style, f"{name}.{other}.*": whole.value}
+        inside[f"{name}.*"] = Way.REPLICATE.value  # a pattern with * at its end fits the rest of the adapter
     return inside | {pattern: style for pattern, style in plan.items() if pattern not in inside}
 
 

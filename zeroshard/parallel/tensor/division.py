@@ -5,7 +5,7 @@ Nothing is changed and no rank is asked: a plan that does not fit a model is an 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -121,6 +121,7 @@ def plan_division(
         _refuse_experts(layers)
         check_coverage(model, plan)
         summed.update(_biases_of_rows(layers))
+    _refuse_ignored(model, specs, cuts, summed)
 
     def noted(o: Original) -> Original:
         return replace(o, cut=cuts.get(o.parameter), is_summed=o.parameter in summed)
@@ -206,6 +207,27 @@ def _refuse_whole_ties(model: nn.Module, layers: Sequence[Divided], cuts: Mappin
                 )
 
 
+def _refuse_ignored(
+    model: nn.Module,
+    specs: Sequence[UnitSpec],
+    cuts: Mapping[nn.Parameter, Cut],
+    summed: Collection[nn.Parameter],
+) -> None:
+    """Refuse ignored parameters of divided layers: they are not cut, and summands of gradients not added up.
+
+    With summands alone each rank would train other values, and nothing compares these.
+    """
+    owned = {original.parameter for spec in specs for original in spec.originals}
+    for name, parameter in model.named_parameters():
+        if parameter in owned:
+            continue
+        if parameter in cuts or (parameter in summed and parameter.requires_grad):
+            raise ValueError(
+                f"config key 'ignored': each tensor rank computes with a part of '{name}', or a summand of "
+                "its gradient; expected parameters of layers that mesh.tp and mesh.sequence do not divide"
+            )
+
+
 def _cuts(name: str, module: nn.Module, style: Style, num_ranks: int) -> Iterator[tuple[str, Cut]]:
     """The divided parameters of a layer by their name in it."""
     is_columns = style.way not in BY_ROWS
@@ -230,6 +252,11 @@ def _cuts(name: str, module: nn.Module, style: Style, num_ranks: int) -> Iterato
             f"transformers for '{style.way.value}'"
         )
     for attribute, dim in dims.items():
+        if attribute not in module._parameters:
+            raise ValueError(
+                f"tp_plan: '{name}' computes its {attribute} of other parameters, as after weight_norm; "
+                f"expected a parameter for '{style.way.value}'"
+            )
         parameter = module._parameters[attribute]
         if parameter is not None:
             where = f"{name}.{attribute}"

@@ -37,6 +37,13 @@ _OWN: dict[str, dict[str, str]] = {
 }
 """Plans for models of transformers that have none there, by `config.model_type`."""
 
+_BESIDE = {
+    "phi": {"*self_attn.[qk]_layernorm": "replicated_with_grad_allreduce"},
+    "apertus": {"*mlp.act_fn": "replicated_with_grad_allreduce"},
+}
+"""Entries that the plans of transformers lack, by `config.model_type`. A rank uses these layers for its own
+heads or hidden elements."""
+
 
 _PREFIX = "base_model.model."
 """The names of a model begin with it once peft has wrapped the model."""
@@ -47,8 +54,9 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
 
     A plan serves several variants of a model. The patterns that fit nothing in this one are left out.
     """
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    plan = getattr(model, "tp_plan", None) or _OWN.get(str(kind), {})
+    kind = str(getattr(getattr(model, "config", None), "model_type", None))
+    plan = getattr(model, "tp_plan", None) or _OWN.get(kind, {})
+    plan = {**plan, **_BESIDE.get(kind, {})} if plan else plan
     names = [name for name, _ in model.named_modules()]
     if any(name.startswith(_PREFIX) for name in names):
         plan = {_PREFIX + at: word for at, word in plan.items()}

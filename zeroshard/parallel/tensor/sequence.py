@@ -234,7 +234,7 @@ def check_coverage(model: nn.Module, patterns: Iterable[str]) -> None:
                 raise ValueError(
                     f"tp_plan: with 'sequence' each layer with parameters needs an entry, and '{full}' has "
                     "none: 'sequence' or 'sequence_parts' if it works on a part of the sequence, 'replicate' "
-                    "if on all of it"
+                    "if on all of it, 'replicated_with_grad_allreduce' if on some of the heads"
                 )
 
 
