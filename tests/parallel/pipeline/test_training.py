@@ -80,6 +80,14 @@ def test_eight_ranks_train_as_in_one_process(ranks, name, stage):
     compare(ranks(8, trained, name, stage, {"pp": 2, "tp": 2}, pipeline), name)
 
 
+RECOMPUTED = "0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1R0,1B0,1F1,1R1,1I1,1W1\n"
+
+
+def test_a_list_that_recomputes_the_last_chunk_too_counts_each_loss_once(ranks):
+    pipeline = {"schedule": RECOMPUTED, "num_microbatches": 2}
+    compare(ranks(2, trained, "tied llama", 3, {"pp": 2}, pipeline), "tied llama")
+
+
 def bits(name, schedules, stage):
     found = []
     for schedule in schedules:
