@@ -67,6 +67,15 @@ def test_recompute_shows_the_inputs_that_are_held_for_it(capsys):
     assert found["inputs for recompute, rank 3"] == ["4", "0"]
 
 
+def test_lists_with_several_steps_show_the_versions_of_weights(capsys, tmp_path):
+    own = tmp_path / "own.csv"
+    own.write_text("0F0,0F1,0B0,STEP,0F2,0B1,STEP,0B2,STEP\n1F0,1B0,STEP,1F1,1B1,STEP,1F2,1B2,STEP\n")
+    found = rows(shown(capsys, "--schedule", own))
+    assert found["versions of weights, rank 0"] == ["2"]
+    assert found["versions of weights, rank 1"] == ["1"]
+    assert "versions" not in shown(capsys, *named("1f1b"), *FOUR_EIGHT)
+
+
 def test_durations_are_those_of_a_rank_and_chunks_take_their_part(capsys):
     # 2 ranks, 1 micro-batch: the way there and back through all layers, and 2 transfers for each boundary.
     times = ("--forward", 3, "--backward", 5, "--transfer", 0.25)

@@ -10,7 +10,7 @@ from shutil import get_terminal_size
 from zeroshard.cli.gantt import WIDTH, Chart, draw_text, save_picture
 from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.held import count_activations
+from zeroshard.parallel.pipeline.held import count_activations, count_versions
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from zeroshard.parallel.pipeline.simulate import simulate
 from zeroshard.tables import LINE, render
@@ -121,19 +121,27 @@ def _table(charts: Sequence[Chart]) -> str:
         ("bubble share", *(f"{chart.timeline.bubble_share:.1%}" for chart in charts)),
         LINE,
     ]
-    rows += _by_rank("activations", charts, [each.per_rank for each in held])
+    rows += _by_rank("activations", _of_ranks(charts, [each.per_rank for each in held]))
     if any(action.kind is Kind.RECOMPUTE for chart in charts for _, action in chart.schedule):
-        rows += [LINE, *_by_rank("inputs for recompute", charts, [each.inputs_per_rank for each in held])]
+        inputs = _of_ranks(charts, [each.inputs_per_rank for each in held])
+        rows += [LINE, *_by_rank("inputs for recompute", inputs)]
+    versions = [count_versions(chart.schedule).per_rank for chart in charts]
+    if any(number > 1 for own in versions for number in own):
+        rows += [LINE, *_by_rank("versions of weights", versions)]
     return render("", ("", *(chart.name for chart in charts)), rows)
 
 
-def _by_rank(noun: str, charts: Sequence[Chart], counts: Sequence[tuple[int, ...]]) -> list[tuple[str, ...]]:
-    """Return a row for each pipeline rank, in micro-batches of all layers of the rank."""
-    rows = []
-    for rank in range(max(map(len, counts))):
-        cells = [
-            f"{own[rank] / len(chart.schedule.chunks[rank]):g}" if rank < len(own) else ""
-            for chart, own in zip(charts, counts, strict=True)
-        ]
-        rows.append((f"{noun}, rank {rank}", *cells))
-    return rows
+def _of_ranks(charts: Sequence[Chart], counts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+    """Return counts of micro-batches of chunks as micro-batches of all layers of a rank."""
+    return [
+        tuple(number / len(chunks) for number, chunks in zip(own, chart.schedule.chunks, strict=True))
+        for chart, own in zip(charts, counts, strict=True)
+    ]
+
+
+def _by_rank(noun: str, counts: Sequence[tuple[float, ...]]) -> list[tuple[str, ...]]:
+    """Return a row for each pipeline rank."""
+    return [
+        (f"{noun}, rank {rank}", *(f"{own[rank]:g}" if rank < len(own) else "" for own in counts))
+        for rank in range(max(map(len, counts)))
+    ]

@@ -197,8 +197,10 @@ def group(originals: Iterable[Original], dtypes: DtypePolicy) -> list[list[Origi
     for original in originals:
         parameter = original.parameter
         compute = dtypes.of(original).param_dtype
-        # Parameters of several pipeline ranks lie alone, so that their slices are the same on all of these.
-        key = (parameter.dtype, parameter.requires_grad, compute, original.is_summed, original.holders)
+        # A parameter of several pipeline ranks lies alone, so that its slices are the same on all of these:
+        # the order of modules, and their units, may differ.
+        shared = original.holders and original.fqn
+        key = (parameter.dtype, parameter.requires_grad, compute, original.is_summed, shared)
         groups.setdefault(key, []).append(original)
     return list(groups.values())
 

@@ -88,11 +88,11 @@ def start(name, config, make=sgd, seed=0):
     return zeroshard.initialize(build(name, seed), make, {"clip_grad_norm": 0.5, **config}).engine
 
 
-def train(engine, numbers):
+def train(engine, numbers, rows=BATCH):
     """Losses and gradient norms of steps; each rank takes its part of the batch."""
     losses, norms = [], []
     for number in numbers:
-        tokens = tokens_of(number).chunk(engine.dp_world_size)[engine.dp_rank]
+        tokens = tokens_of(number, rows).chunk(engine.dp_world_size)[engine.dp_rank]
         losses.append(engine.train_batch({"input_ids": tokens}, tokens).item())
         norms.append(engine.grad_norm.item())
     return losses, norms

@@ -45,7 +45,10 @@ class Inner(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied words, an argument that only the end needs, a parameter that nothing uses."""
+    """Two tied pairs, an argument that only the end needs, a parameter that nothing uses.
+
+    It has a parameter and buffers of its own, counts its forwards, and makes a tensor of numbers.
+    """
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -54,11 +57,17 @@ class Model(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
+        self.inner.layers[3].scale = self.inner.layers[0].scale  # on the last rank it comes before the head
         self.unused = nn.Linear(2, 2)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.register_buffer("places", torch.linspace(0, 1, LENGTH)[:, None])
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, tokens, mask):
-        x = self.dropout(self.inner(self.tanh(self.words(tokens))))
-        return self.head(self.tanh(x) * mask[..., None])
+        self.calls.add_(1)
+        x = self.dropout(self.inner(self.tanh(self.words(tokens) * self.gain + self.places)))
+        x = x * torch.tensor([0.5, 1.0], dtype=x.dtype).sum()
+        return self.head(self.tanh(x) * self.gain * mask[..., None])
 
 
 def build(dropout=0.0):
@@ -155,7 +164,8 @@ def test_a_traced_model_trains_as_in_one_process(ranks, case, stage):
             torch.testing.assert_close(value, want[name], rtol=0, atol=1e-9, msg=name)
     assert names == want.keys()
     whole = found[0][2]
-    assert want.keys() | {"inner.factor"} == whole.keys()
+    assert want.keys() | {"places", "calls", "inner.factor"} == whole.keys()
+    assert whole["calls"] == 4 * (STEPS + 1)  # micro-batches, whether they are recomputed or not
     for name, value in want.items():
         torch.testing.assert_close(whole[name], value, rtol=0, atol=1e-9, msg=name)
 

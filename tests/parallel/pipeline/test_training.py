@@ -80,26 +80,29 @@ def test_eight_ranks_train_as_in_one_process(ranks, name, stage):
     compare(ranks(8, trained, name, stage, {"pp": 2, "tp": 2}, pipeline), name)
 
 
-def bits(name, schedules, stage):
+RECOMPUTED = "0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1R0,1B0,1F1,1R1,1I1,1W1\n"
+
+
+def test_a_list_that_recomputes_the_last_chunk_too_counts_each_loss_once(ranks):
+    pipeline = {"schedule": RECOMPUTED, "num_microbatches": 2}
+    compare(ranks(2, trained, "tied llama", 3, {"pp": 2}, pipeline), "tied llama")
+
+
+def bits(name, schedules, options):
     found = []
     for schedule in schedules:
-        config = {
-            "stage": stage,
-            "mesh": {"pp": 2},
-            "pipeline": {"schedule": schedule, "num_microbatches": 4},
-        }
-        engine = start(name, config, adamw)
-        found.append((train(engine, range(3)), parameters_of(engine)))
+        pipeline = {"schedule": schedule, "num_microbatches": 4}
+        engine = start(name, {"mesh": {"pp": 2}, "pipeline": pipeline, **options}, adamw)
+        rows = 8 * engine.dp_world_size
+        found.append((train(engine, range(3), rows), parameters_of(engine)))
         engine.close(restore=False)
     return found
 
 
-@pytest.mark.parametrize(("name", "stage"), [("llama", 0), ("tied gpt", 3)])
-def test_all_synchronous_schedules_give_the_same_bits(ranks, name, stage):
+def compare_bits(ranks, num_ranks, name, schedules, options):
     """The parameters of a rank differ between schedules, since the chunks do; together they are the model."""
-    schedules = ["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "varuna"]
-    by_rank = ranks(2, bits, name, schedules, stage)
-    whole = [{}, {}, {}, {}, {}, {}]
+    by_rank = ranks(num_ranks, bits, name, schedules, options)
+    whole = [{} for _ in schedules]
     for runs in by_rank:
         for number, (numbers, state) in enumerate(runs):
             assert numbers == by_rank[0][0][0]
@@ -108,6 +111,22 @@ def test_all_synchronous_schedules_give_the_same_bits(ranks, name, stage):
         assert state.keys() == whole[0].keys()
         for parameter, value in state.items():
             assert torch.equal(value, whole[0][parameter]), parameter
+
+
+@pytest.mark.parametrize(("name", "stage"), [("llama", 0), ("tied gpt", 3)])
+def test_all_synchronous_schedules_give_the_same_bits(ranks, name, stage):
+    schedules = ["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "varuna"]
+    compare_bits(ranks, 2, name, schedules, {"stage": stage})
+
+
+@pytest.mark.long_where(num_ranks=[6])
+@pytest.mark.parametrize(
+    ("num_ranks", "precision"), [(2, {"main_dtype": "bf16"}), (6, {"reduce_dtype": "bf16"})]
+)
+def test_gradients_of_tied_parameters_are_rounded_alike_on_one_rank_and_on_two(ranks, num_ranks, precision):
+    """ZBV has both on one rank. A third of a sum is scaled before it is rounded."""
+    options = {"stage": 1, "precision": {"param_dtype": "bf16", **precision}}
+    compare_bits(ranks, num_ranks, "tied llama", ["1f1b", "zbv"], options)
 
 
 # ----------------------------------------------------------------------------------------- evaluation

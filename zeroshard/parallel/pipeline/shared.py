@@ -12,6 +12,7 @@ after those of the first one. So the sums are the same, to the bit, as if the tw
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class _Aside:
         self._first, *self._later = chunks
         self._sums: dict[int, dict[int, Tensor]] = {}
         """By chunk and index of the parameter."""
+        self._summed: set[int] = set()
+        """The chunks whose sums have several summands."""
         gradients.set_aside = self._take
 
     def _take(self, index: int, gradient: Tensor) -> bool:
@@ -51,30 +54,46 @@ class _Aside:
         sums = self._sums.setdefault(self._shared.chunk, {})
         if index in sums:
             sums[index].add_(gradient)
+            self._summed.add(self._shared.chunk)
         else:
             sums[index] = gradient.to(self._gradients.buffer.plan.wide_dtype)
         return True
 
     def drop(self) -> None:
         """Forget the sums."""
-        self._sums = {}
+        self._sums, self._summed = {}, set()
 
     def deliver(self) -> None:
         """Add the sums to `p.grad`, chunk by chunk; collective."""
         gradients, sums, num = self._gradients, self._sums, len(self._gradients.used)
-        self._sums = {}
+        summed = self._summed
+        self.drop()
         own = [index in sums.get(chunk, {}) for chunk in self._later for index in range(num)]
         used = self._everyone.any(own, "agreement on parameters that several chunks use")()
         gradients.set_aside = None
         for place, chunk in enumerate(self._later):
             if any(used_here := used[place * num : (place + 1) * num]):
-                gradients.begin(more=False)
-                for index, total in sums.get(chunk, {}).items():
-                    gradients.pack(index, total, defer=False)
-                gradients.start_reduce()
-                gradients.complete()
-                gradients.deliver(used_here)
+                with self._apart():
+                    gradients.begin(more=False)
+                    for index, total in sums.get(chunk, {}).items():
+                        gradients.pack(index, total, defer=chunk in summed)  # scaled, then rounded
+                    gradients.start_reduce()
+                    gradients.complete()
+                    gradients.deliver(used_here)
         gradients.set_aside = self._take
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Reduce into a `p.grad` of its own, with its rounding, and add that to the one there is."""
+        parameters = self._gradients.buffer.sharded
+        before = [gradient_of(parameter) for parameter in parameters]
+        for parameter in parameters:
+            set_gradient(parameter, None)
+        yield
+        for parameter, earlier in zip(parameters, before, strict=True):
+            if earlier is not None:
+                own = gradient_of(parameter)
+                set_gradient(parameter, earlier if own is None else earlier.add_(own))
 
 
 class Shared:

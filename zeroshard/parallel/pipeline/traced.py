@@ -268,9 +268,9 @@ class TracedModel(nn.Module):
         originals = dict(given.model.named_modules(remove_duplicate=False))
         for chunk in sorted(self._own):
             for name, module in given.stages[chunk].graph.named_modules():
-                if name and name in originals:
+                if name in originals:
                     self._share(name, module, originals[name])
-                    if given.users.get(name) == {chunk}:
+                    if name and given.users.get(name) == {chunk}:
                         kind = type(originals[name])
                         if type(module).__name__ != kind.__name__:  # units are chosen by names of classes
                             base = type(module)
@@ -282,6 +282,8 @@ class TracedModel(nn.Module):
                 self._place(name, computing.get(name), original)
 
     def _share(self, name: str, module: nn.Module, original: nn.Module) -> None:
+        constants = {k: v for k, v in module._buffers.items() if k not in original._buffers}
+        vars(module).update(constants)  # of the trace, such as a tensor that the forward makes of numbers
         vars(module)["_parameters"], vars(module)["_buffers"] = original._parameters, original._buffers
         for key in original._non_persistent_buffers_set:
             module._non_persistent_buffers_set.add(key)

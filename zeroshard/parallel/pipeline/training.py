@@ -160,14 +160,14 @@ class Pipelined:
     def forward(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute a chunk; see `Chunks`."""
         assert self._action is not None, "it was entered"
-        again = self._buffers_kept(chunk) if self._action.kind is Kind.RECOMPUTE else nullcontext()
+        again = self._buffers_kept() if self._action.kind is Kind.RECOMPUTE else nullcontext()
         with self._runtime.part((chunk, microbatch), self._units[chunk]), again:
             return self._compute(chunk, microbatch, inputs)
 
     @contextmanager
-    def _buffers_kept(self, chunk: int) -> Iterator[None]:
+    def _buffers_kept(self) -> Iterator[None]:
         """Give buffers the values back that they had: the first forward has changed them already."""
-        buffers = [b for module in self._part.chunked.modules_of(chunk) for b in module.buffers()]
+        buffers = list(self._part.chunked.model.buffers())  # some are in no module of the chunk
         before = [buffer.clone() for buffer in buffers]
         yield
         for buffer, values in zip(buffers, before, strict=True):
@@ -189,7 +189,9 @@ class Pipelined:
         loss = loss_of(last, self._loss_fn, self._named(piece), target)
         if torch.is_grad_enabled() and self._part.is_trained:
             check_loss(loss)
-        self._losses.append(loss.detach().float())
+        assert self._action is not None, "it was entered"
+        if self._action.kind is Kind.FORWARD:  # a recomputation makes the same loss again
+            self._losses.append(loss.detach().float())
         return [loss * self._factor]
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
