@@ -72,6 +72,8 @@ class Gradients:
             more: True if a later backward is to add to the gradients of this one.
             leave: True to leave it to autograd to add them up, where it computes the same sums.
         """
+        if self.left_to_autograd:  # it goes on adding to those of the last backward
+            return
         self.is_kept, self.is_early = more and self._is_narrow, False
         sharded = self.buffer.sharded
         self._sums = [None] * len(sharded) if self.is_kept else list(map(gradient_of, sharded))
@@ -139,7 +141,7 @@ class Gradients:
         Args:
             used: for each parameter, True if any rank has used it; the others keep their `p.grad`.
         """
-        if not self.is_kept:
+        if not (self.is_kept or self.left_to_autograd):
             self._detach(used)()
 
     def _detach(self, used: Sequence[bool]) -> Callable[[], None]:

@@ -7,6 +7,8 @@ backward depends on these calls. The root's forward goes the way of all units, s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from zeroshard.comm.watch.status import RankStatus
 from zeroshard.internals.autograd import is_in_backward, is_transformed, outside_transforms
 from zeroshard.parameters.state import ModuleState, Phase
@@ -30,6 +32,27 @@ class LocalForwards:
 
     def __init__(self, root: Unit, state: ModuleState, here: RankStatus, held: Lease[Unit]) -> None:
         self._root, self._state, self._here, self._held = root, state, here, held
+        self._shown: tuple[Unit, ...] = ()
+        """The units whose parameters are shown between forwards, too."""
+
+    @property
+    def shows_all(self) -> bool:
+        """True while the parameters of all units are shown, in forwards and between them."""
+        return bool(self._shown)
+
+    def show(self, units: Iterable[Unit]) -> None:
+        """Show the parameters of all units until `hide`."""
+        self._shown = tuple(units)
+        for unit in self._shown:
+            unit.wait()
+            unit.slots.install()
+
+    def hide(self) -> None:
+        """Show sharded parameters between forwards again."""
+        shown, self._shown = self._shown, ()
+        for unit in shown:
+            unit.edits.keep()
+            unit.slots.uninstall()
 
     def begin(self, unit: Unit) -> None:
         """Show the parameters of a unit.
@@ -37,6 +60,8 @@ class LocalForwards:
         Raises:
             RuntimeError: a tracer records operations, or the steps of optimizers are under way.
         """
+        if self._shown:
+            return
         if self._state.phase is not _FORWARD:
             refuse_tracers()
             self._state.refuse_between_steps()
@@ -50,6 +75,8 @@ class LocalForwards:
 
     def end(self, unit: Unit) -> None:
         """Keep the edits of a forward, also after an exception, and show the sharded parameters again."""
+        if self._shown:
+            return
         if unit.num_open:  # a hook before ours may have failed
             unit.num_open -= 1
         if is_transformed():

@@ -297,7 +297,7 @@ class Passes(ShardedModule):
             member.begin_backward(task)
         self.reducer.begin(accumulates, leave=self.is_local)
         agree_on_frozen(self.units[1:], self.context.axes.everyone)
-        if self.is_local:
+        if self.is_local and not self.local.shows_all:
             for unit in self.units:
                 unit.slots.install()
         self._backward = at_end_of_backward(self._end_backward)
@@ -389,6 +389,8 @@ class Passes(ShardedModule):
         self.leases.end_forward()
         for lease in (self.leases.graph, self.leases.opaque, self._walk.lease):
             lease.end()
+        if self.local.shows_all:
+            return
         for unit in self.units:
             unit.slots.uninstall()
             if unit.is_resident:

@@ -72,6 +72,8 @@ class Reducer:
         """True if backward adds gradients up locally and sends nothing."""
         self._has_more = False
         """True if a later backward adds to the gradients of this one."""
+        self.leaves_over = False
+        """True if gradients that are left to autograd stay there until a backward to which none adds."""
         self._asked, self._announced = Meaning(), Meaning()
         """Set around a backward by `deferring`, and inside one by `announce`."""
         self.is_half = any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers)
@@ -269,14 +271,21 @@ class Reducer:
         Raises:
             RuntimeError: one is sparse.
         """
-        for gradients in self._all:
-            gradients.take()
+        if not self._leaves_now:
+            for gradients in self._all:
+                gradients.take()
+
+    @property
+    def _leaves_now(self) -> bool:
+        return self.leaves_over and self._has_more
 
     def end(self) -> None:
         """End a backward: start the reductions that are left and deliver, or keep the sums."""
         if not self.accumulates:
             return
         self.pace.num_backwards += 1
+        if self._leaves_now and all(gradients.left_to_autograd for gradients in self._all):
+            return
         if self.is_deferring:
             self._state.has_sums = True
             for gradients in self._all:

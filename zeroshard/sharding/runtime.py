@@ -103,6 +103,31 @@ class Runtime(Passes):
         finally:
             self._calls.name = self.order.scope = None
 
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Run the micro-batches of a batch; no code of the user runs between them.
+
+        Where nothing is exchanged, autograd goes on adding up gradients from one backward to the next.
+        """
+        self.reducer.leaves_over = self.is_local and self.context.axes.everyone.size == 1
+        try:
+            yield
+        finally:
+            self.reducer.leaves_over = False
+            self.local.hide()
+            for unit in self.units:
+                if any(gradients.left_to_autograd for gradients in unit.gradients):  # the batch has failed
+                    unit.drop_gradients()
+            self.end_parts()
+
+    def show_all(self) -> None:
+        """Show the parameters of all units to the end of the batch, where they all lie on this rank.
+
+        The first micro-batch runs without it: a parameter that is used outside the forward of its unit fails.
+        """
+        if self.is_local and not self.local.shows_all:
+            self.local.show(self.units)
+
     def forget_part(self, name: Hashable) -> None:
         """Forget a forward with a name: no backward comes to it any more."""
         self._calls.forget(name)

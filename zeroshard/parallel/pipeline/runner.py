@@ -62,6 +62,42 @@ class Chunks(Protocol):
         """Note the action that begins, for messages about a rank that is lost."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leg:
+    """A message as this rank has it. One object in all batches, so it is a quick key."""
+
+    transfer: Transfer
+    label: str
+    """Its name in error messages."""
+    place: tuple[int, int]
+    """The chunk and the micro-batch of its tensors here, among activations or gradients."""
+
+    @staticmethod
+    def received(transfer: Transfer) -> _Leg:
+        """A message to this rank: its tensors are kept for their user."""
+        return _Leg(transfer, str(transfer), _place(transfer.user))
+
+    @staticmethod
+    def sent(transfer: Transfer) -> _Leg:
+        """A message from this rank: its tensors are those of the chunk that gets them."""
+        chunk, microbatch = _place(transfer.action)
+        return _Leg(transfer, str(transfer), (chunk + (1 if transfer.is_activation else -1), microbatch))
+
+
+class _Planned(NamedTuple):
+    """An action with its messages."""
+
+    action: Action
+    receives: tuple[_Leg, ...]
+    sends: tuple[_Leg, ...]
+
+    @staticmethod
+    def of(exchange: Exchange) -> _Planned:
+        """Prepare an exchange, so that a batch need not."""
+        receives, sends = map(_Leg.received, exchange.receives), map(_Leg.sent, exchange.sends)
+        return _Planned(exchange.action, tuple(receives), tuple(sends))
+
+
 class _Call(NamedTuple):
     """A forward whose backward will come."""
 
@@ -85,7 +121,7 @@ class _Batch:
     """The gradients of outputs that have arrived."""
     waiting: dict[tuple[int, int], Waiting] = field(default_factory=dict)
     """The weight gradients of calls whose backward comes in two halves."""
-    receipts: dict[Transfer, Receipt] = field(default_factory=dict)
+    receipts: dict[_Leg, Receipt] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -99,7 +135,7 @@ class Runner:
     """
 
     def __init__(self, schedule: Schedule, messages: Messages, chunks: Chunks) -> None:
-        self._exchanges = plan_exchanges(schedule)[messages.rank]
+        self._steps = [_Planned.of(exchange) for exchange in plan_exchanges(schedule)[messages.rank]]
         self._chunks, self._messages = chunks, messages
         messages.most_sends = max(messages.most_sends, room_for_sends(schedule))
         self._last_chunk = schedule.num_chunks - 1
@@ -108,7 +144,7 @@ class Runner:
         self._halved = {(a.chunk, a.microbatch) for a in actions if a.kind is Kind.INPUT_GRADIENT}
         ends = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
         self._ends = {action.chunk: action for action in actions if action.kind in ends}
-        self._forms: dict[Any, dict[Transfer, Forms]] = {}
+        self._forms: dict[Any, dict[_Leg, Forms]] = {}
         """The forms of messages, by the shapes of the batch."""
         self._batch = _Batch()
         self._run: dict[Kind, Callable[[Action], None]] = {
@@ -134,17 +170,16 @@ class Runner:
         """
         self._batch = _Batch()
         known = self._forms.get(shapes)
-        found: dict[Transfer, Forms] = {}
-        posting = _Posting(self._exchanges, self._batch, self._messages, known)
-        for number, exchange in enumerate(self._exchanges):
+        found: dict[_Leg, Forms] = {}
+        posting = _Posting(self._steps, self._batch, self._messages, known)
+        for number, (action, receives, sends) in enumerate(self._steps):
             posting.post(number)
-            self._chunks.enter(exchange.action)
-            for transfer in exchange.receives:
-                self._take(transfer, found)
-            run = self._run.get(exchange.action.kind, self._chunks.act)
-            run(exchange.action)
-            for transfer in exchange.sends:
-                self._send(transfer, known, found)
+            self._chunks.enter(action)
+            for leg in receives:
+                self._take(leg, found)
+            self._run.get(action.kind, self._chunks.act)(action)
+            for leg in sends:
+                self._send(leg, known, found)
         self._messages.finish()
         self._forms[shapes] = found
         while len(self._forms) > _MOST_FORMS:
@@ -153,38 +188,28 @@ class Runner:
 
     # -- messages -------------------------------------------------------------------------------------
 
-    def _take(self, transfer: Transfer, found: dict[Transfer, Forms]) -> None:
-        receipt = self._batch.receipts.pop(transfer)
+    def _take(self, leg: _Leg, found: dict[_Leg, Forms]) -> None:
+        receipt = self._batch.receipts.pop(leg)
         tensors = receipt.wait()
         assert receipt.forms is not None, "the message has arrived"
-        found[transfer] = receipt.forms
-        user = transfer.user
-        assert user.chunk is not None
-        assert user.microbatch is not None
-        if transfer.is_activation:
+        found[leg] = receipt.forms
+        if leg.transfer.is_activation:
             leaves = zip(tensors, receipt.forms, strict=True)
             arrived = tuple(tensor.requires_grad_(form.requires_grad) for tensor, form in leaves)
-            self._batch.activations[user.chunk, user.microbatch] = arrived
+            self._batch.activations[leg.place] = arrived
         else:
-            self._batch.gradients[user.chunk, user.microbatch] = tuple(tensors)
+            self._batch.gradients[leg.place] = tuple(tensors)
 
-    def _send(
-        self, transfer: Transfer, known: dict[Transfer, Forms] | None, found: dict[Transfer, Forms]
-    ) -> None:
-        chunk, microbatch = transfer.action.chunk, transfer.action.microbatch
-        assert chunk is not None
-        assert microbatch is not None
-        if transfer.is_activation:
-            tensors = self._batch.activations.pop((chunk + 1, microbatch))
-        else:
-            tensors = self._batch.gradients.pop((chunk - 1, microbatch))
-        forms = found[transfer] = tuple(map(Form.of, tensors))
-        if known is not None and known[transfer] != forms:
+    def _send(self, leg: _Leg, known: dict[_Leg, Forms] | None, found: dict[_Leg, Forms]) -> None:
+        is_activation = leg.transfer.is_activation
+        tensors = (self._batch.activations if is_activation else self._batch.gradients).pop(leg.place)
+        forms = found[leg] = tuple(map(Form.of, tensors))
+        if known is not None and known[leg] != forms:
             raise RuntimeError(
-                f"the {transfer} has {list(forms)}, and had {list(known[transfer])} for a batch of the same "
+                f"the {leg.label} has {list(forms)}, and had {list(known[leg])} for a batch of the same "
                 "shapes: expected the shapes of activations to follow from those of the inputs"
             )
-        self._messages.send(tensors, transfer.target, str(transfer), with_forms=known is None)
+        self._messages.send(tensors, leg.transfer.target, leg.label, with_forms=known is None)
 
     # -- actions --------------------------------------------------------------------------------------
 
@@ -284,7 +309,7 @@ class _Posting:
     """Posts receives ahead of their actions, in the order of the senders.
 
     Args:
-        exchanges: the actions of this rank.
+        steps: the actions of this rank.
         batch: gets the receipts.
         messages: the messages of this rank.
         known: the forms of all messages, if they are known.
@@ -292,24 +317,23 @@ class _Posting:
 
     def __init__(
         self,
-        exchanges: Sequence[Exchange],
+        steps: Sequence[_Planned],
         batch: _Batch,
         messages: Messages,
-        known: dict[Transfer, Forms] | None,
+        known: dict[_Leg, Forms] | None,
     ) -> None:
         self._batch, self._messages, self._known = batch, messages, known
-        self._left = [(number, transfer) for number, one in enumerate(exchanges) for transfer in one.receives]
+        self._left = [(number, leg) for number, step in enumerate(steps) for leg in step.receives]
         self._left.reverse()
 
     def post(self, number: int) -> None:
         """Post the receives of an action, and some of later ones."""
         ahead = _AHEAD
         while self._left and (self._left[-1][0] <= number or ahead):
-            place, transfer = self._left.pop()
+            place, leg = self._left.pop()
             ahead -= place > number
-            forms = None if self._known is None else self._known[transfer]
-            receipt = self._messages.expect(transfer.source, str(transfer), forms)
-            self._batch.receipts[transfer] = receipt
+            forms = None if self._known is None else self._known[leg]
+            self._batch.receipts[leg] = self._messages.expect(leg.transfer.source, leg.label, forms)
 
 
 def _place(action: Action) -> tuple[int, int]:

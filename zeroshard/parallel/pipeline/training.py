@@ -61,7 +61,10 @@ class Pipelined:
         """By number of micro-batches; with backwards or without."""
         self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunked.chunks}
         self._signature = part.chunked.signature
-        self._batch: list[tuple[Any, Any]] = []
+        self._batch: list[tuple[Mapping[str, Any], Any]] = []
+        """The arguments and the targets of each micro-batch."""
+        self._called: set[int] = set()
+        """The chunks that have had a forward in this batch."""
         self._factor = 1.0
         self._losses: list[Tensor] = []
         self._action: Action | None = None
@@ -105,19 +108,18 @@ class Pipelined:
         runner = self._runner(num, has_backward)
         device, what = self._runtime.context.device, "pipeline.num_microbatches"
         pieces = zip(split_batch(inputs, num, what), split_batch(targets, num, what), strict=True)
-        self._batch = [(to_device(piece, device), to_device(target, device)) for piece, target in pieces]
-        shapes = _shapes(self._batch)
-        self._compare(shapes)
-        for piece, _ in (self._batch[0], self._batch[-1]):  # the last one may be short
-            self._part.chunked.check(self._named(piece))
+        batch = [(to_device(piece, device), to_device(target, device)) for piece, target in pieces]
+        shapes = _shapes(batch)
+        self._compare(batch, shapes)
+        self._batch = [(self._named(piece), target) for piece, target in batch]
+        self._part.chunked.check(self._batch[0][0])  # all micro-batches have the same arguments
         shapes = self._num_changes, shapes
         self._losses = []
         try:
-            with own_numbers(device, self._messages.rank):
+            with own_numbers(device, self._messages.rank), self._runtime.batch():
                 runner.run(shapes)
         finally:
-            self._batch, self._runtime.here.action = [], ""
-            self._runtime.end_parts()
+            self._batch, self._runtime.here.action, self._called = [], "", set()
         total = torch.zeros((), dtype=torch.float32, device=device)
         for loss in self._losses:
             total += loss
@@ -132,7 +134,7 @@ class Pipelined:
             self._runners[num, has_backward] = Runner(schedule, self._messages, self)
         return self._runners[num, has_backward]
 
-    def _compare(self, shapes: Any) -> None:
+    def _compare(self, batch: Any, shapes: Any) -> None:
         """Compare the batch with that of the other pipeline ranks: its shapes, and now and then its values.
 
         Raises:
@@ -141,9 +143,9 @@ class Pipelined:
         self._num_batches += 1
         value = crc32(repr(shapes).encode())
         if not self._num_batches & (self._num_batches - 1):  # 1, 2, 4, 8, ...
-            value = _checksum(self._batch, value)
+            value = _checksum(batch, value)
         bits = [bool(value >> bit & 1) for bit in range(_NUM_BITS)]
-        trained = tuple(p.requires_grad for p in self._runtime.parameters), _trained_in(self._batch)
+        trained = tuple(p.requires_grad for p in self._runtime.parameters), _trained_in(batch)
         has_changed, self._trained = self._trained not in (None, trained), trained
         flags = [*bits, *(not bit for bit in bits), has_changed]
         *found, any_has_changed = self._axes.pp.any(flags, "comparison of the batches of a pipeline")()
@@ -162,7 +164,11 @@ class Pipelined:
         assert self._action is not None, "it was entered"
         again = self._buffers_kept() if self._action.kind is Kind.RECOMPUTE else nullcontext()
         with self._runtime.part((chunk, microbatch), self._units[chunk]), again:
-            return self._compute(chunk, microbatch, inputs)
+            outputs = self._compute(chunk, microbatch, inputs)
+        self._called.add(chunk)
+        if len(self._called) == len(self._units):
+            self._runtime.show_all()
+        return outputs
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
@@ -176,7 +182,7 @@ class Pipelined:
     def _compute(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         piece, target = self._batch[microbatch]
         if chunk < self._part.num_chunks - 1:
-            outputs: Sequence[Any] = self._part.chunked(chunk, inputs, self._named(piece))
+            outputs: Sequence[Any] = self._part.chunked(chunk, inputs, piece)
             for output in outputs:
                 if not isinstance(output, Tensor):
                     got = type(output).__name__
@@ -186,7 +192,7 @@ class Pipelined:
         def last(**kwargs: Any) -> Any:
             return self._part.chunked(chunk, inputs, kwargs)
 
-        loss = loss_of(last, self._loss_fn, self._named(piece), target)
+        loss = loss_of(last, self._loss_fn, piece, target)
         if torch.is_grad_enabled() and self._part.is_trained:
             check_loss(loss)
         assert self._action is not None, "it was entered"

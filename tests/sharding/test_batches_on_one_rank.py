@@ -1,0 +1,167 @@
+"""The micro-batches of a batch on one rank: gradients stay with autograd, and parameters stay shown.
+
+The sums are those of plain PyTorch, from the same additions in the same order, so they are equal to the bit.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.distributed.training import STAGES
+from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import ShardedParameter
+
+NUM = 4
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.fails = nn.Linear(6, 6), nn.LayerNorm(6), False
+
+    def forward(self, x):
+        if self.fails:
+            raise LookupError("a forward that fails")
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def loss_of(model, number):
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(number))
+    return model(x).square().mean()
+
+
+def shown(engine):
+    """The names of parameters that modules show as they are for computing."""
+    return [name for name, p in engine.module.named_parameters() if not isinstance(p, ShardedParameter)]
+
+
+def start(stage):
+    engine = zeroshard.initialize(Net(), torch.optim.AdamW, {"stage": stage, "units": ["Layer"]}).engine
+    return engine, engine._runtime
+
+
+def run(engine, runtime, numbers):
+    """Run micro-batches as a pipeline does."""
+    for number in numbers:
+        loss = loss_of(engine.module, number)
+        runtime.show_all()
+        with runtime.reducer.deferring(number < NUM - 1):
+            loss.backward()
+        yield number
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_gradients_of_a_batch_are_those_of_plain_pytorch(stage):
+    plain = Net()
+    for number in range(NUM):
+        loss_of(plain, number).backward()
+    engine, runtime = start(stage)
+    with runtime.batch():
+        for number in run(engine, runtime, range(NUM)):
+            delivered = [gradient_of(p) is not None for p in runtime.parameters]
+            assert delivered == [number == NUM - 1] * len(delivered)
+    for (name, ours), theirs in zip(engine.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad.flatten()), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_are_shown_from_the_first_forward_to_the_end_of_the_batch(stage):
+    engine, runtime = start(stage)
+    with runtime.batch():
+        assert not shown(engine)
+        loss_of(engine.module, 0)
+        assert not shown(engine)
+        runtime.show_all()
+        assert len(shown(engine)) == len(list(engine.parameters()))
+    assert not shown(engine)
+
+
+def test_a_batch_that_fails_leaves_no_gradient_and_shows_sharded_parameters():
+    engine, runtime = start(3)
+
+    def failing():
+        with runtime.batch():
+            for number in run(engine, runtime, range(NUM)):
+                engine.module.layers[1].fails = number == 1
+
+    with pytest.raises(LookupError):
+        failing()
+    engine.module.layers[1].fails = False
+    assert not shown(engine)
+    assert not runtime.has_gradients
+    plain = Net()
+    loss_of(plain, 7).backward()
+    engine.backward(loss_of(engine, 7))
+    for ours, theirs in zip(engine.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad.flatten())
+
+
+def test_a_backward_that_fails_in_a_batch_leaves_no_gradient():
+    def fail(gradient):
+        raise LookupError("a backward that fails")
+
+    def watch(module, args, output):
+        output.register_hook(fail)
+
+    engine, runtime = start(3)
+
+    def failing():
+        with runtime.batch():
+            for number in run(engine, runtime, range(NUM)):
+                if number == 1:
+                    engine.module.layers[1].register_forward_hook(watch)
+
+    with pytest.raises(LookupError):
+        failing()
+    assert not runtime.has_gradients
+    assert not shown(engine)
+
+
+def test_edits_of_a_forward_are_kept():
+    class Edited(Layer):
+        def forward(self, x):
+            with torch.no_grad():
+                self.linear.weight.mul_(0.5)
+            return super().forward(x)
+
+    model = nn.Sequential(Edited(), Layer())
+    before = model[0].linear.weight.detach().clone()
+    config = {"stage": 0, "units": ["Layer"], "precision": "bf16"}
+    engine = zeroshard.initialize(model, torch.optim.AdamW, config).engine
+    runtime = engine._runtime
+    with runtime.batch(), torch.no_grad():
+        for _ in range(3):
+            engine.module(torch.ones(2, 6))
+            runtime.show_all()
+    assert torch.equal(engine.full_state_dict()["0.linear.weight"], before.bfloat16().float() / 8)
+
+
+def test_a_parameter_outside_the_forward_of_its_unit_fails_in_the_first_micro_batch():
+    class Borrower(Layer):
+        def forward(self, x):
+            return super().forward(x) @ self.lender[0].linear.weight
+
+    class Borrowing(Net):
+        def __init__(self):
+            super().__init__()
+            self.layers[2] = Borrower()
+            self.layers[2].lender = [self.layers[0]]
+
+    engine = zeroshard.initialize(Borrowing(), torch.optim.AdamW, {"stage": 0, "units": ["Layer"]}).engine
+    runtime = engine._runtime
+    with pytest.raises(RuntimeError, match="outside the forward of its unit"), runtime.batch():
+        list(run(engine, runtime, range(NUM)))
