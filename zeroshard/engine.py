@@ -242,6 +242,9 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         self._runtime.reducer.pace.drop(self._micro_step, self._num_micro_batches)
         self._micro_step = 0
         self._runtime.drop_deferred()
+        if set_to_none and type(self.module).zero_grad is nn.Module.zero_grad:
+            self._runtime.clear_gradients((*self._runtime.parameters, *self._runtime.ignored))
+            return
         with past_guards():  # its guards take longer than the rest
             type(self.module).zero_grad(self.module, set_to_none)
 

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from zeroshard.comm.streams import mark_here
 from zeroshard.comm.watch.ledger import REDUCE, STEP
 from zeroshard.internals.autograd import is_in_backward
+from zeroshard.parameters.gradient import gradient_of, set_gradients
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Phase
 from zeroshard.plan.tiers import Tier
@@ -155,6 +157,21 @@ class Runtime(Passes):
         self._recover()
         self._drop_graphs()
         self.reducer.drop_deferred()
+
+    def clear_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Set `p.grad` to None. torch's `zero_grad` takes several times as long: it reads each one first.
+
+        Args:
+            parameters: sharded parameters, and perhaps ignored ones.
+        """
+        self.state.show_gradients()
+        cleared: list[tuple[ShardedParameter, None]] = []
+        for parameter in parameters:
+            if not isinstance(parameter, ShardedParameter):
+                parameter.grad = None
+            elif gradient_of(parameter) is not None:
+                cleared.append((parameter, None))
+        set_gradients(cleared)
 
     def settle(self) -> None:
         """Wait for every exchange and copy under way, and clean up after an exception.

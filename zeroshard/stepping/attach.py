@@ -22,9 +22,8 @@ from weakref import WeakMethod, WeakSet
 from torch import nn
 from torch.optim import Optimizer
 
-from zeroshard.parameters.gradient import gradient_of, set_gradients
 from zeroshard.parameters.saved import SavedOptimizer
-from zeroshard.parameters.sharded import ShardedParameter, only_sharded
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import refuse_to_drop
 from zeroshard.plan import pieces
 from zeroshard.plan import tiers as plan_tiers
@@ -185,7 +184,7 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _Together, engine: J
             refuse_to_drop(runtime.state)
             runtime.drop_deferred()
             if set_to_none and type(optimizer).zero_grad is Optimizer.zero_grad:
-                _drop_gradients(runtime, optimizer)
+                runtime.clear_gradients(p for group in optimizer.param_groups for p in group["params"])
                 return
         zero_grad(set_to_none)
 
@@ -196,15 +195,6 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _Together, engine: J
     optimizer.register_step_post_hook(after)
     optimizer.register_state_dict_post_hook(mark)
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]
-
-
-def _drop_gradients(runtime: Runtime, optimizer: Optimizer) -> None:
-    """Do what torch's `zero_grad` does; that takes several times as long, as it asks each parameter twice."""
-    runtime.state.show_gradients()
-    for group in optimizer.param_groups:
-        set_gradients((p, None) for p in only_sharded(group["params"]) if gradient_of(p) is not None)
-    for parameter in runtime.ignored:  # some may be in a group
-        parameter.grad = None
 
 
 def _check_sharded(optimizer: Optimizer, model: nn.Module, ignored: Mapping[nn.Parameter, str]) -> None:
