@@ -282,10 +282,9 @@ def cached():
     )
     engine, _ = start(LlamaForCausalLM(config), "SGD", recompute="unit")
     ids = torch.zeros(1, 4, dtype=torch.long)
-    try:
+    with pytest.raises(ValueError, match="twice") as refused:
         engine(ids, labels=ids, use_cache=True)
-    except ValueError as error:
-        message = str(error)
+    message = str(refused.value)
     engine(ids, labels=ids, use_cache=False).loss.backward()
     return message
 

@@ -17,7 +17,13 @@ from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.unit import Unit
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""The names of the cache in attention layers of transformers; their forward adds to it."""
+"""The names of the cache in attention layers of transformers; their forward adds to it.
+
+Since transformers 5.24 its name is `cache`. Other models may have a harmless argument of this name, so the
+classes of transformers tell.
+"""
+
+_CACHE_MODULE = "transformers.cache_utils"
 
 Copies = list[tuple[nn.Module, dict[str, torch.Tensor]]]
 """Modules with copies of their buffers."""
@@ -84,8 +90,8 @@ def _checkpointed(module: nn.Module) -> Callable[..., Any]:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or is_transformed():  # no unit is shown in a transform's backward
             return forward(*args, **kwargs)
-        for cache in _CACHES:
-            if kwargs.get(cache) is not None:
+        for cache, value in kwargs.items():
+            if _is_cache(cache, value):
                 raise ValueError(
                     f"recompute='unit' runs the forward of {name} twice and would fill its {cache!r} twice: "
                     "set use_cache=False in the model's config for training. Prefix tuning needs the "
@@ -100,6 +106,13 @@ def _checkpointed(module: nn.Module) -> Callable[..., Any]:
         return checkpoint(once, *inputs, use_reentrant=False, context_fn=contexts)
 
     return recomputed
+
+
+def _is_cache(name: str, value: Any) -> bool:
+    """True for an argument to which the forward of an attention layer adds."""
+    if value is None:
+        return False
+    return name in _CACHES or any(base.__module__ == _CACHE_MODULE for base in type(value).__mro__)
 
 
 def _each_once(
