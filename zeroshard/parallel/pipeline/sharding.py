@@ -10,7 +10,7 @@ backward after its recompute, finds the chunk still unsharded. In both, gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Literal
 
@@ -40,6 +40,21 @@ def with_sharding(schedule: Schedule, unshard: Unshard = "batch") -> Schedule:
         spans = _whole_batch(actions) if unshard == "batch" else _microbatches(actions)
         lists.append([*_reduced(list(spans)), _STEP])
     return Schedule(schedule.placement, schedule.num_microbatches, frozen(lists))
+
+
+def reduced_apart(actions: Sequence[Action]) -> frozenset[int]:
+    """Return the chunks whose last reduce does not follow their last backward at once: others compute first.
+
+    Args:
+        actions: the list of a pipeline rank.
+    """
+    ends = {action.chunk: index for index, action in enumerate(actions) if action.kind in END_BACKWARD}
+    reduces = {action.chunk: index for index, action in enumerate(actions) if action.kind is Kind.REDUCE}
+    return frozenset(
+        chunk
+        for chunk, end in ends.items()
+        if chunk is not None and any(action.is_compute for action in actions[end + 1 : reduces.get(chunk, 0)])
+    )
 
 
 def _whole_batch(actions: tuple[Action, ...]) -> Iterator[Action]:
