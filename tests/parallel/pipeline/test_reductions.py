@@ -12,8 +12,8 @@ from zeroshard.parallel.pipeline.training import Pipelined
 from zeroshard.sharding.unit import Unit
 
 APART = (
-    "0F0,0F1,2F0,2F1,2B0,2B1,0I0,2REDUCE_GRAD,0I1,0W0,0W1,0REDUCE_GRAD\n"
-    "1F0,1F1,3F0,3B0,3F1,3B1,3REDUCE_GRAD,1B0,1REDUCE_GRAD,1B1,1REDUCE_GRAD\n"
+    "0F0,0F1,2F0,2F1,2B0,2B1,0I0,2REDUCE_GRAD,0I1,0W0,0W1,0REDUCE_GRAD,STEP\n"
+    "1F0,1F1,3F0,3B0,3F1,3B1,3REDUCE_GRAD,1B0,1REDUCE_GRAD,1B1,1REDUCE_GRAD,STEP\n"
 )
 """Chunk 2 is reduced behind the first half of a backward of chunk 0."""
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.parallel.pipeline.random_schedules import schedules
-from zeroshard.parallel.pipeline.actions import END_BACKWARD, Kind, Schedule, parse_schedule
+from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.schedules import build_schedule
-from zeroshard.parallel.pipeline.sharding import reduced_apart, with_sharding
+from zeroshard.parallel.pipeline.sharding import reduced_apart, with_sharding, without_steps
 from zeroshard.parallel.pipeline.simulate import simulate, validate
 
 TWO = parse_schedule("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
@@ -48,6 +48,14 @@ def test_the_compute_stays_and_each_chunk_is_reduced_once_behind_its_last_backwa
             assert unshard == "microbatch" or kinds.count(Kind.UNSHARD) == 1
             last = max(index for index, kind in enumerate(kinds) if kind in END_BACKWARD)
             assert kinds[last + 1 :] == [Kind.RESHARD, Kind.REDUCE]
+
+
+@given(schedules(), st.sampled_from(["batch", "microbatch"]))
+def test_the_steps_that_were_added_are_those_of_the_batch(schedule: Schedule, unshard: str) -> None:
+    sharded = with_sharding(schedule, unshard)
+    flushed = without_steps(sharded)
+    assert [(*own, Action(Kind.STEP, None, None)) for own in flushed.lists] == list(sharded.lists)
+    assert without_steps(flushed) is flushed
 
 
 @given(schedules())

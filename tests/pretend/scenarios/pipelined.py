@@ -17,8 +17,8 @@ COMPARES = ("pipeline/training.py", "pipeline/random.py")
 that they draw before a batch is one of the CPU's generator."""
 
 REDUCED_APART = (
-    "0F0,0F1,2F0,2F1,2B0,2B1,0F2,0F3,2F2,2F3,2B2,2B3,0I0,0I1,2REDUCE_GRAD,0W0,0W1,0B2,0B3,0REDUCE_GRAD\n"
-    "1F0,1F1,3F0,3F1,3B0,3B1,1F2,1F3,3F2,3F3,3B2,3B3,1B0,3REDUCE_GRAD,1B1,1B2,1B3,1REDUCE_GRAD\n"
+    "0F0,0F1,2F0,2F1,2B0,2B1,0F2,0F3,2F2,2F3,2B2,2B3,0I0,0I1,2REDUCE_GRAD,0W0,0W1,0B2,0B3,0REDUCE_GRAD,STEP\n"
+    "1F0,1F1,3F0,3F1,3B0,3B1,1F2,1F3,3F2,3F3,3B2,3B3,1B0,3REDUCE_GRAD,1B1,1B2,1B3,1REDUCE_GRAD,STEP\n"
 )
 """A list of two chunks a rank, in which reductions begin behind halves of another chunk's backwards."""
 
