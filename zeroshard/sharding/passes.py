@@ -336,12 +336,12 @@ class Passes(ShardedModule):
             reducer.make_room()
         unit.note_gradient(backward_task())
         if gradients.set_aside is None or not gradients.set_aside(index, gradient):
-            gradients.pack(index, gradient, reducer.is_deferring)
+            gradients.pack(index, gradient, reducer.is_deferring and unit not in reducer.ending)
         if not gradients.num_missing:
             self._walk.note_gradient(unit)
 
     def announce(self, more: bool, *, send: bool, loss_scale: float) -> None:
-        """Give a backward that has just begun its part in the step; see `Reducer.announce`."""
+        """Give a backward that has just begun its part in the step; see `Deferral.announce`."""
         if self.state.phase is _BACKWARD and self._backward() is None:
             self._abandon_backward()
         self.reducer.announce(more, send=send, loss_scale=loss_scale)

@@ -5,14 +5,18 @@ buffers of at most two units and the root: one unit is being packed, and the fir
 under way. So before a unit is packed, all reductions but the newest wait for their exchange. Further
 exchanges of a reduction (between shard groups, or back to all ranks) start only when a reduction starts, so
 that their order is the same on all ranks.
+
+[Note: Reductions ahead of the last backward] A backward that defers its gradients may still reduce those of
+some units, to which no later backward of the step adds. Their sums have packed buffers anyway. So at its end,
+and between backwards, the reductions that are left start together and nobody waits for them: they go on
+beside whatever comes next. The last backward of the step waits for them, agrees with all ranks and delivers;
+without one, the step does. A gradient that comes to such a unit nevertheless is reduced by itself at the end.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -22,6 +26,7 @@ from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.sharding.agreed import Agreed, flags_of, read_flags
+from zeroshard.sharding.deferral import Deferral
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.pace import Pace
@@ -29,16 +34,7 @@ from zeroshard.sharding.post_accumulate import PostAccumulateHooks, has_hooks
 from zeroshard.sharding.unit import Unit
 
 
-class Meaning(NamedTuple):
-    """The part that a backward has in a step."""
-
-    defers: bool = False
-    """True if it adds gradients up locally and sends nothing."""
-    has_more: bool = False
-    """True if a later backward adds to its gradients."""
-
-
-class Reducer:
+class Reducer(Deferral):
     """Start reductions, keep a few under way, agree on which parameters were used, deliver.
 
     Args:
@@ -52,9 +48,12 @@ class Reducer:
     def __init__(
         self, units: Sequence[Unit], axes: Axes, pool: BufferPool, order: UnitOrder, state: ModuleState
     ) -> None:
-        self._units, self._pool = tuple(units), pool
-        self._axis, self._is_averaged = axes.everyone, axes.dp.size > 1
-        self._all = tuple(gradients for unit in units for gradients in unit.gradients)
+        super().__init__(
+            [gradients for unit in units for gradients in unit.gradients],
+            is_averaged=axes.dp.size > 1,
+            is_half=any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers),
+        )
+        self._units, self._pool, self._axis = tuple(units), pool, axes.everyone
         self._order = order
         self.pace = Pace()
         self._state, self._hooks = state, PostAccumulateHooks()
@@ -68,20 +67,8 @@ class Reducer:
         """Names of units whose reduction may start when those before them have started."""
         self.under_way: list[Unit] = []
         """Units whose reductions are under way, the newest last."""
-        self.is_deferring = False
-        """True if backward adds gradients up locally and sends nothing."""
-        self._has_more = False
-        """True if a later backward adds to the gradients of this one."""
-        self.leaves_over = False
-        """True if gradients that are left to autograd stay there until a backward to which none adds."""
-        self._asked, self._announced = Meaning(), Meaning()
-        """Set around a backward by `deferring`, and inside one by `announce`."""
-        self.is_half = any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers)
-        """True if gradients pass through float16, where small ones vanish: the loss must be scaled."""
-        self.lacks_scale = self.is_half
-        """True if gradients that arrive now belong to an unscaled loss."""
-        self.accumulates = True
-        """False in a backward that gives no gradients to parameters: deferred sums stay deferred."""
+        self._ahead: dict[Unit, None] = {}
+        """Units whose reductions have been started ahead of the last backward of this step, or will be."""
         self.step_unit: Callable[[Unit], None] | None = None
         """Steps a unit whose gradients are reduced, during a backward that is the last one of its step."""
         self._is_open = False
@@ -95,62 +82,6 @@ class Reducer:
     def local_bytes(self) -> int:
         """Bytes of gradients that wait here for a later reduction."""
         return sum(gradients.local_bytes for gradients in self._all)
-
-    @contextmanager
-    def deferring(self, more: bool, *, send: bool = False) -> Iterator[None]:
-        """Defer reductions while `more` is true: this backward adds up locally, and a later one adds to it.
-
-        Args:
-            send: reduce the gradients nevertheless, into p.grad unless that is narrower than float32.
-        """
-        before = self._asked
-        wanted = self._meaning(more, send)
-        self._asked = Meaning(before.defers or wanted.defers, before.has_more or wanted.has_more)
-        self._follow()
-        try:
-            yield
-        finally:
-            self._asked = before
-            self._follow()
-
-    def announce(self, more: bool, *, send: bool, loss_scale: float) -> None:
-        """Do what `deferring` and `scaled` do, for a backward that has begun and has no gradient yet."""
-        self._announced, self.lacks_scale = self._meaning(more, send), False
-        self._follow()
-        for gradients in self._all:
-            gradients.unscale = 1.0 / loss_scale
-
-    def forget_announced(self) -> None:
-        """Forget what was announced: the backward is over."""
-        self.accumulates = True
-        self._announced, self.lacks_scale = Meaning(), self.is_half
-        self._follow()
-
-    def _meaning(self, more: bool, send: bool) -> Meaning:
-        return Meaning(more and not send and self._is_averaged, more)
-
-    @property
-    def has_more(self) -> bool:
-        """True if a later backward is to add to the gradients of this one."""
-        return self._has_more
-
-    def _follow(self) -> None:
-        self.is_deferring = self._asked.defers or self._announced.defers or not self.accumulates
-        self._has_more = self._asked.has_more or self._announced.has_more
-
-    @contextmanager
-    def scaled(self, loss_scale: float) -> Iterator[None]:
-        """Take the loss scale out of gradients: the loss of a backward inside was multiplied by it.
-
-        The scale may change only when there are no gradients.
-        """
-        self.lacks_scale = False
-        for gradients in self._all:
-            gradients.unscale = 1.0 / loss_scale
-        try:
-            yield
-        finally:
-            self.lacks_scale = self.is_half
 
     def check_step(self) -> None:
         """Check that no backward has stepped units since the last step.
@@ -181,23 +112,42 @@ class Reducer:
             gradients.begin(self._has_more, leave=leave and self.step_unit is None and not self.lacks_scale)
         if not self.is_deferring:
             self._open()
+        elif self.ending or self._ahead:
+            self._open_ahead(self.ending)
 
     def _open(self) -> None:
-        """Begin the reductions of a backward."""
+        """Begin the reductions of a backward, of all units that are left in this step."""
+        self._list_units()
+        if self._ahead:
+            self._to_start = deque(unit for unit in self._to_start if unit not in self._ahead)
+        self._is_open = True
+
+    def _open_ahead(self, units: Collection[Unit]) -> None:
+        """Begin to reduce some units ahead; see [Note: Reductions ahead of the last backward]."""
+        if any(unit not in self._ahead for unit in units):
+            self._list_units()
+            chosen = (unit for unit in self._to_start if unit in units and unit not in self._ahead)
+            self._to_start = deque(chosen)
+            self._ahead.update(dict.fromkeys(self._to_start))
+        for unit in self._ahead:
+            for gradients in unit.gradients:
+                gradients.is_kept = False
+
+    def _list_units(self) -> None:
+        """List all units as those to start, in the order of all ranks, and prepare their gradients."""
         if self._must_agree:
             self._order.agree(self._axis)
             self._must_agree = False
         self._to_start, self._ready = deque(self._order.of_reductions()), set()
         self._state.finish_scaling()  # of a step that has failed: this backward adds to the gradients
-        self._is_open = True
         if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
             noted = (one for one in self._all if one.takes_notes)
             gradients = (gradient_of(p) for one in noted for p in one.buffer.sharded)
             self._state.has_shown_gradients = any(gradient is not None for gradient in gradients)
 
     def start(self, unit: Unit) -> None:
-        """Start the reduction of a unit when it is its turn, unless reductions are deferred; repeatable."""
-        if self.is_deferring:
+        """Start the reduction of a unit when it is its turn, unless it is deferred; repeatable."""
+        if self.is_deferring and unit not in self.ending:
             return
         self._ready.add(unit.name)
         while self._to_start and self._to_start[0].name in self._ready:
@@ -211,10 +161,19 @@ class Reducer:
         """
         if unit.name in self._ready:
             return True
-        if self.is_deferring or not unit.is_complete:
+        if (self.is_deferring and unit not in self.ending) or not unit.is_complete:
             return False
         self.start(unit)
         return True
+
+    def start_ahead(self, units: Collection[Unit]) -> None:
+        """Start the reductions of units to whose gradients no later backward of the step adds; repeatable.
+
+        Between backwards; all ranks name the same units. Nothing happens where no gradients are averaged.
+        """
+        if self._is_averaged:
+            self._open_ahead(units)
+            self._start_rest_ahead()
 
     def make_room(self) -> None:
         """Free the packed buffers of all reductions but the newest, before a buffer is packed."""
@@ -223,6 +182,9 @@ class Reducer:
 
     def _start(self, unit: Unit) -> None:
         self._progress(but=1)
+        self._start_now(unit)
+
+    def _start_now(self, unit: Unit) -> None:
         unit.start_reduce()
         if unit.is_reducing:
             self.under_way.append(unit)
@@ -265,28 +227,33 @@ class Reducer:
         while self._to_start:
             self._start(self._to_start.popleft())
 
+    def _start_rest_ahead(self) -> None:
+        """Start the reductions ahead that are left, and wait for none."""
+        if self._ahead:
+            while self._to_start:
+                self._start_now(self._to_start.popleft())
+            self._state.has_sums = True
+            self._pool.release()
+
     def take(self) -> None:
         """Take over the gradients that were left to autograd in the backward that ends.
 
         Raises:
             RuntimeError: one is sparse.
         """
-        if not self._leaves_now:
+        if not self.leaves_now:
             for gradients in self._all:
                 gradients.take()
-
-    @property
-    def _leaves_now(self) -> bool:
-        return self.leaves_over and self._has_more
 
     def end(self) -> None:
         """End a backward: start the reductions that are left and deliver, or keep the sums."""
         if not self.accumulates:
             return
         self.pace.num_backwards += 1
-        if self._leaves_now and all(gradients.left_to_autograd for gradients in self._all):
+        if self.leaves_now and all(gradients.left_to_autograd for gradients in self._all):
             return
         if self.is_deferring:
+            self._start_rest_ahead()
             self._state.has_sums = True
             for gradients in self._all:
                 gradients.keep_deferred()
@@ -322,6 +289,7 @@ class Reducer:
                 places = enumerate(gradients.buffer.sharded)
                 self._places.update((id(one), (gradients, index)) for index, one in places)
         if (place := self._places.get(id(parameter))) is not None:
+            self._finish()  # of reductions ahead
             gradients, index = place
             gradients.forget(index)
 
@@ -330,9 +298,12 @@ class Reducer:
         self._is_tainted = self._state.has_sums = False
         self.pace.num_backwards = 0
         self._hooks.drop()
+        if self._ahead:
+            self._finish()
         for gradients in self._all:
-            if gradients.has_deferred:
+            if gradients.has_deferred or self._ahead:
                 gradients.drop()
+        self._ahead = {}
 
     def abandon(self) -> None:
         """Forget the gradients that have not been delivered: the backward has ended in an exception.
@@ -340,8 +311,8 @@ class Reducer:
         Other ranks may have started reductions that this one has not, and may come to their end. So the rest
         is reduced here as well, and the agreement tells the other ranks.
         """
+        self._start_rest()
         if self._is_open:
-            self._start_rest()
             self._agree(has_failed=True)
             self.pace.num_forwards = 0
         if self.accumulates:
@@ -356,6 +327,7 @@ class Reducer:
         self._state.has_sums = False
         for unit in self._units:
             unit.drop_gradients()
+        self.under_way, self._ahead = [], {}
         self._pool.release()
 
     def _deliver(self) -> None:
@@ -391,7 +363,7 @@ class Reducer:
             gradients.deliver(used)
             if self._state.has_hooks:
                 self._hooks.note(gradients, used)
-        self._must_agree = agreed.has_changed
+        self._must_agree, self._ahead = agreed.has_changed, {}
         self._pool.release()
         self._state.has_sums = any(gradients.is_kept for gradients in self._all)
         self.pace.compare(agreed.pace)

@@ -20,6 +20,7 @@ from zeroshard.parallel.pipeline.cut import cut_model
 from zeroshard.parallel.pipeline.outline import outline_of
 from zeroshard.parallel.pipeline.partition import Block
 from zeroshard.parallel.pipeline.sample import Source
+from zeroshard.parallel.pipeline.sharding import with_sharding
 
 CPU = torch.device("cpu")
 WITH_DATA = Source(TensorDataset(torch.zeros(4, 3), torch.zeros(4, 3)))
@@ -171,6 +172,25 @@ def test_a_list_is_read_from_a_text_a_file_or_an_object(form, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        OWN.replace("B1", "B1,STEP"),
+        OWN.replace("0B1", "0B1,0STEP").replace("1B1", "1B1,1STEP"),
+        str(with_sharding(parse_schedule(OWN))),
+        str(with_sharding(parse_schedule(OWN), "microbatch")),
+    ],
+)
+def test_steps_at_the_end_of_each_list_are_that_of_the_batch(text):
+    schedule = schedule_of(config_of(text), 2)
+    assert str(schedule) == re.sub(r",\d?STEP", "", text)
+
+
+def test_the_chunks_of_a_rank_may_have_steps_of_their_own():
+    text = VEE.replace("0B0", "0B0,3STEP,0STEP").replace("1B0", "1B0,STEP")
+    assert str(schedule_of(config_of(text), 1)) == VEE
+
+
+@pytest.mark.parametrize(
     ("text", "options", "num_microbatches", "message"),
     [
         (OWN, {"pp": 4}, 2, "mesh.pp: expected 2, as in the lists of pipeline.schedule, got 4"),
@@ -184,10 +204,31 @@ def test_a_list_is_read_from_a_text_a_file_or_an_object(form, tmp_path):
             "pipeline.num_chunks: expected 1 and 2, as in the lists",
         ),
         (
-            OWN.replace("0B1", "0B1,STEP"),
+            OWN.replace("0B0", "0B0,STEP"),
             {},
             2,
-            "pipeline.schedule: pipeline rank 0: expected a list without",
+            "pipeline.schedule: pipeline rank 0: expected steps behind all computations and reduces of the "
+            "list, got STEP before 0B1; lists with a step in the middle are for asynchronous pipelines",
+        ),
+        (
+            VEE.replace("3B0", "3B0,3STEP"),
+            {},
+            1,
+            "pipeline rank 0: expected steps behind all computations and reduces of the list, got 3STEP "
+            "before 0B0",
+        ),
+        (OWN.replace("0B1", "0B1,STEP"), {}, 2, "pipeline rank 1: expected one step of chunk 1, got none"),
+        (
+            OWN.replace("B1", "B1,STEP").replace("0B1", "0B1,0STEP"),
+            {},
+            2,
+            "pipeline rank 0: expected one step of chunk 0, got 0STEP, STEP",
+        ),
+        (
+            OWN.replace("0B1", "0B1,STEP,0REDUCE_GRAD"),
+            {},
+            2,
+            "got STEP before 0REDUCE_GRAD",
         ),
         (
             OWN.replace("0F1,0B0", "0B0,0F1").replace("1F0,1B0", "1F1,1B1"),

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.parallel.pipeline.random_schedules import schedules
-from zeroshard.parallel.pipeline.actions import END_BACKWARD, Kind, Schedule, parse_schedule
+from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.schedules import build_schedule
-from zeroshard.parallel.pipeline.sharding import with_sharding
+from zeroshard.parallel.pipeline.sharding import reduced_apart, with_sharding, without_steps
 from zeroshard.parallel.pipeline.simulate import simulate, validate
 
 TWO = parse_schedule("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
@@ -48,6 +48,37 @@ def test_the_compute_stays_and_each_chunk_is_reduced_once_behind_its_last_backwa
             assert unshard == "microbatch" or kinds.count(Kind.UNSHARD) == 1
             last = max(index for index, kind in enumerate(kinds) if kind in END_BACKWARD)
             assert kinds[last + 1 :] == [Kind.RESHARD, Kind.REDUCE]
+
+
+@given(schedules(), st.sampled_from(["batch", "microbatch"]))
+def test_the_steps_that_were_added_are_those_of_the_batch(schedule: Schedule, unshard: str) -> None:
+    sharded = with_sharding(schedule, unshard)
+    flushed = without_steps(sharded)
+    assert [(*own, Action(Kind.STEP, None, None)) for own in flushed.lists] == list(sharded.lists)
+    assert without_steps(flushed) is flushed
+
+
+@given(schedules())
+def test_the_reduces_that_were_added_follow_the_last_backward_at_once(schedule: Schedule) -> None:
+    assert not any(map(reduced_apart, with_sharding(schedule).lists))
+
+
+@pytest.mark.parametrize(
+    ("text", "chunks"),
+    [
+        ("0F0,1F0,1B0,0B0", []),
+        ("0F0,1F0,1B0,1REDUCE_GRAD,0B0,0REDUCE_GRAD", []),
+        ("0F0,1F0,1B0,1RESHARD,1REDUCE_GRAD,0B0", []),
+        ("0F0,1F0,1B0,0B0,1REDUCE_GRAD,0REDUCE_GRAD", [1]),
+        ("0F0,1F0,1B0,0I0,1REDUCE_GRAD,0W0", [1]),
+        ("0F0,1F0,1B0,0F1,1F1,1REDUCE_GRAD,1B1,0B0,0B1", []),  # no gradient may follow the reduce that counts
+        ("0F0,1F0,1B0,0F1,1F1,1REDUCE_GRAD,1B1,0B0,0B1,1REDUCE_GRAD", [1]),
+    ],
+)
+def test_a_chunk_is_reduced_apart_if_others_compute_before_its_last_reduce(
+    text: str, chunks: list[int]
+) -> None:
+    assert sorted(reduced_apart(parse_schedule(text).lists[0])) == chunks
 
 
 def test_sharding_is_not_added_twice_and_needs_a_known_word() -> None:

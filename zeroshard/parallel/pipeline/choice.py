@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from zeroshard.config.sections import Config
-from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
+from zeroshard.parallel.pipeline.actions import Schedule, parse_schedule
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
+from zeroshard.parallel.pipeline.sharding import without_steps
 from zeroshard.parallel.pipeline.simulate import validate
 
 _build = functools.lru_cache(maxsize=32)(build_schedule)
@@ -57,10 +58,9 @@ def _is_text(schedule: str) -> bool:
 
 @functools.lru_cache(maxsize=32)
 def _parse(text: str, num_ranks: int, num_microbatches: int, num_chunks: int | None) -> Schedule:
-    """Return the schedule of a text, checked against the numbers of a config."""
+    """Return the schedule of a text without its steps, checked against the numbers of a config."""
     try:
-        schedule = parse_schedule(text)
-        _refuse_steps(schedule)
+        schedule = without_steps(parse_schedule(text))  # each batch of training ends with a step
         validate(schedule)
     except ValueError as error:
         raise ValueError(f"pipeline.schedule: {error}") from None
@@ -75,12 +75,3 @@ def _require(key: str, listed: set[int], got: int | None) -> None:
     if got is not None and listed != {got}:
         expected = " and ".join(map(str, sorted(listed)))
         raise ValueError(f"{key}: expected {expected}, as in the lists of pipeline.schedule, got {got}")
-
-
-def _refuse_steps(schedule: Schedule) -> None:
-    for rank, action in schedule:
-        if action.kind is Kind.STEP:
-            raise ValueError(
-                f"pipeline rank {rank}: expected a list without steps, because each batch ends with one, "
-                f"got {action}"
-            )

@@ -10,7 +10,7 @@ backward after its recompute, finds the chunk still unsharded. In both, gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Literal
 
@@ -40,6 +40,47 @@ def with_sharding(schedule: Schedule, unshard: Unshard = "batch") -> Schedule:
         spans = _whole_batch(actions) if unshard == "batch" else _microbatches(actions)
         lists.append([*_reduced(list(spans)), _STEP])
     return Schedule(schedule.placement, schedule.num_microbatches, frozen(lists))
+
+
+def without_steps(schedule: Schedule) -> Schedule:
+    """Return a synchronous schedule without its steps, which end the batch.
+
+    Raises:
+        ValueError: a step comes before other work of its rank; or chunks have different numbers of steps.
+    """
+    if all(action.kind is not Kind.STEP for _, action in schedule):
+        return schedule
+    for rank, actions in enumerate(schedule.lists):
+        for index, action in enumerate(actions):
+            later = [one for one in actions[index:] if one.is_compute or one.kind is Kind.REDUCE]
+            if action.kind is Kind.STEP and later:
+                raise ValueError(
+                    f"pipeline rank {rank}: expected steps behind all computations and reduces of the list, "
+                    f"got {action} before {later[0]}; lists with a step in the middle are for asynchronous "
+                    "pipelines, which are not there yet"
+                )
+        for chunk in schedule.chunks[rank]:
+            steps = [one for one in actions if one.kind is Kind.STEP and one.chunk in (None, chunk)]
+            if len(steps) != 1:
+                got = ", ".join(map(str, steps)) or "none"
+                raise ValueError(f"pipeline rank {rank}: expected one step of chunk {chunk}, got {got}")
+    lists = [[action for action in actions if action.kind is not Kind.STEP] for actions in schedule.lists]
+    return Schedule(schedule.placement, schedule.num_microbatches, frozen(lists))
+
+
+def reduced_apart(actions: Sequence[Action]) -> frozenset[int]:
+    """Return the chunks whose last reduce does not follow their last backward at once: others compute first.
+
+    Args:
+        actions: the list of a pipeline rank.
+    """
+    ends = {action.chunk: index for index, action in enumerate(actions) if action.kind in END_BACKWARD}
+    reduces = {action.chunk: index for index, action in enumerate(actions) if action.kind is Kind.REDUCE}
+    return frozenset(
+        chunk
+        for chunk, end in ends.items()
+        if chunk is not None and any(action.is_compute for action in actions[end + 1 : reduces.get(chunk, 0)])
+    )
 
 
 def _whole_batch(actions: tuple[Action, ...]) -> Iterator[Action]:

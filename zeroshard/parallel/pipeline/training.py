@@ -2,13 +2,23 @@
 
 A list without unshard and reshard leaves it to the hooks of the sharding to gather and free unit by unit,
 around each forward and backward. Else the units of a chunk are gathered together and stay until its reshard.
-The gradients of all micro-batches but the last are added up here. The last backward of the rank reduces them,
-unit by unit while it runs; so a reduce in the list has nothing left to do.
+
+The gradients of all micro-batches but the last are added up here, and reduced once:
+
+    units of one chunk         in the last backward of the chunk, unit by unit while it runs; later actions go
+                               on beside the exchanges. If the list has a reduce of the chunk, and other
+                               actions compute before it, the reductions begin there
+    the root, and units that   in the last backward of the rank; a reduce behind it has nothing left to do
+    several chunks use
+
+The last backward of the rank waits for all of them, and hands the gradients to the parameters. Data-parallel
+ranks run the same list, so they reduce in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from zlib import crc32
@@ -25,6 +35,7 @@ from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.random import own_numbers
 from zeroshard.parallel.pipeline.runner import Runner
+from zeroshard.parallel.pipeline.sharding import reduced_apart
 from zeroshard.parallel.pipeline.shared import Shared
 from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.sharding.runtime import Runtime
@@ -60,6 +71,8 @@ class Pipelined:
         self._runners: dict[tuple[int, bool], Runner] = {}
         """By number of micro-batches; with backwards or without."""
         self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunked.chunks}
+        self._own_units = {chunk: _alone(self._units, chunk) for chunk in self._units}
+        """The units of a chunk that are reduced with it."""
         self._signature = part.chunked.signature
         self._batch: list[tuple[Mapping[str, Any], Any]] = []
         """The arguments and the targets of each micro-batch."""
@@ -70,6 +83,10 @@ class Pipelined:
         self._action: Action | None = None
         self._end: Action | None = None
         """The action after which this rank has all gradients."""
+        self._apart: frozenset[int] = frozenset()
+        """The chunks whose reductions begin with an action of their own."""
+        self._due: set[int] = set()
+        """Those of them that have had their last backward."""
         self.is_stepping = False
         """True while the step after a batch is taken."""
         self._loss_scale = 1.0
@@ -130,6 +147,7 @@ class Pipelined:
         if has_backward:
             own = schedule.lists[self._axes.pp.rank]
             self._end = [action for action in own if action.kind in END_BACKWARD][-1]
+            self._apart, self._due = reduced_apart(own), set()
         if (num, has_backward) not in self._runners:
             self._runners[num, has_backward] = Runner(schedule, self._messages, self)
         return self._runners[num, has_backward]
@@ -201,7 +219,7 @@ class Pipelined:
         return [loss * self._factor]
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
-        """Run the backward of a chunk, or a half; that of the last micro-batch reduces."""
+        """Run the backward of a chunk, or a half; the last one reduces the units that end with it."""
         reducer, has_more = self._runtime.reducer, self._action != self._end
         self._shared.chunk = chunk
         assert self._action is not None, "it was entered"
@@ -209,10 +227,23 @@ class Pipelined:
         is_second_half = self._action.kind is Kind.WEIGHT_GRADIENT
         delivering = self._runtime.delivering() if is_second_half else nullcontext()
         scaled, part = reducer.scaled(self._loss_scale), self._runtime.part(name, self._units[chunk])
-        with part, reducer.deferring(has_more), scaled, delivering:
+        ending = self._ending(chunk, has_more) if is_last else frozenset()
+        with part, reducer.deferring(has_more, but=ending), scaled, delivering:
             run()
+        if ending:  # nothing may have come here, unlike on other ranks
+            reducer.start_ahead(ending)
         if self._action.kind in END_BACKWARD:
             self._runtime.forget_part(name)
+
+    def _ending(self, chunk: int, has_more: bool) -> frozenset[Unit]:
+        """The units that the last backward of a chunk reduces although the rank has more backwards."""
+        if not has_more:  # it reduces all that are left
+            self._due.clear()
+            return frozenset()
+        if chunk in self._apart:
+            self._due.add(chunk)
+            return frozenset()
+        return self._own_units[chunk]
 
     def leaving(self, waiting: Waiting) -> AbstractContextManager[None]:
         """Leave weight gradients to the second half of a backward; see `Chunks`."""
@@ -221,11 +252,14 @@ class Pipelined:
         return self._products.leaving(waiting)
 
     def act(self, action: Action) -> None:
-        """Unshard or reshard the units of a chunk."""
+        """Unshard or reshard the units of a chunk, or begin to reduce them, if that is due."""
         if action.chunk is not None and action.kind is Kind.UNSHARD:
             self._runtime.unshard((self._runtime.root, *self._units[action.chunk]))  # the root to the end
         elif action.chunk is not None and action.kind is Kind.RESHARD:
             self._runtime.reshard(self._units[action.chunk])
+        elif action.chunk in self._due and action.kind is Kind.REDUCE:
+            self._due.remove(action.chunk)
+            self._runtime.reducer.start_ahead(self._own_units[action.chunk])
 
     def enter(self, action: Action) -> None:
         """Note the action that begins."""
@@ -254,6 +288,16 @@ def _units_of(part: Part, runtime: Runtime, chunk: int) -> dict[Unit, None]:
     """The units of a chunk, in the same order on all ranks; the root belongs to all chunks."""
     inside = {module for place in part.chunked.modules_of(chunk) for module in place.modules()}
     return dict.fromkeys(unit for unit in runtime.units[1:] if inside.issuperset(unit.modules))
+
+
+def _alone(units: Mapping[int, Collection[Unit]], chunk: int) -> frozenset[Unit]:
+    """The units of a chunk to which no other chunk gives gradients."""
+    uses = Counter(unit for own in units.values() for unit in own)
+    return frozenset(
+        unit
+        for unit in units[chunk]
+        if uses[unit] == 1 and all(gradients.set_aside is None for gradients in unit.gradients)
+    )
 
 
 def _shapes(value: Any) -> Any:

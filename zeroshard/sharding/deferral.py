@@ -1,0 +1,115 @@
+"""The part that a backward has in a step: gradients that it defers, and the loss scale in them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.unit import Unit
+
+
+class Meaning(NamedTuple):
+    """The part that a backward has in a step."""
+
+    defers: bool = False
+    """True if it adds gradients up locally and sends nothing."""
+    has_more: bool = False
+    """True if a later backward adds to its gradients."""
+    ending: Collection[Unit] = ()
+    """The units to whose gradients no later backward adds: it reduces them, though it defers the others."""
+
+
+class Deferral:
+    """The meaning of the next backward, or of that under way.
+
+    Args:
+        gradients: of all buffers.
+        is_averaged: True if several ranks average them; else there is nothing to defer.
+        is_half: True if gradients pass through float16.
+    """
+
+    def __init__(self, gradients: Sequence[Gradients], *, is_averaged: bool, is_half: bool) -> None:
+        self._all, self._is_averaged = tuple(gradients), is_averaged
+        self.is_deferring = False
+        """True if backward adds gradients up locally and sends nothing, but for units in `ending`."""
+        self.ending: Collection[Unit] = ()
+        """The units that a backward reduces though it defers all others."""
+        self._has_more = False
+        """True if a later backward adds to the gradients of this one."""
+        self.leaves_over = False
+        """True if gradients that are left to autograd stay there until a backward to which none adds."""
+        self._asked, self._announced = Meaning(), Meaning()
+        """Set around a backward by `deferring`, and inside one by `announce`."""
+        self.is_half = is_half
+        """True if gradients pass through float16, where small ones vanish: the loss must be scaled."""
+        self.lacks_scale = self.is_half
+        """True if gradients that arrive now belong to an unscaled loss."""
+        self.accumulates = True
+        """False in a backward that gives no gradients to parameters: deferred sums stay deferred."""
+
+    @contextmanager
+    def deferring(self, more: bool, *, send: bool = False, but: Collection[Unit] = ()) -> Iterator[None]:
+        """Defer reductions while `more` is true: this backward adds up locally, and a later one adds to it.
+
+        Args:
+            send: reduce the gradients nevertheless, into p.grad unless that is narrower than float32.
+            but: units to whose gradients no later backward of the step adds: these are reduced, and arrive in
+                p.grad with the others. All ranks name the same ones.
+        """
+        before = self._asked
+        wanted = self._meaning(more, send)
+        ending = before.ending if before.defers else but  # to what is deferred around it, more is added
+        self._asked = Meaning(before.defers or wanted.defers, before.has_more or wanted.has_more, ending)
+        self._follow()
+        try:
+            yield
+        finally:
+            self._asked = before
+            self._follow()
+
+    def announce(self, more: bool, *, send: bool, loss_scale: float) -> None:
+        """Do what `deferring` and `scaled` do, for a backward that has begun and has no gradient yet."""
+        self._announced, self.lacks_scale = self._meaning(more, send), False
+        self._follow()
+        for gradients in self._all:
+            gradients.unscale = 1.0 / loss_scale
+
+    def forget_announced(self) -> None:
+        """Forget what was announced: the backward is over."""
+        self.accumulates = True
+        self._announced, self.lacks_scale = Meaning(), self.is_half
+        self._follow()
+
+    def _meaning(self, more: bool, send: bool) -> Meaning:
+        return Meaning(more and not send and self._is_averaged, more)
+
+    @property
+    def has_more(self) -> bool:
+        """True if a later backward is to add to the gradients of this one."""
+        return self._has_more
+
+    @property
+    def leaves_now(self) -> bool:
+        """True if gradients that are left to autograd stay there after this backward."""
+        return self.leaves_over and self._has_more
+
+    def _follow(self) -> None:
+        self.is_deferring = self._asked.defers or self._announced.defers or not self.accumulates
+        self._has_more = self._asked.has_more or self._announced.has_more
+        self.ending = self._asked.ending if self.is_deferring and self.accumulates else ()
+
+    @contextmanager
+    def scaled(self, loss_scale: float) -> Iterator[None]:
+        """Take the loss scale out of gradients: the loss of a backward inside was multiplied by it.
+
+        The scale may change only when there are no gradients.
+        """
+        self.lacks_scale = False
+        for gradients in self._all:
+            gradients.unscale = 1.0 / loss_scale
+        try:
+            yield
+        finally:
+            self.lacks_scale = self.is_half
