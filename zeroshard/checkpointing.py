@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts, Progress, capture
 from zeroshard.checkpoint.load import load
 from zeroshard.checkpoint.save import Saver
@@ -17,7 +18,9 @@ from zeroshard.hf.adapters import export_adapters, has_adapters
 from zeroshard.hf.export import export_engine
 from zeroshard.hf.format import Format
 from zeroshard.hf.weights import MAX_SHARD_BYTES
+from zeroshard.parameters.state import refuse_averages
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.stepping.averages import Averages
 from zeroshard.stepping.early import EarlySteps
 from zeroshard.stepping.guard import StepGuard
 from zeroshard.stepping.halfway import Halfway
@@ -72,6 +75,7 @@ class Checkpointing:
                 last save failed.
         """
         self._halfway.check("save_checkpoint()")
+        refuse_averages(self._runtime.state, "save_checkpoint()")
         if self._micro_step:
             raise RuntimeError(
                 f"save_checkpoint() after {self._micro_step} micro-batches of an unfinished step: a "
@@ -112,6 +116,7 @@ class Checkpointing:
                 changed.
             RuntimeError: a file is missing or damaged; nothing has changed unless the message says so.
         """
+        refuse_averages(self._runtime.state, "load_checkpoint()")
         self._saver.finish()
         with torch.inference_mode(False):  # tensors that are made here are trained
             loaded = load(
@@ -161,6 +166,38 @@ class Checkpointing:
             export_adapters(self._runtime, dir, how)
         else:
             export_engine(self._runtime, dir, how, self._parts.described)
+
+    def add_averages(self, name: str, decay: float) -> Averages:
+        """Keep moving averages of the trained parameters from now on; collective. `zeroshard.EMA` calls it.
+
+        Raises:
+            ValueError, RuntimeError: as `zeroshard.EMA` has them.
+        """
+        runtime, kept = self._runtime, self._parts.averages
+
+        def make() -> tuple[str, float]:
+            if not str(name).isidentifier():
+                raise ValueError(f"EMA: expected a name like 'ema' or 'ema_2', got {name!r}")
+            if name in kept:
+                raise ValueError(
+                    f"EMA: the engine has an average '{name}' already: give this one another name"
+                )
+            runtime.settle()
+            runtime.require_slices("EMA()")
+            refuse_averages(runtime.state, "EMA()")
+            made.append(Averages(runtime, decay))
+            return name, made[0].decay
+
+        made: list[Averages] = []
+        everyone = on_all(runtime.context.axes.world, "agreement on an EMA", make)
+        for rank, own in enumerate(everyone):
+            if own != everyone[0]:
+                raise ValueError(
+                    f"EMA: rank 0 has name and decay {everyone[0]}, rank {rank} has {own}: expected the same "
+                    "on every rank"
+                )
+        kept[name] = made[0]
+        return made[0]
 
     @property
     def _progress(self) -> Progress:
