@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts, Progress, capture
 from zeroshard.checkpoint.load import load
 from zeroshard.checkpoint.save import Saver
+from zeroshard.config.rules import parse_dtype
 from zeroshard.hf.adapters import export_adapters, has_adapters
 from zeroshard.hf.export import export_engine
 from zeroshard.hf.format import Format
+from zeroshard.hf.live import stream_parameters
 from zeroshard.hf.weights import MAX_SHARD_BYTES
 from zeroshard.parameters.state import refuse_averages
 from zeroshard.sharding.runtime import Runtime
@@ -166,6 +168,32 @@ class Checkpointing:
             export_adapters(self._runtime, dir, how)
         else:
             export_engine(self._runtime, dir, how, self._parts.described)
+
+    def named_full_parameters(
+        self, dtype: torch.dtype | str | None = None, merge_adapters: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Stream the parameters, whole and on every rank: for an inference server, or the loop of an RL run.
+
+        All ranks iterate together, to the end, and take no step meanwhile. A unit is gathered when its first
+        parameter is asked for. The tensors of a unit share memory, which goes when the last of them is
+        dropped: keep none of them, or a copy, to hold one unit at a time.
+
+        Args:
+            dtype: the dtype of floating-point tensors; None: the main dtype, or that of a frozen parameter.
+            merge_adapters: merge the active adapters of peft into the weights around them, and give these the
+                names that they have without adapters. The adapters of the engine stay as they are.
+
+        Returns:
+            An iterator over names and tensors of the original shapes, on this rank's device, with tied
+            parameters once. They come in the order of the units, those of the first pipeline part first, and
+            parameters of `Config.ignored` last, with this rank's own values.
+
+        Raises:
+            ValueError: an unknown dtype; adapters that no weight can take in.
+            RuntimeError: in a forward, a backward or `unsharded()`.
+        """
+        chosen = None if dtype is None else parse_dtype(dtype)
+        return stream_parameters(self._runtime, chosen, merge_adapters=merge_adapters)
 
     def add_averages(self, name: str, decay: float) -> Averages:
         """Keep moving averages of the trained parameters from now on; collective. `zeroshard.EMA` calls it.

@@ -26,6 +26,9 @@ def averaged(folder, layout, name, stage):
     trained = engine.full_state_dict()
     with ema.applied():
         shown = engine.full_state_dict()
+        streamed = {key: values.clone() for key, values in engine.named_full_parameters()}
+    assert all(torch.equal(shown[key], values) for key, values in streamed.items() if shown)
+    assert "transformer.h.3.mlp.c_fc.weight" in streamed or "model.layers.3.mlp.up_proj.weight" in streamed
     again = engine.full_state_dict()
     engine.close(restore=False)
     assert again.keys() == trained.keys()
