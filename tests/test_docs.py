@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import zeroshard
 from zeroshard import Config, Offload
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +88,46 @@ def test_the_example_of_the_readme_trains(ranks: Any) -> None:
     for global_step, loss in ranks(2, train_as_the_readme_shows):
         assert global_step == 2  # 16 samples, 2 ranks, 4 in a micro-batch
         assert 0 < loss < 2
+
+
+REFERENCE = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+
+
+def average_and_stream(folder: Path) -> tuple[int, list[str], bool]:
+    """Run two examples of the reference; return updates, names of the stream, and if averages were shown."""
+    torch.manual_seed(0)
+    inputs = torch.randn(16, 8)
+    sent: dict[str, torch.Tensor] = {}
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    dataset = torch.utils.data.TensorDataset(inputs, inputs[:, :3].argmax(1))
+    loss_fn = nn.functional.cross_entropy
+    config = {"micro_batch_size": 4}
+    made = zeroshard.initialize(model, optimizer, config, training_data=dataset, loss_fn=loss_fn)
+    names: dict[str, Any] = {
+        "zeroshard": zeroshard,
+        "engine": made.engine,
+        "dataloader": made.dataloader,
+        "loss_fn": loss_fn,
+        "send_to_server": sent.__setitem__,
+    }
+    for title in ("averages of a run", "a stream of full parameters"):
+        (example,) = re.findall(rf"```python\n# {title}\n(.*?)```", REFERENCE, re.DOTALL)
+        exec(example.replace('"checkpoints"', repr(str(folder))), names)
+    trained, shown = made.engine.full_state_dict(), names["state_dict"]
+    is_other = any(not torch.equal(shown[name], trained[name]) for name in shown)
+    assert {values.dtype for values in sent.values()} == {torch.bfloat16}
+    return names["ema"].num_updates, list(sent), is_other
+
+
+def test_the_examples_of_averages_and_streams_run(ranks: Any, tmp_path: Path) -> None:
+    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    found = ranks(2, average_and_stream, tmp_path)
+    for num_updates, sent, _ in found:
+        assert num_updates == 2  # 16 samples, 2 ranks, 4 in a micro-batch
+        assert sorted(sent) == sorted(names)
+    assert found[0][2], "expected averages in full_state_dict(), not the trained values"
+    assert (tmp_path / "latest").is_file()
 
 
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")

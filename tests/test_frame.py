@@ -21,7 +21,7 @@ LAYERS = (
     {"assemble", "optim"},
     {"checkpoint", "hf", "byname", "memory", "sharded"},
     {"engine", "batches", "checkpointing", "modulelike", "reports"},
-    {"entry", "taking"},
+    {"averaging", "entry", "taking"},
     {"cli", "integrations"},
     {"__init__", "__main__"},
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeroshard import data, optim
+    from zeroshard.averaging import EMA
     from zeroshard.comm.counter import CommReport
     from zeroshard.config.sections import Checkpoint, Config, Loader, Mesh, Offload, Pipeline, Precision
     from zeroshard.engine import Engine
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from zeroshard.sharded import Sharded, shard
 
 __all__ = [
+    "EMA",
     "Checkpoint",
     "CommReport",
     "Config",
@@ -46,6 +48,7 @@ __all__ = [
 _SECTIONS = ("Checkpoint", "Config", "Loader", "Mesh", "Offload", "Pipeline", "Precision")
 
 _HOMES = {
+    "EMA": "averaging",
     "CommReport": "comm.counter",
     **dict.fromkeys(_SECTIONS, "config.sections"),
     "Engine": "engine",

@@ -14,6 +14,7 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.data.losses import LossFunction, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
 from zeroshard.parallel.pipeline.training import Pipelined
+from zeroshard.parameters.state import refuse_averages
 from zeroshard.sharding.runtime import Runtime
 
 
@@ -57,6 +58,7 @@ class Batches:
             ValueError: the batch does not divide into the micro-batches; there is no loss.
             RuntimeError: some of the accumulation steps were taken outside, or their end is set there.
         """
+        refuse_averages(self._runtime.state, "train_batch()")
         if self._micro_step:
             raise RuntimeError(
                 f"train_batch() after {self._micro_step} micro-batches of an unfinished step: end it with "

@@ -26,7 +26,7 @@ from zeroshard.optim.eightbit.blocks import Quantized
 from zeroshard.optim.eightbit.codebook import codebook
 from zeroshard.optim.eightbit.states import ABSMAX
 from zeroshard.optim.statenames import rule_of, to_common
-from zeroshard.parameters.state import refuse_in_step
+from zeroshard.parameters.state import refuse_averages, refuse_in_step
 from zeroshard.sharding.runtime import Runtime
 
 
@@ -63,6 +63,7 @@ class ByName:
             ValueError: no such parameter; values of another shape, or other ones on other ranks.
         """
         call = "set_full_parameter()"
+        refuse_averages(self._runtime.state, call)
         agreed = _agree(self._runtime, call, name, lambda place: place.digest(values))
         _require_same(call, name, agreed.facts)
         if (place := agreed.place) is None:

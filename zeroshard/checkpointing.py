@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts, Progress, capture
 from zeroshard.checkpoint.load import load
 from zeroshard.checkpoint.save import Saver
+from zeroshard.config.rules import parse_dtype
 from zeroshard.hf.adapters import export_adapters, has_adapters
 from zeroshard.hf.export import export_engine
 from zeroshard.hf.format import Format
+from zeroshard.hf.live import stream_parameters
 from zeroshard.hf.weights import MAX_SHARD_BYTES
+from zeroshard.parameters.state import refuse_averages
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.stepping.averages import Averages
 from zeroshard.stepping.early import EarlySteps
 from zeroshard.stepping.guard import StepGuard
 from zeroshard.stepping.halfway import Halfway
@@ -72,6 +77,7 @@ class Checkpointing:
                 last save failed.
         """
         self._halfway.check("save_checkpoint()")
+        refuse_averages(self._runtime.state, "save_checkpoint()")
         if self._micro_step:
             raise RuntimeError(
                 f"save_checkpoint() after {self._micro_step} micro-batches of an unfinished step: a "
@@ -112,6 +118,7 @@ class Checkpointing:
                 changed.
             RuntimeError: a file is missing or damaged; nothing has changed unless the message says so.
         """
+        refuse_averages(self._runtime.state, "load_checkpoint()")
         self._saver.finish()
         with torch.inference_mode(False):  # tensors that are made here are trained
             loaded = load(
@@ -161,6 +168,64 @@ class Checkpointing:
             export_adapters(self._runtime, dir, how)
         else:
             export_engine(self._runtime, dir, how, self._parts.described)
+
+    def named_full_parameters(
+        self, dtype: torch.dtype | str | None = None, merge_adapters: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Stream the parameters, whole and on every rank: for an inference server, or the loop of an RL run.
+
+        All ranks iterate together, to the end, and take no step meanwhile. A unit is gathered when its first
+        parameter is asked for. The tensors of a unit share memory, which goes when the last of them is
+        dropped: keep none of them, or a copy, to hold one unit at a time.
+
+        Args:
+            dtype: the dtype of floating-point tensors; None: the main dtype, or that of a frozen parameter.
+            merge_adapters: merge the active adapters of peft into the weights around them, and give these the
+                names that they have without adapters. The adapters of the engine stay as they are.
+
+        Returns:
+            An iterator over names and tensors of the original shapes, on this rank's device, with tied
+            parameters once. They come in the order of the units, those of the first pipeline part first, and
+            parameters of `Config.ignored` last, with this rank's own values.
+
+        Raises:
+            ValueError: an unknown dtype; adapters that no weight can take in.
+            RuntimeError: in a forward, a backward or `unsharded()`.
+        """
+        chosen = None if dtype is None else parse_dtype(dtype)
+        return stream_parameters(self._runtime, chosen, merge_adapters=merge_adapters)
+
+    def add_averages(self, name: str, decay: float) -> Averages:
+        """Keep moving averages of the trained parameters from now on; collective. `zeroshard.EMA` calls it.
+
+        Raises:
+            ValueError, RuntimeError: as `zeroshard.EMA` has them.
+        """
+        runtime, kept = self._runtime, self._parts.averages
+
+        def make() -> tuple[str, float]:
+            if not str(name).isidentifier():
+                raise ValueError(f"EMA: expected a name like 'ema' or 'ema_2', got {name!r}")
+            if name in kept:
+                raise ValueError(
+                    f"EMA: the engine has an average '{name}' already: give this one another name"
+                )
+            runtime.settle()
+            runtime.require_slices("EMA()")
+            refuse_averages(runtime.state, "EMA()")
+            made.append(Averages(runtime, decay))
+            return name, made[0].decay
+
+        made: list[Averages] = []
+        everyone = on_all(runtime.context.axes.world, "agreement on an EMA", make)
+        for rank, own in enumerate(everyone):
+            if own != everyone[0]:
+                raise ValueError(
+                    f"EMA: rank 0 has name and decay {everyone[0]}, rank {rank} has {own}: expected the same "
+                    "on every rank"
+                )
+        kept[name] = made[0]
+        return made[0]
 
     @property
     def _progress(self) -> Progress:

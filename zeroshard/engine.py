@@ -32,7 +32,7 @@ from zeroshard.internals.nested import cast_inputs
 from zeroshard.modulelike import ModuleLike
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.training import Pipelined
-from zeroshard.parameters.state import refuse_to_drop
+from zeroshard.parameters.state import refuse_averages, refuse_to_drop
 from zeroshard.reports import Reports
 from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.pace import warn_no_gradients
@@ -168,6 +168,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         return scaled
 
     def _refuse_parts(self, call: str) -> None:
+        refuse_averages(self._runtime.state, call)
         if self._pipeline is not None and not self._pipeline.is_stepping:
             raise RuntimeError(
                 f"{call} with mesh.pp={self._axes.pp.size}: each rank has a part of the model, and "
@@ -287,6 +288,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
 
     def _judge_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Judge a step that the optimizer begins, unless the engine has judged it already."""
+        refuse_averages(self._runtime.state, "an optimizer step")
         if not self._is_ready:
             if self._early is not None:
                 self._early.check()
@@ -297,6 +299,8 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
     def _count_step(self) -> None:
         """Count a step of the optimizer."""
         self.global_step += 1
+        for averages in self._parts.averages.values():
+            averages.update()
         if not self._is_ready:
             self._halfway.end()
             if self._early is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from zeroshard.checkpoint.capture import Parts
 from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.memory.report import MemoryReport, measure
@@ -18,6 +19,7 @@ class Reports:
     """The reports of an engine about its rank."""
 
     optimizer: Optimizer | None
+    _parts: Parts
     _runtime: Runtime
     _axes: Axes
     _part: Part | None
@@ -30,7 +32,7 @@ class Reports:
 
     def memory_report(self) -> MemoryReport:
         """Measured bytes of this rank: model states by kind, and the process."""
-        return measure(self._runtime, self.optimizer)
+        return measure(self._runtime, self.optimizer, self._parts.averages.values())
 
     def reset_memory_report(self) -> None:
         """Start the search for the largest `unsharded` anew, from the bytes that are gathered now."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.original import revive
 from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.parameters.state import Phase
+from zeroshard.parameters.state import Phase, refuse_averages
 from zeroshard.plan.originals import Original
 from zeroshard.sharding.runtime import DRAIN_S, Runtime
 from zeroshard.sharding.unit import Unit
@@ -42,6 +42,7 @@ def restore(runtime: Runtime) -> None:
     """
     runtime.settle()
     runtime.require_slices("close()")
+    refuse_averages(runtime.state, "close()")
     _check_replaced(runtime)
     runtime.drop_deferred()
     runtime.put_away()

@@ -18,7 +18,7 @@ from zeroshard.full.parameters import full_state_dict, unsharded
 from zeroshard.guards.copies import NotCopied
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.counts import count
-from zeroshard.parameters.state import refuse_in_step
+from zeroshard.parameters.state import refuse_averages, refuse_in_step
 from zeroshard.restore import Closed
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import UnitInfo
@@ -72,6 +72,8 @@ class ShardedCalls(NotCopied):
             ValueError: a module is not part of the model.
             RuntimeError: the ranks made different edits.
         """
+        if write_back:
+            refuse_averages(self._runtime.state, "unsharded(write_back=True)")
         root = self._runtime.module
         inside = set(root.modules())
         parts = [root if module is self else module for module in modules or (root,)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.agreed import on_all
+from zeroshard.checkpoint.averages import averaged_buffers, with_averages
 from zeroshard.checkpoint.blockwise import own_blocks
 from zeroshard.checkpoint.clientstate import to_plain
 from zeroshard.checkpoint.description import describe_model
@@ -29,6 +30,7 @@ from zeroshard.data.loader import EpochLoader
 from zeroshard.internals.pytree import tree_leaves
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.stepping.averages import Averages
 from zeroshard.stepping.loss_scale import LossScale
 from zeroshard.stepping.rounding import Rounding
 from zeroshard.version import installed_version
@@ -49,6 +51,8 @@ class Parts:
     """The DataLoader that `initialize` made."""
     described: dict[str, Any] | None = None
     """The description of the whole model, where this rank has only a part of it."""
+    averages: dict[str, Averages] = field(default_factory=dict)
+    """Moving averages of the parameters, by name; `EMA` adds its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +151,12 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
         folder=reading.folder,
         tag=reading.tag,
         keep_last=parts.config.checkpoint.keep_last,
-        slices=written_slices(runtime, reading.optimizer.tensors, buffers, left_out),
+        slices=written_slices(
+            runtime,
+            with_averages(reading.optimizer.tensors, parts.averages),
+            buffers | averaged_buffers(buffers, parts.averages),
+            left_out,
+        ),
         aliases={name: record.aliases for name, record in whole.parameters.items() if record.aliases},
         manifest=manifest,
         values=to_files(_values(reading, answers, whole)) if axis.rank == 0 else {},
@@ -296,6 +305,7 @@ def _describe(parts: Parts, progress: Progress, whole: PartFacts) -> Manifest:
         lr_scheduler=None if scheduler is None else type(scheduler).__name__,
         parameters=whole.parameters,
         buffers=whole.buffers,
+        averages={name: averages.num_updates for name, averages in parts.averages.items()},
     )
 
 

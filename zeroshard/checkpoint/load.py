@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.agreed import on_all
+from zeroshard.checkpoint.averages import check_averages, read_averages
 from zeroshard.checkpoint.capture import NUM_PARTS, Parts, Progress
 from zeroshard.checkpoint.checks import MAX_STEPS, check_group, check_schedule, naming_file
 from zeroshard.checkpoint.conversion import convert_group, family_of
@@ -138,7 +139,7 @@ def _restore(parts: Parts, plan: _Plan, weights_only: bool) -> None:
     targets = {} if parts.optimizer is None else make_targets(parts.optimizer, plan.states, memory)
     for tensor in (*(b.main for b in runtime.buffers), *(t for s in targets.values() for t in s.values())):
         memory.renew(tensor)
-    _read_tensors(runtime, plan, targets)
+    _read_tensors(parts, plan, targets)
     _restore_optimizer(parts.optimizer, plan, targets)
     if plan.groups:
         assert parts.optimizer is not None, "its groups were matched"
@@ -163,6 +164,7 @@ def _prepare(
     names = match_parameters(stored, parts.runtime, model.aliases)
     check_buffers(stored, model.buffers)
     check_names(directory, "extra state", values["extra"], model.extra)
+    check_averages(stored, parts.averages)
     groups: list[dict[str, Any] | None] = []
     states: SavedStates = {}
     schedule = None
@@ -309,7 +311,8 @@ def _check_optimizer(stored: Stored, parts: Parts, convert_states: bool, hyperpa
 
 
 @torch.no_grad()
-def _read_tensors(runtime: Runtime, plan: _Plan, targets: Targets) -> None:
+def _read_tensors(parts: Parts, plan: _Plan, targets: Targets) -> None:
+    runtime = parts.runtime
     converted = {plan.names[p.fqn]: p for p, saved in plan.states.items() if saved.converted is not None}
     as_they_are = {p: targets[p] for p in targets.keys() - set(converted.values())}
     with TensorReader(plan.stored, runtime.context.memory.rest) as reader:
@@ -323,6 +326,7 @@ def _read_tensors(runtime: Runtime, plan: _Plan, targets: Targets) -> None:
             values = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
             reader.read(TensorSlice(name, tuple(buffer.shape), 0, values))
             buffer.copy_(values.view(buffer.shape))
+        read_averages(reader, runtime, plan.stored, parts.averages, plan.names)
     for name in read_model(runtime).extra:
         value = plan.values["extra"][name]
         runtime.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)

@@ -69,6 +69,8 @@ class Manifest:
     buffers: tuple[str, ...]
     frozen: dict[str, int] = field(default_factory=dict)
     """The crc32 of each parameter that was frozen and is left out."""
+    averages: dict[str, int] = field(default_factory=dict)
+    """The number of updates of each moving average; {} in checkpoints of versions that had none."""
     files: dict[str, FileRecord] = field(default_factory=dict)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     """The places of parameters, buffers and optimizer states; tied parameters under their first name."""
@@ -132,6 +134,7 @@ def parse(content: Mapping[str, Any]) -> Manifest:
     Raises:
         ValueError, KeyError, TypeError, AttributeError: no manifest has it.
     """
+    content = {"averages": {}, **content}
     _check_kinds(content)
     made = {option.name: content[option.name] for option in fields(Manifest)}
     made["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
@@ -177,7 +180,7 @@ def _check_tensors(manifest: Manifest) -> None:
 
 _KINDS: dict[type, tuple[str, ...]] = {
     int: ("global_step", "skipped_steps", "seed"),
-    dict: ("written_by", "model", "config", "parameters", "frozen", "files", "tensors"),
+    dict: ("written_by", "model", "config", "parameters", "frozen", "averages", "files", "tensors"),
     list: ("buffers",),
 }
 _KINDS_OR_NONE: dict[type, tuple[str, ...]] = {
@@ -205,6 +208,8 @@ def _check_kinds(content: Mapping[str, Any]) -> None:
         _expect(all(type(record[key]) is int and record[key] >= 0 for key in ("num_bytes", "crc32")), name)
     for name, crc in content["frozen"].items():
         _expect(name in content["parameters"] and type(crc) is int, name)
+    for name, num_updates in content["averages"].items():
+        _expect(name.isidentifier() and type(num_updates) is int and 0 <= num_updates < MAX_STEPS, name)
     for name, record in content["parameters"].items():
         _expect(all(isinstance(size, int) and size >= 0 for size in record["shape"]), name)
         _expect(all(isinstance(other, str) for other in (record["dtype"], *record["aliases"])), name)

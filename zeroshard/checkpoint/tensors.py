@@ -78,12 +78,14 @@ class TensorSlice:
 
 
 States = Mapping[ShardedParameter, Mapping[str, Tensor]]
-"""Optimizer states, by parameter and key: of the shape of the sharded parameter, or scales of its blocks."""
+"""Tensors that belong to parameters, by parameter and key: of the shape of the sharded parameter, or scales
+of its blocks. States of an optimizer have keys without "/". Others have their kind before it: "ema/slow"."""
 
 
 def state_name(fqn: str, key: str) -> str:
-    """The name of an optimizer state in a checkpoint; no module can have a parameter of that name."""
-    return f"optimizer/{fqn}/{key}"
+    """The name of such a tensor in a checkpoint, KIND/PARAMETER/KEY; no module has such a parameter."""
+    kind, _, own = key.rpartition("/")
+    return f"{kind or 'optimizer'}/{fqn}/{own}"
 
 
 @dataclass(frozen=True, slots=True)

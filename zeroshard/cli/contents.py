@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
+from zeroshard.checkpoint.averages import KIND
 from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.places import StoredTensor
@@ -18,7 +19,12 @@ from zeroshard.checkpoint.tensors import dtype_name
 from zeroshard.tables import LINE, format_bytes, format_count, render
 
 _WIDTH = 400  # characters of a line in a file or a pipe, so that names stay on one line
-_KINDS = {"parameter": "parameters", "buffer": "buffers", "optimizer state": "optimizer states"}
+_KINDS = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "optimizer state": "optimizer states",
+    "average": "moving averages",
+}
 
 
 def describe(stored: Stored) -> str:
@@ -34,7 +40,7 @@ def describe(stored: Stored) -> str:
         "",
     ]
     for kind, tensors in kinds.items():
-        is_state = kind == "optimizer state"
+        is_state = kind in ("optimizer state", "average")
         rows = [
             (*(_owner_and_state(name) if is_state else (name,)), dtype_name(tensor.dtype), *_sizes(tensor))
             for name, tensor in tensors.items()
@@ -58,6 +64,7 @@ def to_json(stored: Stored) -> dict[str, Any]:
         "optimizer": manifest.optimizer,
         "lr_scheduler": manifest.lr_scheduler,
         "left_out": sorted(manifest.frozen),
+        "averages": manifest.averages,
         "tied": {name: list(aliases) for name, aliases in _tied(manifest)},
         "files": {name: record.num_bytes for name, record in manifest.files.items()},
         "tensors": {
@@ -118,15 +125,17 @@ def _by_kind(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
     kinds: dict[str, dict[str, StoredTensor]] = {kind: {} for kind in _KINDS}
     last = len(place)
     for name in sorted(stored.tensors, key=lambda n: place.get(n, place.get(_owner_and_state(n)[0], last))):
-        is_state = name not in place and name not in manifest.buffers
-        kind = "optimizer state" if is_state else "buffer" if name in manifest.buffers else "parameter"
+        if name in place or name in manifest.buffers:
+            kind = "parameter" if name in place else "buffer"
+        else:
+            kind = "average" if name.startswith(f"{KIND}/") else "optimizer state"
         kinds[kind][name] = stored.tensors[name]
     return {kind: found for kind, found in kinds.items() if found}
 
 
 def _owner_and_state(name: str) -> tuple[str, str]:
-    """Divide the name of an optimizer state: optimizer/PARAMETER/STATE."""
-    owner, _, state = name.removeprefix("optimizer/").rpartition("/")
+    """Divide the name of an optimizer state or an average: optimizer/PARAMETER/STATE."""
+    owner, _, state = name.partition("/")[2].rpartition("/")
     return owner, state
 
 

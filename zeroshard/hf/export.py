@@ -176,7 +176,7 @@ def _plan(
     state = read_model(runtime)
     names: dict[str, list[str]] = {}
     parameters: dict[str, TensorInfo] = {}
-    for sharded in _in_order(runtime):
+    for sharded in own_parameters(runtime):
         names[sharded.fqn] = saved_names(model, (sharded.fqn, *state.aliases.get(sharded.fqn, ())))
         info = TensorInfo(sharded.dtype, tuple(sharded.full_shape))
         parameters |= dict.fromkeys(names[sharded.fqn], _cast(info, dtype))
@@ -185,8 +185,8 @@ def _plan(
     return _Weights(model, parameters, buffers), names
 
 
-def _in_order(runtime: Runtime) -> Iterator[ShardedParameter]:
-    """The parameters that this rank's part of the model writes."""
+def own_parameters(runtime: Runtime) -> Iterator[ShardedParameter]:
+    """The parameters that this rank's part of the model writes; the first one, if several parts hold one."""
     part = runtime.context.axes.pp.rank
     return (
         sharded

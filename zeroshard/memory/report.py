@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from zeroshard.memory.process import ProcessMemory, measure_process
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.stepping.averages import Averages
 from zeroshard.tables import LINE, format_bytes, render
 from zeroshard.tiers.places import TierMemory
 
@@ -36,11 +37,13 @@ class ModelStates:
     """The part of `host` that is pinned."""
     nvme: int = 0
     """Values that are offloaded to NVMe."""
+    averages: int = 0
+    """Moving averages of parameters, on the device."""
 
     @property
     def total(self) -> int:
-        """Bytes on the device: parameters, gradients, optimizer states, and `unsharded`."""
-        return self.parameters + self.gradients + self.optimizer + self.unsharded
+        """Bytes on the device: parameters, gradients, optimizer states, averages, and `unsharded`."""
+        return self.parameters + self.gradients + self.optimizer + self.averages + self.unsharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,8 @@ class MemoryReport(ProcessMemory, ModelStates):
             ("gradients", format_bytes(self.gradients)),
             ("optimizer states", format_bytes(self.optimizer)),
         ]
+        if self.averages:
+            rows.append(("averages", format_bytes(self.averages)))
         if self.peak_unsharded:
             rows.append(("gathered", format_bytes(self.unsharded)))
         rows += [LINE, ("total", format_bytes(self.total)), LINE]
@@ -78,21 +83,23 @@ class MemoryReport(ProcessMemory, ModelStates):
         return render(title, ("kind", "bytes"), rows)
 
 
-def measure(runtime: Runtime, optimizer: Optimizer | None) -> MemoryReport:
-    """Add up the storages behind parameters, gradients and optimizer states, each once."""
+def measure(runtime: Runtime, optimizer: Optimizer | None, averages: Iterable[Averages] = ()) -> MemoryReport:
+    """Add up the storages behind parameters, gradients, optimizer states and averages, each once."""
     context = runtime.context
     kept = (b.copy for b in runtime.buffers if b.copy is not None)
     resident = (b.full for b in runtime.buffers if b.is_resident)
     parameters = _by_tier([*(b.main for b in runtime.buffers), *kept, *resident], context.memory)
     gradients = _by_tier((p.grad for p in runtime.parameters if p.grad is not None), context.memory)
     states = _by_tier(_states(runtime, optimizer), context.memory)
-    on_host = [kind[Tier.HOST] for kind in (parameters, gradients, states)]
+    averaged = _by_tier((tensor for own in averages for tensor in own.tensors), context.memory)
+    on_host = [kind[Tier.HOST] for kind in (parameters, gradients, states, averaged)]
     staging = context.memory.staging_bytes
     pinned_staging = staging if context.device.type == "cuda" else 0
     return MemoryReport(
         parameters=parameters[Tier.DEVICE].all,
         gradients=gradients[Tier.DEVICE].all + runtime.reducer.local_bytes,
         optimizer=states[Tier.DEVICE].all,
+        averages=averaged[Tier.DEVICE].all,
         unsharded=context.meter.now,
         peak_unsharded=context.meter.peak,
         host=sum(held.all for held in on_host) + staging + context.host.num_bytes,

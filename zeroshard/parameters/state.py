@@ -51,6 +51,8 @@ class ModuleState:
     """True if somebody may hold a `p.grad`, and change it unseen."""
     before_show: Callable[[], object] | None = None
     """Scales gradients whose clip factor is still to be applied, before somebody sees or changes one."""
+    is_averaged = False
+    """True while averages stand in the main parameters for the trained values; see `stepping/averages.py`."""
     has_sums = False
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
     forget_gradient: Callable[[Any], object]
@@ -102,6 +104,19 @@ def refuse_in_step(state: ModuleState, what: str) -> None:
         raise RuntimeError(
             f"{what} after a backward that has stepped units, whose gradients are gone: set "
             "offload.step_in_backward=False to have all gradients until step()"
+        )
+
+
+def refuse_averages(state: ModuleState, what: str) -> None:
+    """Refuse a call that would work on averages as if they were the trained parameters.
+
+    Raises:
+        RuntimeError: averages stand in the main parameters.
+    """
+    if state.is_averaged:
+        raise RuntimeError(
+            f"{what} inside EMA.applied(), where averages stand in the model for the trained parameters: "
+            "call it after the block, which puts the trained values back"
         )
 
 

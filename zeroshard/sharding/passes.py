@@ -31,7 +31,7 @@ from zeroshard.internals.autograd import (
     will_accumulate,
 )
 from zeroshard.internals.nested import cast_outputs
-from zeroshard.parameters.state import Phase
+from zeroshard.parameters.state import Phase, refuse_averages
 from zeroshard.sharding.agreed import agree_on_frozen
 from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.calls import CallLog
@@ -282,6 +282,7 @@ class Passes(ShardedModule):
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
         if accumulates := will_accumulate(self._trained()):
+            refuse_averages(self.state, "a backward")
             self.reducer.check_step()
         self._around_backward = self.state.phase
         self.state.move(_BACKWARD)

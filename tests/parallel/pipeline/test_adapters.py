@@ -173,3 +173,26 @@ def test_the_outline_of_a_model_with_adapters_has_the_names_in_the_wrapped_model
 def test_adapters_that_depend_on_the_tokens_are_refused_by_name(config, text):
     with pytest.raises(ValueError, match=text):
         outline_of(peft.get_peft_model(MODELS["llama"](), config))
+
+
+def stream(layout, stage, name):
+    """The stream with merged adapters, and on rank 0 the state that peft is to merge."""
+    engine = start(layout, adapted(name), stage=stage)
+    train(engine, [0])
+    got = {key: values.clone() for key, values in engine.named_full_parameters(merge_adapters=True)}
+    state = engine.full_state_dict()
+    engine.close(restore=False)
+    return got, state
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [("pp 2", "llama"), pytest.param("pp 2 x tp 2", "tied gpt", marks=pytest.mark.long)]
+)
+def test_a_stream_has_the_merged_parameters_of_all_parts_on_all_ranks(ranks, layout, name):
+    (got, state), *others = ranks(LAYOUTS[layout][0], stream, layout, 3, name)
+    model = adapted(name)
+    model.load_state_dict(state)
+    want = dict(model.merge_and_unload().named_parameters())
+    for found in (got, *(found for found, _ in others)):
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[key], want[key]) for key in want)

@@ -1,0 +1,328 @@
+"""Moving averages of sharded parameters are those of torch.optim.swa_utils, to the bit."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import zeroshard
+from tests.distributed.training import ALL_STAGES, STAGES, numbers, start, unequal
+
+DECAY = 0.9
+
+
+class Net(nn.Module):
+    """Tied, frozen and unused parameters, a buffer that trains, and one that is not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(7, 24)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24)) for _ in range(2))
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.unused = nn.Parameter(torch.randn(3, 5))
+        self.last = nn.Linear(24, 7)
+        self.again = nn.Linear(24, 7, bias=False)
+        self.again.weight = self.last.weight
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.seen += 1
+        x = self.frozen(self.first(x))
+        for block in self.blocks:
+            x = x + F.gelu(block(x))
+        return self.last(x) + self.again(x)
+
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+
+
+def train(engine, number):
+    engine.backward(engine(numbers(number, 6, 7)).square().mean())
+    return engine.step()
+
+
+class Reference:
+    """torch's own average, of the model that `full_state_dict` tells after each step; on rank 0."""
+
+    def __init__(self, engine, model=None):
+        self.engine, self.model = engine, model or build()
+        self.load()
+        self.averaged = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+
+    def load(self):
+        state = self.engine.full_state_dict()
+        if state:
+            self.model.load_state_dict(state)
+
+    def update(self):
+        self.load()
+        self.averaged.update_parameters(self.model)
+
+    def state(self):
+        return self.averaged.module.state_dict() if dist.get_rank() == 0 else {}
+
+
+def compare(engine, ema, reference, what):
+    """Differences of the shown averages from torch's, and of the trained values from those before."""
+    before = engine.full_state_dict()
+    with ema.applied():
+        shown = engine.full_state_dict()
+    found = list(unequal(f"{what}, averages", shown, reference.state()))
+    return found + list(unequal(f"{what}, trained", engine.full_state_dict(), before))
+
+
+def averages_of(stages, **config):
+    found = []
+    for stage in stages:
+        engine, _ = start(build(), stage=stage, **config)
+        ema, reference = zeroshard.EMA(engine, DECAY), Reference(engine)
+        found += compare(engine, ema, reference, f"stage {stage} before the first step")
+        for number in range(4):
+            train(engine, number)
+            reference.update()
+            found += compare(engine, ema, reference, f"stage {stage}, step {number}")
+        assert ema.num_updates == engine.global_step == 4
+    return found
+
+
+@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_averages_are_those_of_torch_to_the_bit(ranks, num_ranks):
+    assert ranks(num_ranks, averages_of, ALL_STAGES)[0] == []
+
+
+def with_narrow_parameters():
+    """bfloat16 in compute, with float32 main parameters or without."""
+    found = []
+    for precision in ("bf16", {"param_dtype": "bf16", "main_dtype": "bf16"}):
+        engine, _ = start(build(), stage=3, precision=precision)
+        ema, reference = zeroshard.EMA(engine, DECAY), Reference(engine)
+        for number in range(3):
+            train(engine, number)
+            reference.update()
+        kept = {p.fqn: values.clone() for p, values in engine._parts.averages["ema"].parameters.items()}
+        assert {values.dtype for values in kept.values()} == {torch.float32}
+        main = {p.fqn: p.dtype for p in engine._runtime.parameters if p.requires_grad}
+        want = {
+            name: values.to(main[name]).float() if name in main else values
+            for name, values in reference.state().items()
+        }
+        with ema.applied():
+            shown = engine.full_state_dict()
+        for tied in ("again.weight",) if want else ():
+            want[tied] = want["last.weight"]
+        found += unequal(str(precision), shown, want)
+    return found
+
+
+def test_averages_of_bfloat16_parameters_are_float32_and_are_shown_rounded(ranks):
+    assert ranks(2, with_narrow_parameters)[0] == []
+
+
+def shown_everywhere(stages):
+    """Forwards, single parameters, units and blocks of full parameters inside `applied()`."""
+    found = []
+    for stage in stages:
+        engine, _ = start(build(), stage=stage)
+        ema, twin = zeroshard.EMA(engine, DECAY), build()
+        for number in range(3):
+            train(engine, number)
+        engine.eval()
+        inputs = numbers(9, 4, 7)
+        before = engine(inputs)
+        with ema.applied(), torch.no_grad():
+            states = [engine.full_state_dict()]
+            dist.broadcast_object_list(states)
+            twin.load_state_dict(states[0])
+            for own, values in zip(twin.buffers(), engine.buffers(), strict=True):
+                own.copy_(values)  # each rank has its own
+            found += unequal(f"stage {stage}", {"out": engine(inputs)}, {"out": twin.eval()(inputs)})
+            assert torch.equal(engine.full_parameter("first.weight"), twin.first.weight)
+            with engine.unsharded():
+                assert torch.equal(engine.module.first.weight, twin.first.weight)
+            leaf = inputs.clone()
+            with torch.enable_grad():
+                leaf.requires_grad_()
+                (gradient,) = torch.autograd.grad(engine(leaf).sum(), leaf)
+            assert gradient.abs().sum() > 0
+        found += unequal(f"stage {stage}, after", {"out": engine(inputs)}, {"out": before})
+        engine.train()
+        train(engine, 4)  # goes on
+        assert ema.num_updates == 4
+    return found
+
+
+def test_all_that_reads_parameters_sees_the_averages(ranks):
+    assert ranks(2, shown_everywhere, STAGES) == [[], []]
+
+
+def calls_inside(engine, optimizer, other):
+    """Calls that are refused, by their names in errors."""
+    whole = torch.ones(24, 7)
+    return {
+        "a backward": lambda: engine(numbers(0, 6, 7)).sum().backward(),
+        "backward()": lambda: engine.backward(engine(numbers(0, 6, 7)).sum()),
+        "step()": engine.step,
+        "an optimizer step": optimizer.step,
+        "train_batch()": lambda: engine.train_batch(numbers(0, 6, 7)),
+        "save_checkpoint()": lambda: engine.save_checkpoint("nowhere"),
+        "load_checkpoint()": lambda: engine.load_checkpoint("nowhere"),
+        "set_full_parameter()": lambda: engine.set_full_parameter("first.weight", whole),
+        "unsharded(write_back=True)": lambda: engine.load_state_dict({}, strict=False),
+        "close()": engine.close,
+        "EMA.applied()": lambda: other.applied().__enter__(),
+        "EMA()": lambda: zeroshard.EMA(engine, DECAY, name="third"),
+    }
+
+
+def refused(stages):
+    found = []
+    for stage in stages:
+        engine, optimizer = start(build(), stage=stage)
+        ema, other = zeroshard.EMA(engine, DECAY), zeroshard.EMA(engine, 0.5, name="fast")
+        for number in range(2):
+            train(engine, number)
+        before, buffers = engine.full_state_dict(), [b.clone() for b in engine.buffers()]
+        calls = calls_inside(engine, optimizer, other)
+        for what, call in calls.items():
+            try:
+                with ema.applied():
+                    call()
+            except RuntimeError as error:
+                if not str(error).startswith(f"{what} inside EMA.applied()"):
+                    found.append(f"stage {stage}, {what}: {error}")
+            else:
+                found.append(f"stage {stage}, {what}: not refused")
+        found += unequal(f"stage {stage}", engine.full_state_dict(), before)
+        found += [i for i, (a, b) in enumerate(zip(engine.buffers(), buffers, strict=True)) if (a != b).any()]
+        train(engine, 2)
+        assert ema.num_updates == other.num_updates == 3
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_training_and_edits_inside_are_refused_and_change_nothing(ranks, num_ranks):
+    assert ranks(num_ranks, refused, STAGES) == [[]] * num_ranks
+
+
+def failing(stages):
+    """Exceptions of the user, in the block and in the middle of a forward."""
+
+    def fail(*_):
+        raise KeyError("in the middle")
+
+    found = []
+    for stage in stages:
+        model = build()
+        engine, _ = start(model, stage=stage)
+        ema, plain = zeroshard.EMA(engine, DECAY), copy.deepcopy(engine.config)
+        train(engine, 0), train(engine, 1)
+        before = engine.full_state_dict()
+        with pytest.raises(LookupError), ema.applied():
+            raise LookupError
+        found += unequal(f"stage {stage}", engine.full_state_dict(), before)
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            handle = model.blocks[1].register_forward_hook(fail)
+            with pytest.raises(KeyError), mode(), ema.applied():
+                engine.module(numbers(0, 6, 7))
+            handle.remove()
+            found += unequal(f"stage {stage}, {mode}", engine.full_state_dict(), before)
+        assert engine.config == plain
+        train(engine, 2)
+        assert ema.num_updates == 3
+    return found
+
+
+def test_trained_values_are_back_after_an_exception(ranks):
+    assert ranks(2, failing, STAGES)[0] == []
+
+
+def counted_steps():
+    """Updates with accumulation, with steps of the user, and without those that are left out."""
+    engine, optimizer = start(build(), stage=3, gradient_accumulation_steps=2, nonfinite="skip")
+    ema, counts = zeroshard.EMA(engine, DECAY), []
+    for number in range(4):
+        train(engine, number)
+        counts.append(ema.num_updates)
+    for _ in range(2):
+        engine.backward(engine(numbers(4, 6, 7)).square().mean() * float("inf"))
+        engine.step()
+    counts.append(ema.num_updates)
+    engine, optimizer = start(build(), stage=3)
+    ema = zeroshard.EMA(engine, DECAY)
+    engine(numbers(0, 6, 7)).square().mean().backward()
+    optimizer.step()
+    return [*counts, ema.num_updates]
+
+
+def test_the_steps_that_the_engine_counts_update_an_average(ranks):
+    assert ranks(2, counted_steps) == [[0, 1, 1, 2, 2, 1]] * 2
+
+
+def wrong_arguments():
+    engine, _ = start(build(), stage=3)
+    zeroshard.EMA(engine, DECAY)
+    found = []
+    for args, name in (
+        ((engine, 1.5), "a"),
+        ((engine, True), "a"),
+        ((engine, DECAY), "a b"),
+        ((engine, DECAY), "ema"),
+        ((engine.module, DECAY), "a"),
+        ((engine, 0.5 + dist.get_rank() / 10), "a"),
+    ):
+        with pytest.raises(ValueError, match=r"EMA|decay") as caught:
+            zeroshard.EMA(*args, name=name)
+        found.append(str(caught.value))
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        zeroshard.EMA(engine, DECAY, name="late")
+    return found
+
+
+def test_wrong_arguments_are_refused_on_all_ranks(ranks):
+    found, other = ranks(2, wrong_arguments)
+    assert found == other
+    expected = [
+        "from 0 to 1",
+        "from 0 to 1",
+        "expected a name",
+        "another name",
+        "got Net",
+        "the same on every",
+    ]
+    for message, part in zip(found, expected, strict=True):
+        assert part in message
+
+
+def memory_of_averages():
+    engine, _ = start(build(), stage=3)
+    before = engine.memory_report()
+    zeroshard.EMA(engine, DECAY)
+    after = engine.memory_report()
+    values = sum(p.numel() for p in engine._runtime.parameters if p.requires_grad)
+    assert after.averages >= 4 * values
+    assert after.total - before.total == after.averages
+    return str(after)
+
+
+def test_the_memory_report_counts_averages(ranks):
+    assert "averages" in ranks(2, memory_of_averages)[0]
+
+
+def in_files(folder):
+    offload = {"optimizer": "nvme", "parameters": "cpu", "nvme_path": str(folder)}
+    engine, _ = start(build(), stage=3, offload=offload)
+    with pytest.raises(ValueError, match=r"expected offload\.optimizer 'none' or 'cpu', got 'nvme'"):
+        zeroshard.EMA(engine, DECAY)
+
+
+def test_main_parameters_in_files_are_refused_by_name(ranks, tmp_path):
+    ranks(1, in_files, tmp_path)

@@ -1,0 +1,192 @@
+"""Live export: a stream of full parameters on every rank is what `full_state_dict` tells, to the bit."""
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard
+from tests.distributed.training import ALL_STAGES, STAGES, build, start, step, token_loss, unequal
+
+
+def whole_state(engine):
+    """What `full_state_dict` tells on rank 0, on every rank."""
+    states = [engine.full_state_dict()]
+    dist.broadcast_object_list(states)
+    return states[0]
+
+
+def streamed(kind, stages, **config):
+    found = []
+    for stage in stages:
+        model = build(kind)
+        names = [name for name, _ in model.named_parameters()]
+        engine, optimizer = start(model, stage=stage, **config)
+        for number in range(2):
+            step(engine, optimizer, token_loss, number)
+        want = {name: whole_state(engine)[name] for name in names}
+        got = {name: values.clone() for name, values in engine.named_full_parameters()}
+        found += unequal(f"stage {stage}", got, want)
+        half = dict(engine.named_full_parameters("bf16"))
+        found += unequal(f"stage {stage}, bf16", half, {n: v.bfloat16() for n, v in want.items()})
+        assert {values.dtype for values in half.values()} == {torch.bfloat16}
+        found += unequal(f"stage {stage}, after", whole_state(engine), whole_state(engine) | want)
+        step(engine, optimizer, token_loss, 3)
+    return found
+
+
+@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_the_stream_is_the_full_state_to_the_bit(ranks, num_ranks):
+    assert ranks(num_ranks, streamed, "tied Llama", ALL_STAGES) == [[]] * num_ranks
+
+
+LORA = {
+    "linear": {},
+    "rank-stabilized with biases": {"use_rslora": True, "lora_bias": True, "bias": "lora_only"},
+    "dora": {"use_dora": True},
+    "saved head": {"modules_to_save": ["lm_head"], "target_modules": "all-linear"},
+    "saved embedding, tied": {"modules_to_save": ["embed_tokens"]},
+    "embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
+    "tokens": {"trainable_token_indices": [1, 5]},
+}
+
+
+def adapted(how):
+    import peft
+
+    lora = peft.LoraConfig(
+        **{"r": 3, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False} | LORA[how]
+    )
+    model = build("tied transformers Llama" if "tied" in how else "transformers Llama")
+    if how == "rank-stabilized with biases":
+        for block in model.model.layers:
+            for layer in (block.self_attn.q_proj, block.mlp.down_proj):
+                layer.bias = nn.Parameter(torch.randn(layer.out_features))
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, lora)
+
+
+def merged(how, stages, **config):
+    """Differences of a stream with merged adapters from what peft merges in one process."""
+    found = []
+    for stage in stages:
+        plain = adapted(how)
+        engine, optimizer = start(copy.deepcopy(plain), "SGD", stage=stage, **config)
+        for number in range(2):
+            step(engine, optimizer, token_loss, number)
+        before = whole_state(engine)
+        got = {n: v.clone() for n, v in engine.named_full_parameters(merge_adapters=True)}
+        plain.load_state_dict(before)
+        want = dict(plain.merge_and_unload().named_parameters())
+        found += unequal(f"stage {stage}, {how}", got, want)
+        assert not any("lora" in name or "base_layer" in name for name in got)
+        found += unequal(f"stage {stage}, {how}, after", whole_state(engine), before)
+        step(engine, optimizer, token_loss, 3)
+        apart = {name for name, _ in engine.named_full_parameters()}
+        assert apart == {name for name, _ in engine.named_parameters()}
+    return found
+
+
+FAST = ("linear", "saved embedding, tied", "tokens")
+
+
+@pytest.mark.long_where(how=[how for how in LORA if how not in FAST])
+@pytest.mark.parametrize("how", LORA)
+def test_adapters_are_merged_on_the_way_as_peft_merges_them(ranks, how):
+    pytest.importorskip("peft")
+    assert ranks(2, merged, how, (3,)) == [[]] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_adapters_are_merged_at_all_stages(ranks, num_ranks):
+    pytest.importorskip("peft")
+    assert ranks(num_ranks, merged, "saved head", ALL_STAGES) == [[]] * num_ranks
+
+
+def test_adapters_in_units_of_their_own_are_merged(ranks):
+    pytest.importorskip("peft")
+    assert ranks(2, merged, "linear", (3,), units=["Linear"]) == [[]] * 2
+
+
+def with_prompts():
+    import peft
+
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    engine, _ = start(peft.get_peft_model(build("transformers Llama"), config), stage=3)
+    with pytest.raises(ValueError, match=r"adapter 'default' \(PROMPT_TUNING\) is a prompt"):
+        engine.named_full_parameters(merge_adapters=True)
+    with pytest.raises(ValueError, match="dtype"):
+        engine.named_full_parameters("float33")
+    with engine.unsharded(), pytest.raises(RuntimeError, match=r"inside engine\.unsharded"):
+        engine.named_full_parameters()
+
+
+def test_prompts_and_wrong_arguments_are_refused_by_name(ranks):
+    pytest.importorskip("peft")
+    ranks(2, with_prompts)
+
+
+def live_bytes():
+    """The bytes of all plain tensors of this process, each storage once."""
+    gc.collect()
+    storages = {
+        (storage := tensor.untyped_storage())._cdata: storage.nbytes()
+        for tensor in gc.get_objects()
+        if type(tensor) is Tensor
+    }
+    return sum(storages.values())
+
+
+def held_at_once():
+    engine, _ = start(build("Llama", num_blocks=6), stage=3)
+    largest = 4 * max(unit.numel for unit in engine.units)
+    total, before, most = 4 * sum(unit.numel for unit in engine.units), live_bytes(), 0
+    sent = []
+    for _, values in engine.named_full_parameters():
+        most = max(most, live_bytes() - before)
+        sent.append(engine.comm_report().bytes_sent["all_gather"])
+        del values
+    assert len(set(sent)) == len(engine.units), "expected a gather for each unit, when it is asked for"
+    assert live_bytes() == before
+    return most, largest, total
+
+
+def test_one_unit_is_held_at_a_time(ranks):
+    for most, largest, total in ranks(2, held_at_once):
+        assert 0 < most <= largest < total / 2
+
+
+def averages_streamed():
+    engine, optimizer = start(build("Llama"), stage=3)
+    ema = zeroshard.EMA(engine, 0.5)
+    for number in range(3):
+        step(engine, optimizer, token_loss, number)
+    with ema.applied():
+        state = whole_state(engine)
+        got = {name: values.clone() for name, values in engine.named_full_parameters()}
+    return list(unequal("averages", got, {name: state[name] for name in got}))
+
+
+def test_averages_are_streamed_where_they_are_applied(ranks):
+    assert ranks(2, averages_streamed) == [[], []]
+
+
+def beside_ignored(stages):
+    found = []
+    for stage in stages:
+        engine, _ = start(build("Llama"), stage=stage, ignored=["layers.0.*"])
+        got = {name: values.clone() for name, values in engine.named_full_parameters()}
+        state = whole_state(engine)
+        assert any(name.startswith("layers.0.") for name in got)
+        assert got.keys() == {name for name, _ in engine.named_parameters()}
+        found += unequal(f"stage {stage}", got, {name: state[name] for name in got})
+    return found
+
+
+def test_parameters_that_are_not_sharded_come_last(ranks):
+    assert ranks(2, beside_ignored, STAGES)[0] == []

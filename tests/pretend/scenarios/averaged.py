@@ -1,0 +1,44 @@
+"""Moving averages: updated after steps, and shown in the model for evaluation, with gathers under way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import zeroshard
+from tests.pretend.scenario import Bench, add
+from tests.pretend.scenarios.plain import BF16
+
+
+def _train(bench: Bench, stage: int, offload: dict[str, Any]) -> list[Tensor]:
+    """Evaluate averages between steps; return them, and the trained values at the end."""
+    torch.manual_seed(1)
+    engine = bench.start(bench.gpt(), stage=stage, precision=BF16, offload=offload)
+    with bench.trace.syncs_allowed():
+        ema = zeroshard.EMA(engine, 0.5)
+    for number in range(3):
+        bench.train(1, number)
+        with ema.applied():
+            bench.evaluate()
+    with bench.trace.syncs_allowed(), ema.applied():
+        shown = list(engine.full_state_dict().values())
+    with bench.trace.syncs_allowed():
+        return shown + list(engine.full_state_dict().values())
+
+
+def _add(stage: int, offload: dict[str, Any]) -> None:
+    def run(bench: Bench) -> None:
+        found = _train(bench, stage, offload)
+        if offload:
+            want = _train(bench, stage, {})
+            with bench.trace.syncs_allowed():
+                assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
+
+    add(f"ema_stage{stage}{'_on_host' if offload else ''}", run)
+
+
+for _stage in (1, 3):
+    _add(_stage, {})
+    _add(_stage, {"optimizer": "cpu"})

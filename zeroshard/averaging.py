@@ -1,0 +1,62 @@
+"""The moving average of an engine's parameters, as users have it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from zeroshard.engine import Engine
+
+
+class EMA:
+    """The exponential moving average (EMA) of the trained parameters of an engine; made on all ranks alike.
+
+    It belongs to the engine from then on. Each step that the engine counts updates it, whoever takes the
+    step; a step that is left out (float16, `nonfinite="skip"`) does not. Checkpoints of the engine hold it.
+    Averages are those of torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay): the first
+    update copies the parameters, each later one is `average.lerp_(parameter, 1 - decay)`, in float32 or
+    wider. Frozen parameters are not averaged, and buffers are copied.
+
+    Args:
+        engine: the engine; make the average before `load_checkpoint`, which loads it.
+        decay: 0 to 1, the share of the average that an update keeps.
+        name: the name in checkpoints, for several averages of one engine.
+
+    Raises:
+        ValueError: an argument is not as expected, or another one on another rank; the engine has an average
+            of this name; or main parameters lie in files (`offload.optimizer="nvme"`).
+        RuntimeError: the call is in a forward or backward, or in `unsharded()` or `applied()`.
+    """
+
+    def __init__(self, engine: Engine, decay: float, *, name: str = "ema") -> None:
+        if not isinstance(engine, Engine):
+            raise ValueError(f"EMA: expected the engine of zeroshard.initialize, got {type(engine).__name__}")
+        self._averages = engine.add_averages(name, decay)
+
+    @property
+    def decay(self) -> float:
+        """The share of the average that an update keeps. Set it between steps, on all ranks alike."""
+        return self._averages.decay
+
+    @decay.setter
+    def decay(self, value: float) -> None:
+        self._averages.decay = value
+
+    @property
+    def num_updates(self) -> int:
+        """Updates so far; a checkpoint brings its own number."""
+        return self._averages.num_updates
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Show the averages in the model, in a `with` block of all ranks; then the trained values again.
+
+        Inside, forwards, `generate`, `eval_batch`, `full_state_dict`, `save_pretrained` and all else that
+        reads parameters has the averages, rounded to the main dtype where that is narrower. Buffers have the
+        values of the last update. At the end, also after an exception, the trained values and buffers are
+        back, to the bit. The block takes as much memory as the main parameters.
+
+        Raises:
+            RuntimeError: in a forward, a backward, `unsharded()` or another such block; or the engine is
+                closed. Inside: a backward to parameters, a step, a checkpoint, `close()`, and calls that keep
+                edits of parameters.
+        """
+        return self._averages.applied()

@@ -1,0 +1,192 @@
+"""Moving averages of the main parameters: updated after a step, shown in the model in place of these.
+
+    main parameters    slices of this rank   of the step
+    averages           slices of this rank   float32 or wider, on the tier of the main parameters
+    buffers            whole                 copies of the model's at the last update
+
+Main parameters are a slice of each parameter, and an average is element-wise: no update needs another rank.
+To show averages is to write them into the main parameters. All that reads these (gathers, exports, files of
+transformers) then has averages, and knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.state import refuse_averages
+from zeroshard.plan.tiers import Tier
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class _Averaged:
+    """A buffer whose main parameters are averaged."""
+
+    buffer: FlatBuffer
+    values: Tensor
+    """[n], as many as `buffer.main` has."""
+
+    def slices(self, flat: Tensor) -> list[Tensor]:
+        """The parts of a flat range as long as `values` that the sharded parameters take, in their order."""
+        return [flat[self.buffer.sharded_span(index).slice] for index in range(len(self.buffer.sharded))]
+
+
+class Averages:
+    """Moving averages of the trained parameters of one module.
+
+    The arithmetic is that of torch.optim.swa_utils: the first update copies the parameters, each later one is
+    `average.lerp_(parameter, 1 - decay)`.
+
+    Args:
+        runtime: of the module.
+        decay: 0 to 1, the share of the average that an update keeps.
+
+    Raises:
+        ValueError: `decay` is no such number, or main parameters lie in files.
+    """
+
+    def __init__(self, runtime: Runtime, decay: Any) -> None:
+        self.decay = decay
+        self.num_updates = 0
+        """Updates so far."""
+        self._runtime, memory = runtime, runtime.context.memory
+        self._averaged: list[_Averaged] = []
+        trained = [buffer for buffer in runtime.buffers if buffer.trainable]
+        for buffer in trained:
+            if buffer.plan.main_tier is Tier.DISK:
+                raise ValueError(
+                    "averages of parameters in files are not supported: expected offload.optimizer 'none' "
+                    f"or 'cpu', got 'nvme', where {buffer.describe()} has its main parameters"
+                )
+        with torch.inference_mode(False):
+            for buffer in trained:
+                dtype = torch.promote_types(buffer.main.dtype, torch.float32)
+                values = memory.empty(buffer.main.numel(), dtype, buffer.plan.main_tier)
+                self._averaged.append(_Averaged(buffer, values))
+            self._copies = {name: value.detach().clone() for name, value in self._model_buffers()}
+        self.begin_anew()
+
+    @property
+    def decay(self) -> float:
+        """The share of the average that an update keeps; it may be set between steps."""
+        return self._decay
+
+    @decay.setter
+    def decay(self, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ValueError(f"decay: expected a number from 0 to 1, got {value!r}")
+        self._decay = float(value)
+
+    @property
+    def parameters(self) -> dict[ShardedParameter, Tensor]:
+        """The average of this rank's slice of each trained parameter, [n]."""
+        return {
+            sharded: values
+            for one in self._averaged
+            for sharded, values in zip(one.buffer.sharded, one.slices(one.values), strict=True)
+        }
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The copies of the model's buffers, by name; those that a checkpoint leaves out, too."""
+        return self._copies
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All memory of the averages."""
+        yield from (one.values for one in self._averaged)
+        yield from self._copies.values()
+
+    def begin_anew(self) -> None:
+        """Forget the updates: averages are the present values until the next one."""
+        self.num_updates = 0
+        self._update(is_copy=True)
+
+    def update(self) -> None:
+        """Take in the present values, after a step."""
+        self._update(is_copy=not self.num_updates)
+        self.num_updates += 1
+
+    @torch.no_grad()
+    def _update(self, *, is_copy: bool) -> None:
+        for one in self._averaged:
+            main = one.buffer.main.detach()
+            if is_copy:
+                one.values.copy_(main)
+                continue
+            # Parameter by parameter, as torch does it: kernels may compute the last elements of a tensor in
+            # another way than the others. Slices begin at blocks, so their last elements are the same ones.
+            pairs = zip(one.slices(one.values), one.slices(main.to(one.values.dtype)), strict=True)
+            taken = [pair for pair in pairs if pair[0].numel()]
+            if taken:
+                own, present = zip(*taken, strict=True)
+                torch._foreach_lerp_(list(own), list(present), 1 - self._decay)
+        for name, value in self._model_buffers():
+            if name in self._copies and self._copies[name].shape == value.shape:
+                self._copies[name].copy_(value)
+            else:  # a module has made it since, as lazy ones do, or another one of another shape
+                self._copies[name] = value.detach().clone()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Show the averages in the model; all ranks alike. At the end the trained values are back.
+
+        Raises:
+            RuntimeError: in a forward, a backward, `unsharded()` or another such block; or the engine is
+                closed.
+        """
+        runtime, what = self._runtime, "EMA.applied()"
+        if runtime.is_closed:
+            raise RuntimeError(f"{what} after close(): the averages are of the engine's slices")
+        runtime.settle()
+        runtime.check_slots()
+        runtime.require_slices(what)
+        refuse_averages(runtime.state, what)
+        with torch.inference_mode(False), torch.no_grad():
+            trained = [self._keep(one) for one in self._averaged]
+            buffers = {name: value.detach().clone() for name, value in self._model_buffers()}
+        runtime.state.is_averaged = True
+        try:
+            self._write([one.values for one in self._averaged], self._copies)
+            yield
+        finally:
+            try:
+                if not runtime.is_closed:
+                    self._end_reading()
+            finally:
+                if not runtime.is_closed:
+                    self._write(trained, buffers)
+                runtime.state.is_averaged = False
+
+    def _keep(self, one: _Averaged) -> Tensor:
+        """A copy of main parameters, on their tier."""
+        main = one.buffer.main.detach()
+        kept = self._runtime.context.memory.empty(main.numel(), main.dtype, one.buffer.plan.main_tier)
+        return kept.copy_(main)
+
+    def _end_reading(self) -> None:
+        """Wait for all that reads main parameters, also after an exception in a forward."""
+        self._runtime.abandon_forward()
+        self._runtime.settle()
+
+    @torch.no_grad()
+    def _write(self, parameters: list[Tensor], buffers: Mapping[str, Tensor]) -> None:
+        runtime = self._runtime
+        for one, values in zip(self._averaged, parameters, strict=True):
+            one.buffer.write(values)
+        for name, value in self._model_buffers():
+            if name in buffers and buffers[name].shape == value.shape:
+                value.copy_(buffers[name])
+        runtime.changed(one.buffer for one in self._averaged)
+        runtime.refresh()
+
+    def _model_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return self._runtime.module.named_buffers()
