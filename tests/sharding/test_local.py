@@ -1,0 +1,95 @@
+"""Forwards of units on one rank: their parameters are shown while they run, also in unusual ways."""
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard.parameters.sharded import ShardedParameter
+
+
+class Block(nn.Module):
+    """Its forward calls itself `depth` times inside, between two uses of its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, depth=0):
+        x = self.linear(x)
+        if depth:
+            x = self(x, depth - 1)
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.depth = Block(), Block(), 0
+
+    def forward(self, x):
+        return self.second(self.first(x, self.depth))
+
+
+@pytest.fixture
+def engine():
+    return zeroshard.initialize(Net(), torch.optim.AdamW, {"stage": 3, "units": ["Block"]}).engine
+
+
+def is_shown(block):
+    return not isinstance(block.linear.weight, ShardedParameter)
+
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+def test_a_unit_that_calls_itself_stays_shown_until_its_outermost_forward_ends(engine):
+    plain = Net()
+    plain.depth = engine.module.depth = 2
+    out, want = engine(X), plain(X)
+    assert torch.equal(out, want)
+    assert not is_shown(engine.module.first)
+    engine.backward(out.sum())
+    want.sum().backward()
+    for (name, ours), theirs in zip(engine.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad.flatten()), name
+
+
+def test_a_hook_that_fails_before_ours_leaves_the_unit_as_it_was(engine):
+    def fail(module, args):
+        raise LookupError("a hook that fails")
+
+    want = engine(X)
+    handle = engine.module.second.register_forward_pre_hook(fail, prepend=True)
+    with pytest.raises(LookupError):
+        engine(X)
+    handle.remove()
+    assert not is_shown(engine.module.first)
+    assert not is_shown(engine.module.second)
+    assert torch.equal(engine(X), want)
+    assert not is_shown(engine.module.second)
+
+
+def test_a_forward_that_fails_shows_sharded_parameters_again(engine):
+    with pytest.raises(RuntimeError):
+        engine(torch.ones(2, 5))
+    assert not is_shown(engine.module.first)
+    engine(X).sum().backward()
+    assert all(parameter.grad is not None for parameter in engine.parameters())
+
+
+def test_a_unit_may_be_called_by_itself(engine):
+    plain = Net()
+    assert torch.equal(engine.module.second(X), plain.second(X))
+    assert not is_shown(engine.module.second)
+
+
+def test_each_unit_is_shown_in_its_own_forward_alone(engine):
+    seen = []
+    for block in (engine.module.first, engine.module.second):
+        block.linear.register_forward_hook(
+            lambda *_: seen.append((is_shown(engine.module.first), is_shown(engine.module.second)))
+        )
+    engine(X)
+    assert seen == [(True, False), (True, False), (False, True), (False, True)]
