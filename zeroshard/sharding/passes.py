@@ -337,7 +337,7 @@ class Passes(ShardedModule):
             reducer.make_room()
         unit.note_gradient(backward_task())
         if gradients.set_aside is None or not gradients.set_aside(index, gradient):
-            gradients.pack(index, gradient, reducer.is_deferring and unit not in reducer.ending)
+            gradients.pack(index, gradient, reducer.is_deferring)
         if not gradients.num_missing:
             self._walk.note_gradient(unit)
 

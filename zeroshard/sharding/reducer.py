@@ -7,7 +7,8 @@ exchanges of a reduction (between shard groups, or back to all ranks) start only
 that their order is the same on all ranks.
 
 [Note: Reductions ahead of the last backward] A backward that defers its gradients may still reduce those of
-some units, to which no later backward of the step adds. Their sums have packed buffers anyway. So at its end,
+some units, to which no later backward of the step adds. They are packed like all that it defers, so that bits
+do not depend on the time of a reduction. Their sums have packed buffers anyway: at the end of the backward,
 and between backwards, the reductions that are left start together and nobody waits for them: they go on
 beside whatever comes next. The last backward of the step waits for them, agrees with all ranks and delivers;
 without one, the step does. A gradient that comes to such a unit nevertheless is reduced by itself at the end.
