@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard
-from tests.distributed.training import ALL_STAGES, STAGES, numbers, start, step, token_loss, unequal
+from tests.distributed.training import STAGES, numbers, start, step, token_loss, unequal
 from tests.distributed.training import build as language_model
 
 DECAY = 0.9
@@ -96,7 +96,7 @@ def averages_of(stages, **config):
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_averages_are_those_of_torch_to_the_bit(ranks, num_ranks):
-    assert ranks(num_ranks, averages_of, ALL_STAGES)[0] == []
+    assert ranks(num_ranks, averages_of, STAGES)[0] == []
 
 
 def with_narrow_parameters():
