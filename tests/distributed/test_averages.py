@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard
-from tests.distributed.training import ALL_STAGES, STAGES, numbers, start, unequal
+from tests.distributed.training import STAGES, numbers, start, step, token_loss, unequal
+from tests.distributed.training import build as language_model
 
 DECAY = 0.9
 
@@ -95,7 +96,7 @@ def averages_of(stages, **config):
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_averages_are_those_of_torch_to_the_bit(ranks, num_ranks):
-    assert ranks(num_ranks, averages_of, ALL_STAGES)[0] == []
+    assert ranks(num_ranks, averages_of, STAGES)[0] == []
 
 
 def with_narrow_parameters():
@@ -326,3 +327,62 @@ def in_files(folder):
 
 def test_main_parameters_in_files_are_refused_by_name(ranks, tmp_path):
     ranks(1, in_files, tmp_path)
+
+
+def with_parameters_in_files(folder):
+    offload = {"parameters": "nvme", "nvme_path": str(folder)}
+    return averages_of((3,), offload=offload, precision="bf16")
+
+
+def test_parameters_in_files_beside_main_parameters_in_memory_show_averages(ranks, tmp_path):
+    assert ranks(2, with_parameters_in_files, tmp_path)[0] == []
+
+
+def exported(folder):
+    """Files of transformers and generated tokens, from averages."""
+    transformers = pytest.importorskip("transformers")
+    engine, optimizer = start(language_model("transformers Llama"), stage=3)
+    ema = zeroshard.EMA(engine, DECAY)
+    for number in range(3):
+        step(engine, optimizer, token_loss, number)
+    prompt, options = torch.arange(4)[None], {"max_new_tokens": 4, "do_sample": False}
+    with ema.applied():
+        states = [engine.full_state_dict()]
+        engine.save_pretrained(folder)
+        engine.eval()
+        generated = engine.generate(prompt, **options)
+    dist.broadcast_object_list(states)
+    twin = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    found = list(unequal("files", twin.state_dict(), states[0]))
+    return found + list(unequal("tokens", {"": generated}, {"": twin.generate(prompt, **options)}))
+
+
+def test_averages_are_exported_and_generate(ranks, tmp_path):
+    assert ranks(2, exported, tmp_path) == [[], []]
+
+
+def in_the_middle(stages):
+    """An evaluation between the micro-batches of a step changes nothing of it."""
+    found = []
+    for stage in stages:
+        states = []
+        for evaluates in (False, True):
+            engine, _ = start(build(), stage=stage, gradient_accumulation_steps=2)
+            ema = zeroshard.EMA(engine, DECAY)
+            for number in range(6):
+                train(engine, number)
+                if evaluates:
+                    with ema.applied(), torch.inference_mode():
+                        engine.eval()(numbers(9, 4, 7))
+                    engine.train()
+            with ema.applied():
+                shown = engine.full_state_dict()
+            states.append({f"average of {name}": value for name, value in shown.items()})
+            states[-1] |= engine.full_state_dict()
+        found += unequal(f"stage {stage}", *states)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_evaluation_in_the_middle_of_a_step_changes_nothing(ranks, num_ranks):
+    assert ranks(num_ranks, in_the_middle, STAGES)[0] == []

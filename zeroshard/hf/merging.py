@@ -89,7 +89,7 @@ class Merging:
             yield
         finally:
             for layer, merged in zip(layers, before, strict=True):
-                layer.merged_adapters[:] = merged
+                layer.merged_adapters = merged
 
 
 def _shown_by(wrapper: Any) -> str:
