@@ -6,11 +6,13 @@ DTensor, packed integers), only these functions change.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from zeroshard.lazy.deferred import values_of
-from zeroshard.parameters.unsharded import DataNote, set_data
+from zeroshard.parameters.unsharded import DataNote, UnshardedParameter, set_data
 
 
 def flat_of(original: Tensor) -> Tensor:
@@ -26,12 +28,14 @@ def shaped(flat: Tensor, shape: torch.Size) -> Tensor:
 def unsharded_over(view: Tensor, fqn: str, note: DataNote) -> nn.Parameter:
     """The unsharded parameter over a `shaped` view, with a version counter of its own.
 
-    A refill of the buffer is then no in-place change to autograd. `Edits` makes it an `UnshardedParameter`.
+    A refill of the buffer is then no in-place change to autograd.
     """
     parameter = nn.Parameter(view.new_empty(0))
     parameter.data = view
-    parameter.fqn, parameter.note = fqn, note  # type: ignore[attr-defined]
-    return parameter
+    parameter.__class__ = UnshardedParameter
+    unsharded = cast(UnshardedParameter, parameter)
+    unsharded.fqn, unsharded.note = fqn, note
+    return unsharded
 
 
 def move_onto(parameter: nn.Parameter, view: Tensor) -> None:
