@@ -60,8 +60,12 @@ class LocalForwards:
         Raises:
             RuntimeError: a tracer records operations, or the steps of optimizers are under way.
         """
-        if self._shown:
-            return
+        if not self._shown:
+            self._show(unit)
+        if not is_in_backward():
+            self._here.enter("the forward of ", unit.described)
+
+    def _show(self, unit: Unit) -> None:
         if self._state.phase is not _FORWARD:
             refuse_tracers()
             self._state.refuse_between_steps()
@@ -70,13 +74,19 @@ class LocalForwards:
             with outside_transforms():
                 unit.wait()
         unit.slots.install()
-        if not is_in_backward():
-            self._here.enter("the forward of ", unit.described)
 
     def end(self, unit: Unit) -> None:
         """Keep the edits of a forward, also after an exception, and show the sharded parameters again."""
-        if self._shown:
+        if not self._shown:
+            self._end(unit)
+        if is_in_backward():
             return
+        if self._state.phase is _FORWARD:
+            self._here.enter("the forward of ", self._root.described)
+        else:
+            self._here.leave()
+
+    def _end(self, unit: Unit) -> None:
         if unit.num_open:  # a hook before ours may have failed
             unit.num_open -= 1
         if is_transformed():
@@ -84,11 +94,6 @@ class LocalForwards:
                 unit.edits.keep()
         else:
             unit.edits.keep()
-        if is_in_backward():
-            return
-        if not (self._held.units or unit.is_in_forward):  # else the unit has called itself
+        # Else a backward shows all, methods hold all, or the unit has called itself.
+        if not (is_in_backward() or self._held.units or unit.is_in_forward):
             unit.slots.uninstall()
-        if self._state.phase is _FORWARD:
-            self._here.enter("the forward of ", self._root.described)
-        else:
-            self._here.leave()
