@@ -18,6 +18,8 @@ from tests.distributed.training import ALL_STAGES
 from zeroshard.optim import Muon, muon_groups
 from zeroshard.optim.adopt.takeover import check_optimizer
 from zeroshard.optim.muon import orthogonalize, orthogonalize_cost
+from zeroshard.plan.layout import Span
+from zeroshard.plan.owners import Item, choose_owners, inward, outward
 from zeroshard.stepping.wholes import Key, UsesWholes
 
 NUM_STEPS = 10
@@ -382,6 +384,52 @@ def test_all_stages_give_the_bits_of_one_process_with_one_exchange_each_way(rank
     assert [found for found, _ in answers] == [[]] * num_ranks
     if num_ranks > 1:
         assert max(num_unowned for _, num_unowned in answers) > 1
+
+
+def traffic(stage):
+    """Bytes that this rank sends in a step, and those that the plan of owners tells, in bfloat16."""
+    engine, optimizer = start(stage=stage)
+    matrices = {p for group in optimizer.param_groups if group["use_muon"] for p in group["params"]}
+    used = set()
+    for name, p in engine.named_parameters():
+        if p.requires_grad and is_used(name, 0):
+            used.add(p)
+            engine.set_full_gradient(name, gradient(name, 0, p.full_shape))
+    engine.reset_comm_report()
+    optimizer.step()
+    report = engine.comm_report()
+    places = {p: (b.layout, at) for b in engine._runtime.buffers for at, p in enumerate(b.sharded)}
+    items, size, rank = [], dist.get_world_size(), dist.get_rank()
+    for p in (p for group in optimizer.param_groups for p in group["params"] if p in matrices & used):
+        layout, at = places[p]
+        shapes, start_at = [tuple(p.full_shape)], 0
+        if len(p.full_shape) == 3:
+            shapes = [tuple(p.full_shape[1:])] * len(p.full_shape)
+        elif p.fqn.endswith("fused"):
+            shapes = [(rows, p.full_shape[1]) for rows in FUSED]
+        for shape in shapes:
+            whole = Span(start_at, start_at + math.prod(shape))
+            start_at = whole.stop
+            held = [layout.owned(at, other) if stage else layout.parameter(at) for other in range(size)]
+            own = [span if stage else Span(0, p.full_shape.numel()) for span in held]
+            ranges = tuple(span.intersect(whole).shifted(-whole.start) for span in own)
+            itemsize = 4 if p.fqn.endswith("fused") else 2  # scaled by the owner in float32
+            items += [(Item(whole.size, orthogonalize_cost(shape), ranges), itemsize)] if whole.size else []
+    owners = choose_owners([item for item, _ in items], size)
+    all_moves = [*inward([i for i, _ in items], owners), *outward([i for i, _ in items], owners)]
+    want = sum(move.span.size * items[move.item][1] for move in all_moves if move.source == rank)
+    whole_bytes = sum(item.size * itemsize for item, itemsize in items)
+    return report.calls["all_to_all"], report.bytes_sent["all_to_all"], want, whole_bytes
+
+
+@pytest.mark.parametrize(("stage", "num_calls"), [(1, 2), (3, 2), (0, 1)])
+def test_only_ranges_that_cross_a_border_are_sent(ranks, stage, num_calls):
+    answers = ranks(2, traffic, stage)
+    for calls, sent, want, _ in answers:
+        assert calls == num_calls
+        assert sent == want > 0
+    total, whole_bytes = sum(sent for _, sent, _, _ in answers), answers[0][3]
+    assert total == whole_bytes if stage == 0 else total <= whole_bytes  # 2 (N - 1) / N at random owners
 
 
 def near_torch():

@@ -1,0 +1,173 @@
+"""Optimizers of users that ask for whole tensors: Adafactor of transformers, as it is, over sharded parameters."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+import zeroshard
+from tests.distributed.training import ALL_STAGES
+from tests.optim.test_muon import build, gradient, is_used, step_plainly, step_sharded, unequal
+from tests.parallel import test_divided
+from zeroshard.stepping.wholes import UsesWholes, wholes_here
+
+NUM_STEPS = 10
+OPTIONS = {"lr": 0.01, "relative_step": False, "weight_decay": 0.1, "beta1": 0.9}
+
+
+def adafactor(parameters):
+    transformers = pytest.importorskip("transformers")
+    return transformers.Adafactor(parameters, **OPTIONS)
+
+
+class Wholly(Optimizer):
+    """Another optimizer, which steps a whole copy of each parameter on the rank that owns it.
+
+    The owner keeps the copy and the states of the other optimizer. What it returns are the new values.
+    """
+
+    wholes_of = staticmethod(wholes_here)
+
+    def __init__(self, params, make):
+        super().__init__(params, {})
+        self.make, self.stepped = make, {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with_grad = [p for p in parameters if p.grad is not None]
+        new = [p for p in with_grad if p not in self.state]
+
+        def keep(wholes, keys):
+            for whole, key in zip(wholes, keys, strict=True):
+                copy = torch.nn.Parameter(whole)
+                self.stepped[new[key.parameter]] = copy, self.make([copy])
+            return wholes
+
+        def advance(wholes, keys):
+            for whole, key in zip(wholes, keys, strict=True):
+                copy, optimizer = self.stepped[with_grad[key.parameter]]
+                copy.grad = whole
+                optimizer.step()
+            return [self.stepped[with_grad[key.parameter]][0].detach().clone() for key in keys]
+
+        self.wholes_of(new, [p.detach() for p in new], keep)
+        for p in new:
+            self.state[p]["has_begun"] = True
+        for p, value in zip(
+            with_grad, self.wholes_of(with_grad, [p.grad for p in with_grad], advance), strict=True
+        ):
+            p.copy_(value)
+
+
+def plain():
+    """Adafactor of transformers in one process, over whole parameters."""
+    model = build()
+    trained = [p for name, p in model.named_parameters() if p.requires_grad and name != "empty"]
+    step_plainly(model, adafactor(trained), range(NUM_STEPS))
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def sharded(configs, want):
+    found = []
+    for config in configs:
+        model = build()
+        trained = [p for name, p in model.named_parameters() if p.requires_grad and name != "empty"]
+        optimizer = Wholly(trained, adafactor)
+        engine = zeroshard.initialize(model, optimizer, config).engine
+        step_sharded(engine, optimizer, range(NUM_STEPS))
+        found += [(config, name) for name in unequal(engine.full_state_dict(), want)]
+        owned = [None] * dist.get_world_size()
+        dist.all_gather_object(owned, [p.fqn for p in optimizer.stepped])
+        names = sorted(name for own in owned for name in own)
+        used = sorted(p.fqn for p in engine.parameters() if p.requires_grad and is_used(p.fqn, 0) and p.fqn != "empty")
+        found += [] if names == used else [(config, "owners", names)]
+        engine.close(restore=False)
+    return found
+
+
+@pytest.mark.long_where(num_ranks=[3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_adafactor_of_transformers_steps_sharded_parameters_to_the_bits_of_one_process(ranks, num_ranks):
+    configs = [{"stage": stage} for stage in ALL_STAGES]
+    if num_ranks == 4:
+        configs.append({"stage": 3, "shard_group_size": 2})
+    assert ranks(num_ranks, sharded, configs, plain()) == [[]] * num_ranks
+
+
+def divided(want):
+    model = test_divided.build(0).float()
+    optimizer = Wholly(model.parameters(), adafactor)
+    config = {"stage": 3, "mesh": {"tp": 2}}
+    engine = zeroshard.initialize(model, optimizer, config, tp_plan=test_divided.PLAN).engine
+    step_sharded(engine, optimizer, range(NUM_STEPS))
+    return unequal(engine.full_state_dict(), want)
+
+
+def test_tensor_ranks_hand_out_whole_tensors_of_parts_and_of_replicas(ranks):
+    model = test_divided.build(0).float()
+    step_plainly(model, adafactor(model.parameters()), range(NUM_STEPS))
+    want = {name: p.detach() for name, p in model.named_parameters()}
+    assert ranks(2, divided, want) == [[]] * 2
+
+
+class KeepsRows(Optimizer):
+    """An optimizer with a state that is not element-wise, on the owner of each matrix."""
+
+    wholes_of = staticmethod(wholes_here)
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+        def rows(wholes, keys):
+            for whole, key in zip(wholes, keys, strict=True):
+                self.state[parameters[key.parameter]]["rows"] = whole.sum(-1)
+            return wholes
+
+        for p, update in zip(parameters, self.wholes_of(parameters, [p.grad for p in parameters], rows), strict=True):
+            p.sub_(update)
+
+
+def save(folder):
+    model = build()
+    optimizer = KeepsRows([model.layers[0].tall.weight])
+    engine = zeroshard.initialize(model, optimizer, {"stage": 3}).engine
+    engine.set_full_gradient("layers.0.tall.weight", gradient("x", 0, (70, 24)))
+    optimizer.step()
+    try:
+        engine.save_checkpoint(folder)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
+def test_a_checkpoint_refuses_state_of_whole_tensors_by_its_name(ranks, tmp_path):
+    for message in ranks(2, save, tmp_path):
+        assert "KeepsRows: state 'rows' of 'layers.0.tall.weight' has shape (70,)" in message
+
+
+def test_an_optimizer_that_asks_for_whole_tensors_says_so_by_its_attribute():
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    assert isinstance(Wholly([weight], adafactor), UsesWholes)
+    assert not isinstance(torch.optim.SGD([weight]), UsesWholes)
+
+
+def of_other_dtype(dtype):
+    model = build()
+    optimizer = KeepsRows([model.layers[0].tall.weight])
+    engine = zeroshard.initialize(model, optimizer, {"stage": 3}).engine
+    p = engine.module.layers[0].tall.weight
+    try:
+        optimizer.wholes_of([p], [p.detach()], lambda wholes, keys: [whole.to(dtype) for whole in wholes])
+    except ValueError as error:
+        return str(error)
+    except RuntimeError:
+        return "another rank"
+
+
+def test_an_update_of_another_dtype_is_refused_by_the_owner(ranks):
+    (message,) = ranks(1, of_other_dtype, torch.float64)
+    assert "expected [70, 24] torch.float32 for Key(parameter=0, part=0), got [70, 24] torch.float64" in message
