@@ -39,6 +39,7 @@ LONG = {
     *("host_edits_in_forward_stage3", "parameters_on_host_kept", "host_stage3_bf16_main"),
     *("averages_after_step_stage3", "two_optimizers_stage3", "one_parameter_by_name", "engines_dropped"),
     *("second_copy", "two_forwards_stage3", "hooks_and_shown_gradients_stage3_bf16", "pieces_in_backward"),
+    *("muon_stage0", "muon_stage1", "muon_stage2", "muon_clipped", "muon_bf16_main"),
     *("step_after_a_failed_forward", "host_stage3", "stage3_bf16_clip", "parameters_on_host_bf16_main"),
 }
 """Scenarios of features that have another one, alone or together with something else, and of rare uses."""

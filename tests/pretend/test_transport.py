@@ -25,8 +25,11 @@ def all_collectives() -> dict[str, list[float]]:
         transport.reduce_scatter_tensor(part, torch.arange(float(size)) + rank)
         transport.all_reduce(reduced)
         transport.broadcast(sent, 1)
+        mixed, sizes = torch.full((size * (rank + 1),), float(rank)), [rank + 1] * size
+        exchanged = torch.zeros(sum(range(1, size + 1)))
+        transport.all_to_all_single(exchanged, mixed, list(range(1, size + 1)), sizes)
         total = gathered + torch.cat(parts)
-        answers = {"gathered": total, "part": part + 0, "reduced": reduced + 0, "sent": sent + 0}
+        answers = {"exchanged": exchanged + 0, "gathered": total, "part": part + 0, "reduced": reduced + 0, "sent": sent + 0}
     transport.finish()
     assert not trace.findings
     return {name: answer.tolist() for name, answer in answers.items()}
@@ -34,6 +37,7 @@ def all_collectives() -> dict[str, list[float]]:
 
 def test_collectives_give_what_torch_distributed_gives(ranks: Ranks) -> None:
     for rank, answers in enumerate(ranks(3, all_collectives)):
+        assert answers["exchanged"] == [0, 1, 1, 2, 2, 2]
         assert answers["gathered"] == [0, 0, 2, 2, 4, 4]
         assert answers["part"] == [3 * rank + 3]
         assert answers["reduced"] == [3, 3, 3]

@@ -143,6 +143,27 @@ class Transport:
         self._send("reduce-scatter", group, sent, dict.fromkeys(range(group.size()), out), adds=True)
         return work
 
+    def all_to_all_single(
+        self,
+        out: Tensor,
+        flat: Tensor,
+        out_sizes: Sequence[int],
+        sizes: Sequence[int],
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> _Work | None:
+        group = group or _world()
+        # Ranks send as much as their slices have, so sizes are not compared.
+        work = self._issue("all-to-all", group, [flat], [out], flat[:0], async_op)
+        sent, received = flat.detach().split(list(sizes)), out.detach().split(list(out_sizes))
+        self._send(
+            "all-to-all",
+            group,
+            {rank: part for rank, part in enumerate(sent) if part.numel()},
+            {rank: part for rank, part in enumerate(received) if part.numel()},
+        )
+        return work
+
     def all_reduce(
         self,
         tensor: Tensor,

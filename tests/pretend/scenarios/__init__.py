@@ -11,6 +11,7 @@ from tests.pretend.scenarios import (
     plain,
     tiers,
     uneven,
+    wholes,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "plain",
     "tiers",
     "uneven",
+    "wholes",
 ]
