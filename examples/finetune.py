@@ -139,6 +139,21 @@ def count_steps(args: Namespace, config: zeroshard.Config, num_blocks: int) -> i
     return max(2, round(args.epochs * micro_batches / config.gradient_accumulation_steps))
 
 
+def build_optimizer(args: Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that --optimizer names, over the trained parameters.
+
+    Matrices of LoRA go to Muon too: else it would have none. Its steps have the size of AdamW's steps, so one
+    learning rate serves both.
+    """
+    build = OPTIMIZERS.get(args.optimizer, args.optimizer)
+    if build is zeroshard.optim.Muon:
+        groups = zeroshard.optim.muon_groups(model, adamw={"betas": (0.9, 0.95)})
+        return zeroshard.optim.Muon(groups, args.lr, adjust_lr_fn="match_rms_adamw")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    made: torch.optim.Optimizer = build(trained, args.lr, (0.9, 0.95), weight_decay=0.1)
+    return made
+
+
 def warmup_cosine(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
     """A learning rate that rises over the first 5% of `steps`, and then falls to 5% along a cosine."""
     warmup = max(1, steps // 20)
@@ -234,9 +249,7 @@ def main() -> None:
         model = pretrained(args, folder, config) if folder else small_llama(args)
     except (ImportError, OSError, ValueError) as error:
         sys.exit(f"finetune.py: {error}")
-    build = OPTIMIZERS.get(args.optimizer, args.optimizer)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = build(trained, args.lr, (0.9, 0.95), weight_decay=0.1)
+    optimizer = build_optimizer(args, model)
     engine, _, dataloader, _ = zeroshard.initialize(
         model,
         optimizer,

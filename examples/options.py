@@ -16,7 +16,11 @@ from text import TEXTS
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zeroshard")
 HEAD_DIM = 32  # of the small Llama
-OPTIMIZERS = {"adamw": partial(torch.optim.AdamW, fused=True), "adamw8bit": zeroshard.optim.AdamW8bit}
+OPTIMIZERS = {
+    "adamw": partial(torch.optim.AdamW, fused=True),
+    "adamw8bit": zeroshard.optim.AdamW8bit,
+    "muon": zeroshard.optim.Muon,
+}
 SMALL = {"seq_len": 256, "lr": 3e-3, "steps": 240}
 """Defaults for the small Llama, which begins with random weights."""
 PRETRAINED = {"seq_len": 1024, "lr": 2e-5, "epochs": 1.0, "output": "finetuned"}
@@ -73,8 +77,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--optimizer",
         type=optimizer_class,
         default="adamw",
-        metavar="adamw|adamw8bit|CLASS",
-        help="with states in 32 or 8 bits, or a class such as bitsandbytes.optim.AdamW8bit (%(default)s)",
+        metavar="adamw|adamw8bit|muon|CLASS",
+        help="with states in 32 or 8 bits; orthogonal steps of hidden matrices, also those of LoRA, and "
+        "AdamW for the rest; or a class such as bitsandbytes.optim.AdamW8bit (%(default)s)",
     )
     training.add_argument("--lr", type=float, help="highest learning rate (3e-3; 2e-5, 2e-4 with --lora)")
     training.add_argument("--seed", type=int, default=0)

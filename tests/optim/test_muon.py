@@ -105,7 +105,8 @@ def by_torch(steps=range(NUM_STEPS), muon=MUON, adamw=ADAMW):
             parts = list(p.detach())
         elif name.endswith("fused"):
             parts = list(p.detach().split(FUSED))
-        is_muon = name.endswith(("wide.weight", "tall.weight", "experts", "fused", "sometimes", "row", "unused"))
+        hidden = ("wide.weight", "tall.weight", "experts", "fused", "sometimes", "row", "unused")
+        is_muon = name.endswith(hidden)
         kind = matrices if is_muon and p.requires_grad else others
         kind[name] = [nn.Parameter(part.clone()) for part in parts]
         wholes[name] = p.shape
@@ -520,7 +521,8 @@ def test_only_an_optimizer_that_asks_for_whole_tensors_is_taken_over():
         warnings.simplefilter("error")
         check_optimizer(Muon([parameter]), {parameter: "weight"})
     assert isinstance(Muon([parameter]), UsesWholes)
-    with pytest.raises(ValueError, match=r"^Muon needs whole tensors .*zeroshard\.optim\.Muon gets whole ones"):
+    advice = r"^Muon needs whole tensors .*zeroshard\.optim\.Muon gets whole ones"
+    with pytest.raises(ValueError, match=advice):
         check_optimizer(torch.optim.Muon([parameter]), {parameter: "weight"})
 
 

@@ -239,7 +239,7 @@ def trained_plainly():
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_llama_trains_as_in_one_process(ranks, num_ranks):
-    """In float64: in float32 another order of sums flips roundings to bfloat16, of 1/256 of an update each."""
+    """In float64: in float32 another order of sums flips roundings to bfloat16, by 1/256 of an update."""
     want_losses, want = trained_plainly()
     for stage in STAGES:
         answers = ranks(num_ranks, trained, stage)

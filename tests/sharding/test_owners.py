@@ -1,4 +1,4 @@
-"""Owners of whole tensors, and what ranks send: each element once, costs near the least, on all ranks alike."""
+"""Owners of whole tensors, and what ranks send: each element once, at costs near the least."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def sharded(draw, most_ranks=8, most_items=12):
 
 
 def loads(items, owners, num_ranks):
-    return [sum(item.cost for item, owner in zip(items, owners, strict=True) if owner == rank)
-            for rank in range(num_ranks)]  # fmt: skip
+    pairs = list(zip(items, owners, strict=True))
+    return [sum(item.cost for item, owner in pairs if owner == rank) for rank in range(num_ranks)]
 
 
 @given(sharded())
@@ -38,7 +38,7 @@ def test_every_owner_gets_each_element_once_and_none_that_it_holds(case):
     moves = inward(items, owners)
     for number, (item, owner) in enumerate(zip(items, owners, strict=True)):
         own = item.held[owner]
-        seen = [at for at in range(own.start, own.stop)]
+        seen = list(range(own.start, own.stop))
         for move in moves:
             if move.item == number:
                 assert move.target == owner != move.source

@@ -46,7 +46,9 @@ def muon_groups(
         ValueError: no name fits a pattern of `exclude`, or no parameter of Muon one of `split`.
     """
     left = set(_others(model))
-    rules = {pattern: parts if isinstance(parts, int) else tuple(parts) for pattern, parts in (split or {}).items()}
+    rules: dict[str, int | tuple[int, ...]] = {
+        pattern: parts if isinstance(parts, int) else tuple(parts) for pattern, parts in (split or {}).items()
+    }
     used: set[str] = set()
     matrices: dict[Split, list[tuple[str, nn.Parameter]]] = {}
     others: list[tuple[str, nn.Parameter]] = []

@@ -1,6 +1,6 @@
 """Updates from whole tensors where ranks share the parameters: each tensor has one rank that computes it.
 
-    inward     slices of the tensors go to their owners, in one all-to-all; where ranks hold them whole, nothing
+    inward     slices of the tensors go to their owners, in one all-to-all; none where ranks hold them whole
     compute    each owner puts its tensors together and computes their updates
     outward    slices of the updates return, in one all-to-all
 
@@ -279,7 +279,8 @@ class WholesOverRanks:
             name = f"'{parameter.fqn}'" if isinstance(parameter, ShardedParameter) else "one"
             raise RuntimeError(
                 "updates from whole parameters: expected parameters of the one sharded module that the "
-                f"optimizer was attached to last, got {name} of shape {list(parameter.shape)} of another module"
+                f"optimizer was attached to last, got {name} of shape {list(parameter.shape)} of another "
+                "module"
             )
         return place
 

@@ -72,9 +72,9 @@ class Wholes(Protocol):
 class UsesWholes(Protocol):
     """An optimizer whose update of an element needs whole tensors.
 
-    `compute` may keep state of a tensor on its owner: a tensor has the same owner in all steps. Checkpoints hold
-    the states in `optimizer.state` that are element-wise or few values, and refuse others by their names. They
-    know nothing of state that is kept elsewhere.
+    `compute` may keep state of a tensor on its owner: a tensor has the same owner in all steps. Checkpoints
+    hold the states in `optimizer.state` that are element-wise or few values, and refuse others by their
+    names. They know nothing of state that is kept elsewhere.
     """
 
     wholes_of: Wholes
