@@ -4,8 +4,8 @@
 
 The model is the matrices of a small Llama; gradients are given, and a turn is a step of the optimizer alone,
 from a barrier on. `owners` is zeroshard's step: each matrix is orthogonalized by one rank. In `everywhere`
-each rank gathers all slices, in one all-gather, and orthogonalizes all matrices; at stage 0 it has them. Both are in one process per
-rank and take turns. The bytes are those that all ranks send in a step.
+each rank gathers all slices, in one all-gather, and orthogonalizes all matrices; at stage 0 it has them
+whole. Both are in one process per rank and take turns. The bytes are those that all ranks send in a step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ import record
 import zeroshard
 from before import run_on_cpu
 from medians import median_of, median_ratio
-from zeroshard.optim import Muon
-from zeroshard.stepping.wholes import Key, wholes_here
+from zeroshard.optim import Muon, wholes_here
 
 
 def parse() -> argparse.Namespace:
@@ -84,7 +84,7 @@ def everywhere(parameters: Sequence[Any], tensors: Sequence[Tensor], compute: An
         torch.cat([of_rank[number] for of_rank in slices]).view(p.full_shape)
         for number, p in enumerate(parameters)
     ]
-    keys = [Key(number, 0) for number in range(len(wholes))]
+    keys = [SimpleNamespace(parameter=number, part=0) for number in range(len(wholes))]
     updates = compute(wholes, keys)
     starts = [sum(counts[number] for counts in sizes[:rank]) for number in range(len(wholes))]
     return [

@@ -9,7 +9,7 @@ import zeroshard
 from tests.distributed.training import ALL_STAGES
 from tests.optim.test_muon import build, gradient, is_used, step_plainly, step_sharded, unequal
 from tests.parallel import test_divided
-from zeroshard.stepping.wholes import UsesWholes, wholes_here
+from zeroshard.optim import UsesWholes, wholes_here
 
 NUM_STEPS = 10
 OPTIONS = {"lr": 0.01, "relative_step": False, "weight_decay": 0.1, "beta1": 0.9}

@@ -16,7 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zeroshard.deepspeed.keys import auto, is_number
 
-_WHOLE_TENSOR = "it needs whole tensors and a rank holds slices; use AdamW"
+_WHOLE_TENSOR = (
+    "it needs whole tensors and a rank holds slices; use zeroshard.optim.Muon, which gets whole ones"
+)
 _OTHER_LAMB = "its trust ratios are clamped; use zeroshard.optim.LAMB, which has the paper's form"
 _NOT_IN_TORCH = "it is not in torch; use AdamW, or give initialize an element-wise optimizer of your own"
 _REFUSED = {

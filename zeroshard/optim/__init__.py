@@ -6,6 +6,7 @@ from zeroshard.optim.eightbit.trustratio import LAMB8bit, LARS8bit
 from zeroshard.optim.layerwise import LAMB, LARS
 from zeroshard.optim.muon import Muon
 from zeroshard.optim.muongroups import muon_groups
+from zeroshard.stepping.wholes import UsesWholes, wholes_here
 
 __all__ = [
     "LAMB",
@@ -18,6 +19,8 @@ __all__ = [
     "Lion8bit",
     "Muon",
     "SGD8bit",
+    "UsesWholes",
     "muon_groups",
     "schedule",
+    "wholes_here",
 ]

@@ -26,9 +26,8 @@ from typing import NamedTuple
 from zeroshard.plan.layout import Span
 
 SLACK = 1 / 16
-"""The share by which the busiest rank may be busier than without regard to the ranges that ranks hold. An
-iteration over a square matrix of n rows takes some 30 n operations an element, so a sixteenth of it is worth
-more than the transfer of an element that it may save only for n in the hundreds and below."""
+"""The share by which the busiest rank may be busier than without regard to the ranges that ranks hold: a step
+may take so much longer, to send less."""
 
 
 class Item(NamedTuple):

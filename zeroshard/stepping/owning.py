@@ -52,14 +52,14 @@ class _Place(NamedTuple):
     """The place of a sharded parameter in its flat buffer."""
 
     layout: Layout
-    index: int
+    number: int
     is_partial: bool
     cut: Cut | None
 
     def held(self, shard_rank: int, tp_rank: int) -> Span:
         """The range that a rank holds, in the parts of all tensor ranks one after another."""
-        numel = self.layout.sizes[self.index]
-        own = self.layout.owned(self.index, shard_rank) if self.is_partial else Span(0, numel)
+        numel = self.layout.sizes[self.number]
+        own = self.layout.owned(self.number, shard_rank) if self.is_partial else Span(0, numel)
         return own.shifted(tp_rank * numel) if self.cut is not None else own
 
 
@@ -130,7 +130,8 @@ class WholesOverRanks:
         ignored = sorted(set(range(len(parameters))) - set(shared))
         for numbers, update in ((shared, self._update), (ignored, _update_here)):
             if numbers:
-                own, values, forms = ([of[at] for at in numbers] for of in (parameters, tensors, asked))
+                own, values = ([of[at] for at in numbers] for of in (parameters, tensors))
+                forms = [asked[at] for at in numbers]
                 found = update(own, values, forms, _renumbered(compute, numbers), cost)
                 results |= zip(numbers, found, strict=True)
         return [results[at] for at in range(len(parameters))]
