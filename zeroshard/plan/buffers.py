@@ -79,6 +79,8 @@ class BufferPlan:
     """True if the unsharded parameters are there all the time."""
     is_partial: bool
     """True if a rank holds only its shard of the main parameters."""
+    is_packed: bool
+    """True if its elements are codes, which are never cast."""
     gathers: tuple[Exchange, ...]
     """The exchanges from main parameters to unsharded ones."""
     regathers: tuple[Exchange, ...]
@@ -93,8 +95,8 @@ class BufferPlan:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """The dtype of optimizer states, updates and sums of gradients: the main dtype, at least float32."""
-        return torch.promote_types(self.main_dtype, torch.float32)
+        """The main dtype, at least float32, but for codes; that of optimizer states, updates and sums too."""
+        return self.main_dtype if self.is_packed else torch.promote_types(self.main_dtype, torch.float32)
 
     @property
     def is_local(self) -> bool:
@@ -200,7 +202,10 @@ def group(originals: Iterable[Original], dtypes: DtypePolicy) -> list[list[Origi
         # A parameter of several pipeline ranks lies alone, so that its slices are the same on all of these:
         # the order of modules, and their units, may differ.
         shared = original.holders and original.fqn
-        key = (parameter.dtype, parameter.requires_grad, compute, original.is_summed, shared)
+        key = (
+            *(parameter.dtype, parameter.requires_grad, compute),
+            *(original.is_packed, original.is_summed, shared),
+        )
         groups.setdefault(key, []).append(original)
     return list(groups.values())
 
@@ -229,6 +234,7 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
         reduce_dtype=dtypes.reduce_dtype or torch.promote_types(compute, torch.float32),
         is_resident=not is_freed,
         is_partial=sizes[DP_SHARD] > 1 and main_place.get(DP_SHARD) is Placement.SHARD,
+        is_packed=originals[0].is_packed,
         gathers=gathers,
         regathers=exchanges(placements.kept, {}, sizes) if is_freed else (),
         reductions=exchanges(summands, placements.optimizer, sizes) if first.requires_grad else (),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from zeroshard.plan.cuts import Cut
@@ -43,8 +43,24 @@ class Original:
 
     @property
     def keeps_dtype(self) -> bool:
-        """True for a parameter that keeps its dtype in forward: BatchNorm wants that of its statistics."""
-        return any(computes_in_own_dtype(module) for module, _ in self.owners)
+        """True for a parameter that keeps its dtype in forward.
+
+        These are codes, and the parameters of BatchNorm, which wants the dtype of its statistics.
+        """
+        return self.is_packed or any(computes_in_own_dtype(module) for module, _ in self.owners)
+
+    @property
+    def is_packed(self) -> bool:
+        """True for codes, which are no numbers; see `is_packed`."""
+        return is_packed(self.parameter)
+
+
+def is_packed(parameter: Tensor) -> bool:
+    """True for the codes of a quantized weight, which are never cast.
+
+    They are integers, or values of any dtype whose `quant_state` tells how bitsandbytes has packed them.
+    """
+    return not parameter.is_floating_point() or getattr(parameter, "quant_state", None) is not None
 
 
 def computes_in_own_dtype(module: nn.Module) -> bool:
