@@ -43,6 +43,7 @@ def compare(found, name):
 
 
 @pytest.mark.long_where(stage=[1, 2])
+@pytest.mark.long_where(mesh=[{"pp": 2, "tp": 2}], stage=[0])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("num_ranks", "mesh", "pipeline"),
