@@ -20,7 +20,7 @@ from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline, require_supported
 from zeroshard.forwards.activations import offload_activations
-from zeroshard.forwards.quantized import take_over_quantized
+from zeroshard.forwards.quantized import Quantized
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.guards.additions import guard_additions
 from zeroshard.guards.copies import guard_copies
@@ -103,7 +103,7 @@ def shard_over(
         meter=Meter(),
         state=ModuleState(),
     )
-    take_over_quantized(module, axes.everyone, device, changes)
+    quantized = Quantized(module, context, changes)
     _take_over_buffers(module, context)
     place_ignored(ignored, device)
     pool = BufferPool(device)
@@ -120,6 +120,7 @@ def shard_over(
             replacements.update(zip(parameters, buffer.sharded, strict=True))
         gradients = [gradients_of(buffer, context, pool) for buffer in buffers if buffer.trainable]
         units.append(Unit(plan, spec.modules, buffers, gradients, context.streams.gather))
+    quantized.finish(buffer for unit in units for buffer in unit.buffers)
     if config.compile:
         compile_forwards(units, changes)
     if config.recompute == "unit":
