@@ -319,3 +319,39 @@ def test_codes_that_are_to_be_trained_are_refused():
     model.weight.quant_state = object()
     with pytest.raises(ValueError, match="'weight' holds codes of a quantized weight, which no gradient"):
         zeroshard.estimate(model, 2)
+
+
+# ----------------------------------------------------------------------------------------------- a stream
+
+
+def streamed(kind, merge_adapters):
+    engine = zeroshard.initialize(build(kind), adamw, {"stage": 3}).engine
+    stream = engine.named_full_parameters(dtype=torch.float32, merge_adapters=merge_adapters)
+    return {name: value.cpu() for name, value in stream}
+
+
+def weight_of(layer):
+    """The weight of a quantized layer as bitsandbytes computes with it."""
+    if hasattr(layer.weight, "SCB"):
+        return layer.weight.data.float().mul_(layer.weight.SCB.unsqueeze(1).mul(1.0 / 127.0))
+    return bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice in float32", "int8"])
+@pytest.mark.parametrize("merge_adapters", [True, False])
+def test_a_stream_has_weights_and_not_codes(ranks, kind, merge_adapters):
+    model = build(kind)
+    want = {name: p.detach() for name, p in model.named_parameters() if p.dtype == torch.float32}
+    for name, layer in model.named_modules():
+        if isinstance(layer, bitsandbytes.nn.Linear4bit | bitsandbytes.nn.Linear8bitLt):
+            want[f"{name}.weight"] = weight_of(layer)
+    if merge_adapters:
+        for name, layer in model.named_modules():
+            if hasattr(layer, "get_delta_weight"):
+                want[f"{name}.base_layer.weight"] += layer.get_delta_weight("default").detach()
+        plain_names = {
+            name: name.replace("base_model.model.", "").replace(".base_layer", "") for name in want
+        }
+        want = {plain_names[name]: value for name, value in want.items() if "lora_" not in name}
+    for found in ranks(2, streamed, kind, merge_adapters):
+        same_state(found, want)

@@ -124,6 +124,27 @@ class Quantized:
         return scales
 
 
+def is_quantized(layer: Layer) -> bool:
+    """True for a layer of bitsandbytes whose weight holds codes."""
+    return bool(dict(_find(layer))) and not list(layer.children())
+
+
+def dequantized(layer: Layer, codes: Tensor) -> Tensor:
+    """Return the weight that codes of a layer stand for, as bitsandbytes computes with it; of its shape.
+
+    With 4 bits it has the dtype of the weight before it was quantized, with 8 bits float32. Codes of other
+    libraries are returned as they are.
+    """
+    if not is_quantized(layer):
+        return codes
+    if _has_8_bits(layer):
+        return codes.float().mul_(layer.state.SCB.unsqueeze(1).mul(1.0 / 127.0))
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight: Tensor = dequantize_4bit(codes, layer.weight.quant_state)
+    return weight
+
+
 def _find(module: nn.Module) -> Iterator[tuple[str, Layer]]:
     for name, layer in module.named_modules():
         if any(base.__module__.startswith("bitsandbytes.nn") for base in type(layer).__mro__):
