@@ -93,7 +93,8 @@ class Merging:
                     "is quantized: expected LoRA without DoRA"
                 )
             deltas.append(layer.get_delta_weight(adapter).detach())
-        return functools.reduce(torch.add, deltas)
+        total: Tensor = functools.reduce(torch.add, deltas)
+        return total
 
     @staticmethod
     @contextmanager

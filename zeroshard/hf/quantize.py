@@ -40,6 +40,8 @@ def quantize(model: nn.Module, config: Any) -> nn.Module:
         new.train(layer.training)
         new.requires_grad_(False)
         model.set_submodule(name, new)
+    for bits in (4, 8):  # peft chooses its layers by these
+        object.__setattr__(model, f"is_loaded_in_{bits}bit", bool(getattr(config, f"load_in_{bits}bit")))
     return model
 
 
