@@ -102,7 +102,8 @@ def initialize(
         model, whole, config = taken.model, config, taken.config
         if taken.part.is_frozen:  # an optimizer over nothing would be an error of torch
             optimizer = lr_scheduler = None
-    specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started
+    # Refuses a model before anything is started.
+    specs = find_units(model, config.units, config.ignored, config.precision.overrides)
     if taken is not None:
         specs = taken.part.named(specs)
     division = plan_division(model, specs, tp_plan, config.mesh.tp, by_sequence=config.mesh.sequence)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -23,6 +25,8 @@ from zeroshard.parallel.pipeline.part import Part, take_part
 from zeroshard.parallel.pipeline.sample import Source, sample_of
 from zeroshard.parallel.pipeline.traced import TracedModel, trace
 from zeroshard.plan.arrangement import Arrangement
+from zeroshard.plan.ignored import find_ignored
+from zeroshard.plan.overrides import find_overrides
 from zeroshard.plan.wrapping import find_units
 
 
@@ -68,7 +72,9 @@ def take(model: nn.Module, optimizer: object, config: Config, world: Axis, sourc
     else:
         outline = outline_of(model)
         record_resets(model)  # before modules are taken out: each reset draws random numbers after the last
-    specs = find_units(model, config.units, config.ignored)
+    ignored = find_ignored(model, config.ignored)
+    overrides = find_overrides(model, config.precision.overrides, ignored)
+    specs = find_units(model, config.units, config.ignored, config.precision.overrides)
     check_agreement(world, model, config, specs, None, {}, source.training_data)
 
     def cut() -> Cut | None:
@@ -79,7 +85,7 @@ def take(model: nn.Module, optimizer: object, config: Config, world: Axis, sourc
     arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
     part = take_part(model, config, made, arrangement.coordinates(world.rank).pp)
     part = replace(part, is_frozen=part.is_frozen and optimizer is not None)
-    return Taken(part, model, _narrowed(config, model), described)
+    return Taken(part, model, _narrowed(config, model, overrides), described)
 
 
 def _traced(model: nn.Module, config: Config, world: Axis, source: Source) -> tuple[TracedModel, Outline]:
@@ -105,12 +111,18 @@ def _traced(model: nn.Module, config: Config, world: Axis, source: Source) -> tu
     return found[0], Outline((), ("beginning", *names), ())
 
 
-def _narrowed(config: Config, model: nn.Module) -> Config:
-    """Leave out names that other parts of the model have; the whole model has all of them."""
+def _narrowed(config: Config, model: nn.Module, overrides: Mapping[nn.Parameter, torch.dtype]) -> Config:
+    """Leave out names that other parts of the model have; the whole model has all of them.
+
+    Each overridden parameter is named by itself: a tied one may have that name on another rank which fits.
+    """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     ignored = [pattern for pattern in config.ignored or () if any(fnmatchcase(n, pattern) for n in names)]
     units = config.units
     if units is not None and not callable(units):
         kinds = {type(module).__name__ for module in model.modules()}
         units = [unit for unit in units if not isinstance(unit, str) or unit in kinds]
-    return replace(config, ignored=ignored or None, units=units)
+    named = model.named_parameters(remove_duplicate=False)
+    own = {name: overrides[parameter] for name, parameter in named if parameter in overrides}
+    precision = replace(config.precision, overrides=own or None)
+    return replace(config, ignored=ignored or None, units=units, precision=precision)

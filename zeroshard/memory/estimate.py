@@ -101,8 +101,8 @@ def estimate(
 
     Raises:
         ValueError: a pipeline; fewer than 1 rank, or no multiple of the mesh; other bits than 8 and 32; a
-            parameter that cannot be sharded or divided; more than 10**15 parameters; `num_tokens` with a
-            model that does not tell its sizes.
+            parameter that cannot be sharded or divided; more than 10**15 parameters; a number of parameters
+            with `precision.overrides`; `num_tokens` with a model that does not tell its sizes.
     """
     config = Config.parse(config)
     require_supported(config)
@@ -167,11 +167,17 @@ def _units(
     """The units in order, the root first."""
     tp = setting.sizes[TP]
     if isinstance(model_or_num_params, nn.Module):
-        specs = find_units(model_or_num_params, config.units, config.ignored)
+        specs = find_units(model_or_num_params, config.units, config.ignored, config.precision.overrides)
         if tp > 1:
             is_sequence = config.mesh.sequence
             specs = plan_division(model_or_num_params, specs, tp_plan, tp, by_sequence=is_sequence).specs
         return plan_units(specs, setting)
+    if config.precision.overrides:
+        patterns = ", ".join(dict(config.precision.overrides))
+        raise ValueError(
+            f"precision.overrides: expected a model, whose parameters have names, got a number of parameters "
+            f"for the patterns {patterns}"
+        )
     sizes = typical_sizes(int(model_or_num_params))
     if not sizes.depth:  # neither the root nor the last: it is not kept
         return [_unit(0, setting), _unit(-(-sizes.num_params // tp), setting), _unit(0, setting)]

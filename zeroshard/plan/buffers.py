@@ -41,6 +41,8 @@ class DtypePolicy:
 
     def of(self, original: Original) -> DtypePolicy:
         """The policy for one parameter; BatchNorm computes with its parameters in their own dtype."""
+        if original.compute_dtype is not None and not original.is_packed:
+            return replace(self, param_dtype=original.compute_dtype)
         return replace(self, param_dtype=None) if original.keeps_dtype else self
 
 

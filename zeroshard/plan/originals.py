@@ -23,6 +23,8 @@ class Original:
     """The cut over the ranks of a tensor group, which hold a part each; None if each holds all of it."""
     is_summed: bool = False
     """True if each tensor rank holds all of it and computes a summand of its gradient."""
+    compute_dtype: torch.dtype | None = None
+    """The dtype of forward and backward that was asked for by its name; None: that of all parameters."""
     holders: tuple[int, ...] = ()
     """The pipeline ranks that hold it, if several chunks use it: each computes a summand of its gradient."""
 

@@ -13,6 +13,7 @@ from torch import nn
 from zeroshard.plan.choices import chosen_among
 from zeroshard.plan.ignored import find_ignored
 from zeroshard.plan.originals import Original, is_packed
+from zeroshard.plan.overrides import DtypesByName, find_overrides
 from zeroshard.plan.refusals import check_tensors
 from zeroshard.plan.together import find_together
 
@@ -35,7 +36,12 @@ class UnitSpec:
     """The reason why the module was chosen."""
 
 
-def find_units(root: nn.Module, policy: UnitPolicy, ignored: Sequence[str] | None = None) -> list[UnitSpec]:
+def find_units(
+    root: nn.Module,
+    policy: UnitPolicy,
+    ignored: Sequence[str] | None = None,
+    overrides: DtypesByName = None,
+) -> list[UnitSpec]:
     """The units of a model, the root first, then in the order of registration.
 
     A parameter belongs to the lowest unit around all modules that hold it. Units without parameters are left
@@ -45,9 +51,11 @@ def find_units(root: nn.Module, policy: UnitPolicy, ignored: Sequence[str] | Non
         root: the model.
         policy: the choice of modules that become units.
         ignored: patterns of names of parameters that no unit owns.
+        overrides: compute dtypes by patterns of names, see `find_overrides`.
 
     Raises:
-        ValueError: a class name that no module has; a parameter that cannot be sharded.
+        ValueError: a class name that no module has; a parameter that cannot be sharded; an override that
+            fits no parameter.
     """
     for name, module in root.named_modules():
         _check_module(module, name)
@@ -72,11 +80,14 @@ def find_units(root: nn.Module, policy: UnitPolicy, ignored: Sequence[str] | Non
                 chains.setdefault(parameter, []).append(chain)
                 names.setdefault(parameter, prefix + attribute)
                 owners.setdefault(parameter, {})[module, attribute] = None
+    compute_dtypes = find_overrides(root, overrides, left_out)
     for parameter, name in names.items():
         _check(parameter, name)
     check_tensors({name: parameter for parameter, name in names.items()}, root.named_buffers())
     for parameter, name in names.items():
-        original = Original(parameter, name, tuple(owners[parameter]))
+        original = Original(
+            parameter, name, tuple(owners[parameter]), compute_dtype=compute_dtypes.get(parameter)
+        )
         specs[_lowest_common(chains[parameter])].originals.append(original)
     return [spec for spec in specs.values() if spec.originals or root in spec.modules]
 
