@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from zeroshard.tables import LINE, format_bytes, render
 
-CONTROL, ALL_REDUCE = "control", "all_reduce"
-KINDS = ("all_gather", "reduce_scatter", ALL_REDUCE, "point_to_point", CONTROL)
-"""`point_to_point` is pipeline traffic; `control` are small agreements outside of the wire formula."""
+CONTROL, ALL_REDUCE, ALL_TO_ALL = "control", "all_reduce", "all_to_all"
+KINDS = ("all_gather", "reduce_scatter", ALL_REDUCE, ALL_TO_ALL, "point_to_point", CONTROL)
+"""`all_to_all` is the traffic of optimizers that compute with whole tensors, `point_to_point` that of
+pipelines; `control` are small agreements outside of the wire formula."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from weakref import WeakKeyDictionary
 
 import torch
@@ -145,6 +146,17 @@ class Axes:
     def sizes(self) -> dict[str, int]:
         """The number of ranks of each axis that a plan knows."""
         return {name: self[name].size for name in (DP_REPLICATE, DP_SHARD, DP_INNER, TP)}
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """The ranks of `everyone`, in order: the number of each in its shard group and in its tensor group."""
+        assert self.mesh is not None, "the axes are open"
+        names, shape = self.mesh.mesh_dim_names or (), tuple(self.mesh.mesh.shape)
+        numbers = {rank: number for number, rank in enumerate(self.mesh.mesh.flatten().tolist())}
+        along = {name: (prod(shape[dim + 1 :]), shape[dim]) for dim, name in enumerate(names)}
+        shard, tensor = along.get(DP_SHARD, (1, self.dp_shard.size)), along.get(TP, (1, 1))
+        found = [numbers[rank] for rank in self.everyone.global_ranks]
+        return [(at // shard[0] % shard[1], at // tensor[0] % tensor[1]) for at in found]
 
     @property
     def members(self) -> tuple[Axis, ...]:

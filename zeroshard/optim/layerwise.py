@@ -10,11 +10,9 @@ A step has three phases:
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, overload
 
 import torch
@@ -23,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from zeroshard.comm import moves
+from zeroshard.optim.checked import check_betas, check_number, dense
 from zeroshard.stepping.norms import Norms, whole_norms
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -68,7 +67,7 @@ class LayerWise(Optimizer):
         parts = []
         for group in self.param_groups:
             if parameters := [p for p in group["params"] if p.grad is not None]:
-                grads = [_dense(p.grad) for p in parameters]
+                grads = [dense(p.grad) for p in parameters]
                 parts.append(Part(group, parameters, self._measure(group, parameters, grads)))
         self._set_trust([part for part in parts if part.group["trust_ratio"]])
         for part in parts:
@@ -102,8 +101,8 @@ class LayerWise(Optimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a hyperparameter that is out of its range."""
-        _check_number("lr", group["lr"])
-        _check_number("weight_decay", group["weight_decay"])
+        check_number("lr", group["lr"])
+        check_number("weight_decay", group["weight_decay"])
         if not isinstance(group["trust_ratio"], bool):
             raise ValueError(f"trust_ratio: expected True or False, got {group['trust_ratio']!r}")
 
@@ -166,8 +165,8 @@ class LARS(LayerWise):
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        _check_number("momentum", group["momentum"], below=1.0)
-        _check_number("trust_coefficient", group["trust_coefficient"])
+        check_number("momentum", group["momentum"], below=1.0)
+        check_number("trust_coefficient", group["trust_coefficient"])
 
     def _measure(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> Tensors:
         return grads
@@ -239,12 +238,8 @@ class LAMB(LayerWise):
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a hyperparameter that is out of its range."""
         super().check_group(group)
-        _check_number("eps", group["eps"])
-        betas = group["betas"]
-        if not isinstance(betas, Sequence) or len(betas) != 2:
-            raise ValueError(f"betas: expected two numbers, got {betas!r}")
-        for number, beta in enumerate(betas):
-            _check_number(f"betas[{number}]", beta, below=1.0)
+        check_number("eps", group["eps"])
+        check_betas(group["betas"])
 
     def _measure(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> Tensors:
         states = [self._advance(parameter) for parameter in parameters]
@@ -279,15 +274,3 @@ class LAMB(LayerWise):
     def _apply(self, part: Part) -> None:
         part.scale(part.measured)
         torch._foreach_add_(part.parameters, part.measured, alpha=-part.group["lr"])
-
-
-def _dense(grad: Tensor) -> Tensor:
-    if grad.layout is not torch.strided:
-        raise RuntimeError(f"expected a dense gradient, got one of layout {grad.layout}")
-    return grad
-
-
-def _check_number(name: str, value: object, below: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < below:
-        limit = "a finite number >= 0" if below == math.inf else f"a number in [0, {below:g})"
-        raise ValueError(f"{name}: expected {limit}, got {value!r}")

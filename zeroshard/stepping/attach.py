@@ -32,10 +32,12 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.disk import DiskTier
 from zeroshard.stepping.halfway import Arguments
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
+from zeroshard.stepping.owning import WholesOverRanks
 from zeroshard.stepping.parts import Parts, Tier, is_divisible, is_known
 from zeroshard.stepping.pieces import PieceParts, PieceTier
 from zeroshard.stepping.rounding import Rounding, RoundsItself
 from zeroshard.stepping.scaling import Scaling, has_far_parameters
+from zeroshard.stepping.wholes import UsesWholes
 from zeroshard.stepping.widening import InPlace, Widening, load_states_wide
 
 
@@ -75,6 +77,8 @@ def attach(
         _hook(runtime, optimizer, together, engine)
         if isinstance(optimizer, UsesNorms):
             optimizer.norms_of = NormsOverRanks(runtime.buffers, runtime.context.axes)
+        if isinstance(optimizer, UsesWholes):
+            optimizer.wholes_of = WholesOverRanks(runtime.buffers, runtime.context.axes)
         units = [unit.starts() for unit in runtime.units]
         starts = {p: start for unit in units for p, start in unit.items()}
         in_pieces = _in_pieces(runtime, optimizer, starts)

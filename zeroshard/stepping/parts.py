@@ -23,6 +23,7 @@ from zeroshard.parameters.gradient import gradient_of, set_gradient
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.stepping.norms import UsesNorms
 from zeroshard.stepping.twin import twin_of
+from zeroshard.stepping.wholes import UsesWholes
 
 Groups = list[list[ShardedParameter]]
 """Parameters by the groups of their optimizer."""
@@ -143,10 +144,10 @@ class Parts:
 def is_divisible(optimizer: Optimizer) -> bool:
     """True if an optimizer may step its parameters one unit after the other.
 
-    An optimizer that needs norms of all parameters may not. Nor may a class that is not known: it may count
-    steps by group.
+    An optimizer that asks all ranks for norms or whole tensors may not: it asks once for all parameters. Nor
+    may a class that is not known: it may count steps by group.
     """
-    return is_known(optimizer) and not isinstance(optimizer, UsesNorms)
+    return is_known(optimizer) and not isinstance(optimizer, UsesNorms | UsesWholes)
 
 
 def _divide(optimizer: Optimizer, unit_of: Mapping[ShardedParameter, int]) -> list[Groups]:

@@ -15,6 +15,7 @@ from zeroshard.optim.adopt.overrides import Overrides
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.layerwise import LayerWise
 from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.stepping.wholes import UsesWholes
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -26,7 +27,7 @@ _ELEMENT_WISE = frozenset(
 _WHOLE_TENSOR = {
     "adafactor": "row and column statistics of a matrix",
     "came": "row and column statistics of a matrix",
-    "muon": "orthogonalized matrices",
+    "muon": "orthogonalized matrices: zeroshard.optim.Muon gets whole ones",
     "lbfgs": "inner products over all parameters",
     "sparseadam": "sparse gradients",
     "shampoo": "matrix preconditioners",
@@ -85,6 +86,8 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
 
 def _check_kind(optimizer: Optimizer) -> None:
     kind = type(optimizer)
+    if isinstance(optimizer, UsesWholes):
+        return
     if isinstance(optimizer, LayerWise | BlockwiseOptimizer):
         if not _is_ours(kind) and not ("rule" in vars(kind) and _is_ours(kind.step)):
             _warn_unknown(optimizer)

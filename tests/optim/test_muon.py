@@ -1,0 +1,499 @@
+"""Muon: the bits of one process at any number of ranks, stage and mesh, and torch's own Muon near by.
+
+Gradients are given by name, so they are the same at any number of ranks.
+"""
+
+import copy
+import math
+import warnings
+import zlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from tests.distributed.training import ALL_STAGES
+from zeroshard.optim import Muon, muon_groups
+from zeroshard.optim.adopt.takeover import check_optimizer
+from zeroshard.optim.muon import orthogonalize, orthogonalize_cost
+from zeroshard.stepping.wholes import Key, UsesWholes
+
+NUM_STEPS = 10
+FUSED = (30, 10, 11)
+MUON = {"lr": 0.02, "momentum": 0.9}
+ADAMW = {"lr": 3e-3, "betas": (0.8, 0.95), "weight_decay": 0.05}
+
+
+class Layer(nn.Module):
+    """A unit with matrices of all forms, and parameters that are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(40, 33)
+        self.tall = nn.Linear(24, 70, bias=False)
+        self.experts = nn.Parameter(torch.randn(3, 20, 16) / 4)
+        self.fused = nn.Parameter(torch.randn(sum(FUSED), 24) / 4)
+        self.sometimes = nn.Parameter(torch.randn(13, 21) / 4)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x
+
+
+class Net(nn.Module):
+    """At four ranks, most of the parameters are in one rank's hands or two."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.row = nn.Parameter(torch.randn(1, 300) / 4)
+        self.unused = nn.Parameter(torch.randn(20, 20))
+        self.frozen = nn.Parameter(torch.randn(20, 30), requires_grad=False)
+        self.empty = nn.Parameter(torch.ones(0, 4))
+        self.lm_head = nn.Linear(16, 50, bias=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+
+
+def gradient(name, step, shape):
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    return torch.randn(shape, generator=generator)
+
+
+def is_used(name, step):
+    """True for what has a gradient: one parameter never, one in every other step."""
+    return not name.endswith(("unused", "frozen")) and not (name.endswith("sometimes") and step % 2)
+
+
+def optimizer_of(model, muon=MUON, adamw=ADAMW, **more):
+    return Muon(muon_groups(model, muon=muon, adamw=adamw, split={"*fused": FUSED}, **more))
+
+
+def step_plainly(model, optimizer, steps):
+    for step in steps:
+        for name, p in model.named_parameters():
+            p.grad = gradient(name, step, p.shape).to(p.dtype) if is_used(name, step) else None
+        optimizer.step()
+
+
+def plain(steps=range(NUM_STEPS), muon=MUON, adamw=ADAMW):
+    """Zeroshard's Muon in one process, over a model that is not sharded."""
+    model = build()
+    step_plainly(model, optimizer_of(model, muon, adamw), steps)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def by_torch(steps=range(NUM_STEPS), muon=MUON, adamw=ADAMW):
+    """Torch's own Muon and AdamW, with a parameter of its own for each matrix."""
+    torch_options = {key: value for key, value in muon.items()}
+    matrices, others, wholes = {}, {}, {}
+    for name, p in build().named_parameters():
+        parts = [p.detach()]
+        if name.endswith("experts"):
+            parts = list(p.detach())
+        elif name.endswith("fused"):
+            parts = list(p.detach().split(FUSED))
+        is_muon = name.endswith(("wide.weight", "tall.weight", "experts", "fused", "sometimes", "row", "unused"))
+        kind = matrices if is_muon and p.requires_grad else others
+        kind[name] = [nn.Parameter(part.clone()) for part in parts]
+        wholes[name] = p.shape
+    lists = [[p for parts in kind.values() for p in parts] for kind in (matrices, others)]
+    optimizers = [torch.optim.Muon(lists[0], **torch_options), torch.optim.AdamW(lists[1], **adamw)]
+    for step in steps:
+        for name, parts in (matrices | others).items():
+            whole = gradient(name, step, wholes[name])
+            if name.endswith("experts"):
+                grads = list(whole)
+            else:
+                grads = whole.split(FUSED) if name.endswith("fused") else [whole]
+            for p, grad in zip(parts, grads, strict=True):
+                p.grad = grad.clone() if is_used(name, step) else None
+        for optimizer in optimizers:
+            optimizer.step()
+    return {
+        name: torch.cat([p.detach().reshape(-1) for p in parts]).view(wholes[name])
+        for name, parts in (matrices | others).items()
+    }
+
+
+def start(model=None, optimizer=None, **config):
+    model = model or build()
+    engine, optimizer, _, _ = zeroshard.initialize(model, optimizer or optimizer_of(model), config)
+    return engine, optimizer
+
+
+def step_sharded(engine, optimizer, steps):
+    names = [(name, p.full_shape) for name, p in engine.named_parameters() if p.requires_grad]
+    for step in steps:
+        for name, shape in names:
+            if is_used(name, step):
+                engine.set_full_gradient(name, gradient(name, step, shape))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def unequal(got, want):
+    """Names under which bits differ; on rank 0, where there are whole values."""
+    return [name for name in want if got and not torch.equal(got[name], want[name])]
+
+
+# ------------------------------------------------------------------------------------------ one process
+
+
+def test_in_one_process_matrices_follow_torchs_muon_and_all_else_its_adamw():
+    got, want = plain(), by_torch()
+    for name, value in want.items():
+        if name.endswith("fused"):  # scaled before it is subtracted, because its matrices have other shapes
+            torch.testing.assert_close(got[name], value, rtol=0, atol=1e-6)
+        else:
+            assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nesterov": False},
+        {"adjust_lr_fn": "match_rms_adamw", "lr": 3e-3},
+        {"adjust_lr_fn": "original", "weight_decay": 0.0},
+        {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3},
+        {"momentum": 0.0},
+    ],
+)
+def test_every_hyperparameter_means_what_it_does_to_torch(options):
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in ((30, 50), (50, 30), (16, 16))]
+    theirs = copy.deepcopy(ours)
+    one, other = Muon(ours, **options), torch.optim.Muon(theirs, **options)
+    for _ in range(4):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
+        one.step()
+        other.step()
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_spectral_unclamped_scales_by_the_root_of_rows_over_columns():
+    weight = nn.Parameter(torch.zeros(10, 40))
+    weight.grad = torch.randn(10, 40)
+    optimizer = Muon([weight], lr=0.5, adjust_lr_fn="spectral_unclamped")
+    update = orthogonalize(weight.grad, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    with torch.no_grad():
+        want = torch.zeros(10, 40).add_(update, alpha=-0.5 * math.sqrt(10 / 40))
+    optimizer.step()
+    # The direction is that of the first gradient: momentum scales it, and the norm is divided out.
+    torch.testing.assert_close(weight.detach(), want, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(20, 50), (50, 20), (24, 24)])
+def test_singular_values_come_near_one(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalize(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7).float())
+    assert 0.5 < values.min() <= values.max() < 1.5
+
+
+def test_the_cost_is_that_of_the_products_of_a_step():
+    """[m, n] times its transpose, [m, m] times [m, m], [m, m] times [m, n]."""
+    for m, n in ((3, 7), (7, 3), (5, 5)):
+        short, long = sorted((m, n))
+        assert orthogonalize_cost((m, n)) == 2 * (2 * short * short * long + short**3)
+
+
+def test_a_state_dict_goes_on_as_if_there_had_been_no_stop():
+    model = build()
+    first = optimizer_of(model)
+    step_plainly(model, first, range(3))
+    second = optimizer_of(model)
+    second.load_state_dict(first.state_dict())
+    step_plainly(model, second, range(3, 6))
+    assert unequal(dict(model.named_parameters()), plain(range(6))) == []
+
+
+def test_a_closure_is_run_with_gradients_and_its_loss_returned():
+    weight = nn.Parameter(torch.randn(4, 6))
+    optimizer = Muon([weight])
+
+    def closure():
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == closure() > 0 or weight.grad is not None
+    assert optimizer.step() is None
+
+
+def test_a_gradient_that_is_not_finite_spoils_its_own_matrix_alone():
+    stack = nn.Parameter(torch.randn(3, 4, 6))
+    stack.grad = torch.randn(3, 4, 6)
+    stack.grad[1, 0, 0] = math.nan
+    Muon([stack]).step()
+    assert [bool(matrix.isfinite().all()) for matrix in stack] == [True, False, True]
+
+
+def test_sparse_gradients_are_refused():
+    table = nn.Embedding(4, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="expected a dense gradient"):
+        Muon(table.parameters()).step()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lr": -1.0}, "lr: expected a finite number >= 0, got -1.0"),
+        ({"momentum": 1.0}, r"momentum: expected a number in \[0, 1\), got 1.0"),
+        ({"weight_decay": math.nan}, "weight_decay: expected a finite number >= 0, got nan"),
+        ({"eps": -1e-8}, "eps: expected a finite number >= 0"),
+        ({"nesterov": 1}, "nesterov: expected True or False, got 1"),
+        ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients: expected three numbers, got \(1.0, 2.0\)"),
+        ({"ns_steps": 100}, r"ns_steps: expected an integer in \[0, 99\], got 100"),
+        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn: expected 'original', 'match_rms_adamw', .* got 'rms'"),
+        ({"split": 0}, "split: expected a number of matrices, a tuple of their rows, or None, got 0"),
+        ({"split": [2, 4]}, r"split: expected a number of matrices, .* got \[2, 4\]"),
+        ({"split": (4, 4)}, r"parameter 0 of group 0: split=\(4, 4\) does not fill the 6 rows"),
+        ({"split": 4}, r"parameter 0 of group 0: split=4 does not fill the 6 rows of shape \[6, 5\]"),
+        ({"use_muon": "yes"}, "use_muon: expected True or False, got 'yes'"),
+        ({"use_muon": False, "betas": (0.9, 1.0)}, r"betas\[1\]: expected a number in \[0, 1\), got 1.0"),
+        ({"use_muon": False, "nesterov": True}, "is stepped by AdamW; it has no 'nesterov'"),
+    ],
+)
+def test_a_hyperparameter_out_of_its_range_is_refused_also_in_a_group(options, text):
+    parameters = [nn.Parameter(torch.ones(6, 5))]
+    if "use_muon" not in options:
+        with pytest.raises(ValueError, match=text):
+            Muon(parameters, **options)
+    with pytest.raises(ValueError, match=text):
+        Muon([{"params": parameters} | options])
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4, 5)])
+def test_a_parameter_without_matrices_is_refused_by_its_name(shape):
+    parameter = nn.Parameter(torch.ones(shape))
+    advice = "expected a matrix of floats, or a stack of matrices, got shape .* use_muon=False"
+    with pytest.raises(ValueError, match=f"'block.gain': {advice}"):
+        Muon([("block.weight", nn.Parameter(torch.ones(2, 2))), ("block.gain", parameter)])
+    with pytest.raises(ValueError, match=f"parameter 1 of group 0: {advice}"):
+        Muon([nn.Parameter(torch.ones(2, 2)), parameter])
+
+
+# ----------------------------------------------------------------------------------------- the groups
+
+
+def names_of(groups):
+    return [sorted(name for name, _ in group["params"]) for group in groups]
+
+
+def test_hidden_matrices_go_to_muon_and_all_else_to_adamw():
+    groups = muon_groups(build(), muon=MUON, adamw=ADAMW, split={"*fused": FUSED})
+    layers = [f"layers.{at}." for at in range(2)]
+    hidden = ("wide.weight", "tall.weight", "experts", "sometimes")
+    assert names_of(groups) == [
+        sorted(["row", "unused", "empty", *(layer + name for layer in layers for name in hidden)]),
+        sorted(layer + "fused" for layer in layers),
+        sorted(["embedding.weight", "lm_head.weight"]
+               + [layer + name for layer in layers for name in ("wide.bias", "gain")]),
+    ]  # fmt: skip
+    assert [group["use_muon"] for group in groups] == [True, True, False]
+    assert groups[1]["split"] == FUSED
+    assert groups[0]["lr"] == MUON["lr"]
+    assert groups[2]["betas"] == ADAMW["betas"]
+
+
+class Odd(nn.Module):
+    """Parameters that look like matrices and are none, and those that are tied."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(9, 4)
+        self.proj = nn.Linear(4, 9, bias=False)
+        self.proj.weight = self.tokens.weight
+        self.conv = nn.Conv1d(4, 4, 3)
+        self.pos_embed = nn.Parameter(torch.ones(1, 7, 4))
+        self.cls = nn.Parameter(torch.ones(1, 2, 4))
+        self.gate_up_proj_bias = nn.Parameter(torch.ones(3, 4))
+        self.hidden = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 9, bias=False)
+
+    def get_output_embeddings(self):
+        return self.out
+
+
+def test_embeddings_ties_convolutions_biases_and_output_embeddings_are_no_hidden_matrices():
+    assert names_of(muon_groups(Odd()))[0] == ["hidden.weight"]
+    assert len(muon_groups(Odd(), exclude=["hidden.weight"])) == 1
+    assert names_of(muon_groups(nn.Linear(3, 3, bias=False))) == [["weight"]]
+    for option in ({"exclude": ["hiden*"]}, {"split": {"hiden*": 2}}):
+        with pytest.raises(ValueError, match=r"expected the name of a parameter, got 'hiden\*'"):
+            muon_groups(Odd(), **option)
+
+
+def test_matrices_of_lora_go_to_muon():
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    (group,) = muon_groups(model)
+    assert len(group["params"]) == 2 * 7
+    assert all(".lora_" in name for name, _ in group["params"])
+
+
+# ------------------------------------------------------------------------------------------- sharded
+
+
+def shard(configs, want):
+    """Differences from one process, exchanges of a step, and parameters that this rank has nothing of."""
+    found, num_unowned = [], 0
+    for config in configs:
+        engine, optimizer = start(**config)
+        step_sharded(engine, optimizer, range(1))
+        engine.reset_comm_report()
+        for name, p in engine.named_parameters():
+            if p.requires_grad and is_used(name, 1):
+                engine.set_full_gradient(name, gradient(name, 1, p.full_shape))
+        optimizer.step()
+        optimizer.zero_grad()
+        calls = engine.comm_report().calls["all_to_all"]
+        most = {0: 1}.get(config["stage"], 2) if dist.get_world_size() > 1 else 0
+        found += [] if calls == most else [(config, "exchanges", calls)]
+        step_sharded(engine, optimizer, range(2, NUM_STEPS))
+        found += [(config, name) for name in unequal(engine.full_state_dict(), want)]
+        num_unowned = sum(not p.numel() for p in engine.parameters())
+    return found, num_unowned
+
+
+@pytest.mark.long_where(num_ranks=[3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_all_stages_give_the_bits_of_one_process_with_one_exchange_each_way(ranks, num_ranks):
+    configs = [{"stage": stage} for stage in ALL_STAGES]
+    if num_ranks == 4:
+        configs += [{"stage": stage, "shard_group_size": 2} for stage in (1, 3)]
+    answers = ranks(num_ranks, shard, configs, plain())
+    assert [found for found, _ in answers] == [[]] * num_ranks
+    if num_ranks > 1:
+        assert max(num_unowned for _, num_unowned in answers) > 1
+
+
+def near_torch():
+    engine, optimizer = start(stage=3)
+    step_sharded(engine, optimizer, range(NUM_STEPS))
+    return engine.full_state_dict()
+
+
+def test_sharded_parameters_are_those_of_torchs_muon(ranks):
+    want = by_torch()
+    for name, value in ranks(2, near_torch)[0].items():
+        torch.testing.assert_close(value, want[name], rtol=0, atol=1e-6, msg=name)
+
+
+def without_gradients():
+    engine, optimizer = start(stage=3)
+    engine.reset_comm_report()
+    optimizer.step()
+    return engine.comm_report().calls["all_to_all"], len(optimizer.state)
+
+
+def test_a_step_without_any_gradient_exchanges_and_changes_nothing(ranks):
+    assert ranks(2, without_gradients) == [(0, 0)] * 2
+
+
+def attach_by_hand(want):
+    """Differences for the composable layer, and what an optimizer says that nobody attached."""
+    model = build()
+    runtime = zeroshard.shard(model, {"stage": 3})
+    matrices = [(name, p) for name, p in model.named_parameters() if "tall" in name or name == "row"]
+    unattached, optimizer = Muon(matrices, **MUON), Muon(matrices, **MUON)
+    refusals = []
+    try:
+        Muon([p for p in model.parameters() if p.fqn.endswith("bias")])
+    except ValueError as error:
+        refusals.append(str(error))
+    runtime.attach(optimizer)
+    for step in range(NUM_STEPS):
+        for name, p in matrices:
+            own = gradient(name, step, p.full_shape).flatten()
+            start = sum(_sizes(p.numel())[: dist.get_rank()])
+            p.grad = own[start : start + p.numel()].clone()
+        if not refusals[1:]:
+            try:
+                unattached.step()
+            except RuntimeError as error:
+                refusals.append(str(error))
+        optimizer.step()
+    whole = runtime.full_state_dict()
+    return [name for name, _ in matrices if whole and not torch.equal(whole[name], want[name])], refusals
+
+
+def _sizes(size):
+    sizes = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, size)
+    return sizes
+
+
+def test_it_works_with_the_composable_layer_and_slices_are_never_taken_for_the_whole(ranks):
+    for found, refusals in ranks(2, attach_by_hand, plain()):
+        assert found == []
+        assert "'layers.0.wide.bias': expected a matrix" in refusals[0]
+        assert "this rank holds a slice of '" in refusals[1]
+        assert "attach()" in refusals[1]
+
+
+def of_another_module():
+    model, other = build(), build()
+    runtime, _ = zeroshard.shard(model, {"stage": 3}), zeroshard.shard(other, {"stage": 3})
+    optimizer = Muon([other.row])
+    runtime.attach(optimizer)
+    other.row.grad = torch.zeros_like(other.row)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_parameters_of_a_module_that_it_was_not_attached_to_are_refused_by_name(ranks):
+    (message,) = ranks(1, of_another_module)
+    assert "expected parameters of the one sharded module" in message
+    assert "got 'row' of shape [300] of another module" in message
+
+
+def test_only_an_optimizer_that_asks_for_whole_tensors_is_taken_over():
+    parameter = nn.Parameter(torch.ones(2, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_optimizer(Muon([parameter]), {parameter: "weight"})
+    assert isinstance(Muon([parameter]), UsesWholes)
+    with pytest.raises(ValueError, match=r"^Muon needs whole tensors .*zeroshard\.optim\.Muon gets whole ones"):
+        check_optimizer(torch.optim.Muon([parameter]), {parameter: "weight"})
+
+
+# ---------------------------------------------------------------------------- the rest of the API
+
+
+def test_keys_name_the_matrices_of_a_call():
+    seen = []
+    tensors = [torch.arange(12.0).view(6, 2), torch.ones(3)]
+
+    def double(wholes, keys):
+        seen.extend(zip(keys, [tuple(whole.shape) for whole in wholes], strict=True))
+        return [whole.mul_(2) for whole in wholes]
+
+    parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
+    got = Muon.wholes_of(parameters, tensors, double, shapes=[[(2, 2), (4, 2)], [(3,)]])
+    assert seen == [(Key(0, 0), (2, 2)), (Key(0, 1), (4, 2)), (Key(1, 0), (3,))]
+    assert all(torch.equal(one, 2 * other) for one, other in zip(got, tensors, strict=True))
+    with pytest.raises(ValueError, match=r"expected shapes that fill a parameter of shape \(6, 2\)"):
+        Muon.wholes_of(parameters, tensors, double, shapes=[[(2, 2)], [(3,)]])
+    with pytest.raises(ValueError, match=r"expected \[6, 2\] torch.float32 for Key\(.*got \[6\]"):
+        Muon.wholes_of(parameters, tensors, lambda wholes, keys: [whole.sum(-1) for whole in wholes])
+    with pytest.raises(ValueError, match="expected 2 updates, got 1"):
+        Muon.wholes_of(parameters, tensors, lambda wholes, keys: wholes[:1])

@@ -1,0 +1,349 @@
+"""Muon: the steps of matrices are made orthogonal, and AdamW steps all else.
+
+A step of the matrices has three phases:
+
+    momentum        element by element, of each slice by itself
+    orthogonalize   of whole matrices, for all groups together: each on one rank, see `stepping/owning.py`
+    apply           weight decay and the updates, slice by slice
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
+
+from zeroshard.optim.checked import check_betas, check_number, dense
+from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.stepping.wholes import Key, Shape, Wholes, whole_shape, wholes_here
+
+Split = int | tuple[int, ...] | None
+"""The matrices that the rows of a fused one consist of: how many of equal size, or the rows of each."""
+
+_RATIOS: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
+}
+"""The factors of the learning rate by the shape of a matrix, as `torch.optim.Muon` has them."""
+
+_OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "split")
+_OF_ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
+"""The hyperparameters of groups with `use_muon=False`, with the defaults of torch's AdamW."""
+_MOST_STEPS = 99
+"""The limit of `torch.optim.Muon`."""
+
+
+def orthogonalize(
+    matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
+) -> Tensor:
+    """Bring the singular values of a matrix near 1, by a Newton-Schulz iteration of fifth order.
+
+    With X = G / |G| (the transpose, if G has more rows than columns) and coefficients a, b, c, each step is
+    X = a X + (b X Xᵀ + c (X Xᵀ)²) X. It computes in bfloat16, by the same operations as `torch.optim.Muon`.
+
+    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
+
+    Args:
+        matrix: G, [rows, columns].
+        coefficients: (a, b, c).
+        num_steps: steps of the iteration.
+        eps: the least norm that is divided by.
+
+    Returns:
+        [rows, columns] bfloat16.
+    """
+    a, b, c = coefficients
+    x = matrix.to(torch.bfloat16, copy=True)
+    is_tall = matrix.size(0) > matrix.size(1)
+    if is_tall:
+        x = x.T
+    x.div_(x.norm().clamp(min=eps))
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def orthogonalize_cost(shape: Shape) -> int:
+    """Return the multiplications and additions of a step of `orthogonalize`, for a matrix of this shape."""
+    short, long = min(shape), max(shape)
+    return short * short * (4 * long + 2 * short)
+
+
+@dataclass(slots=True)
+class _Matrix:
+    """A parameter of one or several matrices, on its way through a step."""
+
+    group: dict[str, Any]
+    parameter: Tensor
+    shapes: tuple[Shape, ...]
+    """The matrices, one after another in memory."""
+    update: Tensor
+
+    @property
+    def ratios(self) -> list[float]:
+        """The factors of the learning rate of its matrices."""
+        ratio = _RATIOS[self.group["adjust_lr_fn"] or "original"]
+        return [ratio(*shape) if math.prod(shape) else 1.0 for shape in self.shapes]
+
+    @property
+    def ratio(self) -> float | None:
+        """The factor that all of its matrices have; None if they have several."""
+        ratios = set(self.ratios)
+        return ratios.pop() if len(ratios) == 1 else None
+
+    def orthogonalized(self, whole: Tensor, part: int) -> Tensor:
+        """Return the update of one of its matrices, in the dtype in which it is sent."""
+        group = self.group
+        update = orthogonalize(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        return update if self.ratio is not None else update.to(whole.dtype).mul_(self.ratios[part])
+
+
+class Muon(Optimizer):
+    """Momentum whose updates are made orthogonal, for the matrices of hidden layers; AdamW for all else.
+
+    Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; as `torch.optim.Muon`. With
+    gradient G and weights W of a matrix, momentum μ, weight decay λ, learning rate γ:
+
+        B = μ B + (1 - μ) G
+        O = orthogonalize((1 - μ) G + μ B), or of B without Nesterov
+        W = (1 - γ λ) W - γ r O
+
+    where r depends on the shape, see `adjust_lr_fn`. Matrices are whole, also where `zeroshard.initialize`
+    has sharded them: each is orthogonalized by one rank. Updates travel in bfloat16, the dtype of
+    `orthogonalize`, so they are the same bits as without sharding.
+
+    A parameter of 3 dimensions is a stack of matrices, such as those of experts, each by itself. Groups with
+    `use_muon=False` are stepped by AdamW; they have `lr`, `betas`, `eps` and `weight_decay`.
+    `zeroshard.optim.muon_groups(model)` makes the groups of a model.
+
+    Args:
+        params: parameters of 2 or 3 dimensions, or groups; a group may have any of the following by itself.
+            Names in messages are those of `named_parameters()`, if these are given.
+        lr: γ.
+        weight_decay: λ.
+        momentum: μ, in [0, 1).
+        nesterov: True for the momentum of Nesterov.
+        ns_coefficients: those of `orthogonalize`.
+        eps: likewise; in groups of AdamW its ε, 1e-8 by default.
+        ns_steps: likewise, below 100.
+        adjust_lr_fn: r of a matrix [A, B]: "original", √max(1, A/B), which None means too; "match_rms_adamw",
+            0.2 √max(A, B), with which rates that are good for AdamW are good here (Liu et al. 2025, "Muon is
+            Scalable for LLM Training"); or "spectral_unclamped", √(A/B).
+        split: the matrices that each one of the group consists of, cut between rows: their number if they
+            have equal size, or the rows of each, as (q, k, v). None: one.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range, or a parameter has no matrices.
+    """
+
+    wholes_of: Wholes = staticmethod(wholes_here)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        split: Split = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "split": split,
+        }
+        _check_group({**defaults, "use_muon": True})
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with hyperparameters of their own.
+
+        Raises:
+            ValueError: a hyperparameter is out of its range, or a parameter of a group of Muon has no
+                matrices.
+        """
+        group = {"use_muon": True, **param_group}
+        uses_muon = group["use_muon"]
+        if not uses_muon:
+            if unknown := sorted(group.keys() & set(_OF_MUON)):
+                raise ValueError(f"a group with use_muon=False is stepped by AdamW; it has no {unknown[0]!r}")
+            group = {**_OF_ADAMW, **group}
+        _check_group({**self.defaults, **group})
+        super().add_param_group(group)
+        added = self.param_groups[-1]
+        try:
+            if uses_muon:
+                _check_matrices(len(self.param_groups) - 1, added)
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+        for key in () if uses_muon else _OF_MUON:
+            del added[key]
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters that have a gradient.
+
+        Raises:
+            RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        matrices: list[_Matrix] = []
+        for group in self.param_groups:
+            if parameters := [p for p in group["params"] if p.grad is not None]:
+                grads = [dense(p.grad) for p in parameters]
+                if group["use_muon"]:
+                    matrices += self._advance(group, parameters, grads)
+                else:
+                    self._step_adamw(group, parameters, grads)
+        self._step_muon(matrices)
+        return loss
+
+    def _advance(
+        self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]
+    ) -> list[_Matrix]:
+        """Advance the momentum of a group; its matrices, with what is to be made orthogonal of each slice."""
+        for parameter, grad in zip(parameters, grads, strict=True):
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(grad)
+        momenta = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        updates: Sequence[Tensor] = momenta
+        if group["nesterov"]:
+            updates = torch._foreach_lerp(grads, momenta, group["momentum"])
+        matrices = []
+        for parameter, update in zip(parameters, updates, strict=True):
+            matrix = _Matrix(group, parameter, _matrices_of(whole_shape(parameter), group["split"]), update)
+            if matrix.ratio is not None:  # else the owner scales in the dtype of the parameter
+                matrix.update = update.to(torch.bfloat16)
+            matrices.append(matrix)
+        return matrices
+
+    def _step_muon(self, matrices: Sequence[_Matrix]) -> None:
+        if not matrices:
+            return
+
+        def compute(wholes: list[Tensor], keys: list[Key]) -> list[Tensor]:
+            return [
+                matrices[key.parameter].orthogonalized(whole, key.part)
+                for whole, key in zip(wholes, keys, strict=True)
+            ]
+
+        updates = self.wholes_of(
+            [matrix.parameter for matrix in matrices],
+            [matrix.update for matrix in matrices],
+            compute,
+            shapes=[matrix.shapes for matrix in matrices],
+            cost=orthogonalize_cost,
+        )
+        for matrix, update in zip(matrices, updates, strict=True):
+            lr, ratio = float(matrix.group["lr"]), matrix.ratio
+            matrix.parameter.mul_(1 - lr * matrix.group["weight_decay"])
+            matrix.parameter.add_(update, alpha=-(lr if ratio is None else lr * ratio))
+
+    def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> None:
+        for parameter in parameters:
+            if not (state := self.state[parameter]):
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        states = [self.state[parameter] for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        adamw(
+            parameters,
+            grads,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _matrices_of(shape: Shape, split: Split) -> tuple[Shape, ...]:
+    """Return the matrices of a parameter, [..., rows, columns], one after another in memory."""
+    *stacks, rows, columns = shape
+    if split is None:
+        parts: tuple[int, ...] = (rows,)
+    else:
+        parts = split if isinstance(split, tuple) else (rows // split,) * split
+    return tuple((part, columns) for _ in range(math.prod(stacks)) for part in parts)
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Raise ValueError for a hyperparameter that is out of its range."""
+    if not isinstance(group["use_muon"], bool):
+        raise ValueError(f"use_muon: expected True or False, got {group['use_muon']!r}")
+    lr = group["lr"]
+    check_number("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
+    check_number("weight_decay", group["weight_decay"])
+    check_number("eps", group["eps"])
+    if not group["use_muon"]:
+        check_betas(group["betas"])
+        return
+    check_number("momentum", group["momentum"], below=1.0)
+    if not isinstance(group["nesterov"], bool):
+        raise ValueError(f"nesterov: expected True or False, got {group['nesterov']!r}")
+    if not isinstance(group["ns_coefficients"], Sequence) or len(group["ns_coefficients"]) != 3:
+        raise ValueError(f"ns_coefficients: expected three numbers, got {group['ns_coefficients']!r}")
+    if type(group["ns_steps"]) is not int or not 0 <= group["ns_steps"] <= _MOST_STEPS:
+        raise ValueError(f"ns_steps: expected an integer in [0, {_MOST_STEPS}], got {group['ns_steps']!r}")
+    if group["adjust_lr_fn"] not in (None, *_RATIOS):
+        choices = ", ".join(map(repr, _RATIOS))
+        raise ValueError(f"adjust_lr_fn: expected {choices} or None, got {group['adjust_lr_fn']!r}")
+    split = group["split"]
+    sizes = split if isinstance(split, tuple) else (1 if split is None else split,)
+    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(f"split: expected a number of matrices, a tuple of their rows, or None, got {split!r}")
+
+
+def _check_matrices(number: int, group: dict[str, Any]) -> None:
+    """Raise ValueError for a parameter of a group of Muon that has no matrices, or others than `split`."""
+    names = group.get("param_names") or [None] * len(group["params"])
+    for at, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
+        if isinstance(parameter, ShardedParameter):
+            name = parameter.fqn
+        which = f"'{name}'" if name else f"parameter {at} of group {number}"
+        shape, split = whole_shape(parameter), group["split"]
+        if len(shape) not in (2, 3) or not parameter.is_floating_point():
+            raise ValueError(
+                f"{which}: expected a matrix of floats, or a stack of matrices, got shape {list(shape)} and "
+                f"{parameter.dtype}. Put it into a group with use_muon=False, which AdamW steps, or take the "
+                "groups of zeroshard.optim.muon_groups(model)"
+            )
+        rows = shape[-2]
+        if split is not None and (sum(split) != rows if isinstance(split, tuple) else rows % split):
+            raise ValueError(f"{which}: split={split!r} does not fill the {rows} rows of shape {list(shape)}")

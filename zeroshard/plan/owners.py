@@ -1,0 +1,148 @@
+"""Owners of whole tensors that ranks hold in slices, and what each rank sends: integers in, integers out.
+
+An item is a tensor that one rank, its owner, computes with as a whole. Each rank holds a range of it:
+
+    item 0    elements 0 ... 600    rank 0 [0, 512)   rank 1 [512, 600)   owner 0
+    inward    rank 1 sends [512, 600) to rank 0, which computes
+    outward   rank 0 sends [512, 600) of the result to rank 1
+
+Ranges of several ranks may overlap, or be the same: where ranks hold an item whole, nothing is sent inward.
+
+[Note: Choice of owners] The costs of ranks should be equal, because all of them wait for the slowest. Among
+ranks that are about equally busy, the owner is the one that holds most of the item, so that the least is
+sent. First the costs are divided by the rule of the longest processing time: the item of the highest cost
+goes to the least busy rank, and so on (Graham 1969, "Bounds on Multiprocessing Timing Anomalies", theorem 2:
+the busiest of N ranks has at most 4/3 - 1/(3 N) of the least possible). Then items are dealt again, in the
+same order, to the rank that holds most of each, among those that stay below `1 + SLACK` times the busiest
+rank of before. If the last items find no such rank, the first division is taken.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from zeroshard.plan.layout import Span
+
+SLACK = 1 / 16
+"""The share by which the busiest rank may be busier than without regard to the ranges that ranks hold. An
+iteration over a square matrix of n rows takes some 30 n operations an element, so a sixteenth of it is worth
+more than the transfer of an element that it may save only for n in the hundreds and below."""
+
+
+class Item(NamedTuple):
+    """A tensor that one rank computes with as a whole."""
+
+    size: int
+    """Elements."""
+    cost: int
+    """The cost of its computation, in any unit."""
+    held: tuple[Span, ...]
+    """The range of its elements that each rank holds, by rank; together all of them."""
+
+
+class Move(NamedTuple):
+    """A range of an item that one rank sends to another."""
+
+    item: int
+    source: int
+    target: int
+    span: Span
+
+
+def choose_owners(items: Sequence[Item], num_ranks: int, kept: Mapping[int, int] | None = None) -> list[int]:
+    """Choose the rank that computes each item; see [Note: Choice of owners].
+
+    Args:
+        items: the items, the same on all ranks.
+        num_ranks: the number of ranks.
+        kept: the owners of items that stay where they are, by the number of the item. The bound of the note
+            holds if there are none.
+
+    Returns:
+        The owner of each item.
+    """
+    kept = kept or {}
+    order = sorted(set(range(len(items))) - kept.keys(), key=lambda number: (-items[number].cost, number))
+    loads = [0] * num_ranks
+    for number, rank in kept.items():
+        loads[rank] += items[number].cost
+    longest = _by_cost(items, order, loads)
+    busy = list(loads)
+    for number in order:
+        busy[longest[number]] += items[number].cost
+    most = max(busy) + int(SLACK * max(busy))
+    dealt = _by_place(items, order, loads, most)
+    chosen = longest if dealt is None else dealt
+    return [kept[number] if number in kept else chosen[number] for number in range(len(items))]
+
+
+def _by_cost(items: Sequence[Item], order: Sequence[int], loads: Sequence[int]) -> dict[int, int]:
+    """Give each item to the least busy rank."""
+    waiting = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(waiting)
+    owners = {}
+    for number in order:
+        load, rank = waiting[0]
+        owners[number] = rank
+        heapq.heapreplace(waiting, (load + items[number].cost, rank))
+    return owners
+
+
+def _by_place(
+    items: Sequence[Item], order: Sequence[int], loads: Sequence[int], most: int
+) -> dict[int, int] | None:
+    """Give each item to the rank that holds most of it, of those that end at `most`; None if there is none."""
+    busy, owners = list(loads), {}
+    for number in order:
+        item = items[number]
+        fits = [rank for rank, load in enumerate(busy) if load + item.cost <= most]
+        if not fits:
+            return None
+        owner = min(fits, key=lambda rank: (-item.held[rank].size, busy[rank], rank))
+        owners[number] = owner
+        busy[owner] += item.cost
+    return owners
+
+
+def inward(items: Sequence[Item], owners: Sequence[int]) -> list[Move]:
+    """List what owners get before they compute: each element that an owner does not hold, once.
+
+    Of several ranks that hold an element, the one sends it whose number has most leading bits in common with
+    that of the owner: ranks of one machine have neighbouring numbers.
+    """
+    moves = []
+    for number, (item, owner) in enumerate(zip(items, owners, strict=True)):
+        missing = _without([Span(0, item.size)], item.held[owner])
+        others = range(len(item.held)) if missing else ()
+        for rank in sorted(others, key=lambda rank: rank ^ owner):
+            found = [piece for gap in missing if (piece := gap.intersect(item.held[rank])).size]
+            if rank != owner and found:
+                moves += [Move(number, rank, owner, piece) for piece in found]
+                missing = _without(missing, item.held[rank])
+        assert not missing, "the ranks hold all elements"
+    return moves
+
+
+def outward(items: Sequence[Item], owners: Sequence[int]) -> list[Move]:
+    """List what owners send when they have computed: to each rank the range that it holds."""
+    return [
+        Move(number, owner, rank, span)
+        for number, (item, owner) in enumerate(zip(items, owners, strict=True))
+        for rank, span in enumerate(item.held)
+        if rank != owner and span.size
+    ]
+
+
+def _without(spans: Sequence[Span], taken: Span) -> list[Span]:
+    """Return what is left of ranges without another one."""
+    left = []
+    for span in spans:
+        common = span.intersect(taken)
+        if not common.size:
+            left.append(span)
+            continue
+        pieces = Span(span.start, common.start), Span(common.stop, span.stop)
+        left += [piece for piece in pieces if piece.size]
+    return left
