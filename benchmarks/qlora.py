@@ -2,8 +2,8 @@
 
     python benchmarks/qlora.py --ranks 2
 
-Each rank tells its peak RSS after sharding and after each step, the bytes of its parameters, and the seconds up
-to the first step. All of it is one run: nothing is compared.
+Each rank tells its peak RSS after sharding and after the steps, the bytes of its parameters, and the seconds
+that building and sharding took. All of it is one run: nothing is compared.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def plain(steps=range(NUM_STEPS), muon=MUON, adamw=ADAMW):
 
 def by_torch(steps=range(NUM_STEPS), muon=MUON, adamw=ADAMW):
     """Torch's own Muon and AdamW, with a parameter of its own for each matrix."""
-    torch_options = {key: value for key, value in muon.items()}
+    torch_options = dict(muon)
     matrices, others, wholes = {}, {}, {}
     for name, p in build().named_parameters():
         parts = [p.detach()]
