@@ -44,6 +44,7 @@ from zeroshard.plan.wrapping import find_units
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context, Meter
+from zeroshard.sharding.fastpaths import leave_fast_paths
 from zeroshard.sharding.hooks import hook
 from zeroshard.sharding.reduced import gradients_of
 from zeroshard.sharding.runtime import Runtime
@@ -98,6 +99,7 @@ def shard_over(
     if axes.tp.size > 1:
         install(module, division.layers, Activations(axes.activations, _TAG_OF_ACTIVATIONS), changes)
     cast_forwards(module, {m: cast for m, cast in casts.items() if m in divided}, changes)
+    leave_fast_paths(module, casts, changes)
     record_resets(module)
     check_values(module)
     setting = read_setting(config, axes.sizes, host_computes=not streams.has_streams(device))

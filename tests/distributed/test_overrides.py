@@ -215,6 +215,29 @@ def test_reports_and_estimates_count_the_bytes_of_each_dtype(ranks):
             assert report.parameters == estimate.parameters
 
 
+def encoded(overrides):
+    """The outputs of torch's encoder in training and in evaluation, where nothing is padded."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
+    engine, _ = start(nn.TransformerEncoder(layer, 2), "SGD", stage=3, **bf16(overrides))
+    x, padded = numbers(0, 3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
+    padded[0, 3:] = True
+    trained = engine(x, src_key_padding_mask=padded)[~padded]
+    trained.float().sum().backward()
+    engine.eval()
+    with torch.no_grad():
+        return trained.detach(), engine(x, src_key_padding_mask=padded)[~padded]
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"*norm*": "fp32"}, {"layers.1": "fp32"}, {"layers.1.self_attn": "fp32"}]
+)
+def test_torchs_encoder_evaluates_as_it_trains(ranks, overrides):
+    for trained, evaluated in ranks(2, encoded, overrides):
+        assert trained.dtype == evaluated.dtype == torch.bfloat16
+        assert (trained - evaluated).abs().max() <= 2**-5  # values up to 3, and bf16 has 8 bits
+
+
 # ------------------------------------------------------------------------------------------------ the rest
 
 

@@ -42,7 +42,11 @@ def draw_overrides(
     }
     # A tied weight in another layer has a bias of the other dtype.
     names = [name for name, m in layers.items() if all(num_names[p] == 1 for p in m.parameters())]
-    if model.kind == "tokens" and model.head.weight is model.stem.weight and num_names[model.stem.weight] == 2:
+    if (
+        model.kind == "tokens"
+        and model.head.weight is model.stem.weight
+        and num_names[model.stem.weight] == 2
+    ):
         names.append("head")
     chosen = random.sample(names, min(len(names), random.choice((1, 2, 5))))
 
