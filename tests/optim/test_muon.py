@@ -104,7 +104,8 @@ def by_torch(steps=range(NUM_STEPS), muon=MUON, adamw=ADAMW):
             parts = list(p.detach())
         elif name.endswith("fused"):
             parts = list(p.detach().split(FUSED))
-        is_muon = name.endswith(("wide.weight", "tall.weight", "experts", "fused", "sometimes", "row", "unused"))
+        names = ("wide.weight", "tall.weight", "experts", "fused", "sometimes", "row", "unused")
+        is_muon = name.endswith(names)
         kind = matrices if is_muon and p.requires_grad else others
         kind[name] = [nn.Parameter(part.clone()) for part in parts]
         wholes[name] = p.shape
@@ -259,8 +260,8 @@ def test_sparse_gradients_are_refused():
         ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients: expected three numbers, got \(1.0, 2.0\)"),
         ({"ns_steps": 100}, r"ns_steps: expected an integer in \[0, 99\], got 100"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn: expected 'original', 'match_rms_adamw', .* got 'rms'"),
-        ({"split": 0}, "split: expected a number of matrices, a tuple of their rows, or None, got 0"),
-        ({"split": [2, 4]}, r"split: expected a number of matrices, .* got \[2, 4\]"),
+        ({"split": 0}, "split: expected a number, a tuple of rows, or None, got 0"),
+        ({"split": [2, 4]}, r"split: expected a number, .* got \[2, 4\]"),
         ({"split": (4, 4)}, r"parameter 0 of group 0: split=\(4, 4\) does not fill the 6 rows"),
         ({"split": 4}, r"parameter 0 of group 0: split=4 does not fill the 6 rows of shape \[6, 5\]"),
         ({"use_muon": "yes"}, "use_muon: expected True or False, got 'yes'"),
@@ -472,7 +473,8 @@ def test_only_an_optimizer_that_asks_for_whole_tensors_is_taken_over():
         warnings.simplefilter("error")
         check_optimizer(Muon([parameter]), {parameter: "weight"})
     assert isinstance(Muon([parameter]), UsesWholes)
-    with pytest.raises(ValueError, match=r"^Muon needs whole tensors .*zeroshard\.optim\.Muon gets whole ones"):
+    message = r"^Muon needs whole tensors .*zeroshard\.optim\.Muon gets whole ones"
+    with pytest.raises(ValueError, match=message):
         check_optimizer(torch.optim.Muon([parameter]), {parameter: "weight"})
 
 

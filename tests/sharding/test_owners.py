@@ -1,4 +1,4 @@
-"""Owners of whole tensors, and what ranks send: each element once, costs near the least, on all ranks alike."""
+"""Owners of whole tensors, and what ranks send: each element once, costs near the least."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_owner_gets_each_element_once_and_none_that_it_holds(case):
     moves = inward(items, owners)
     for number, (item, owner) in enumerate(zip(items, owners, strict=True)):
         own = item.held[owner]
-        seen = [at for at in range(own.start, own.stop)]
+        seen = list(range(own.start, own.stop))
         for move in moves:
             if move.item == number:
                 assert move.target == owner != move.source

@@ -33,7 +33,8 @@ def all_to_all(
     Raises:
         RuntimeError: a rank is lost or too late.
     """
-    assert not sent[axis.rank] and not num_received[axis.rank], "a rank sends nothing to itself"
+    assert not sent[axis.rank], "a rank sends nothing to itself"
+    assert not num_received[axis.rank], "a rank receives nothing from itself"
     pieces = [_bytes_of(piece) for pieces in sent for piece in pieces]
     num_sent = [sum(piece.nbytes for piece in pieces) for pieces in sent]
     out = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=axis.device)

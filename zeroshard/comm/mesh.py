@@ -149,7 +149,7 @@ class Axes:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """The ranks of `everyone`, in order: the number of each in its shard group and in its tensor group."""
+        """Of each rank of `everyone`: its numbers in its shard group and in its tensor group."""
         assert self.mesh is not None, "the axes are open"
         names, shape = self.mesh.mesh_dim_names or (), tuple(self.mesh.mesh.shape)
         numbers = {rank: number for number, rank in enumerate(self.mesh.mesh.flatten().tolist())}

@@ -111,11 +111,11 @@ class Muon(Optimizer):
     """Momentum whose updates are made orthogonal, for the matrices of hidden layers; AdamW for all else.
 
     Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; as `torch.optim.Muon`. With
-    gradient G and weights W of a matrix, momentum μ, weight decay λ, learning rate γ:
+    gradient G and weights W of a matrix, momentum μ, weight decay λ, learning rate η:
 
         B = μ B + (1 - μ) G
         O = orthogonalize((1 - μ) G + μ B), or of B without Nesterov
-        W = (1 - γ λ) W - γ r O
+        W = (1 - η λ) W - η r O
 
     where r depends on the shape, see `adjust_lr_fn`. Matrices are whole, also where `zeroshard.initialize`
     has sharded them: each is orthogonalized by one rank. Updates travel in bfloat16, the dtype of
@@ -128,7 +128,7 @@ class Muon(Optimizer):
     Args:
         params: parameters of 2 or 3 dimensions, or groups; a group may have any of the following by itself.
             Names in messages are those of `named_parameters()`, if these are given.
-        lr: γ.
+        lr: η.
         weight_decay: λ.
         momentum: μ, in [0, 1).
         nesterov: True for the momentum of Nesterov.
@@ -147,7 +147,7 @@ class Muon(Optimizer):
 
     wholes_of: Wholes = staticmethod(wholes_here)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (those of torch's)
         self,
         params: ParamsT,
         lr: float = 1e-3,
@@ -226,9 +226,7 @@ class Muon(Optimizer):
         self._step_muon(matrices)
         return loss
 
-    def _advance(
-        self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]
-    ) -> list[_Matrix]:
+    def _advance(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> list[_Matrix]:
         """Advance the momentum of a group; its matrices, with what is to be made orthogonal of each slice."""
         for parameter, grad in zip(parameters, grads, strict=True):
             if not self.state[parameter]:
@@ -327,7 +325,7 @@ def _check_group(group: dict[str, Any]) -> None:
     split = group["split"]
     sizes = split if isinstance(split, tuple) else (1 if split is None else split,)
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
-        raise ValueError(f"split: expected a number of matrices, a tuple of their rows, or None, got {split!r}")
+        raise ValueError(f"split: expected a number, a tuple of rows, or None, got {split!r}")
 
 
 def _check_matrices(number: int, group: dict[str, Any]) -> None:

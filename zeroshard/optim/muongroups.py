@@ -46,7 +46,8 @@ def muon_groups(
         ValueError: no name fits a pattern of `exclude`, or no parameter of Muon one of `split`.
     """
     left = set(_others(model))
-    rules = {pattern: parts if isinstance(parts, int) else tuple(parts) for pattern, parts in (split or {}).items()}
+    given = (split or {}).items()
+    rules = {pattern: parts if isinstance(parts, int) else tuple(parts) for pattern, parts in given}
     used: set[str] = set()
     matrices: dict[Split, list[tuple[str, nn.Parameter]]] = {}
     others: list[tuple[str, nn.Parameter]] = []

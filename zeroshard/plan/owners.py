@@ -93,7 +93,7 @@ def _by_cost(items: Sequence[Item], order: Sequence[int], loads: Sequence[int]) 
 def _by_place(
     items: Sequence[Item], order: Sequence[int], loads: Sequence[int], most: int
 ) -> dict[int, int] | None:
-    """Give each item to the rank that holds most of it, of those that end at `most`; None if there is none."""
+    """Give each item to the rank that holds most of it, of those that end at `most`; None without one."""
     busy, owners = list(loads), {}
     for number in order:
         item = items[number]

@@ -1,6 +1,6 @@
 """Updates from whole tensors where ranks share the parameters: each tensor has one rank that computes it.
 
-    inward     slices of the tensors go to their owners, in one all-to-all; where ranks hold them whole, nothing
+    inward     slices of the tensors go to their owners, in one all-to-all; none where ranks hold them whole
     compute    each owner puts its tensors together and computes their updates
     outward    slices of the updates return, in one all-to-all
 
@@ -52,14 +52,15 @@ class _Place(NamedTuple):
     """The place of a sharded parameter in its flat buffer."""
 
     layout: Layout
-    index: int
+    number: int
+    """The number of the parameter in its buffer."""
     is_partial: bool
     cut: Cut | None
 
     def held(self, shard_rank: int, tp_rank: int) -> Span:
         """The range that a rank holds, in the parts of all tensor ranks one after another."""
-        numel = self.layout.sizes[self.index]
-        own = self.layout.owned(self.index, shard_rank) if self.is_partial else Span(0, numel)
+        numel = self.layout.sizes[self.number]
+        own = self.layout.owned(self.number, shard_rank) if self.is_partial else Span(0, numel)
         return own.shifted(tp_rank * numel) if self.cut is not None else own
 
 
@@ -130,7 +131,8 @@ class WholesOverRanks:
         ignored = sorted(set(range(len(parameters))) - set(shared))
         for numbers, update in ((shared, self._update), (ignored, _update_here)):
             if numbers:
-                own, values, forms = ([of[at] for at in numbers] for of in (parameters, tensors, asked))
+                own, values = [parameters[at] for at in numbers], [tensors[at] for at in numbers]
+                forms = [asked[at] for at in numbers]
                 found = update(own, values, forms, _renumbered(compute, numbers), cost)
                 results |= zip(numbers, found, strict=True)
         return [results[at] for at in range(len(parameters))]
@@ -279,7 +281,7 @@ class WholesOverRanks:
             name = f"'{parameter.fqn}'" if isinstance(parameter, ShardedParameter) else "one"
             raise RuntimeError(
                 "updates from whole parameters: expected parameters of the one sharded module that the "
-                f"optimizer was attached to last, got {name} of shape {list(parameter.shape)} of another module"
+                f"optimizer was attached to last, got {name} of shape {list(parameter.shape)} of another one"
             )
         return place
 
