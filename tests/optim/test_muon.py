@@ -464,7 +464,7 @@ def of_another_module():
 def test_parameters_of_a_module_that_it_was_not_attached_to_are_refused_by_name(ranks):
     (message,) = ranks(1, of_another_module)
     assert "expected parameters of the one sharded module" in message
-    assert "got 'row' of shape [300] of another module" in message
+    assert "got 'row' of shape [300] of another one" in message
 
 
 def test_only_an_optimizer_that_asks_for_whole_tensors_is_taken_over():
