@@ -59,6 +59,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
         "nonfinite": "report",
         "micro_batch_size": 1,
         "units": None,
+        "frozen": "shard",
         "ignored": None,
         "shard_group_size": None,
         "reshard_after_forward": True,

@@ -40,7 +40,7 @@ from zeroshard.plan.ignored import Ignored, find_ignored
 from zeroshard.plan.overrides import Cast, find_casts, find_overrides
 from zeroshard.plan.placement import DP_SHARD, place
 from zeroshard.plan.tiers import Tiers
-from zeroshard.plan.wrapping import find_units
+from zeroshard.plan.wrapping import UnitSpec, find_units
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context, Meter
@@ -68,10 +68,15 @@ def shard_in_place(
     world = open_world(device, Counter(), config.watchdog_s)
     watch(world)
     axes = open_data_parallel(config, world, mesh)
-    specs = find_units(module, config.units, config.ignored, config.precision.overrides)
+    specs = specify_units(module, config)
     division = plan_division(module, specs, tp_plan, axes.tp.size, by_sequence=config.mesh.sequence)
     runtime, _ = shard_over(module, division, config, axes, device)
     return runtime
+
+
+def specify_units(module: nn.Module, config: Config) -> list[UnitSpec]:
+    """Return the units that a config asks for, see `find_units`. Raises ValueError as that does."""
+    return find_units(module, config.units, config.ignored, config.precision.overrides, config.frozen)
 
 
 def open_data_parallel(config: Config, world: Axis, mesh: DeviceMesh | None = None) -> Axes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.agreement import check_agreement
+from zeroshard.assemble import specify_units
 from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.description import describe_model
 from zeroshard.comm.collectives import Axis
@@ -27,7 +28,7 @@ from zeroshard.parallel.pipeline.traced import TracedModel, trace
 from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.ignored import find_ignored
 from zeroshard.plan.overrides import find_overrides
-from zeroshard.plan.wrapping import find_units
+from zeroshard.plan.replicated import find_replicated
 
 
 class Taken(NamedTuple):
@@ -73,8 +74,11 @@ def take(model: nn.Module, optimizer: object, config: Config, world: Axis, sourc
         outline = outline_of(model)
         record_resets(model)  # before modules are taken out: each reset draws random numbers after the last
     ignored = find_ignored(model, config.ignored)
-    overrides = find_overrides(model, config.precision.overrides, ignored)
-    specs = find_units(model, config.units, config.ignored, config.precision.overrides)
+    chosen = _Chosen(
+        find_overrides(model, config.precision.overrides, ignored),
+        find_replicated(model, config.frozen, ignored),
+    )
+    specs = specify_units(model, config)
     check_agreement(world, model, config, specs, None, {}, source.training_data)
 
     def cut() -> Cut | None:
@@ -85,7 +89,7 @@ def take(model: nn.Module, optimizer: object, config: Config, world: Axis, sourc
     arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
     part = take_part(model, config, made, arrangement.coordinates(world.rank).pp)
     part = replace(part, is_frozen=part.is_frozen and optimizer is not None)
-    return Taken(part, model, _narrowed(config, model, overrides), described)
+    return Taken(part, model, _narrowed(config, model, chosen), described)
 
 
 def _traced(model: nn.Module, config: Config, world: Axis, source: Source) -> tuple[TracedModel, Outline]:
@@ -111,18 +115,29 @@ def _traced(model: nn.Module, config: Config, world: Axis, source: Source) -> tu
     return found[0], Outline((), ("beginning", *names), ())
 
 
-def _narrowed(config: Config, model: nn.Module, overrides: Mapping[nn.Parameter, torch.dtype]) -> Config:
+class _Chosen(NamedTuple):
+    """The parameters of the whole model that patterns fit."""
+
+    overrides: Mapping[nn.Parameter, torch.dtype]
+    replicated: Container[nn.Parameter]
+
+
+def _narrowed(config: Config, model: nn.Module, chosen: _Chosen) -> Config:
     """Leave out names that other parts of the model have; the whole model has all of them.
 
-    Each overridden parameter is named by itself: a tied one may have that name on another rank which fits.
+    Each parameter that is chosen is named by itself: a tied one may have the name that fits on another rank.
     """
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    ignored = [pattern for pattern in config.ignored or () if any(fnmatchcase(n, pattern) for n in names)]
+    named = dict(model.named_parameters(remove_duplicate=False))
+    ignored = [pattern for pattern in config.ignored or () if any(fnmatchcase(n, pattern) for n in named)]
     units = config.units
     if units is not None and not callable(units):
         kinds = {type(module).__name__ for module in model.modules()}
         units = [unit for unit in units if not isinstance(unit, str) or unit in kinds]
-    named = model.named_parameters(remove_duplicate=False)
-    own = {name: overrides[parameter] for name, parameter in named if parameter in overrides}
-    precision = replace(config.precision, overrides=own or None)
-    return replace(config, ignored=ignored or None, units=units, precision=precision)
+    own = {name: chosen.overrides[p] for name, p in named.items() if p in chosen.overrides}
+    return replace(
+        config,
+        ignored=ignored or None,
+        units=units,
+        precision=replace(config.precision, overrides=own or None),
+        frozen=[name for name, p in named.items() if p in chosen.replicated] or "shard",
+    )

@@ -191,6 +191,8 @@ def build_case(seed: int) -> Case:
     steps = _change_pace(seed, loop, _cut(seed, num_ranks, steps))
     nums = [len(step.unsynced) for step in steps]
     habits = draw_habits(seed, model, loop, config, nums, case.wants_input_gradients)
+    if frozen := _choose_frozen(seed, model, config):
+        config["frozen"] = frozen
     if habits.penalty is None and "ignored" not in config:
         is_exact = num_ranks != 3
         if is_exact or all(p.dtype != torch.float64 for p in model.parameters()):
@@ -229,6 +231,15 @@ def _use_half(seed: int, num_ranks: int, model: Net, loop: str) -> dict[str, Any
             "hysteresis": random.choice((1, 1, 2)),
         },
     }
+
+
+def _choose_frozen(seed: int, model: Net, config: dict[str, Any]) -> str | list[str] | None:
+    """All frozen parameters, or some of them, are whole on each rank."""
+    random = Random(f"replicated {seed}")
+    names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    if "ignored" in config or random.random() < 0.5:
+        return random.choice(("replicate", "shard", None))
+    return random.sample(names, random.randint(1, len(names))) if names else None
 
 
 def _change_pace(seed: int, loop: str, steps: list[Step]) -> list[Step]:

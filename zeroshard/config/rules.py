@@ -156,6 +156,7 @@ PATH = Rule("a path", lambda value: _text(os.fspath(value) if isinstance(value, 
 TIER = choice("none", "cpu", "nvme")
 MODULE_NAMES = names_by("module names", _text)
 PATTERNS = names_by("parameter names, or patterns such as 'blocks.*.bias'", _text)
+FROZEN = either(choice("shard", "replicate"), PATTERNS)
 # A class or a module is callable too, but calling it would build or run something.
 _PREDICATE = Rule(
     "a predicate that takes a module",

@@ -212,6 +212,9 @@ class Config(Checked):
     units: Annotated[Sequence[str | Sequence[str]] | Callable[[nn.Module], bool] | None, rules.UNITS] = None
     # Names of parameters, * for any letters, that each rank keeps whole and steps by itself. None: none.
     ignored: Annotated[Sequence[str] | None, rules.PATTERNS] = None
+    # Frozen parameters at stage 3: sharded, or whole on each rank, so that they are never gathered; or names
+    # of parameters or modules, and patterns, of those that are whole.
+    frozen: Annotated[str | Sequence[str], rules.FROZEN] = "shard"
     # Ranks in a shard group, for hybrid sharding. None: all ranks are one group.
     shard_group_size: Annotated[int | None, rules.integer(1)] = None
     # True frees parameters between forward and backward. An integer: kept, sharded over that many ranks.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.assemble import read_setting
+from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config, refuse_pipeline, require_supported
 from zeroshard.memory.activations import Blocks
 from zeroshard.memory.report import ModelStates
@@ -23,7 +23,6 @@ from zeroshard.plan.buffers import Setting, UnitPlan, plan_buffer, plan_units, u
 from zeroshard.plan.originals import Original
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, TP
 from zeroshard.plan.tiers import Tier
-from zeroshard.plan.wrapping import find_units
 from zeroshard.tables import LINE, format_bytes, render
 
 
@@ -167,7 +166,7 @@ def _units(
     """The units in order, the root first."""
     tp = setting.sizes[TP]
     if isinstance(model_or_num_params, nn.Module):
-        specs = find_units(model_or_num_params, config.units, config.ignored, config.precision.overrides)
+        specs = specify_units(model_or_num_params, config)
         if tp > 1:
             is_sequence = config.mesh.sequence
             specs = plan_division(model_or_num_params, specs, tp_plan, tp, by_sequence=is_sequence).specs

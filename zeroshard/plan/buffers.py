@@ -18,6 +18,7 @@ from zeroshard.plan.originals import Original
 from zeroshard.plan.placement import (
     DP_REPLICATE,
     DP_SHARD,
+    REPLICATED,
     SUMMANDS,
     SUMMANDS_OF_PARTS,
     TP,
@@ -204,10 +205,8 @@ def group(originals: Iterable[Original], dtypes: DtypePolicy) -> list[list[Origi
         # A parameter of several pipeline ranks lies alone, so that its slices are the same on all of these:
         # the order of modules, and their units, may differ.
         shared = original.holders and original.fqn
-        key = (
-            *(parameter.dtype, parameter.requires_grad, compute),
-            *(original.is_packed, original.is_summed, shared),
-        )
+        placing = original.is_summed, original.is_replicated
+        key = (parameter.dtype, parameter.requires_grad, compute, original.is_packed, placing, shared)
         groups.setdefault(key, []).append(original)
     return list(groups.values())
 
@@ -216,6 +215,8 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     """Apply a stage, a precision and a mesh to parameters of one `group`."""
     first, dtypes = originals[0].parameter, setting.dtypes.of(originals[0])
     placements, sizes = setting.placements, setting.sizes
+    if originals[0].is_replicated:
+        placements = REPLICATED
     compute = dtypes.param_dtype or first.dtype
     wide = torch.promote_types(first.dtype, torch.float32)
     main = (dtypes.main_dtype or wide) if first.requires_grad else compute

@@ -25,6 +25,8 @@ class Original:
     """True if each tensor rank holds all of it and computes a summand of its gradient."""
     compute_dtype: torch.dtype | None = None
     """The dtype of forward and backward that was asked for by its name; None: that of all parameters."""
+    is_replicated: bool = False
+    """True if it is frozen and each rank is to hold it whole, at stage 3 as well."""
     holders: tuple[int, ...] = ()
     """The pipeline ranks that hold it, if several chunks use it: each computes a summand of its gradient."""
 

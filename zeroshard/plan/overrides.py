@@ -1,12 +1,5 @@
 """Parameters and modules that compute in another dtype than the rest, by names that the user gives.
 
-A pattern fits a parameter by its full name, or by that of a module around it:
-
-    "layers.0.norm.weight"        the full name of a parameter: this one alone
-    "*.norm*", "layers.*.router"  with *, ? or [: as in fnmatch, where * stands for dots as well
-    "router", "layers.3"          other text: parts of the name between dots, one after the other. It fits at
-                                  any depth, and "layers.1" does not fit "layers.10"
-
 A module whose parameters all compute in one such dtype is *cast*: it gets its float inputs in that dtype, and
 its outputs go back to the dtype of its inputs. A module that has other parameters besides is left as it is,
 and its forward deals with two dtypes.
@@ -14,14 +7,13 @@ and its forward deals with two dtypes.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
+from zeroshard.plan.names import describe_unfit, fitting
 from zeroshard.plan.originals import computes_in_own_dtype
 
 DtypesByName = Mapping[str, torch.dtype] | tuple[tuple[str, torch.dtype], ...] | None
@@ -69,24 +61,24 @@ def find_overrides(
         return {}
     named = root.named_parameters(remove_duplicate=False)
     names = {name: parameter for name, parameter in named if parameter not in left_out}
+    by_name: dict[str, torch.dtype] = {}
+    for pattern, dtype in patterns.items():
+        if not (own := fitting(pattern, names)):
+            raise ValueError(f"{_KEY}: {describe_unfit(pattern, names)}")
+        for name in own:
+            by_name.setdefault(name, dtype)
     found: dict[nn.Parameter, torch.dtype] = {}
-    by_name: dict[nn.Parameter, str] = {}
-    unused = set(patterns)
+    firsts: dict[nn.Parameter, str] = {}
     for name, parameter in names.items():
-        fitting = [pattern for pattern in patterns if _fits(pattern, name, names)]
-        unused.difference_update(fitting)
-        if not fitting:
+        if name not in by_name:
             continue
-        dtype = patterns[fitting[0]]
+        dtype = by_name[name]
+        first = firsts.setdefault(parameter, name)
         if found.setdefault(parameter, dtype) != dtype:
             raise ValueError(
-                f"{_KEY}: '{by_name[parameter]}' and '{name}' are one parameter, and patterns give it "
+                f"{_KEY}: '{first}' and '{name}' are one parameter, and patterns give it "
                 f"{_show(found[parameter])} and {_show(dtype)}; expected one dtype"
             )
-        by_name.setdefault(parameter, name)
-    for pattern in patterns:
-        if pattern in unused:
-            raise ValueError(_fits_nothing(pattern, names))
     _check_statistics(root, found)
     return found
 
@@ -129,31 +121,6 @@ def _common_dtype(module: nn.Module, overrides: Mapping[nn.Parameter, torch.dtyp
     """The dtype that patterns give to all parameters of a module; None if there is no such dtype."""
     dtypes = {overrides.get(parameter) for parameter in module.parameters()}
     return dtypes.pop() if len(dtypes) == 1 else None
-
-
-def _fits(pattern: str, name: str, names: Container[str]) -> bool:
-    if pattern in names:
-        return name == pattern
-    if any(letter in pattern for letter in "*?["):
-        return any(fnmatchcase(part, pattern) for part in (name, *_modules_around(name)))
-    return f".{pattern}." in f".{name}."
-
-
-def _fits_nothing(pattern: str, names: Mapping[str, nn.Parameter]) -> str:
-    """The message about a pattern that fits no parameter."""
-    parts = (part for name in names for part in (name, *_modules_around(name), *name.split(".")))
-    close = difflib.get_close_matches(pattern, dict.fromkeys(parts), n=3)
-    known = ", ".join(map(repr, close)) or f"{next(iter(names), 'none')!r}, the first of all"
-    hint = f"close to it are {known}" if close else f"names are as in named_parameters(): {known}"
-    return (
-        f"{_KEY}: the model has no parameter whose name fits '{pattern}'; {hint}. Expected the name of a "
-        "parameter or of a module, or a pattern such as '*.norm*' for names of parameters"
-    )
-
-
-def _modules_around(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    return (".".join(parts[:count]) for count in range(1, len(parts)))
 
 
 def _check_statistics(root: nn.Module, found: Mapping[nn.Parameter, torch.dtype]) -> None:

@@ -15,6 +15,7 @@ from zeroshard.plan.ignored import find_ignored
 from zeroshard.plan.originals import Original, is_packed
 from zeroshard.plan.overrides import DtypesByName, find_overrides
 from zeroshard.plan.refusals import check_tensors
+from zeroshard.plan.replicated import FrozenChoice, find_replicated
 from zeroshard.plan.together import find_together
 
 LARGE = 1 << 20
@@ -41,6 +42,7 @@ def find_units(
     policy: UnitPolicy,
     ignored: Sequence[str] | None = None,
     overrides: DtypesByName = None,
+    frozen: FrozenChoice = "shard",
 ) -> list[UnitSpec]:
     """The units of a model, the root first, then in the order of registration.
 
@@ -52,10 +54,11 @@ def find_units(
         policy: the choice of modules that become units.
         ignored: patterns of names of parameters that no unit owns.
         overrides: compute dtypes by patterns of names, see `find_overrides`.
+        frozen: the choice of frozen parameters that are replicated, see `find_replicated`.
 
     Raises:
-        ValueError: a class name that no module has; a parameter that cannot be sharded; an override that
-            fits no parameter.
+        ValueError: a class name that no module has; a parameter that cannot be sharded; a pattern that fits
+            no parameter.
     """
     for name, module in root.named_modules():
         _check_module(module, name)
@@ -81,12 +84,17 @@ def find_units(
                 names.setdefault(parameter, prefix + attribute)
                 owners.setdefault(parameter, {})[module, attribute] = None
     compute_dtypes = find_overrides(root, overrides, left_out)
+    replicated = find_replicated(root, frozen, left_out)
     for parameter, name in names.items():
         _check(parameter, name)
     check_tensors({name: parameter for parameter, name in names.items()}, root.named_buffers())
     for parameter, name in names.items():
         original = Original(
-            parameter, name, tuple(owners[parameter]), compute_dtype=compute_dtypes.get(parameter)
+            parameter,
+            name,
+            tuple(owners[parameter]),
+            compute_dtype=compute_dtypes.get(parameter),
+            is_replicated=parameter in replicated,
         )
         specs[_lowest_common(chains[parameter])].originals.append(original)
     return [spec for spec in specs.values() if spec.originals or root in spec.modules]
