@@ -12,7 +12,7 @@ from torch import nn
 
 from zeroshard.plan.choices import chosen_among
 from zeroshard.plan.ignored import find_ignored
-from zeroshard.plan.originals import Original, is_packed
+from zeroshard.plan.originals import Original, is_of_bitsandbytes, is_packed
 from zeroshard.plan.overrides import DtypesByName, find_overrides
 from zeroshard.plan.refusals import check_tensors
 from zeroshard.plan.replicated import FrozenChoice, find_replicated
@@ -154,10 +154,6 @@ def _check_module(module: nn.Module, name: str) -> None:
             )
 
 
-_DTYPES_OF_CODES = (torch.uint8, torch.int8, torch.int32, torch.int64)
-"""Integers that all backends of torch.distributed exchange."""
-
-
 def _check(parameter: nn.Parameter, name: str) -> None:
     if hasattr(parameter, "full_shape"):
         raise ValueError(
@@ -177,10 +173,10 @@ def _check(parameter: nn.Parameter, name: str) -> None:
         )
     if nn.parameter.is_lazy(parameter):
         raise ValueError(f"parameter '{name}' is lazy: run the model once before it is sharded")
-    if not parameter.is_floating_point() and parameter.dtype not in _DTYPES_OF_CODES:
+    if not parameter.is_floating_point() and not is_of_bitsandbytes(parameter):
         raise ValueError(
-            f"parameter '{name}' has dtype {parameter.dtype}; only floating-point parameters and codes of "
-            "8, 32 or 64 bits can be sharded. Keep an untrained tensor in a buffer (register_buffer), and a "
+            f"parameter '{name}' has dtype {parameter.dtype}; only floating-point parameters, and codes of "
+            "bitsandbytes, can be sharded. Keep an untrained tensor in a buffer (register_buffer), and a "
             "complex parameter as its real view"
         )
     if is_packed(parameter) and parameter.requires_grad:
