@@ -60,6 +60,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
         "micro_batch_size": 1,
         "units": None,
         "ignored": None,
+        "frozen": "shard",
         "shard_group_size": None,
         "reshard_after_forward": True,
         "num_prefetch": 1,
