@@ -70,9 +70,9 @@ def find_overrides(
     found: dict[nn.Parameter, torch.dtype] = {}
     firsts: dict[nn.Parameter, str] = {}
     for name, parameter in names.items():
-        if (dtype := by_name.get(name)) is None:
+        if name not in by_name:
             continue
-        first = firsts.setdefault(parameter, name)
+        dtype, first = by_name[name], firsts.setdefault(parameter, name)
         if found.setdefault(parameter, dtype) != dtype:
             raise ValueError(
                 f"{_KEY}: '{first}' and '{name}' are one parameter, and patterns give it "
