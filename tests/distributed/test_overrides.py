@@ -1,6 +1,8 @@
 """Modules that compute in another dtype than the rest, as if wrapped by hand in plain PyTorch."""
 
 import copy
+import os
+import shutil
 
 import pytest
 import torch
@@ -119,8 +121,13 @@ def compiled(stage):
     return losses
 
 
+@pytest.mark.long
+@pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))),
+    reason="torch.compile needs a C++ compiler on CPUs",
+)
 def test_compiled_units_cast_as_well(ranks):
-    for losses in ranks(2, compiled, 3):
+    for losses in ranks(2, compiled, 3, timeout=240):
         assert losses[True] == pytest.approx(losses[False], rel=4e-3)  # bf16 has 8 bits
 
 

@@ -167,10 +167,16 @@ def test_sharded_ones_are_gathered_and_take_less_at_rest(ranks):
     assert report.peak_unsharded > more.peak_unsharded
 
 
-def uneven():
-    """The loss of a rank that leaves out the tower, and the step of all."""
-    engine, optimizer = start(build(), frozen="tower")
-    replica, found = build(), []
+def uneven(is_first):
+    """Where runs differ in which ranks leave out the blocks of a tower by turns.
+
+    Args:
+        is_first: False for a tower with a trained layer before its blocks.
+    """
+    model, found = build(), []
+    model.tower["stem"].requires_grad_(not is_first)
+    replica = copy.deepcopy(model)
+    engine, optimizer = start(model, frozen=["tower.blocks"], num_prefetch=2)
     other = torch.optim.AdamW([p for p in replica.parameters() if p.requires_grad], lr=1e-3)
     for number in range(3):
         sees = (dist.get_rank() + number) % 2 == 0
@@ -179,6 +185,7 @@ def uneven():
         loss.backward()
         for parameter in replica.parameters():
             if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad /= dist.get_world_size()
                 dist.all_reduce(parameter.grad)
         other.step()
@@ -189,8 +196,9 @@ def uneven():
     return found + list(unequal("parameters", state, want))
 
 
-def test_a_rank_may_leave_out_a_tower_that_is_not_gathered(ranks):
-    assert ranks(2, uneven) == [[], []]
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_rank_may_leave_out_a_tower_that_is_not_gathered(ranks, is_first):
+    assert ranks(2, uneven, is_first) == [[], []]
 
 
 # --------------------------------------------------------------------------------------------- the rest

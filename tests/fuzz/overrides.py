@@ -54,7 +54,12 @@ def draw_overrides(
         is_wide = all((main_dtype or p.dtype) == torch.float64 for p in module.parameters())
         return random.choice(WITH_DOUBLE if is_wide else DTYPES) if is_exact else torch.float32
 
-    return {random.choice((name, f"{name}.*")): dtype_of(model.get_submodule(name)) for name in chosen}
+    def pattern_of(name: str) -> str:
+        return (
+            f"{name}.*" if "." not in name else random.choice((name, f"{name}.*"))
+        )  # blocks have a norm, too
+
+    return {pattern_of(name): dtype_of(model.get_submodule(name)) for name in chosen}
 
 
 def compute_dtypes(model: nn.Module, overrides: Mapping[str, torch.dtype]) -> dict[nn.Parameter, torch.dtype]:
