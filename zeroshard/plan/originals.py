@@ -54,14 +54,14 @@ class Original:
         return self.is_packed or any(computes_in_own_dtype(module) for module, _ in self.owners)
 
     @property
-    def is_of_bitsandbytes(parameter: Tensor) -> bool:
-    """True for a weight of bitsandbytes with 4 or 8 bits, which knows of its scales, quantized or not yet."""
-    return hasattr(parameter, "quant_state") or hasattr(parameter, "SCB")
-
-
-def is_packed(self) -> bool:
+    def is_packed(self) -> bool:
         """True for codes, which are no numbers; see `is_packed`."""
         return is_packed(self.parameter)
+
+
+def is_of_bitsandbytes(parameter: Tensor) -> bool:
+    """True for a weight of bitsandbytes with 4 or 8 bits, which knows of its scales, quantized or not yet."""
+    return hasattr(parameter, "quant_state") or hasattr(parameter, "SCB")
 
 
 def is_packed(parameter: Tensor) -> bool:
