@@ -27,7 +27,14 @@ from huggingface_hub import snapshot_download
 from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.utils import logging
 
 import report
@@ -82,7 +89,10 @@ def small_llama(args: Namespace) -> nn.Module:
 
 def pretrained(args: Namespace, folder: str, config: zeroshard.Config) -> nn.Module:
     """Return a pretrained model, whose weights each rank reads in part, with adapters if --lora asks."""
-    model = zeroshard.from_pretrained(AutoModelForCausalLM, folder, config, dtype=torch.float32).train()
+    options = {"quantization_config": bits(args)} if args.quantize else {}
+    model = zeroshard.from_pretrained(
+        AutoModelForCausalLM, folder, config, dtype=torch.float32, **options
+    ).train()
     if args.seq_len > num_positions(model):
         raise ValueError(
             f"--seq-len: expected at most {num_positions(model)}, as the model has, got {args.seq_len}"
@@ -99,6 +109,18 @@ def pretrained(args: Namespace, folder: str, config: zeroshard.Config) -> nn.Mod
     with zeroshard.deferred_init():
         adapted: nn.Module = get_peft_model(model, adapters)
     return adapted
+
+
+def bits(args: Namespace) -> BitsAndBytesConfig:
+    """Return what --quantize means: QLoRA's double quantization with 4 bits, rows with 8 bits."""
+    if args.quantize == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=args.quantize,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if args.precision == "bf16" else torch.float32,
+    )
 
 
 def num_positions(model: Any) -> int:

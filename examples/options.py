@@ -56,6 +56,9 @@ def build_parser() -> argparse.ArgumentParser:
     model = parser.add_argument_group("model")
     model.add_argument("--model", help="folder or hub id of a causal language model with safetensors")
     model.add_argument("--lora", type=at_least(1), metavar="RANK", help="train adapters of this rank alone")
+    model.add_argument(
+        "--quantize", choices=("nf4", "fp4", "int8"), help="keep frozen weights in 4 or 8 bits, with --lora"
+    )
     model.add_argument("--hidden", type=at_least(1), default=128, help="width of the small Llama")
     model.add_argument("--layers", type=at_least(1), default=4, help="blocks of the small Llama")
     data = parser.add_argument_group("data")
@@ -142,6 +145,8 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--hidden: expected a multiple of {HEAD_DIM}, got {args.hidden}")
     if args.lora and not args.model:
         parser.error("--lora: expected --model with it")
+    if args.quantize and not args.lora:
+        parser.error("--quantize: expected --lora with it, since weights of 4 or 8 bits are not trained")
     if args.lr <= 0 or (args.clip or 0) < 0 or (args.epochs or 1) <= 0:
         parser.error(
             f"expected --lr > 0, --clip >= 0 and --epochs > 0, got {args.lr}, {args.clip}, {args.epochs}"

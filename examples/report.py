@@ -65,6 +65,7 @@ def show_run(
     batch = config.micro_batch_size * config.gradient_accumulation_steps * engine.dp_world_size
     name = args.model or "a small Llama with random weights, which reads bytes"
     adapters = f", adapters of rank {args.lora}" if args.lora else ""
+    adapters += f", frozen weights in {args.quantize}" if args.quantize else ""
     device = engine.device.type.upper()
     processes = "1 process" if world_size == 1 else f"{world_size} processes"
     divided = f", {config.mesh.tp} for each layer" if config.mesh.tp > 1 else ""

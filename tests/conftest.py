@@ -14,6 +14,7 @@ from tests.worker import ask_no_name_server
 settings.register_profile("zeroshard", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("zeroshard")
 
+torch.set_num_threads(1)  # as in the ranks: two processes run tests, and a thread that waits is busy
 ask_no_name_server()
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")  # the scripts that tests start may ask one
 

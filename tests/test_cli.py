@@ -300,6 +300,24 @@ def test_estimate_of_a_config_is_that_of_its_model(tmp_path, capsys, name):
     assert f"LlamaForCausalLM with {sum(p.numel() for p in model.parameters()):,} parameters" in out
 
 
+def test_estimate_of_a_config_counts_dtypes_by_name_and_replicated_parameters(tmp_path, capsys):
+    model = write_config(tmp_path)
+    overrides = '[precision]\nparam_dtype = "bf16"\noverrides = {"*norm*" = "fp32", lm_head = "fp64"}\n'
+    (tmp_path / "zeroshard.toml").write_text('frozen = "replicate"\n' + overrides)
+    argv = ["estimate", str(tmp_path), "--config", str(tmp_path / "zeroshard.toml")]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    precision = {"param_dtype": "bf16", "overrides": {"*norm*": "fp32", "lm_head": "fp64"}}
+    expected = zeroshard.estimate(model, 8, {"frozen": "replicate", "precision": precision})
+    assert table(out)["total at the peak"] == [format_bytes(expected.peak)]
+    assert "computed in bfloat16 and by name in float32, float64, main parameters" in out
+    assert failure(capsys, "estimate", "7B", *argv[2:]) == (
+        2,
+        "zeroshard: precision.overrides: expected a model, whose parameters have names, got a number of "
+        "parameters for the patterns *norm*, lm_head\n",
+    )
+
+
 def test_estimate_of_a_config_without_transformers_tells_what_to_install(tmp_path, capsys, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -60,6 +60,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
         "micro_batch_size": 1,
         "units": None,
         "ignored": None,
+        "frozen": "shard",
         "shard_group_size": None,
         "reshard_after_forward": True,
         "num_prefetch": 1,
@@ -67,7 +68,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
         "compile": False,
         "watchdog_s": 600.0,
     }
-    precision = ("param_dtype", "reduce_dtype", "main_dtype", "output_dtype", "loss_scale")
+    precision = ("param_dtype", "overrides", "reduce_dtype", "main_dtype", "output_dtype", "loss_scale")
     sections = {
         "precision": dict.fromkeys(precision),
         "offload": {
@@ -392,7 +393,8 @@ def test_a_misspelt_key_of_a_section_is_refused_with_its_dotted_name():
     message = refusal(Config.from_dict, {"precision": {"parm_dtype": "bf16"}})
     assert message == (
         "unknown config key 'precision.parm_dtype'; did you mean 'precision.param_dtype'? "
-        "Known keys of 'precision': param_dtype, reduce_dtype, main_dtype, output_dtype, loss_scale"
+        "Known keys of 'precision': param_dtype, overrides, reduce_dtype, main_dtype, output_dtype, "
+        "loss_scale"
     )
 
 

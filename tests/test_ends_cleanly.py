@@ -61,7 +61,7 @@ def run(trials):
             script = start(*rank)
             if script is not None:
                 return script  # this is the rank
-        if number % 3 == 0:
+        if number % 4 == 0:
             collect()
     collect()
 

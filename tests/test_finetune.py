@@ -218,11 +218,12 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_losses(
     [
         (["--data", "no/such/file.txt"], "no/such/file.txt"),
         (["--lora", "4"], "--lora: expected --model with it"),
+        (["--quantize", "nf4"], "--quantize: expected --lora with it"),
         (["--save-every", "3"], "expected --checkpoint-dir with them"),
         (["--output", __file__], "--output: expected a directory that can be written to"),
         (["--plot", "."], "--plot: expected a file"),
     ],
-    ids=["data", "lora", "checkpoints", "output", "plot"],
+    ids=["data", "lora", "quantize", "checkpoints", "output", "plot"],
 )
 def test_a_mistake_is_one_line(run: Callable[..., Ended], arguments: list[str], message: str) -> None:
     ended = run(1, *TINY, *arguments)
@@ -293,17 +294,21 @@ def batches_of(model: Any, held_out: zeroshard.data.Blocks) -> Iterator[tuple[di
     return zeroshard.data.evaluation_batches(held_out, 2, rank=0, num_ranks=1, collate_fn=collate)
 
 
+@pytest.mark.parametrize("quantize", [None, "nf4", pytest.param("int8", marks=pytest.mark.long)])
 def test_adapters_are_trained_alone_and_saved(
-    run: Callable[..., Ended], chats: Path, pretrained: Path, tmp_path: Path
+    run: Callable[..., Ended], chats: Path, pretrained: Path, tmp_path: Path, quantize: str | None
 ) -> None:
     options = ["--data", str(chats), "--seq-len", "64", "--epochs", "8", "--lr", "5e-2", "--output", "out"]
+    options += ["--quantize", quantize] if quantize else []
     ended = run(2, "--model", str(pretrained), *options, "--lora", "4")
     assert ended.code is None, ended
+    assert (f"frozen weights in {quantize}" in ended.printed) == bool(quantize)
     before, after = held_out_losses(ended.printed)
     assert after < before - 0.1
     rows = re.findall(r"│ (parameters|gradients|optimizer states) +│ +[\d.]+ │ +([\d.]+) │", ended.printed)
     ddp = {kind: float(size) for kind, size in rows}
-    assert ddp["gradients"] < ddp["parameters"] / 2  # the frozen ones have none under DDP either
+    if not quantize:
+        assert ddp["gradients"] < ddp["parameters"] / 2  # the frozen ones have none under DDP either
     assert ddp["optimizer states"] == pytest.approx(2 * ddp["gradients"], abs=0.02)
     assert (tmp_path / "out" / "adapter_config.json").is_file()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0

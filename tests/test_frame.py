@@ -86,53 +86,59 @@ def may_use(part: str, name: str) -> bool:
     return any(is_within(name, own) for own in (MESH, *DISTRIBUTED.get(part, ())))
 
 
-ZEROSHARD = modules("zeroshard")
-PARTS = {part_of(path) for path in ZEROSHARD}
+Trees = dict[str, ast.Module]
+PARTS = {part_of(str(file.relative_to(ROOT))) for file in (ROOT / "zeroshard").rglob("*.py")}
+
+
+@pytest.fixture(scope="module")
+def trees() -> Trees:
+    """Those of zeroshard; they are large, and gone after these tests."""
+    return modules("zeroshard")
 
 
 def test_every_module_has_a_place_in_the_layer_picture() -> None:
     assert LEVEL.keys() >= PARTS, "expected a place in LAYERS, and in the picture of docs/architecture.md"
 
 
-def test_imports_point_downward() -> None:
+def test_imports_point_downward(trees: Trees) -> None:
     upward = [
         f"{path} imports {part}"
-        for path, tree in ZEROSHARD.items()
+        for path, tree in trees.items()
         for part in imported_parts(tree) - {part_of(path)}
         if level(part) > level(part_of(path)) and (path, part) not in LATE
     ]
     assert not upward
 
 
-def test_the_one_import_upward_is_there_and_is_late() -> None:
+def test_the_one_import_upward_is_there_and_is_late(trees: Trees) -> None:
     for path, part in LATE:
-        statements = [node for node in ZEROSHARD[path].body if not isinstance(node, ast.FunctionDef)]
-        assert part in imported_parts(ZEROSHARD[path])
+        statements = [node for node in trees[path].body if not isinstance(node, ast.FunctionDef)]
+        assert part in imported_parts(trees[path])
         assert part not in imported_parts(ast.Module(statements, []))
 
 
-def test_parts_of_one_layer_do_not_import_each_other_in_a_circle() -> None:
+def test_parts_of_one_layer_do_not_import_each_other_in_a_circle(trees: Trees) -> None:
     graph: dict[str, set[str]] = {}
-    for path, tree in ZEROSHARD.items():
+    for path, tree in trees.items():
         late = {part for late_path, part in LATE if late_path == path}
         graph.setdefault(part_of(path), set()).update(imported_parts(tree) - {part_of(path)} - late)
     TopologicalSorter(graph).prepare()  # raises a CycleError that names them
 
 
-def test_only_comm_and_the_wrappers_of_torch_libraries_use_torch_distributed() -> None:
+def test_only_comm_and_the_wrappers_of_torch_libraries_use_torch_distributed(trees: Trees) -> None:
     used = {
         f"{path} uses {name}"
-        for path, tree in ZEROSHARD.items()
+        for path, tree in trees.items()
         for name in [*imported(tree), *used_attributes(tree)]
         if is_within(name, "torch.distributed") and not may_use(part_of(path), name)
     }
     assert not used
 
 
-def test_no_part_that_reads_checkpoints_unpickles() -> None:
+def test_no_part_that_reads_checkpoints_unpickles(trees: Trees) -> None:
     found = {
         f"{path} uses {name}"
-        for path, tree in ZEROSHARD.items()
+        for path, tree in trees.items()
         if part_of(path) in ("checkpoint", "safetensors", "hf", "cli")
         for name in [*imported(tree), *used_attributes(tree)]
         if is_within(name, "pickle") or name in ("torch.load", "torch.jit.load", "torch.serialization.load")
@@ -141,8 +147,8 @@ def test_no_part_that_reads_checkpoints_unpickles() -> None:
 
 
 @pytest.mark.parametrize("module", ["layout", "arrangement", "placement"])
-def test_layout_and_arrangement_are_pure(module: str) -> None:
-    names = list(imported(ZEROSHARD[f"zeroshard/plan/{module}.py"]))
+def test_layout_and_arrangement_are_pure(module: str, trees: Trees) -> None:
+    names = list(imported(trees[f"zeroshard/plan/{module}.py"]))
     assert not [name for name in names if is_within(name, "torch")]
 
 
@@ -153,8 +159,8 @@ LISTS_OF_PIPELINES = (
 
 
 @pytest.mark.parametrize("module", LISTS_OF_PIPELINES)
-def test_the_lists_of_pipelines_are_pure(module: str) -> None:
-    names = list(imported(ZEROSHARD[f"zeroshard/parallel/pipeline/{module}.py"]))
+def test_the_lists_of_pipelines_are_pure(module: str, trees: Trees) -> None:
+    names = list(imported(trees[f"zeroshard/parallel/pipeline/{module}.py"]))
     assert not [name for name in names if is_within(name, "torch")]
 
 

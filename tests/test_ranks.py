@@ -30,6 +30,11 @@ def draw_number_with_threads() -> tuple[float, int]:
     return torch.rand(()).item(), torch.get_num_threads()
 
 
+def policies_of_threads() -> set[int]:
+    dist.barrier()
+    return {os.sched_getscheduler(int(task)) for task in os.listdir("/proc/self/task")}
+
+
 def process_id() -> int:
     return os.getpid()
 
@@ -186,6 +191,11 @@ def test_process_that_dies_is_named_with_its_signal(ranks: Ranks, monkeypatch: p
         ranks(2, die_while_others_wait)
     assert caught.value.errors[0] == ("ChildProcessError", "killed by SIGKILL")
     assert ranks(2, fail_on, []) == [0, 1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the policy")
+def test_no_thread_of_a_rank_takes_a_core_from_a_running_one(ranks: Ranks) -> None:
+    assert ranks(2, policies_of_threads) == [{os.SCHED_BATCH}] * 2
 
 
 @pytest.mark.long

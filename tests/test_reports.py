@@ -71,7 +71,7 @@ def test_a_report_counts_what_states_wrap(ranks):
 
 
 def test_reports_have_the_fields_of_the_design_and_count_since_the_last_reset(ranks):
-    kinds = {"all_gather", "reduce_scatter", "all_reduce", "point_to_point", "control"}
+    kinds = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point", "control"}
     tiers = ["parameters", "gradients", "optimizer", "unsharded", "peak_unsharded", "host", "pinned", "nvme"]
     for fresh, used, reset, infos, total, num_parameters in ranks(2, reports):
         for memory, traffic in (fresh, used):

@@ -30,6 +30,17 @@ PRINTED_CHARACTERS = 20_000  # of a process's output, the last ones are shown
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
+def wait_for_a_core() -> None:
+    """Have a thread that wakes up wait for a core, not take it from a thread that runs (on Linux).
+
+    A thread of Gloo that receives looks for messages without a pause while the thread that sends holds the
+    lock of their connection. If it has taken the sender's core, then it does so for milliseconds. With more
+    ranks than cores, this happens in most collectives.
+    """
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def ask_no_name_server() -> None:
     """Have this process look up names of hosts in /etc/hosts alone, where the C library can do that.
 
@@ -151,6 +162,7 @@ def serve(descriptor: int) -> NoReturn:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     ask_no_name_server()
+    wait_for_a_core()
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     rank, connection = _Rank(), Connection(descriptor)
     while True:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zeroshard.engine import Engine
     from zeroshard.entry import Initialized, initialize
     from zeroshard.hf.pretrained import from_pretrained
+    from zeroshard.hf.quantize import quantize
     from zeroshard.lazy.recorder import deferred_init
     from zeroshard.memory.estimate import Estimate, estimate
     from zeroshard.memory.report import MemoryReport
@@ -42,6 +43,7 @@ __all__ = [
     "from_pretrained",
     "initialize",
     "optim",
+    "quantize",
     "shard",
 ]
 
@@ -54,6 +56,7 @@ _HOMES = {
     "Engine": "engine",
     **dict.fromkeys(("Initialized", "initialize"), "entry"),
     "from_pretrained": "hf.pretrained",
+    "quantize": "hf.quantize",
     "deferred_init": "lazy.recorder",
     **dict.fromkeys(("Estimate", "estimate"), "memory.estimate"),
     "MemoryReport": "memory.report",

@@ -20,6 +20,8 @@ from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline, require_supported
 from zeroshard.forwards.activations import offload_activations
+from zeroshard.forwards.casts import cast_forwards
+from zeroshard.forwards.quantized import Quantized
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.guards.additions import guard_additions
 from zeroshard.guards.copies import guard_copies
@@ -27,19 +29,22 @@ from zeroshard.guards.inputs import guard_inputs
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
 from zeroshard.lazy.recorder import refuse_recording
+from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.division import Division, plan_division
 from zeroshard.parallel.tensor.layers import install
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
-from zeroshard.plan.ignored import find_ignored
+from zeroshard.plan.ignored import Ignored, find_ignored
+from zeroshard.plan.overrides import Cast, find_casts, find_overrides
 from zeroshard.plan.placement import DP_SHARD, place
 from zeroshard.plan.tiers import Tiers
-from zeroshard.plan.wrapping import find_units
+from zeroshard.plan.wrapping import UnitSpec, find_units
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context, Meter
+from zeroshard.sharding.fastpaths import leave_fast_paths
 from zeroshard.sharding.hooks import hook
 from zeroshard.sharding.reduced import gradients_of
 from zeroshard.sharding.runtime import Runtime
@@ -63,10 +68,15 @@ def shard_in_place(
     world = open_world(device, Counter(), config.watchdog_s)
     watch(world)
     axes = open_data_parallel(config, world, mesh)
-    specs = find_units(module, config.units, config.ignored)
+    specs = specify_units(module, config)
     division = plan_division(module, specs, tp_plan, axes.tp.size, by_sequence=config.mesh.sequence)
     runtime, _ = shard_over(module, division, config, axes, device)
     return runtime
+
+
+def specify_units(module: nn.Module, config: Config) -> list[UnitSpec]:
+    """Return the units that a config asks for, see `find_units`. Raises ValueError as that does."""
+    return find_units(module, config.units, config.ignored, config.precision.overrides, config.frozen)
 
 
 def open_data_parallel(config: Config, world: Axis, mesh: DeviceMesh | None = None) -> Axes:
@@ -86,11 +96,17 @@ def shard_over(
 ) -> tuple[Runtime, Replacements]:
     """Shard a module in the units of a division; return its runtime, and the replaced parameters."""
     changes, specs = Changes(), division.specs
+    ignored = find_ignored(module, config.ignored)
+    casts = _find_casts(module, config, ignored)
+    # A divided layer has another forward, which is cast as well; a norm gathers what it has cast back.
+    divided = {layer.module for layer in division.layers if layer.has_other_forward}
+    cast_forwards(module, {m: cast for m, cast in casts.items() if m not in divided}, changes)
     if axes.tp.size > 1:
         install(module, division.layers, Activations(axes.activations, _TAG_OF_ACTIVATIONS), changes)
+    cast_forwards(module, {m: cast for m, cast in casts.items() if m in divided}, changes)
+    leave_fast_paths(module, casts, changes)
     record_resets(module)
     check_values(module)
-    ignored = find_ignored(module, config.ignored)
     setting = read_setting(config, axes.sizes, host_computes=not streams.has_streams(device))
     plans = plan_units(specs, setting)
     context = Context(
@@ -102,6 +118,7 @@ def shard_over(
         meter=Meter(),
         state=ModuleState(),
     )
+    quantized = Quantized(module, context, changes)
     _take_over_buffers(module, context)
     place_ignored(ignored, device)
     pool = BufferPool(device)
@@ -118,6 +135,7 @@ def shard_over(
             replacements.update(zip(parameters, buffer.sharded, strict=True))
         gradients = [gradients_of(buffer, context, pool) for buffer in buffers if buffer.trainable]
         units.append(Unit(plan, spec.modules, buffers, gradients, context.streams.gather))
+    quantized.finish(buffer for unit in units for buffer in unit.buffers)
     if config.compile:
         compile_forwards(units, changes)
     if config.recompute == "unit":
@@ -133,13 +151,22 @@ def shard_over(
         output_dtype=config.precision.output_dtype,
         changes=changes,
     )
-    runtime.ignored = ignored
+    runtime.ignored, runtime.casts = ignored, casts
     hook(runtime)
     guard_copies(runtime)
     guard_additions(runtime)
     guard_inputs(runtime)
     refuse_wrappers(module.modules(), changes.set)
     return runtime, replacements
+
+
+def _find_casts(module: nn.Module, config: Config, ignored: Ignored) -> dict[nn.Module, Cast]:
+    """The modules of this rank that compute in a dtype of their own."""
+    overrides = find_overrides(module, config.precision.overrides, ignored)
+    if not overrides:
+        return {}
+    parts = {part for part in module.modules() if any(isinstance(one, Absent) for one in part.modules())}
+    return find_casts(module, overrides, config.precision.param_dtype, parts)
 
 
 def read_setting(config: Config, sizes: Mapping[str, int], *, host_computes: bool = False) -> Setting:

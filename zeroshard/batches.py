@@ -82,13 +82,13 @@ class Batches:
         if self.optimizer is None and not self._is_frozen_part:
             raise RuntimeError("train_batch() needs an optimizer: give one to zeroshard.initialize")
         num, is_half = self._num_micro_batches, self._runtime.reducer.is_half
-        loss = pipeline.run(inputs, targets, num, loss_scale=self.loss_scale, is_half=is_half)
+        mean = pipeline.run(inputs, targets, num, loss_scale=self.loss_scale, is_half=is_half)
         self._micro_step, pipeline.is_stepping = num - 1, True
         try:
             self.step()
         finally:
             self._micro_step, pipeline.is_stepping = 0, False
-        return loss
+        return mean()  # ranks whose list ends early have stepped meanwhile
 
     @torch.no_grad()
     def eval_batch(self, inputs: Any, targets: Any = None) -> Tensor:

@@ -370,7 +370,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
             raise AttributeError(f"{type(self.module).__name__} has no method 'generate'")
         if kwargs.get("synced_gpus"):
             return as_forward(self._runtime, generate)(*args, **kwargs)
-        if (dtype := self._runtime.context.setting.dtypes.param_dtype) is not None:
+        if (dtype := self._runtime.input_dtype(self.module)) is not None:
             args, kwargs = cast_inputs(self.module, args, kwargs, dtype=dtype)
         with held_unsharded(self._runtime):
             return generate(*args, **kwargs)

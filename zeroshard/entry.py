@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.agreement import check_agreement
-from zeroshard.assemble import open_data_parallel, shard_over
+from zeroshard.assemble import open_data_parallel, shard_over, specify_units
 from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts
 from zeroshard.checkpoint.save import Saver
@@ -37,7 +37,7 @@ from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, ta
 from zeroshard.parallel.pipeline.sample import Source
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
-from zeroshard.plan.wrapping import UnitSpec, find_units
+from zeroshard.plan.wrapping import UnitSpec
 from zeroshard.taking import take
 
 
@@ -102,7 +102,8 @@ def initialize(
         model, whole, config = taken.model, config, taken.config
         if taken.part.is_frozen:  # an optimizer over nothing would be an error of torch
             optimizer = lr_scheduler = None
-    specs = find_units(model, config.units, config.ignored)  # refuses a model before anything is started
+    # Refuses a model before anything is started.
+    specs = specify_units(model, config)
     if taken is not None:
         specs = taken.part.named(specs)
     division = plan_division(model, specs, tp_plan, config.mesh.tp, by_sequence=config.mesh.sequence)

@@ -112,6 +112,8 @@ def _replaced(unit: Unit) -> Iterator[str]:
 
 
 def _dtype_of(original: Original, view: Tensor, runtime: Runtime) -> torch.dtype:
+    if original.is_packed:
+        return view.dtype
     main = runtime.context.setting.dtypes.main_dtype or torch.promote_types(
         original.parameter.dtype, torch.float32
     )

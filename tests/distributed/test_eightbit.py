@@ -380,17 +380,17 @@ def test_a_step_that_is_left_out_leaves_codes_and_counts_as_they_were(ranks, sta
 
 # ---------------------------------------------------------------------------------------- memory at rest
 
-SHORTER = Shape(depth=2, sequence=16)
-"""The model of the published numbers, but for the number of blocks and of positions."""
+SMALLER = Shape(dim=256, depth=2, heads=4, sequence=16)
+"""The model of the published numbers at half the width, with fewer blocks and positions."""
 
 
 def of_gpt(stages):
     """Bytes of optimizer states after a step, as reported."""
     device, found = torch.device("cpu"), []
     for stage in stages:
-        model = build_model(SHORTER, device)
+        model = build_model(SMALLER, device)
         engine, *_ = zeroshard.initialize(model, AdamW8bit(model.parameters()), {"stage": stage})
-        tokens = build_tokens(SHORTER, 1, dist.get_rank(), device)
+        tokens = build_tokens(SMALLER, 1, dist.get_rank(), device)
         next_token_loss(engine(tokens[:, :-1]), tokens).backward()
         engine.step()
         found.append(engine.memory_report().optimizer)
@@ -404,7 +404,7 @@ def at_rest(sizes):
 
 def test_states_at_rest_are_those_of_the_formula_and_of_the_estimate_to_the_byte(ranks):
     with torch.device("meta"):
-        model = GPT(SHORTER)
+        model = GPT(SMALLER)
     want = at_rest(p.numel() for p in model.parameters())
     answers = ranks(2, of_gpt, range(4))
     for stage, of_ranks in enumerate(zip(*answers, strict=True)):

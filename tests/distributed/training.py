@@ -171,17 +171,21 @@ def by_hand(
     reduce_dtype: torch.dtype = torch.float32,
     loss_scale: float = 1.0,
     keep: type[nn.Module] | tuple[()] = (),
+    wide: Iterable[str] = (),
 ) -> Run:
     """Plain PyTorch: forward and backward in `compute_dtype`; mean of the gradients and step in fp32.
 
     Args:
         keep: modules whose parameters are computed with in their own dtype.
+        wide: names of modules that compute in float32: their inputs are cast, and their outputs cast back.
     """
     compute = copy.deepcopy(model)
     for module in compute.modules():
         for parameter in module.parameters(recurse=False):
             if not isinstance(module, keep):
                 parameter.data = parameter.data.to(compute_dtype)
+    for name in wide:
+        _compute_wide(compute.get_submodule(name), model.get_submodule(name))
     given = dict(model.named_parameters())
     main = {name: nn.Parameter(given[name].detach().clone()) for name, _ in compute.named_parameters()}
     made, losses, n = OPTIMIZERS[optimizer](main.values()), [], dist.get_world_size()
@@ -202,6 +206,18 @@ def by_hand(
             for name, parameter in compute.named_parameters():
                 parameter.copy_(main[name])
     return Run(losses, {name: value.detach().clone() for name, value in main.items()})
+
+
+def _compute_wide(module: nn.Module, given: nn.Module) -> None:
+    """Let a module of plain PyTorch compute in float32, in a model of another dtype."""
+    module.float().load_state_dict(given.state_dict())
+    forward = module.forward
+
+    def wide(x: Tensor) -> Tensor:
+        back = x.dtype if x.is_floating_point() else torch.bfloat16
+        return forward(x.float() if x.is_floating_point() else x).to(back)
+
+    module.forward = wide
 
 
 def only(run: Run, names: Iterable[str]) -> Run:

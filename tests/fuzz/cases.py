@@ -18,6 +18,7 @@ from tests.fuzz import tiers
 from tests.fuzz.blocks import Checkpointed, Gate
 from tests.fuzz.habits import Habits, draw_habits
 from tests.fuzz.models import Net, compute_in, random_model, unconditional
+from tests.fuzz.overrides import draw_overrides
 from zeroshard.optim import AdamW8bit
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -99,6 +100,11 @@ class Case:
     def compute_dtype(self) -> torch.dtype | None:
         """That of all parameters; None: each has its own."""
         return self.config["precision"].get("param_dtype")
+
+    @property
+    def overrides(self) -> dict[str, torch.dtype]:
+        """The dtypes of some modules beside that."""
+        return self.config["precision"].get("overrides", {})
 
     @property
     def steps_early(self) -> bool:
@@ -185,6 +191,13 @@ def build_case(seed: int) -> Case:
     steps = _change_pace(seed, loop, _cut(seed, num_ranks, steps))
     nums = [len(step.unsynced) for step in steps]
     habits = draw_habits(seed, model, loop, config, nums, case.wants_input_gradients)
+    if frozen := _choose_frozen(seed, model, config):
+        config["frozen"] = frozen
+    if habits.penalty is None and "ignored" not in config:
+        is_exact = num_ranks != 3
+        if is_exact or all(p.dtype != torch.float64 for p in model.parameters()):
+            main_dtype = config["precision"].get("main_dtype")
+            config["precision"]["overrides"] = draw_overrides(seed, model, main_dtype, is_exact=is_exact)
     if habits.penalty is not None:  # derivatives of gradients have another graph on each rank then
         steps = [replace(step, cuts=((),) * num_ranks, num_forwards=1) for step in steps]
     return tiers.step_early(replace(case, steps=tuple(steps), habits=habits))
@@ -218,6 +231,15 @@ def _use_half(seed: int, num_ranks: int, model: Net, loop: str) -> dict[str, Any
             "hysteresis": random.choice((1, 1, 2)),
         },
     }
+
+
+def _choose_frozen(seed: int, model: Net, config: dict[str, Any]) -> str | list[str] | None:
+    """All frozen parameters, or some of them, are whole on each rank."""
+    random = Random(f"replicated {seed}")
+    names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    if "ignored" in config or random.random() < 0.5:
+        return random.choice(("replicate", "shard", None))
+    return random.sample(names, random.randint(1, len(names))) if names else None
 
 
 def _change_pace(seed: int, loop: str, steps: list[Step]) -> list[Step]:

@@ -23,6 +23,7 @@ from tests.fuzz import place
 from tests.fuzz.cases import Blocks, Case, restaged
 from tests.fuzz.habits import halve
 from tests.fuzz.models import prediction_of
+from tests.fuzz.overrides import compute_dtypes, wrap
 from tests.fuzz.saved import Saved
 from zeroshard.optim.eightbit.blocks import Quantized
 from zeroshard.optim.eightbit.codebook import codebook
@@ -62,6 +63,7 @@ class Reference:
     def __init__(self, case: Case) -> None:
         self.case, self.size, self.config = case, dist.get_world_size() // case.tp, case.config
         self.module = copy.deepcopy(case.model).to(place.device())
+        wrap(self.module, case.overrides, case.compute_dtype)
         self.parameters = dict(self.module.named_parameters())
         ignored = find_ignored(self.module, case.config)
         differ(ignored.values(), case.data_rank)
@@ -76,7 +78,7 @@ class Reference:
         self.main = {n: p if n in self.ignored else self._main_of(p) for n, p in self.parameters.items()}
         for name in self.sharded:
             parameter = self.parameters[name]
-            parameter.data = self.main[name].detach().to(case.compute_dtype or parameter.dtype, copy=True)
+            parameter.data = self.main[name].detach().to(self._compute_dtype(parameter), copy=True)
         self.optimizer = case.make_optimizer(list(self.main.values()), [p.dim() for p in self.main.values()])
         self.scheduler = case.make_scheduler(self.optimizer)
         self._waiting: Gradients = {}
@@ -114,8 +116,12 @@ class Reference:
         if parameter.requires_grad:
             dtype = precision.get("main_dtype") or torch.promote_types(given, torch.float32)
         else:
-            dtype = self.case.compute_dtype or given
+            dtype = self._compute_dtype(parameter)
         return nn.Parameter(parameter.detach().to(dtype, copy=True), requires_grad=parameter.requires_grad)
+
+    def _compute_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        overridden = compute_dtypes(self.module, self.case.overrides)
+        return overridden.get(parameter) or self.case.compute_dtype or parameter.dtype
 
     def forward(self, inputs: Tensor, blocks: Blocks) -> Tensor:
         if self.case.compute_dtype and inputs.is_floating_point():

@@ -37,6 +37,7 @@ LONG = {
         "tensor_host",
     ),
     *("host_edits_in_forward_stage3", "parameters_on_host_kept", "host_stage3_bf16_main"),
+    *("pipeline_gpipe", "pipeline_zb_h1", "pipeline_host"),
     *("averages_after_step_stage3", "two_optimizers_stage3", "one_parameter_by_name", "engines_dropped"),
     *("second_copy", "two_forwards_stage3", "hooks_and_shown_gradients_stage3_bf16", "pieces_in_backward"),
     *("muon_stage0", "muon_stage1", "muon_stage2", "muon_clipped", "muon_bf16_main"),

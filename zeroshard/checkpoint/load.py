@@ -30,6 +30,7 @@ from zeroshard.checkpoint.matching import (
     union,
 )
 from zeroshard.checkpoint.optimizers import HOW, match_groups, place_scalar, reorder_schedule, restore_groups
+from zeroshard.checkpoint.quantized import Offsets, read_offsets, set_offset
 from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
 from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, match_states, read_converted
 from zeroshard.checkpoint.tensors import TensorSlice, cuts_of, held_slices, read_model
@@ -60,6 +61,7 @@ class _Plan:
     values: Mapping[str, Any]
     names: Mapping[str, str]
     """The stored name of each parameter."""
+    offsets: Offsets
     groups: list[dict[str, Any] | None]
     """The hyperparameters of each parameter group; None: they stay."""
     states: SavedStates
@@ -163,6 +165,7 @@ def _prepare(
     model = read_model(parts.runtime)
     names = match_parameters(stored, parts.runtime, model.aliases)
     check_buffers(stored, model.buffers)
+    offsets = read_offsets(stored, parts.runtime, model.buffers)
     check_names(directory, "extra state", values["extra"], model.extra)
     check_averages(stored, parts.averages)
     groups: list[dict[str, Any] | None] = []
@@ -191,6 +194,7 @@ def _prepare(
         stored=stored,
         values=values,
         names=names,
+        offsets=offsets,
         groups=groups,
         states=states,
         schedule=schedule,
@@ -323,6 +327,9 @@ def _read_tensors(parts: Parts, plan: _Plan, targets: Targets) -> None:
             if (parameter := converted.get(part.name)) is not None:
                 read_converted(reader, part, plan.states[parameter], targets[parameter])
         for name, buffer in read_model(runtime).buffers.items():
+            if name in plan.offsets:
+                set_offset(runtime.module, name, plan.offsets[name])
+                continue
             values = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
             reader.read(TensorSlice(name, tuple(buffer.shape), 0, values))
             buffer.copy_(values.view(buffer.shape))

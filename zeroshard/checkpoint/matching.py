@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from zeroshard.checkpoint.quantized import is_description
 from zeroshard.checkpoint.reader import Stored
 from zeroshard.sharding.runtime import Runtime
 
@@ -106,7 +107,7 @@ def check_buffers(stored: Stored, buffers: Mapping[str, Tensor]) -> None:
     """Raise a ValueError with the first buffer that the checkpoint lacks, or has in another shape."""
     check_names(stored.directory, "a buffer", stored.manifest.buffers, buffers)
     for name, buffer in buffers.items():
-        if (shape := stored.tensors[name].shape) != tuple(buffer.shape):
+        if (shape := stored.tensors[name].shape) != tuple(buffer.shape) and not is_description(name):
             raise ValueError(
                 f"'{stored.directory}': buffer '{name}' has shape {shape}; the model expects "
                 f"{tuple(buffer.shape)}"

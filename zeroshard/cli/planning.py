@@ -102,5 +102,7 @@ def _about_training(config: Config, options: Namespace) -> str:
     divided = f", layers divided over {config.mesh.tp} tensor ranks" if config.mesh.tp > 1 else ""
     tokens = f", {options.tokens:,} tokens in a micro-batch" if options.tokens else ""
     states = f"Adam's states in {options.optimizer_bits} bits"
+    others = {str(dtype).removeprefix("torch.") for dtype in dict(config.precision.overrides or ()).values()}
+    name = f"{name} and by name in {', '.join(sorted(others))}" if others else name
     about = f"computed in {name}, main parameters in {main_name}, {states}{divided}{tokens}"
     return fill(about, _LINE)

@@ -12,6 +12,7 @@ gathers and reductions queue behind each other, and a mark on our side stream wo
 
 from __future__ import annotations
 
+import functools
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -296,20 +297,32 @@ class Axis:
             value: a small tensor of the same shape and dtype on all ranks; the result is on its device.
             label: the name of the exchange in errors.
         """
+        return self.begin_sum(value, label)()
+
+    def begin_sum(self, value: Tensor, label: str) -> Callable[[], Tensor]:
+        """Begin a `sum`; arguments as it has them.
+
+        Returns:
+            A function that waits for the sum; until its call the exchange runs beside other work.
+        """
         if self.size == 1:
-            return value
+            return lambda: value
         label = self.note("control", value.numel() * value.element_size(), label)
         parts = [torch.empty_like(value) for _ in range(self.size)]
         group = self._groups[Channel.REDUCE]
+        works: list[dist.Work | None] = []
         if self.exchanges:
-            self.waits.wait_for([dist.all_gather(parts, value, group=group, async_op=True)], label)
+            works.append(dist.all_gather(parts, value, group=group, async_op=True))
         else:
             with self.waits.naming(label):
                 dist.all_gather(parts, value, group=group, async_op=False)
             self.waits.issue(label)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
+
+        def total() -> Tensor:
+            if works:
+                self.waits.wait_for(works, label)
+            return functools.reduce(torch.add, parts)
+
         return total
 
     def all_gather_object(self, value: Any, label: str) -> list[Any]:

@@ -82,7 +82,11 @@ class Checked:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for `from_dict` that JSON can hold. Raises ValueError when `units` is a predicate."""
-        return {option.name: _plain(option.name, getattr(self, option.name)) for option in fields(self)}
+        return {option.name: self._written(option.name) for option in fields(self)}
+
+    def _written(self, name: str) -> Any:
+        """Return the value of a field as `to_dict` has it."""
+        return _plain(name, getattr(self, name))
 
 
 _MEANT = {"precision.dtype": "precision.param_dtype", "dtype": "precision"}

@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -98,6 +98,18 @@ def _dtype(value: Any) -> Any:
     return _DTYPES.get(str(value).lower().removeprefix("torch."), REFUSED) if is_named else REFUSED
 
 
+def _dtypes_by_name(value: Any) -> Any:
+    """Pairs of a pattern and a dtype, in order; they have a hash, and a config keeps them as they are."""
+    items = value.items() if isinstance(value, Mapping) else value
+    if isinstance(items, str | bytes) or not isinstance(items, Iterable):
+        return REFUSED
+    pairs = [tuple(item) if isinstance(item, list | tuple) else () for item in items]
+    if any(len(pair) != 2 for pair in pairs):
+        return REFUSED
+    stored = tuple((_text(name), _dtype(dtype)) for name, dtype in pairs)
+    return REFUSED if any(REFUSED in pair for pair in stored) else stored
+
+
 def parse_dtype(value: Any) -> torch.dtype:
     """Return the floating-point dtype for a dtype or its name.
 
@@ -131,6 +143,11 @@ def _own_schedule(value: Any) -> Any:
 
 BOOLEAN = instance(bool, "True or False")
 DTYPE = Rule("a dtype among bfloat16, float16, float32, float64", _dtype)
+DTYPES_BY_NAME = Rule(
+    "a dict of dtypes by names of parameters or modules, such as {'*.norm*': 'fp32', 'router': 'fp32'}, with "
+    "dtypes among bfloat16, float16, float32, float64",
+    _dtypes_by_name,
+)
 DEVICE = Rule("a device such as 'cpu', 'cuda' or 'cuda:1'", _device)
 FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 POSITIVE = number("a finite number > 0", lambda value: 0 < value <= sys.float_info.max)
@@ -139,6 +156,7 @@ PATH = Rule("a path", lambda value: _text(os.fspath(value) if isinstance(value, 
 TIER = choice("none", "cpu", "nvme")
 MODULE_NAMES = names_by("module names", _text)
 PATTERNS = names_by("parameter names, or patterns such as 'blocks.*.bias'", _text)
+FROZEN = either(choice("shard", "replicate"), PATTERNS)
 # A class or a module is callable too, but calling it would build or run something.
 _PREDICATE = Rule(
     "a predicate that takes a module",

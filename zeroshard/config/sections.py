@@ -65,7 +65,12 @@ class Precision(Checked):
     _short = ", or a dtype such as 'bf16', which stands for param_dtype"
     # Dtype of parameters and float inputs in forward and backward. None: as the model has them.
     param_dtype: Annotated[torch.dtype | None, rules.DTYPE] = None
-    # Dtype in which gradients are summed over ranks. None: param_dtype, but at least float32.
+    # Other dtypes in forward and backward, by names of parameters or modules; the first that fits holds.
+    # A module all of whose parameters have one gets its float inputs in it. None: param_dtype for all.
+    overrides: Annotated[
+        Mapping[str, torch.dtype] | tuple[tuple[str, torch.dtype], ...] | None, rules.DTYPES_BY_NAME
+    ] = None
+    # Dtype in which gradients are summed over ranks. None: the compute dtype, but at least float32.
     reduce_dtype: Annotated[torch.dtype | None, rules.DTYPE] = None
     # Dtype of main parameters and their gradients. None: the model's, but at least float32. Optimizer states
     # and updates have at least float32; updates of bfloat16 parameters are rounded stochastically.
@@ -81,9 +86,18 @@ class Precision(Checked):
         dtype = rules.DTYPE.accept(value)
         return rules.REFUSED if dtype is rules.REFUSED else cls(param_dtype=dtype)
 
+    def _written(self, name: str) -> Any:
+        if name == "overrides" and self.overrides is not None:
+            return {pattern: show(dtype) for pattern, dtype in dict(self.overrides).items()}
+        return super()._written(name)
+
     def _requirements(self) -> list[Requirement]:
-        is_half = self.param_dtype == torch.float16
-        return [Requirement(self.loss_scale is not None, "loss_scale", is_half, "param_dtype", "float16")]
+        half = self.param_dtype == torch.float16, "param_dtype", "float16"
+        has_halves = torch.float16 in dict(self.overrides or ()).values()
+        return [
+            Requirement(self.loss_scale is not None, "loss_scale", *half),
+            Requirement(has_halves, "overrides", *half),  # else there would be no loss scale
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +212,9 @@ class Config(Checked):
     units: Annotated[Sequence[str | Sequence[str]] | Callable[[nn.Module], bool] | None, rules.UNITS] = None
     # Names of parameters, * for any letters, that each rank keeps whole and steps by itself. None: none.
     ignored: Annotated[Sequence[str] | None, rules.PATTERNS] = None
+    # Frozen parameters at stage 3: sharded, or whole on each rank, so that they are never gathered; or names
+    # of parameters or modules, and patterns, of those that are whole.
+    frozen: Annotated[str | Sequence[str], rules.FROZEN] = "shard"
     # Ranks in a shard group, for hybrid sharding. None: all ranks are one group.
     shard_group_size: Annotated[int | None, rules.integer(1)] = None
     # True frees parameters between forward and backward. An integer: kept, sharded over that many ranks.
@@ -219,6 +236,7 @@ class Config(Checked):
         stage_3 = (self.stage == 3, "stage", "3")
         pipelined, whole = (self.mesh.pp > 1, "mesh.pp", ">= 2"), (self.mesh.pp == 1, "mesh.pp", "1")
         not_compiled = (not self.compile, "compile", "False")
+        not_overridden = (not self.precision.overrides, "precision.overrides", "None")
         regroups = not isinstance(self.reshard_after_forward, bool)
         param_dtype, main_dtype = self.precision.param_dtype, self.precision.main_dtype
         not_half = (param_dtype != torch.float16, "precision.param_dtype", "another dtype than float16")
@@ -248,6 +266,8 @@ class Config(Checked):
             # The operations of a trace are those of whole layers.
             Requirement(self.pipeline.trace, "pipeline.trace", self.mesh.tp == 1, "mesh.tp", "1"),
             Requirement(self.pipeline.trace, "pipeline.trace", *not_compiled),
+            # A trace has the operations of modules, not their calls, at which values are cast.
+            Requirement(self.pipeline.trace, "pipeline.trace", *not_overridden),
             # Gradients of ignored parameters are neither unscaled nor widened.
             Requirement(bool(self.ignored), "ignored", *not_half),
             Requirement(bool(self.ignored), "ignored", *not_narrow),

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from zeroshard.forwards.casts import casting
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.sharding.runtime import Runtime
@@ -28,7 +29,7 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
         if runtime is None or runtime.is_closed or runtime.is_in_method or runtime.is_in_forward:
             return method(*args, **kwargs)
         root = runtime.root
-        if (dtype := runtime.context.setting.dtypes.param_dtype) is not None:
+        if (dtype := runtime.input_dtype(runtime.module)) is not None:
             args, kwargs = cast_inputs(root.modules[0], args, kwargs, dtype=dtype)
         runtime.before_forward(root, sys._getframe())
         try:
@@ -69,6 +70,8 @@ def register_method_of_part(runtime: Runtime, name: str) -> None:
         for unit in runtime.units
         if any(part is module for own in unit.modules for part in own.modules())
     ]
+    if (cast := runtime.casts.get(module)) is not None:
+        method = casting(module, method, cast)
     in_unit = _in_unit(runtime, around[-1], method)
     in_root = as_forward(runtime, in_unit)
 
@@ -88,7 +91,7 @@ def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callab
         runtime = reference()
         if runtime is None or runtime.is_closed or unit is runtime.root or unit.is_in_forward:
             return method(*args, **kwargs)
-        if (dtype := runtime.context.setting.dtypes.param_dtype) is not None:
+        if (dtype := runtime.input_dtype(unit.modules[0])) is not None:
             args, kwargs = cast_inputs(unit.modules[0], args, kwargs, dtype=dtype, in_lists=False)
         try:
             runtime.before_forward(unit, sys._getframe())

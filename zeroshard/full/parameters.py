@@ -232,8 +232,7 @@ def _wholes(runtime: Runtime, state: Mapping[str, Any], wanted: Collection[str])
         for values, sharded in zip(wholes, buffer.sharded, strict=True):
             if is_first and sharded.fqn in wanted:
                 # A copy: a view would keep the whole flat buffer alive, padding included.
-                dtype = torch.promote_types(values.dtype, torch.float32)
-                yield Named(sharded.fqn, values.to(device="cpu", dtype=dtype, copy=True))
+                yield Named(sharded.fqn, values.to(device="cpu", dtype=buffer.plan.wide_dtype, copy=True))
     for name, value in state.items() if is_first else ():
         if name in wanted and isinstance(value, Tensor) and id(value) not in own:
             yield Named(name, value.detach().to("cpu", copy=True))

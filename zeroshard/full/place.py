@@ -54,7 +54,8 @@ class Place:
     def _gather_part(self, own: Tensor) -> Tensor:
         """Gather this rank's part, or all, of a parameter from the ranks that share it."""
         shape = self.buffer.shapes[self.index]
-        wide = torch.promote_types(own.dtype, torch.float32) if own.dtype.is_floating_point else own.dtype
+        keeps_dtype = self.buffer.plan.is_packed or not own.dtype.is_floating_point
+        wide = own.dtype if keeps_dtype else torch.promote_types(own.dtype, torch.float32)
         device = self.runtime.context.device
         if not self.buffer.is_partial:
             return moves.to_device(own.detach().to(wide, copy=True), device).view(shape)

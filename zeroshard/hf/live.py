@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.tensors import read_model
+from zeroshard.forwards.quantized import dequantized, is_quantized
 from zeroshard.full.parameters import unsharded
 from zeroshard.full.parts import spread
 from zeroshard.hf.adapters import has_adapters
@@ -88,9 +89,10 @@ def _gatherer(runtime: Runtime, unit: Unit, names: Mapping[str, str]) -> _Step:
         found = {}
         for buffer in unit.buffers:
             wholes = gather_wholes(buffer, runtime.context.axes.tp)
-            for sharded, values in zip(buffer.sharded, wholes, strict=True):
-                if sharded.fqn in names:
-                    found[names[sharded.fqn]] = values
+            for original, values in zip(buffer.originals, wholes, strict=True):
+                if original.fqn in names:
+                    owner, _ = original.owners[0]
+                    found[names[original.fqn]] = dequantized(owner, values) if original.is_packed else values
         return found
 
     return gather
@@ -101,13 +103,20 @@ def _merger(runtime: Runtime, unit: Unit, names: Mapping[str, str], layers: list
 
     def merge() -> dict[str, Tensor]:
         found = {}
-        with unsharded(runtime, layers, write_back=False), Merging.merged(layers):
+        of_codes = {base: layer for layer in layers if is_quantized(base := layer.get_base_layer())}
+        plain = [layer for layer in layers if layer.get_base_layer() not in of_codes]
+        with unsharded(runtime, layers, write_back=False), Merging.merged(plain):
             for original in (original for buffer in unit.buffers for original in buffer.originals):
                 owner, attribute = original.owners[0]
                 shown = owner._parameters[attribute]
                 assert shown is not None, "it is sharded"
                 if original.fqn in names:
-                    found[names[original.fqn]] = shown.detach()
+                    values = shown.detach()
+                    if original.is_packed:  # peft would quantize the sum again
+                        values = dequantized(owner, values)
+                        if owner in of_codes:
+                            values += Merging.delta_of(of_codes[owner], original.fqn)
+                    found[names[original.fqn]] = values
         return found
 
     return merge

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _Rule = Callable[[str], str | None]
 """Takes the rest of a name inside a module; returns that without adapters, None for a part of an adapter."""
@@ -72,6 +73,28 @@ class Merging:
             for layer in self._layers
             if layer.active_adapters and not set(layer.get_base_layer().modules()).isdisjoint(owners)
         ]
+
+    @staticmethod
+    def delta_of(layer: Any, name: str) -> Tensor:
+        """Return the sum of what the active adapters of a layer add to its weight.
+
+        Args:
+            layer: a layer of peft; its parameters are shown.
+            name: the name of the weight, for errors.
+
+        Raises:
+            ValueError: an adapter that does more than to add.
+        """
+        deltas = []
+        for adapter in layer.active_adapters:
+            if getattr(layer, "use_dora", {}).get(adapter) or not hasattr(layer, "get_delta_weight"):
+                raise ValueError(
+                    f"merge_adapters: adapter '{adapter}' does more than add to the weight '{name}', which "
+                    "is quantized: expected LoRA without DoRA"
+                )
+            deltas.append(layer.get_delta_weight(adapter).detach())
+        total: Tensor = functools.reduce(torch.add, deltas)
+        return total
 
     @staticmethod
     @contextmanager

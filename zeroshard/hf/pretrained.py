@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.config.sections import Config, require_supported
+from zeroshard.hf.quantize import quantize
 from zeroshard.hf.safetensors import find_tensors
 from zeroshard.lazy.deferred import defer
 from zeroshard.lazy.recorder import recording
@@ -19,7 +20,7 @@ from zeroshard.safetensors import FileTensor
 
 _IMPOSSIBLE = frozenset(
     (
-        *("device_map", "ignore_mismatched_sizes", "max_memory", "offload_folder", "quantization_config"),
+        *("device_map", "ignore_mismatched_sizes", "max_memory", "offload_folder"),
         *("revision", "state_dict", "variant"),
     )
 )
@@ -43,7 +44,8 @@ def from_pretrained(
             Every rank reads its copy.
         config: the zeroshard config that `initialize` will get; checked here, before anything is built.
         kwargs: dtype (default "auto": as the checkpoint says), attn_implementation, and fields of the model's
-            config, as for transformers' `from_pretrained`.
+            config, as for transformers' `from_pretrained`. With `quantization_config`, a BitsAndBytesConfig,
+            each rank quantizes its own part of the weights as it reads them; see `zeroshard.quantize`.
 
     Returns:
         The model on the meta device, in eval mode as transformers gives it.
@@ -63,6 +65,7 @@ def from_pretrained(
         )
     for name in ("local_files_only", "low_cpu_mem_usage", "use_safetensors"):
         kwargs.pop(name, None)  # always so
+    quantization = kwargs.pop("quantization_config", None)
     asked, torch_dtype = kwargs.pop("dtype", None), kwargs.pop("torch_dtype", None)
     options = {key: kwargs.pop(key) for key in ("attn_implementation", "trust_remote_code") if key in kwargs}
     trust = {key: options[key] for key in ("trust_remote_code",) if key in options}
@@ -80,6 +83,8 @@ def from_pretrained(
         _load(model, tensors, path, dtype)
     if (Path(path) / GENERATION_CONFIG_NAME).is_file() and hasattr(model, "generation_config"):
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    if quantization is not None:
+        quantize(model, quantization)
     module: nn.Module = model.eval()
     return module
 

@@ -34,6 +34,10 @@ class ValueSource(Protocol):
     def read(self, *spans: Span) -> Tensor:
         """Return ranges of the flattened tensor, one after the other: [elements], on the CPU."""
 
+    @property
+    def is_stored(self) -> bool:
+        """True if its values come from files alone, the same for all ranks."""
+
 
 @dataclass(eq=False, slots=True)
 class Deferred:
@@ -122,7 +126,8 @@ def is_stored(tensor: Tensor) -> bool:
         return False
     origins = [deferred, *(read for op in ops.values() for read in op.reads)]
     is_random = any(op.rng_state is not None for op in ops.values())
-    return not is_random and any(origin.source is not None for origin in origins)
+    sources = [origin.source for origin in origins if origin.source is not None]
+    return not is_random and bool(sources) and all(source.is_stored for source in sources)
 
 
 def is_changed(parameter: nn.Parameter) -> bool:

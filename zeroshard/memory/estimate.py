@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.assemble import read_setting
+from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config, refuse_pipeline, require_supported
 from zeroshard.memory.activations import Blocks
 from zeroshard.memory.report import ModelStates
@@ -23,7 +23,6 @@ from zeroshard.plan.buffers import Setting, UnitPlan, plan_buffer, plan_units, u
 from zeroshard.plan.originals import Original
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, TP
 from zeroshard.plan.tiers import Tier
-from zeroshard.plan.wrapping import find_units
 from zeroshard.tables import LINE, format_bytes, render
 
 
@@ -101,8 +100,8 @@ def estimate(
 
     Raises:
         ValueError: a pipeline; fewer than 1 rank, or no multiple of the mesh; other bits than 8 and 32; a
-            parameter that cannot be sharded or divided; more than 10**15 parameters; `num_tokens` with a
-            model that does not tell its sizes.
+            parameter that cannot be sharded or divided; more than 10**15 parameters; a number of parameters
+            with `precision.overrides`; `num_tokens` with a model that does not tell its sizes.
     """
     config = Config.parse(config)
     require_supported(config)
@@ -167,11 +166,17 @@ def _units(
     """The units in order, the root first."""
     tp = setting.sizes[TP]
     if isinstance(model_or_num_params, nn.Module):
-        specs = find_units(model_or_num_params, config.units, config.ignored)
+        specs = specify_units(model_or_num_params, config)
         if tp > 1:
             is_sequence = config.mesh.sequence
             specs = plan_division(model_or_num_params, specs, tp_plan, tp, by_sequence=is_sequence).specs
         return plan_units(specs, setting)
+    if config.precision.overrides:
+        patterns = ", ".join(dict(config.precision.overrides))
+        raise ValueError(
+            f"precision.overrides: expected a model, whose parameters have names, got a number of parameters "
+            f"for the patterns {patterns}"
+        )
     sizes = typical_sizes(int(model_or_num_params))
     if not sizes.depth:  # neither the root nor the last: it is not kept
         return [_unit(0, setting), _unit(-(-sizes.num_params // tp), setting), _unit(0, setting)]

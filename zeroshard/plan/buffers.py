@@ -18,6 +18,7 @@ from zeroshard.plan.originals import Original
 from zeroshard.plan.placement import (
     DP_REPLICATE,
     DP_SHARD,
+    REPLICATED,
     SUMMANDS,
     SUMMANDS_OF_PARTS,
     TP,
@@ -41,6 +42,8 @@ class DtypePolicy:
 
     def of(self, original: Original) -> DtypePolicy:
         """The policy for one parameter; BatchNorm computes with its parameters in their own dtype."""
+        if original.compute_dtype is not None and not original.is_packed:
+            return replace(self, param_dtype=original.compute_dtype)
         return replace(self, param_dtype=None) if original.keeps_dtype else self
 
 
@@ -79,6 +82,8 @@ class BufferPlan:
     """True if the unsharded parameters are there all the time."""
     is_partial: bool
     """True if a rank holds only its shard of the main parameters."""
+    is_packed: bool
+    """True if its elements are codes, which are never cast."""
     gathers: tuple[Exchange, ...]
     """The exchanges from main parameters to unsharded ones."""
     regathers: tuple[Exchange, ...]
@@ -93,8 +98,8 @@ class BufferPlan:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """The dtype of optimizer states, updates and sums of gradients: the main dtype, at least float32."""
-        return torch.promote_types(self.main_dtype, torch.float32)
+        """The main dtype, at least float32, but for codes; that of optimizer states, updates and sums too."""
+        return self.main_dtype if self.is_packed else torch.promote_types(self.main_dtype, torch.float32)
 
     @property
     def is_local(self) -> bool:
@@ -200,7 +205,8 @@ def group(originals: Iterable[Original], dtypes: DtypePolicy) -> list[list[Origi
         # A parameter of several pipeline ranks lies alone, so that its slices are the same on all of these:
         # the order of modules, and their units, may differ.
         shared = original.holders and original.fqn
-        key = (parameter.dtype, parameter.requires_grad, compute, original.is_summed, shared)
+        placing = original.is_summed, original.is_replicated
+        key = (parameter.dtype, parameter.requires_grad, compute, original.is_packed, placing, shared)
         groups.setdefault(key, []).append(original)
     return list(groups.values())
 
@@ -209,6 +215,8 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     """Apply a stage, a precision and a mesh to parameters of one `group`."""
     first, dtypes = originals[0].parameter, setting.dtypes.of(originals[0])
     placements, sizes = setting.placements, setting.sizes
+    if originals[0].is_replicated:
+        placements = REPLICATED
     compute = dtypes.param_dtype or first.dtype
     wide = torch.promote_types(first.dtype, torch.float32)
     main = (dtypes.main_dtype or wide) if first.requires_grad else compute
@@ -229,6 +237,7 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
         reduce_dtype=dtypes.reduce_dtype or torch.promote_types(compute, torch.float32),
         is_resident=not is_freed,
         is_partial=sizes[DP_SHARD] > 1 and main_place.get(DP_SHARD) is Placement.SHARD,
+        is_packed=originals[0].is_packed,
         gathers=gathers,
         regathers=exchanges(placements.kept, {}, sizes) if is_freed else (),
         reductions=exchanges(summands, placements.optimizer, sizes) if first.requires_grad else (),

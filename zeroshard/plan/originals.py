@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from zeroshard.plan.cuts import Cut
@@ -23,6 +23,10 @@ class Original:
     """The cut over the ranks of a tensor group, which hold a part each; None if each holds all of it."""
     is_summed: bool = False
     """True if each tensor rank holds all of it and computes a summand of its gradient."""
+    compute_dtype: torch.dtype | None = None
+    """The dtype of forward and backward that was asked for by its name; None: that of all parameters."""
+    is_replicated: bool = False
+    """True if it is frozen and each rank is to hold it whole, at stage 3 as well."""
     holders: tuple[int, ...] = ()
     """The pipeline ranks that hold it, if several chunks use it: each computes a summand of its gradient."""
 
@@ -43,8 +47,29 @@ class Original:
 
     @property
     def keeps_dtype(self) -> bool:
-        """True for a parameter that keeps its dtype in forward: BatchNorm wants that of its statistics."""
-        return any(computes_in_own_dtype(module) for module, _ in self.owners)
+        """True for a parameter that keeps its dtype in forward.
+
+        These are codes, and the parameters of BatchNorm, which wants the dtype of its statistics.
+        """
+        return self.is_packed or any(computes_in_own_dtype(module) for module, _ in self.owners)
+
+    @property
+    def is_packed(self) -> bool:
+        """True for codes, which are no numbers; see `is_packed`."""
+        return is_packed(self.parameter)
+
+
+def is_of_bitsandbytes(parameter: Tensor) -> bool:
+    """True for a weight of bitsandbytes with 4 or 8 bits, which knows of its scales, quantized or not yet."""
+    return hasattr(parameter, "quant_state") or hasattr(parameter, "SCB")
+
+
+def is_packed(parameter: Tensor) -> bool:
+    """True for the codes of a quantized weight, which are never cast.
+
+    They are integers, or values of any dtype whose `quant_state` tells how bitsandbytes has packed them.
+    """
+    return not parameter.is_floating_point() or getattr(parameter, "quant_state", None) is not None
 
 
 def computes_in_own_dtype(module: nn.Module) -> bool:

@@ -70,6 +70,9 @@ STAGES: tuple[Placements, ...] = (
 )
 """Stage 0 (data parallel), 1 (optimizer states), 2 (and gradients), 3 (and parameters)."""
 
+REPLICATED = STAGES[0]
+"""The places of frozen parameters that each rank holds whole by choice."""
+
 
 def place(stage: int, reshard_after_forward: bool | int, group_size: int) -> Placements:
     """Return the row of a stage.

@@ -31,6 +31,8 @@ def check_tensors(parameters: Mapping[str, nn.Parameter], buffers: Iterable[tupl
 
 def _check_class(parameter: nn.Parameter, name: str) -> None:
     kind = type(parameter)
+    if hasattr(parameter, "quant_state"):  # of bitsandbytes, whose own operations only keep this along
+        return
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
     plain = (Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__)  # type: ignore[attr-defined]
     if function not in plain or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:

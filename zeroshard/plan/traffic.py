@@ -59,6 +59,7 @@ def peak_unsharded_bytes(units: Sequence[UnitPlan], num_together: int) -> int:
         num_together: units beside the root that are gathered at the same time.
     """
     root, *others = map(unsharded_bytes, units)
+    others = [size for size in others if size]  # the others are not gathered ahead
     windows = [sum(others[start : start + num_together]) for start in range(len(others))]
     return root + max(windows, default=0)
 

@@ -12,8 +12,10 @@ from torch import nn
 
 from zeroshard.plan.choices import chosen_among
 from zeroshard.plan.ignored import find_ignored
-from zeroshard.plan.originals import Original
+from zeroshard.plan.originals import Original, is_of_bitsandbytes, is_packed
+from zeroshard.plan.overrides import DtypesByName, find_overrides
 from zeroshard.plan.refusals import check_tensors
+from zeroshard.plan.replicated import FrozenChoice, find_replicated
 from zeroshard.plan.together import find_together
 
 LARGE = 1 << 20
@@ -35,7 +37,13 @@ class UnitSpec:
     """The reason why the module was chosen."""
 
 
-def find_units(root: nn.Module, policy: UnitPolicy, ignored: Sequence[str] | None = None) -> list[UnitSpec]:
+def find_units(
+    root: nn.Module,
+    policy: UnitPolicy,
+    ignored: Sequence[str] | None = None,
+    overrides: DtypesByName = None,
+    frozen: FrozenChoice = "shard",
+) -> list[UnitSpec]:
     """The units of a model, the root first, then in the order of registration.
 
     A parameter belongs to the lowest unit around all modules that hold it. Units without parameters are left
@@ -45,9 +53,12 @@ def find_units(root: nn.Module, policy: UnitPolicy, ignored: Sequence[str] | Non
         root: the model.
         policy: the choice of modules that become units.
         ignored: patterns of names of parameters that no unit owns.
+        overrides: compute dtypes by patterns of names, see `find_overrides`.
+        frozen: the choice of frozen parameters that are replicated, see `find_replicated`.
 
     Raises:
-        ValueError: a class name that no module has; a parameter that cannot be sharded.
+        ValueError: a class name that no module has; a parameter that cannot be sharded; a pattern that fits
+            no parameter.
     """
     for name, module in root.named_modules():
         _check_module(module, name)
@@ -72,11 +83,19 @@ def find_units(root: nn.Module, policy: UnitPolicy, ignored: Sequence[str] | Non
                 chains.setdefault(parameter, []).append(chain)
                 names.setdefault(parameter, prefix + attribute)
                 owners.setdefault(parameter, {})[module, attribute] = None
+    compute_dtypes = find_overrides(root, overrides, left_out)
+    replicated = find_replicated(root, frozen, left_out)
     for parameter, name in names.items():
         _check(parameter, name)
     check_tensors({name: parameter for parameter, name in names.items()}, root.named_buffers())
     for parameter, name in names.items():
-        original = Original(parameter, name, tuple(owners[parameter]))
+        original = Original(
+            parameter,
+            name,
+            tuple(owners[parameter]),
+            compute_dtype=compute_dtypes.get(parameter),
+            is_replicated=parameter in replicated,
+        )
         specs[_lowest_common(chains[parameter])].originals.append(original)
     return [spec for spec in specs.values() if spec.originals or root in spec.modules]
 
@@ -154,11 +173,16 @@ def _check(parameter: nn.Parameter, name: str) -> None:
         )
     if nn.parameter.is_lazy(parameter):
         raise ValueError(f"parameter '{name}' is lazy: run the model once before it is sharded")
-    if not parameter.is_floating_point():
+    if not parameter.is_floating_point() and not is_of_bitsandbytes(parameter):
         raise ValueError(
-            f"parameter '{name}' has dtype {parameter.dtype}; only floating-point parameters can be "
-            "sharded. Keep an untrained tensor in a buffer (register_buffer), and a complex parameter as "
-            "its real view"
+            f"parameter '{name}' has dtype {parameter.dtype}; only floating-point parameters, and codes of "
+            "bitsandbytes, can be sharded. Keep an untrained tensor in a buffer (register_buffer), and a "
+            "complex parameter as its real view"
+        )
+    if is_packed(parameter) and parameter.requires_grad:
+        raise ValueError(
+            f"parameter '{name}' holds codes of a quantized weight, which no gradient can change: expected "
+            "requires_grad=False. Train adapters beside it"
         )
 
 

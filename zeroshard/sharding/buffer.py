@@ -132,7 +132,7 @@ class FlatBuffer:
         parameters = []
         for index, sharded in enumerate(self.sharded):
             parameter = unsharded_over(self._view(index), sharded.fqn, self.data_note)
-            if not self.trainable:
+            if not self.trainable and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(refuse_gradient(sharded.fqn))
                 parameter.requires_grad_(False)
             sharded.unsharded = weakref.ref(parameter)  # weak: a slice need not keep the whole alive

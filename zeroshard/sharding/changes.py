@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -16,6 +17,7 @@ class Changes:
         self._hooks: list[RemovableHandle] = []
         self._attributes: list[tuple[object, str, Any]] = []
         """(object, name, the value before); the value of the object itself, not of its class."""
+        self._last: list[Callable[[], None]] = []
 
     def hook(self, *handles: RemovableHandle) -> None:
         """Note hooks that were registered."""
@@ -26,6 +28,10 @@ class Changes:
         self._attributes.append((target, name, vars(target).get(name, _ABSENT)))
         object.__setattr__(target, name, value)
 
+    def when_undone(self, act: Callable[[], None]) -> None:
+        """Note a function to call when all else is undone."""
+        self._last.append(act)
+
     def undo(self) -> None:
         """Remove the hooks and give back the attributes, the last one first."""
         for handle in self._hooks:
@@ -35,4 +41,6 @@ class Changes:
                 object.__setattr__(target, name, before)
             elif name in vars(target):
                 object.__delattr__(target, name)
-        self._hooks, self._attributes = [], []
+        for act in self._last:
+            act()
+        self._hooks, self._attributes, self._last = [], [], []

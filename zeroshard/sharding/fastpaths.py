@@ -9,7 +9,7 @@ gathers a unit that is such a layer, and the first layer is gathered before the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -81,6 +81,18 @@ def show_first_layers(units: Iterable[Unit], root: nn.Module, changes: Changes) 
             first = of_module.get(module.layers[0])
             if first is not None:
                 changes.hook(module.register_forward_pre_hook(functools.partial(show, first)))
+
+
+def leave_fast_paths(root: nn.Module, cast: Container[nn.Module], changes: Changes) -> None:
+    """Let torch's encoder layers take their slow path in evaluation, if some module inside one is cast.
+
+    The fast path computes with all parameters of a layer at once, and refuses two dtypes. An encoder decides
+    by its first layer for all of them, so all leave it.
+    """
+    layers = [module for module in root.modules() if _is_own(module, nn.TransformerEncoderLayer)]
+    if any(part in cast for layer in layers if layer not in cast for part in layer.modules()):
+        for layer in layers:
+            changes.set(layer, "activation_relu_or_gelu", 0)  # a condition of layer and encoder
 
 
 def _is_own(module: nn.Module, kind: type[nn.Module]) -> bool:

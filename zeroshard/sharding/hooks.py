@@ -34,11 +34,11 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     """Hook the modules of a unit, the layers inside them and the trained parameters."""
     is_lean = runtime.is_local and unit is not runtime.root
     before, after, at_last = (_local_hooks if is_lean else _forward_hooks)(runtime, unit)
-    changes, cast = runtime.changes, None
-    if (dtype := runtime.context.setting.dtypes.param_dtype) is not None:
-        cast = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
+    changes = runtime.changes
     for module in unit.modules:
-        own = None if computes_in_own_dtype(module) else cast
+        own, dtype = None, runtime.input_dtype(module)
+        if dtype is not None and not _casts_itself(runtime, module):
+            own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
         if allows_no_hooks(module):
             surround(module, changes, cast=own, before=before, after=after, at_last=at_last)
             continue
@@ -53,6 +53,12 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     for gradients in unit.gradients:
         for index, parameter in enumerate(gradients.buffer.unsharded):
             _hook_gradient(runtime, unit, gradients, index, parameter)
+
+
+def _casts_itself(runtime: Runtime, module: nn.Module) -> bool:
+    """True for a module whose inputs nobody casts before its forward."""
+    cast = runtime.casts.get(module)
+    return computes_in_own_dtype(module) if cast is None else cast.is_called
 
 
 class _Hooks(NamedTuple):

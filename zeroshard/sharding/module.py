@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Phase
+from zeroshard.plan.overrides import Cast
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
@@ -34,6 +36,8 @@ class ShardedModule:
         self.state, self.here = context.state, context.axes.dp.rank_status
         self.ignored: Mapping[nn.Parameter, str] = {}
         """Parameters that are not sharded; optimizers may step them beside the others."""
+        self.casts: Mapping[nn.Module, Cast] = {}
+        """Modules that compute in a dtype of their own."""
         placements = context.setting.placements
         makes_same_calls = placements.frees_parameters and context.axes.dp_replicate.size == 1
         self.order = UnitOrder(units, is_common=makes_same_calls)
@@ -57,6 +61,11 @@ class ShardedModule:
     def module(self) -> nn.Module:
         """The sharded module."""
         return self.root.modules[0]
+
+    def input_dtype(self, module: nn.Module) -> torch.dtype | None:
+        """The dtype to which float inputs of a module are cast; None: they stay as they are."""
+        cast = self.casts.get(module)
+        return self.context.setting.dtypes.param_dtype if cast is None else cast.dtype
 
     @property
     def buffers(self) -> Iterator[FlatBuffer]:

@@ -10,7 +10,7 @@ again after a rank has met a new unit or another order.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TypeVar
 
 from zeroshard.comm.collectives import Axis
@@ -81,11 +81,10 @@ class UnitOrder:
         return self._reductions
 
     def following(self, unit: Unit, num: int) -> list[Unit]:
-        """The next units in forward; of the root, the first ones. A new unit has none."""
+        """The next units in forward that are gathered; of the root, the first ones. A new unit has none."""
         is_known = unit.position >= 0 or unit is self._by_name[""]
-        if self.scope is not None and is_known:
-            return [each for each in self.units[unit.position + 1 :] if each in self.scope][:num]
-        return self.units[unit.position + 1 : unit.position + 1 + num] if is_known else []
+        later, scope = self.units[unit.position + 1 :] if is_known else [], self.scope
+        return list(islice((u for u in later if not u.is_resident and (scope is None or u in scope)), num))
 
     def _reduce(self, first: list[Unit]) -> None:
         """Reduce these units first from now on: the order is agreed on, or follows from the last backward."""

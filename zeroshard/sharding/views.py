@@ -30,7 +30,7 @@ def unsharded_over(view: Tensor, fqn: str, note: DataNote) -> nn.Parameter:
 
     A refill of the buffer is then no in-place change to autograd.
     """
-    parameter = nn.Parameter(view.new_empty(0))
+    parameter = nn.Parameter(view.new_empty(0), requires_grad=view.is_floating_point())
     parameter.data = view
     parameter.__class__ = UnshardedParameter
     unsharded = cast(UnshardedParameter, parameter)

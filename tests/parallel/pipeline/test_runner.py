@@ -110,7 +110,7 @@ def run(name, options, num_microbatches, uneven):
     parts = Parts(schedule.num_chunks, batch_of(num_microbatches, uneven=uneven))
     runner, found = Runner(schedule, Messages(axis, 0), parts), []
     for _ in range(2):
-        losses = runner.run("shapes")
+        losses = runner.run(lambda: "shapes")
         gradients = {
             chunk: layer.linear.weight.grad.clone()
             for chunk, layer in enumerate(parts.layers)

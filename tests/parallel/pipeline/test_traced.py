@@ -150,6 +150,7 @@ CASES = {
 
 
 @pytest.mark.long_where(stage=[1, 2])
+@pytest.mark.long_where(case=["in a block", "four chunks"], stage=[0])
 @pytest.mark.long_where(case=["halves", "two copies", "recomputed"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
@@ -183,7 +184,7 @@ def saved(path, stage):
     return same
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_a_checkpoint_goes_on_under_another_cut(ranks, tmp_path, stage):
     for one, other in ranks(2, saved, str(tmp_path), stage):
         assert one == pytest.approx(other, rel=1e-6)

@@ -43,6 +43,7 @@ def compare(found, name):
 
 
 @pytest.mark.long_where(stage=[1, 2])
+@pytest.mark.long_where(mesh=[{"pp": 2, "tp": 2}], stage=[0])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("num_ranks", "mesh", "pipeline"),
@@ -196,6 +197,29 @@ def test_a_short_last_batch_is_refused_with_its_numbers_or_takes_fewer_micro_bat
             "expected a batch whose dim 0 is a multiple of pipeline.num_microbatches=4, got shape (6, 6)"
         )
         assert loss == pytest.approx(want, rel=1e-6)
+
+
+def of_each_rank(schedule, stage, is_longer):
+    pipeline = {"schedule": schedule, "num_microbatches": 4}
+    engine = start("llama", {"stage": stage, "mesh": {"pp": 2}, "pipeline": pipeline})
+    rank = torch.distributed.get_rank()
+    tokens = tokens_of(rank, rows=BATCH + 4 * rank * is_longer)
+    with pytest.raises(RuntimeError) as caught:
+        engine.train_batch({"input_ids": tokens}, tokens)
+    losses, norms = train(engine, range(3))
+    return str(caught.value), losses, norms, parameters_of(engine)
+
+
+@pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 3), pytest.param("zbv", 0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("is_longer", [True, False])
+def test_different_batches_are_refused_on_all_ranks_and_training_goes_on(ranks, schedule, stage, is_longer):
+    want_losses, want_norms, want = plain("llama", range(3))
+    for message, losses, norms, state in ranks(2, of_each_rank, schedule, stage, is_longer):
+        assert "pipeline ranks [0, 1] have different batches" in message
+        assert losses == pytest.approx(want_losses, rel=1e-6)
+        assert norms == pytest.approx(want_norms, rel=1e-6)
+        for name, value in state.items():
+            torch.testing.assert_close(value, want[name], rtol=0, atol=1e-6, msg=name)
 
 
 # ------------------------------------------------------------------------------------- frozen parameters

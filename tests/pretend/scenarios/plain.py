@@ -54,6 +54,20 @@ _add(
     steps=4,
 )
 _add("stage3_nonfinite", stage=3, nonfinite="skip", clip_grad_norm=1.0, may_sync=READS_NORM)
+
+
+def _tower(bench: Bench) -> nn.Module:
+    """Some blocks are frozen as a whole, and a part of another one."""
+    model = bench.gpt(5)
+    for block in model.blocks[:3]:
+        block.requires_grad_(False)
+    model.blocks[3].mlp.requires_grad_(False)
+    return model
+
+
+NORMS = {"overrides": {"*norm*": "fp32"}}
+_add("stage1_norms_fp32", stage=1, precision=BF16 | NORMS)
+_add("stage3_frozen", _tower, stage=3, frozen=["blocks.1", "mlp"], precision=BF16 | NORMS)
 _add("stage3_tied", lambda bench: bench.gpt(tied=True), stage=3)
 _add("stage3_llama", lambda bench: Llama(tied=False, num_blocks=3, width=24), stage=3, precision=BF16)
 _add("stage3_prefetch0", lambda bench: bench.gpt(5), stage=3, num_prefetch=0)

@@ -155,20 +155,27 @@ class Runner:
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
         }
 
-    def run(self, shapes: Any) -> dict[int, Tensor]:
+    def run(self, agree: Callable[[], Any]) -> dict[int, Tensor]:
         """Run the schedule once.
 
         Args:
-            shapes: a value that all ranks have alike. Where it was seen before, all tensors between chunks
-                have the forms that they had then, and are sent without them.
+            agree: waits for a value that all ranks have alike. Where it was seen before, all tensors between
+                chunks have the forms that they had then, and are sent without them. The exchange behind it
+                runs beside the first action, if that needs no message.
 
         Returns:
             The loss of each micro-batch, detached, on the rank of the last chunk; {} elsewhere.
 
         Raises:
-            RuntimeError: a tensor has another form than with the same `shapes` before.
+            RuntimeError: a tensor has another form than with the same value before.
         """
         self._batch = _Batch()
+        first = self._steps[0]
+        has_begun = not first.receives
+        if has_begun:
+            self._chunks.enter(first.action)
+            self._act(first.action)
+        shapes = agree()
         known = self._forms.get(shapes)
         found: dict[_Leg, Forms] = {}
         posting = _Posting(self._steps, self._batch, self._messages, known)
@@ -177,7 +184,8 @@ class Runner:
             self._chunks.enter(action)
             for leg in receives:
                 self._take(leg, found)
-            self._run.get(action.kind, self._chunks.act)(action)
+            if number or not has_begun:
+                self._act(action)
             for leg in sends:
                 self._send(leg, known, found)
         self._messages.finish()
@@ -185,6 +193,9 @@ class Runner:
         while len(self._forms) > _MOST_FORMS:
             del self._forms[next(iter(self._forms))]  # the same on all ranks
         return self._batch.losses
+
+    def _act(self, action: Action) -> None:
+        self._run.get(action.kind, self._chunks.act)(action)
 
     # -- messages -------------------------------------------------------------------------------------
 

@@ -80,6 +80,8 @@ class Pipelined:
         """The chunks that have had a forward in this batch."""
         self._factor = 1.0
         self._losses: list[Tensor] = []
+        self._names: dict[Action, str] = {}
+        """The names of actions in messages of the watchdog."""
         self._action: Action | None = None
         self._end: Action | None = None
         """The action after which this rank has all gradients."""
@@ -94,7 +96,9 @@ class Pipelined:
         self._trained: Any = None
         """The parameters and inputs that need a gradient."""
 
-    def run(self, inputs: Any, targets: Any, num: int, *, loss_scale: float, is_half: bool) -> Tensor:
+    def run(
+        self, inputs: Any, targets: Any, num: int, *, loss_scale: float, is_half: bool
+    ) -> Callable[[], Tensor]:
         """Compute the gradients of a batch.
 
         Args:
@@ -104,7 +108,8 @@ class Pipelined:
             is_half: True if there is one.
 
         Returns:
-            The mean loss over the micro-batches, 0-dim, on all ranks of the pipeline.
+            A function that waits for the mean loss over the micro-batches, 0-dim, on all ranks of the
+            pipeline. Until its call the exchange of it runs beside other work.
 
         Raises:
             ValueError: the batch does not divide into the micro-batches, or the schedule does not exist with
@@ -113,34 +118,32 @@ class Pipelined:
         """
         self._factor, self._loss_scale = (loss_scale if is_half else 1.0) / num, loss_scale
         self._shared.drop()
-        loss = self._run(inputs, targets, num, has_backward=True)
+        mean = self._run(inputs, targets, num, has_backward=True)
         self._shared.add_gradients()
-        return loss
+        return mean
 
     def evaluate(self, inputs: Any, targets: Any, num: int) -> Tensor:
         """Return the mean loss of a batch; arguments and errors as in `run`."""
-        return self._run(inputs, targets, num, has_backward=False)
+        return self._run(inputs, targets, num, has_backward=False)()
 
-    def _run(self, inputs: Any, targets: Any, num: int, *, has_backward: bool) -> Tensor:
+    def _run(self, inputs: Any, targets: Any, num: int, *, has_backward: bool) -> Callable[[], Tensor]:
         runner = self._runner(num, has_backward)
         device, what = self._runtime.context.device, "pipeline.num_microbatches"
         pieces = zip(split_batch(inputs, num, what), split_batch(targets, num, what), strict=True)
         batch = [(to_device(piece, device), to_device(target, device)) for piece, target in pieces]
-        shapes = _shapes(batch)
-        self._compare(batch, shapes)
+        agree = self._compare(batch, _shapes(batch))
         self._batch = [(self._named(piece), target) for piece, target in batch]
         self._part.chunked.check(self._batch[0][0])  # all micro-batches have the same arguments
-        shapes = self._num_changes, shapes
         self._losses = []
         try:
             with own_numbers(device, self._messages.rank), self._runtime.batch():
-                runner.run(shapes)
+                runner.run(agree)
         finally:
             self._batch, self._runtime.here.action, self._called = [], "", set()
         total = torch.zeros((), dtype=torch.float32, device=device)
         for loss in self._losses:
             total += loss
-        return self._axes.pp.sum(total / num, "mean loss of a pipeline")
+        return self._axes.pp.begin_sum(total / num, "mean loss of a pipeline")
 
     def _runner(self, num: int, has_backward: bool) -> Runner:
         schedule = self._part.schedule(num, has_backward=has_backward)
@@ -152,11 +155,13 @@ class Pipelined:
             self._runners[num, has_backward] = Runner(schedule, self._messages, self)
         return self._runners[num, has_backward]
 
-    def _compare(self, batch: Any, shapes: Any) -> None:
-        """Compare the batch with that of the other pipeline ranks: its shapes, and now and then its values.
+    def _compare(self, batch: Any, shapes: Any) -> Callable[[], Any]:
+        """Begin to compare the batch with that of the other pipeline ranks: shapes, now and then values.
 
-        Raises:
-            RuntimeError: they differ.
+        Returns:
+            A function that waits for the answer. It returns a value that all ranks have alike: where they
+            had it before, the tensors between chunks have the forms that they had then. It raises a
+            RuntimeError if the batches differ.
         """
         self._num_batches += 1
         value = crc32(repr(shapes).encode())
@@ -166,14 +171,20 @@ class Pipelined:
         trained = tuple(p.requires_grad for p in self._runtime.parameters), _trained_in(batch)
         has_changed, self._trained = self._trained not in (None, trained), trained
         flags = [*bits, *(not bit for bit in bits), has_changed]
-        *found, any_has_changed = self._axes.pp.any(flags, "comparison of the batches of a pipeline")()
-        self._num_changes += any_has_changed  # then activations may need gradients that did not before
-        if any(one and other for one, other in zip(found[:_NUM_BITS], found[_NUM_BITS:], strict=True)):
-            raise RuntimeError(
-                f"pipeline ranks {list(self._axes.pp.global_ranks)} have different batches: expected the "
-                "same inputs and targets on all of them. Choose samples by engine.dp_rank and "
-                "engine.dp_world_size, not by the global rank"
-            )
+        answer = self._axes.pp.any(flags, "comparison of the batches of a pipeline")
+
+        def agree() -> Any:
+            *found, any_has_changed = answer()
+            self._num_changes += any_has_changed  # then activations may need gradients that did not before
+            if any(one and other for one, other in zip(found[:_NUM_BITS], found[_NUM_BITS:], strict=True)):
+                raise RuntimeError(
+                    f"pipeline ranks {list(self._axes.pp.global_ranks)} have different batches: expected "
+                    "the same inputs and targets on all of them. Choose samples by engine.dp_rank and "
+                    "engine.dp_world_size, not by the global rank"
+                )
+            return self._num_changes, shapes
+
+        return agree
 
     # -- the runner calls -----------------------------------------------------------------------------
 
@@ -264,7 +275,9 @@ class Pipelined:
     def enter(self, action: Action) -> None:
         """Note the action that begins."""
         self._action = action
-        self._runtime.here.action = f"{action} of pipeline rank {self._messages.rank}"
+        if (name := self._names.get(action)) is None:
+            name = self._names[action] = f"{action} of pipeline rank {self._messages.rank}"
+        self._runtime.here.action = name
 
     def _named(self, piece: Any) -> Mapping[str, Any]:
         """The arguments of the model, by name.

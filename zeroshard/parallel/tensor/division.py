@@ -90,12 +90,13 @@ def plan_division(
         by_sequence: True adds entries for the norms of a model of transformers.
 
     Raises:
-        ValueError: see `match`; there is no plan; or a parameter that two layers share would be cut in two
-            ways.
+        ValueError: see `match`; there is no plan; a weight is quantized; or a parameter that two layers share
+            would be cut in two ways.
     """
     _check_words(model, plan)
     if num_ranks == 1:
         return Division([], list(specs))
+    _refuse_codes(specs)
     is_known = plan is None
     plan = plan_of(model) if plan is None else plan
     if not plan:
@@ -127,6 +128,16 @@ def plan_division(
         return replace(o, cut=cuts.get(o.parameter), is_summed=o.parameter in summed)
 
     return Division(layers, [replace(spec, originals=[noted(o) for o in spec.originals]) for spec in specs])
+
+
+def _refuse_codes(specs: Sequence[UnitSpec]) -> None:
+    """Refuse codes: their blocks go over the borders of rows and columns."""
+    for original in (original for spec in specs for original in spec.originals):
+        if original.is_packed:
+            raise ValueError(
+                f"'{original.fqn}' holds codes of a quantized weight, which tensor ranks cannot divide: "
+                "expected mesh.tp=1, or a model that is not quantized"
+            )
 
 
 def _check_words(model: nn.Module, plan: Plan | None) -> None:

@@ -27,13 +27,10 @@ from zeroshard.parallel.tensor.losses import divide_losses
 from zeroshard.parallel.tensor.moves import Move, Sum, add_up, move
 from zeroshard.parallel.tensor.random import share_random_states
 from zeroshard.parallel.tensor.sequence import Regions, copied, install_regions
-from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, Divided, Way
+from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Way
 from zeroshard.parallel.tensor.vocabulary import embed
 from zeroshard.plan.layout import Span
 from zeroshard.sharding.changes import Changes
-
-_AS_THEY_ARE = (Way.SUMMED, Way.SEQUENCE_SPLIT, *OF_SEQUENCE)
-"""Layers that compute all of their outputs by their own forward."""
 
 
 def install(model: nn.Module, layers: list[Divided], over: Activations, changes: Changes) -> None:
@@ -97,7 +94,7 @@ def _install_forwards(layers: list[Divided], over: Activations, changes: Changes
     if regions is not None:
         adapt_regions(layers, regions, over, changes)
     for layer in layers:
-        if layer.style.way in _AS_THEY_ARE:
+        if not layer.has_other_forward:
             continue
         module, name = layer.module, layer.name
         add = regions.sum_of(layer) if regions is not None else add_up

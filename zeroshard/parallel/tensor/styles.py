@@ -62,6 +62,8 @@ OF_SEQUENCE = (Way.SEQUENCE, Way.SEQUENCE_PARTS)
 """Layers that work on a part of the sequence."""
 WITHOUT_CUTS = (Way.SUMMED, Way.SHARED_COLUMNS, Way.LATENT, Way.SEQUENCE_SPLIT, *OF_SEQUENCE)
 """Layers whose parameters each rank holds whole."""
+_BY_OWN_FORWARD = (Way.SUMMED, Way.SEQUENCE_SPLIT, *OF_SEQUENCE)
+"""Layers that compute all of their outputs by their own forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,11 @@ class Divided:
     """The module that holds it, or the adapter around it."""
     adapter: nn.Module | None = None
     """The LoRA module around it."""
+
+    @property
+    def has_other_forward(self) -> bool:
+        """True if a forward of this package takes the place of its own."""
+        return self.style.way not in _BY_OWN_FORWARD
 
     @property
     def is_summed(self) -> bool:

@@ -1,0 +1,99 @@
+"""Memory of QLoRA: a Llama of 1.1 B parameters, built without memory and quantized by parts, trains adapters.
+
+    python benchmarks/qlora.py --ranks 2
+
+Each rank tells its peak RSS after sharding and after the steps, the bytes of its parameters, and the seconds
+that building and sharding took. All of it is one run: nothing is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+
+import record
+import zeroshard
+from before import run_on_cpu
+
+VOCABULARY = 32000
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stage", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=22)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--length", type=int, default=64, help="tokens of a rank's batch")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--name", default="qlora_1b", help="of the JSON file in benchmarks/results")
+    parser.set_defaults(before=None)
+    return parser.parse_args(arguments)
+
+
+def build(args: argparse.Namespace) -> Any:
+    """A quantized Llama with adapters, without memory."""
+    config = transformers.LlamaConfig(
+        hidden_size=args.width,
+        intermediate_size=args.width * 11 // 4,
+        num_hidden_layers=args.blocks,
+        num_attention_heads=args.width // 64,
+        num_key_value_heads=max(1, args.width // 512),
+        vocab_size=VOCABULARY,
+        use_cache=False,
+    )
+    bits = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    adapters = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    with zeroshard.deferred_init():
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        num = sum(parameter.numel() for parameter in model.parameters())
+        return peft.get_peft_model(zeroshard.quantize(model, bits), adapters), num
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of the adapters."""
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-3)
+
+
+def peak_bytes() -> int:
+    """The largest RSS of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def report(args: argparse.Namespace) -> None:
+    """Train some steps; print and write the figures on rank 0."""
+    start = time.perf_counter()
+    model, num = build(args)
+    engine = zeroshard.initialize(model, adamw, {"stage": args.stage}).engine
+    found: dict[str, Any] = {"s to shard": time.perf_counter() - start, "peak bytes, sharded": peak_bytes()}
+    tokens = torch.randint(VOCABULARY, (1, args.length))
+    losses = [engine.train_batch({"input_ids": tokens}, tokens).item() for _ in range(args.steps)]
+    found |= {
+        "peak bytes, trained": peak_bytes(),
+        "bytes of parameters": engine.memory_report().parameters,
+        "losses": losses,
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    if not dist.get_rank():
+        rows = {"parameters of the model": num, "ranks": everyone}
+        record.console().print(rows)
+        record.write(args.name, rows, settings=vars(args))
+
+
+if __name__ == "__main__":
+    sys.exit(run_on_cpu(__file__, parse(), report))

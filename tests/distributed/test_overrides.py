@@ -1,0 +1,306 @@
+"""Modules that compute in another dtype than the rest, as if wrapped by hand in plain PyTorch."""
+
+import copy
+import os
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from tests.distributed.training import (
+    ALL_STAGES,
+    STAGES,
+    build,
+    by_hand,
+    differences,
+    finish,
+    numbers,
+    only,
+    start,
+    token_loss,
+    train,
+)
+from zeroshard import Config, Precision
+
+NORMS = ("norm", *(f"blocks.{block}.norm_{place}" for block in range(3) for place in (1, 2)))
+
+
+def bf16(overrides, **options):
+    return {"precision": {"param_dtype": "bf16", "overrides": overrides, **options}}
+
+
+def against_hand_written(kind, optimizer, overrides, wide, stages, **config):
+    model = build(kind)
+    want = by_hand(model, optimizer, range(3), token_loss, torch.bfloat16, wide=wide)
+    if dist.get_rank():
+        want.parameters = {}
+    found = []
+    for stage in stages:
+        made = start(copy.deepcopy(model), optimizer, stage=stage, **bf16(overrides), **config)
+        run = train(*made, 3, token_loss)
+        found += differences(f"stage {stage}", only(run, want.parameters), want)
+    return found
+
+
+CASES = {
+    "norms": ("GPT", "AdamW", {"*norm*": "fp32"}, NORMS),
+    "a tied head": ("tied GPT", "SGD", {"head": "fp32"}, ("tokens", "head")),
+    "norms of transformers": (
+        *("transformers Llama", "AdamW", {"*norm*": "fp32"}),
+        (
+            "model.norm",
+            *(f"model.layers.{n}.{at}_layernorm" for n in (0, 1) for at in ("input", "post_attention")),
+        ),
+    ),
+    "a block and a layer": (
+        *("GPT", "SGD", {"blocks.1": "fp32", "*.2.mlp.0.*": "fp32"}),
+        ("blocks.1", "blocks.2.mlp.0"),
+    ),
+}
+
+
+@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_overridden_modules_compute_as_wrapped_by_hand_to_the_bit(ranks, num_ranks, case):
+    assert ranks(num_ranks, against_hand_written, *CASES[case], ALL_STAGES) == [[]] * num_ranks
+
+
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.long)])
+def test_so_they_do_in_units_that_are_recomputed(ranks, stages):
+    config = {"recompute": "unit"}
+    found = ranks(2, against_hand_written, *CASES["norms"], stages, **config)
+    assert found == [[], []]
+    assert ranks(2, against_hand_written, *CASES["a block and a layer"], stages, **config) == [[], []]
+
+
+def test_so_they_do_if_each_of_them_is_a_unit(ranks):
+    config = {"units": ["LayerNorm"], "reshard_after_forward": False, "num_prefetch": 2}
+    assert ranks(2, against_hand_written, *CASES["norms"], (2, 3), **config) == [[], []]
+
+
+def test_so_they_do_with_main_parameters_on_the_host(ranks):
+    config = {"offload": {"optimizer": "cpu"}}
+    assert ranks(2, against_hand_written, *CASES["norms"], STAGES, **config) == [[], []]
+
+
+def in_float16():
+    model, found = build("GPT"), []
+    options = {"loss_scale": 1024.0}
+    want = by_hand(model, "AdamW", range(3), token_loss, torch.float16, wide=NORMS, **options)
+    if dist.get_rank():
+        want.parameters = {}
+    for stage in ALL_STAGES:
+        precision = {"param_dtype": "fp16", "overrides": {"*norm*": "fp32"}, "loss_scale": 1024}
+        engine, _ = start(copy.deepcopy(model), stage=stage, precision=precision)
+        losses = []
+        for number in range(3):
+            value = token_loss(engine, number)
+            engine.backward(value)
+            engine.step()
+            losses.append(value.item())
+        run = finish(engine, losses)
+        found += differences(f"stage {stage}", only(run, want.parameters), want)
+    return found
+
+
+def test_in_float16_the_loss_is_scaled_for_all_of_them(ranks):
+    assert ranks(2, in_float16) == [[], []]
+
+
+def compiled(stage):
+    """Losses with torch.compile and without."""
+    losses = {}
+    for compiles in (False, True):
+        model = build("GPT", num_blocks=2)
+        engine, optimizer = start(model, stage=stage, compile=compiles, **bf16({"*norm*": "fp32"}))
+        losses[compiles] = train(engine, optimizer, 2).losses
+    return losses
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))),
+    reason="torch.compile needs a C++ compiler on CPUs",
+)
+def test_compiled_units_cast_as_well(ranks):
+    for losses in ranks(2, compiled, 3, timeout=240):
+        assert losses[True] == pytest.approx(losses[False], rel=4e-3)  # bf16 has 8 bits
+
+
+# ------------------------------------------------------------------------------------------------ dtypes
+
+
+class Router(nn.Module):
+    """Scores of experts: two layers, and a bias of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.seen = []
+
+    def forward(self, x, *, mask=None):
+        hidden = self.layers(x) + self.bias
+        self.seen.append((x.dtype, None if mask is None else mask.dtype, hidden.dtype))
+        return hidden.softmax(-1), hidden.argmax(-1), [hidden.double().sum()]
+
+
+class Mixture(nn.Module):
+    """A router beside layers, one of them frozen, and a table of numbers that the forward adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.router, self.out = nn.Embedding(9, 8), Router(), nn.Linear(8, 4)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.decay = nn.Parameter(torch.zeros(8))
+        self.seen = {}
+
+    def forward(self, x):
+        row = self.table(torch.arange(5))
+        x = self.frozen(x) + row
+        scores, chosen, (total,) = self.router(x, mask=torch.ones(5, 1, dtype=torch.float64))
+        self.seen = {
+            "table": row.dtype,
+            "frozen": x.dtype,
+            "scores": scores.dtype,
+            "chosen": chosen.dtype,
+            "total": total.dtype,
+            "decay": self.decay.dtype,
+        }
+        return self.out(x * self.decay.exp().to(x.dtype)) * scores
+
+
+OVERRIDES = {"router": "fp32", "frozen": "fp32", "table": "fp32", "decay": "fp32"}
+
+
+def dtypes(stage):
+    torch.manual_seed(0)
+    engine, optimizer = start(Mixture(), "SGD", stage=stage, **bf16(OVERRIDES))
+    output = engine(numbers(0, 5, 8))
+    output.float().sum().backward()
+    grads = {p.grad.dtype for p in engine.parameters() if p.requires_grad}
+    optimizer.step()
+    return engine.module.seen, engine.module.router.seen, output.dtype, grads
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_inputs_of_a_module_are_cast_once_around_all_of_it_and_its_outputs_back(ranks, num_ranks):
+    half, wide = torch.bfloat16, torch.float32
+    for stage in STAGES:
+        for seen, in_router, output, grads in ranks(num_ranks, dtypes, stage):
+            assert seen == {
+                "table": half, "frozen": half, "scores": half, "chosen": torch.int64,
+                "total": torch.float64, "decay": wide,
+            }  # fmt: skip
+            assert in_router == [(wide, wide, wide)]
+            assert output == half
+            assert grads == {wide}
+
+
+def counted(stage):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    engine, _ = start(model, "SGD", stage=stage, **bf16({"1": "fp32"}))
+    engine(numbers(0, 5, 16)).float().sum().backward()
+    engine.step()
+    config = Config(stage=stage, precision=Precision(param_dtype="bf16", overrides={"1": "fp32"}))
+    return engine.memory_report(), config
+
+
+def test_reports_and_estimates_count_the_bytes_of_each_dtype(ranks):
+    shapes = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    padded = 512  # 256 elements, for two ranks a block each
+    for stage in ALL_STAGES:
+        for report, config in ranks(2, counted, stage):
+            estimate = zeroshard.estimate(shapes, 2, config, host_computes=True)
+            unsharded = padded * 2 + padded * 4
+            assert report.peak_unsharded == estimate.peak_unsharded == (unsharded if stage == 3 else 0)
+            assert report.parameters == estimate.parameters
+
+
+def encoded(overrides):
+    """The outputs of torch's encoder in training and in evaluation, where nothing is padded."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
+    engine, _ = start(nn.TransformerEncoder(layer, 2), "SGD", stage=3, **bf16(overrides))
+    x, padded = numbers(0, 3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
+    padded[0, 3:] = True
+    trained = engine(x, src_key_padding_mask=padded)[~padded]
+    trained.float().sum().backward()
+    engine.eval()
+    with torch.no_grad():
+        return trained.detach(), engine(x, src_key_padding_mask=padded)[~padded]
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"*norm*": "fp32"}, {"layers.1": "fp32"}, {"layers.1.self_attn": "fp32"}]
+)
+def test_torchs_encoder_evaluates_as_it_trains(ranks, overrides):
+    for trained, evaluated in ranks(2, encoded, overrides):
+        assert trained.dtype == evaluated.dtype == torch.bfloat16
+        assert (trained - evaluated).abs().max() <= 2**-5  # values up to 3, and bf16 has 8 bits
+
+
+# ------------------------------------------------------------------------------------------------ the rest
+
+
+def closed():
+    engine, _ = start(build("GPT"), stage=3, **bf16({"*norm*": "fp32"}))
+    model = engine.module
+    engine.close()
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def test_a_closed_engine_leaves_no_cast_behind(ranks):
+    assert ranks(2, closed) == [[], []]
+
+
+def resumed(folder):
+    engine, optimizer = start(build("GPT"), stage=3, **bf16({"*norm*": "fp32"}))
+    train(engine, optimizer, 1)
+    engine.save_checkpoint(folder)
+    want = train(engine, optimizer, 2)
+    other, again = start(build("GPT"), stage=1, **bf16({"*norm*": "fp32"}))
+    other.load_checkpoint(folder)
+    found = differences("resumed", train(other, again, 2), want)
+    third, _ = start(build("GPT"), stage=2, precision="bf16")
+    third.load_checkpoint(folder)
+    return found
+
+
+def test_a_checkpoint_loads_at_another_stage_and_without_overrides(ranks, tmp_path):
+    assert ranks(2, resumed, str(tmp_path)) == [[], []]
+
+
+def method_of_part():
+    """The dtypes inside and outside of a method of a module that is cast."""
+    model, seen = Mixture(), []
+    model.router.score = lambda x: seen.append(x.dtype) or model.router.layers(x)
+    engine, _ = start(model, "SGD", stage=3, **bf16(OVERRIDES))
+    engine.register_forward_method("router.score")
+    engine.register_forward_method("router.layers.forward")
+    output = engine.module.router.score(numbers(0, 5, 8).bfloat16())
+    return seen, output.dtype, engine.module.router.layers.forward(numbers(0, 5, 8)).dtype
+
+
+def test_registered_methods_of_such_a_module_cast_as_its_forward_does(ranks):
+    want = [torch.float32], torch.bfloat16, torch.bfloat16
+    assert ranks(2, method_of_part) == [want, want]
+
+
+def differing():
+    overrides = {"*norm*": "fp32"} if dist.get_rank() else {"*norm*": "fp64"}
+    try:
+        start(build("GPT"), stage=3, **bf16(overrides))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_ranks_with_different_overrides_are_told(ranks):
+    for message in ranks(2, differing):
+        assert "rank(s) 0 have config precision" in message
+        assert "float64" in message

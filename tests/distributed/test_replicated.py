@@ -1,0 +1,309 @@
+"""Frozen parameters that each rank holds whole at stage 3: the same bits as sharded, and never gathered."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from tests.distributed.test_frozen import lora
+from tests.distributed.training import (
+    ALL_STAGES,
+    differences,
+    numbers,
+    same_as_replicated,
+    start,
+    step,
+    token_loss,
+    train,
+    train_sharded,
+    unequal,
+)
+
+WIDTH = 20
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 33), nn.Linear(33, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Seeing(nn.Module):
+    """A frozen tower with a table of its own, a trained trunk with a frozen block; [n, 20] -> [n, 3]."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = nn.ModuleDict({"stem": nn.Linear(WIDTH, WIDTH), "norm": nn.LayerNorm(WIDTH)})
+        self.tower["blocks"] = nn.ModuleList(Block() for _ in range(3))
+        self.trunk = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 3)
+        self.tower.requires_grad_(False)
+        self.trunk[1].requires_grad_(False)
+
+    def forward(self, x, sees=True):
+        y = x
+        if sees:
+            y = self.tower["stem"](y)
+            for block in self.tower["blocks"]:
+                y = block(y)
+            y = self.tower["norm"](y)
+        for block in self.trunk:
+            y = block(y)
+        return self.head(y)
+
+
+def build():
+    torch.manual_seed(0)
+    return Seeing()
+
+
+def loss_of(model, number, **others):
+    return model(numbers(number, 5, WIDTH), **others).float().square().mean()
+
+
+def against_ddp(stages, **config):
+    return same_as_replicated(build(), "AdamW", 3, loss_of, stages=stages, **config)
+
+
+@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_replicated_parameters_train_as_in_ddp_to_the_bit(ranks, num_ranks):
+    if num_ranks < 4:
+        for frozen in ("replicate", "tower", ["tower.blocks.*", "trunk.1.up.weight"]):
+            assert ranks(num_ranks, against_ddp, ALL_STAGES, frozen=frozen) == [[]] * num_ranks
+        return
+    for result in ranks(4, as_sharded, {"shard_group_size": 2, "reshard_after_forward": 2}):
+        assert result == []
+
+
+def as_sharded(config):
+    """Where a run with replicated parameters differs from one with sharded ones."""
+    config = {"stage": 3, **config}
+    want = train_sharded(build(), "AdamW", 3, loss_of, **config)
+    got = train_sharded(build(), "AdamW", 3, loss_of, frozen="replicate", **config)
+    return differences(str(config), got, want)
+
+
+CONFIGS = [
+    {"precision": "bf16"},
+    {"precision": {"param_dtype": "bf16", "overrides": {"tower.norm": "fp32", "trunk": "fp32"}}},
+    {"recompute": "unit", "num_prefetch": 2},
+    {"reshard_after_forward": False},
+    {"offload": {"optimizer": "cpu", "parameters": "cpu"}},
+    {"units": ["Linear"]},
+    {"units": []},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_they_give_the_bits_of_sharded_ones(ranks, config):
+    assert ranks(2, as_sharded, config) == [[], []]
+
+
+def adapters(**config):
+    found = same_as_replicated(lora(), num_steps=2, stages=(3,), frozen="replicate", **config)
+    half = [
+        train_sharded(lora(torch.bfloat16), "AdamW", 2, frozen=frozen, precision="bf16", **config)
+        for frozen in ("shard", "replicate")
+    ]
+    return found + differences("in bf16", *half)
+
+
+def test_adapters_over_a_replicated_base_train_as_in_ddp(ranks):
+    assert ranks(2, adapters, timeout=120) == [[], []]
+    assert ranks(2, adapters, recompute="unit", timeout=120) == [[], []]
+
+
+# ------------------------------------------------------------------------------------- memory and traffic
+
+
+def costs(frozen, config):
+    """Bytes of a step and at rest, and the estimate of both."""
+    model = build()
+    config = {"stage": 3, "frozen": frozen, **config}
+    want = zeroshard.estimate(copy.deepcopy(model), dist.get_world_size(), config, host_computes=True)
+    engine, optimizer = start(model, **config)
+    for number in range(3):
+        engine.reset_comm_report()
+        engine.reset_memory_report()
+        step(engine, optimizer, loss_of, number)
+    sent, report = engine.comm_report().bytes_sent, engine.memory_report()
+    sizes = {unit.name: unit.numel for unit in engine.units}
+    with torch.no_grad():
+        engine.reset_comm_report()
+        loss_of(engine, 0)
+    evaluated = engine.comm_report().bytes_sent["all_gather"]
+    return sizes, sent, report, want, evaluated
+
+
+@pytest.mark.parametrize("config", [{}, {"precision": "bf16"}], ids=["fp32", "bf16"])
+def test_nothing_of_replicated_parameters_is_gathered(ranks, config):
+    size = 2 if config else 4
+    for sizes, sent, report, want, evaluated in ranks(2, costs, "replicate", config):
+        trained = ("trunk.0", "trunk.2")
+        root = 512  # the head, in two blocks of 256; its frozen neighbours lie in a buffer of their own
+        share = root + sum(sizes[name] for name in trained)
+        assert evaluated == size * share // 2
+        # The root stays gathered up to its backward, and so does the last unit that is gathered.
+        assert sent["all_gather"] == size * (share + sizes["trunk.0"]) // 2
+        assert sent["reduce_scatter"] == 4 * share // 2
+        assert sent["all_gather"] + sent["reduce_scatter"] == want.wire_bytes_per_step
+        assert report.parameters == want.parameters
+        assert report.peak_unsharded == want.peak_unsharded
+
+
+def test_sharded_ones_are_gathered_and_take_less_at_rest(ranks):
+    ((_, sent, report, want, _), _) = ranks(2, costs, "shard", {})
+    ((_, fewer, more, _, _), _) = ranks(2, costs, "replicate", {})
+    assert sent["all_gather"] > 2 * fewer["all_gather"]
+    assert sent["reduce_scatter"] == fewer["reduce_scatter"]
+    assert report.parameters == want.parameters < more.parameters
+    assert report.peak_unsharded > more.peak_unsharded
+
+
+def uneven(is_first):
+    """Where runs differ in which ranks leave out the blocks of a tower by turns.
+
+    Args:
+        is_first: False for a tower with a trained layer before its blocks.
+    """
+    model, found = build(), []
+    model.tower["stem"].requires_grad_(not is_first)
+    replica = copy.deepcopy(model)
+    engine, optimizer = start(model, frozen=["tower.blocks"], num_prefetch=2)
+    other = torch.optim.AdamW([p for p in replica.parameters() if p.requires_grad], lr=1e-3)
+    for number in range(3):
+        sees = (dist.get_rank() + number) % 2 == 0
+        got = step(engine, optimizer, lambda m, n, s=sees: loss_of(m, n, sees=s), number)
+        loss = loss_of(replica, number, sees=sees)
+        loss.backward()
+        for parameter in replica.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad /= dist.get_world_size()
+                dist.all_reduce(parameter.grad)
+        other.step()
+        other.zero_grad()
+        found += [] if got == loss.item() else [(number, got, loss.item())]
+    state = engine.full_state_dict()
+    want = {name: value for name, value in replica.state_dict().items() if state}
+    return found + list(unequal("parameters", state, want))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_rank_may_leave_out_a_tower_that_is_not_gathered(ranks, is_first):
+    assert ranks(2, uneven, is_first) == [[], []]
+
+
+# --------------------------------------------------------------------------------------------- the rest
+
+
+def saved(folder, frozen, keeps):
+    config = {"stage": 3, "frozen": frozen, "checkpoint": {"frozen": keeps}}
+    engine, optimizer = start(build(), **config)
+    train(engine, optimizer, 2, loss_of)
+    engine.save_checkpoint(folder)
+    return train(engine, optimizer, 2, loss_of)
+
+
+def loaded(folder, **config):
+    model = build()
+    if config.pop("differs"):
+        with torch.no_grad():
+            for parameter in model.tower.parameters():
+                parameter.add_(dist.get_rank() + 1)
+    engine, optimizer = start(model, **config)
+    engine.load_checkpoint(folder)
+    return train(engine, optimizer, 2, loss_of)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_checkpoints_load_with_another_choice_at_any_stage(ranks, tmp_path, keeps):
+    for before, after in (("replicate", "shard"), ("shard", "tower")):
+        folder = str(tmp_path / f"{before}{keeps}")
+        want = ranks(2, saved, folder, before, keeps)[0]
+        for num_ranks, stage in ((2, 3), (2, 1), (1, 3)):
+            config = {"stage": stage, "frozen": after, "differs": keeps}
+            got = ranks(num_ranks, loaded, folder, **config)[0]
+            assert list(unequal("parameters", got.parameters, want.parameters)) == [] or num_ranks == 1
+            assert num_ranks == 1 or got.losses == want.losses
+
+
+def values():
+    """What the engine tells of the parameters, and what is left of it."""
+    model = build()
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    if dist.get_rank():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    engine, optimizer = start(model, frozen=["tower"])
+    ema = zeroshard.EMA(engine, 0.9)
+    streamed = {name: value.clone() for name, value in engine.named_full_parameters()}
+    found = list(unequal("streamed", streamed, want))
+    with engine.unsharded():
+        found += unequal("unsharded", dict(engine.module.state_dict()), want)
+    by_name = {name: engine.full_parameter(name) for name in want}
+    found += unequal("by name", by_name, want)
+    train(engine, optimizer, 2, loss_of)
+    with ema.applied():
+        averaged = {name: v.clone() for name, v in engine.named_full_parameters() if name.startswith("tower")}
+    frozen = {name: value for name, value in want.items() if name.startswith("tower")}
+    found += unequal("averaged", averaged, frozen)
+    with pytest.raises(RuntimeError, match=r"tower.stem.weight"):
+        engine.module.tower["stem"].weight.requires_grad_(True)
+    engine.set_full_parameter("tower.stem.bias", torch.ones(WIDTH))
+    first = loss_of(engine, 0).item()
+    engine.close()
+    return found, first == loss_of(model, 0).item(), model.tower["stem"].bias.sum().item()
+
+
+def test_names_streams_averages_and_edits_see_them_whole(ranks):
+    assert ranks(2, values) == [([], True, WIDTH)] * 2
+
+
+def deferred(how, frozen):
+    torch.manual_seed(dist.get_rank())
+    if how == "deferred":
+        with zeroshard.deferred_init():
+            model = Seeing()
+    else:
+        model = zeroshard.from_pretrained(*how)
+        for parameter in model.model.parameters():
+            parameter.requires_grad_(False)
+    engine, optimizer = start(model, frozen=frozen)
+    run = train(engine, optimizer, 2, loss_of if how == "deferred" else token_loss)
+    return run, engine.memory_report().parameters
+
+
+def test_values_that_come_later_are_the_same(ranks, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from tests.test_pretrained import llama
+
+    llama().save_pretrained(tmp_path)
+    pretrained = (transformers.AutoModelForCausalLM, str(tmp_path), {"stage": 3})
+    for how in ("deferred", pretrained):
+        (want, fewer), _ = ranks(2, deferred, how, "shard")
+        (got, more), _ = ranks(2, deferred, how, "replicate")
+        assert got.losses == want.losses
+        assert list(unequal("parameters", got.parameters, want.parameters)) == []
+        assert more > fewer
+
+
+def gathered_when_frozen(frozen):
+    """Bytes of evaluation, of a model that is frozen as a whole."""
+    engine, *_ = zeroshard.initialize(build().requires_grad_(False), None, {"frozen": frozen})
+    engine.reset_comm_report()
+    loss_of(engine, 0)
+    return engine.comm_report().bytes_sent["all_gather"]
+
+
+def test_a_model_that_is_frozen_as_a_whole_evaluates_without_exchange(ranks):
+    assert ranks(2, gathered_when_frozen, "replicate") == [0, 0]
+    assert min(ranks(2, gathered_when_frozen, "shard")) > 0

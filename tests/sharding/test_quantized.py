@@ -1,0 +1,387 @@
+"""Frozen weights of bitsandbytes with 4 and 8 bits: adapters beside them train as on one process, to the bit.
+
+Losses and parameters are the same bits: codes and scales are those of the unsharded model, each gradient is
+scaled by a power of 2, and sums are taken in the order in which one process accumulates.
+"""
+
+import copy
+
+import bitsandbytes
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+import zeroshard
+
+VOCABULARY, ROWS, LENGTH = 128, 4, 16
+KINDS = {
+    "nf4": {"quant_type": "nf4", "compress_statistics": False},
+    "nf4 twice": {"quant_type": "nf4", "compress_statistics": True},
+    "fp4 in bfloat16": {"quant_type": "fp4", "compress_statistics": False, "quant_storage": torch.bfloat16},
+    "nf4 twice in float32": {
+        "quant_type": "nf4",
+        "compress_statistics": True,
+        "quant_storage": torch.float32,
+    },
+    "int8": None,
+}
+
+
+def quantized(layer, kind):
+    """A quantized layer with the weight of a linear one."""
+    options, weight = KINDS[kind], layer.weight.detach().clone()
+    if options is None:
+        new = bitsandbytes.nn.Linear8bitLt(
+            layer.in_features, layer.out_features, bias=False, has_fp16_weights=False
+        )
+        new.weight = bitsandbytes.nn.Int8Params(weight, has_fp16_weights=False, requires_grad=False)
+    else:
+        new = bitsandbytes.nn.Linear4bit(
+            layer.in_features, layer.out_features, bias=False, compute_dtype=torch.float32, **options
+        )
+        new.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, module=new, **options)
+    return new.to("cpu")
+
+
+def base(kind, seed=0, width=64):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            model.set_submodule(name, quantized(layer, kind))
+    return peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+
+def build(kind, seed=0, width=64):
+    model = base(kind, seed, width)
+    torch.manual_seed(seed + 1)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, config)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2)
+
+
+def tokens_of(number):
+    return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(number))
+
+
+def plain(model, steps, num_parts=1):
+    """Train in one process; a batch is accumulated part by part, as many as there are ranks."""
+    optimizer, losses = adamw(model.parameters()), []
+    for number in steps:
+        total = torch.zeros(())
+        for part in tokens_of(number).chunk(num_parts):
+            loss = model(input_ids=part, labels=part).loss / num_parts
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return losses
+
+
+def train(engine, steps):
+    losses = []
+    for number in steps:
+        part = tokens_of(number).chunk(engine.dp_world_size)[engine.dp_rank]
+        losses.append(engine.train_batch({"input_ids": part}, part).item())
+    return losses
+
+
+def same_state(found, want):
+    assert found.keys() == want.keys()
+    for name, value in want.items():
+        assert same_bits(found[name], value), name
+
+
+def same_bits(one, other):
+    """Codes in a floating-point dtype may be NaN, which equals nothing."""
+    bits = (value.contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(*bits)
+
+
+def trained(kind, stage, options):
+    rank = dist.get_rank()
+    model = build(kind, seed=10 * rank)  # all ranks get the codes and scales of rank 0
+    engine = zeroshard.initialize(model, adamw, {"stage": stage, **options}).engine
+    losses = train(engine, range(3))
+    names = [name for name, p in engine.named_parameters() if p.requires_grad]
+    state = engine.full_state_dict()
+    engine.close()
+    if not rank:  # the model is an ordinary one again
+        same_state(dict(model.state_dict()), state)
+        losses += plain(model, range(3, 5))
+    return losses, names, state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.long_where(stage=[0, 1])
+@pytest.mark.long_where(num_ranks=[1, 4])
+@pytest.mark.long_where(stage=[2], kind=["nf4", "fp4 in bfloat16", "nf4 twice in float32"])
+def test_adapters_train_as_in_one_process_to_the_bit(ranks, kind, stage, num_ranks):
+    model = build(kind)
+    want = plain(model, range(3), num_ranks)
+    state = copy.deepcopy(model.state_dict())
+    (losses, names, found), *others = ranks(num_ranks, trained, kind, stage, {})
+    assert losses[:3] == want
+    assert all("lora_" in name for name in names)
+    same_state(found, state)
+    assert losses[3:] == plain(model, range(3, 5))  # the optimizer begins anew on both sides
+    assert all(other[0] == want for other in others)
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recompute": "unit"},
+        pytest.param({"reshard_after_forward": False}, marks=pytest.mark.long),
+        pytest.param({"offload": {"parameters": "cpu", "optimizer": "cpu"}}, marks=pytest.mark.long),
+        pytest.param({"units": ["LlamaMLP", "LlamaAttention"]}, marks=pytest.mark.long),
+    ],
+)
+def test_they_do_so_with_other_settings(ranks, kind, options):
+    want = plain(build(kind), range(3), 2)
+    for losses, *_ in ranks(2, trained, kind, 3, options):
+        assert losses[:3] == want
+
+
+def over_parts(kind, schedule, stage):
+    pipeline = {"schedule": schedule, "num_microbatches": 2}
+    config = {"stage": stage, "mesh": {"pp": 2}, "pipeline": pipeline}
+    engine = zeroshard.initialize(build(kind), adamw, config).engine
+    return train(engine, range(3)), engine.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "stage"),
+    [("nf4 twice", "1f1b", 3), pytest.param("int8", "zb-h1", 0, marks=pytest.mark.long)],
+)
+def test_pipeline_ranks_have_the_codes_of_their_parts(ranks, kind, schedule, stage):
+    model = build(kind)
+    want = plain(model, range(3), 2)
+    (losses, state), (others, _) = ranks(2, over_parts, kind, schedule, stage)
+    assert losses == want == others
+    same_state(state, dict(model.state_dict()))
+
+
+def answered(kind):
+    engine = zeroshard.initialize(build(kind), adamw, {"stage": 3}).engine
+    return engine.generate(input_ids=tokens_of(0)[:1, :4], max_new_tokens=5, do_sample=False)
+
+
+@pytest.mark.parametrize("kind", ["int8"])
+def test_generation_has_the_tokens_of_one_process(ranks, kind):
+    want = build(kind).eval().generate(input_ids=tokens_of(0)[:1, :4], max_new_tokens=5, do_sample=False)
+    assert all(torch.equal(found, want) for found in ranks(2, answered, kind))
+
+
+# ---------------------------------------------------------------------------------------------- precision
+
+
+def in_half_precision(kind):
+    model = build(kind)
+    config = {"stage": 3, "precision": {"param_dtype": "bfloat16"}}
+    engine = zeroshard.initialize(model, adamw, config).engine
+    losses = train(engine, range(3))
+    state = engine.full_state_dict()
+    return losses, {name: value for name, value in state.items() if "base_layer" in name or ".mlp." in name}
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4 twice in float32"])
+def test_codes_are_not_cast_to_the_compute_dtype(ranks, kind):
+    want = build(kind).state_dict()
+    for losses, state in ranks(2, in_half_precision, kind):
+        assert losses == pytest.approx(plain(build(kind), range(3), 2), rel=1e-2)  # bf16 has 8 bits
+        for name, value in state.items():
+            if "lora_" not in name:
+                assert same_bits(value, want[name]), name
+
+
+# ----------------------------------------------------------------------------------------------- in memory
+
+
+def at_rest():
+    model = build("nf4", width=256)
+    codes = sum(p.nbytes for p in model.parameters() if not p.is_floating_point())
+    frozen = sum(p.nbytes for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
+    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
+    train(engine, range(1))
+    buffers = [buffer for unit in engine._runtime.units for buffer in unit.buffers if not buffer.trainable]
+    held = sum(buffer.main.nbytes + buffer.full.untyped_storage().nbytes() for buffer in buffers)
+    return codes, frozen, held
+
+
+def test_a_rank_keeps_its_share_of_the_codes(ranks):
+    for codes, frozen, held in ranks(2, at_rest):
+        assert held == pytest.approx((codes + frozen) / 2, rel=0.02)
+
+
+# --------------------------------------------------------------------------------------------- evaluation
+
+
+def evaluated(kind):
+    engine = zeroshard.initialize(build(kind), adamw, {"stage": 3}).engine
+    tokens = tokens_of(9)
+    losses = [engine.eval_batch({"input_ids": tokens}, tokens).item() for _ in range(2)]
+    return losses, train(engine, range(2))
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+def test_an_evaluation_leaves_the_codes_as_they_are(ranks, kind):
+    want = plain(build(kind), range(2), 2)
+    tokens, model = tokens_of(9), build(kind).eval()
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+    with torch.no_grad():
+        loss = model(input_ids=tokens, labels=tokens).loss.item()
+    for evaluations, losses in ranks(2, evaluated, kind):
+        assert evaluations == [loss, loss]
+        assert losses == want
+
+
+# -------------------------------------------------------------------------------------------- checkpoints
+
+
+def saved(kind, stage, frozen, directory):
+    config = {"stage": stage, "checkpoint": {"frozen": frozen}}
+    engine = zeroshard.initialize(build(kind), adamw, config).engine
+    train(engine, range(2))
+    engine.save_checkpoint(directory)
+    return train(engine, range(2, 4)), engine.full_state_dict()
+
+
+def loaded(kind, stage, seed, directory):
+    engine = zeroshard.initialize(build(kind, seed), adamw, {"stage": stage}).engine
+    engine.load_checkpoint(directory)
+    return train(engine, range(2, 4)), engine.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    "kind", ["nf4 twice", "int8", pytest.param("fp4 in bfloat16", marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_checkpoint_loads_at_another_layout_over_the_same_base_or_any(ranks, tmp_path, kind, frozen):
+    (want, state), *_ = ranks(2, saved, kind, 3, frozen, tmp_path)
+    (losses, found), *_ = ranks(1, loaded, kind, 2, 5 if frozen else 0, tmp_path)
+    same_state(ranks(2, loaded, kind, 2, 5 if frozen else 0, tmp_path)[0][1], state)
+    assert losses == pytest.approx(want, rel=1e-5)  # one rank has other sums
+    assert found.keys() == state.keys()
+
+
+def test_a_checkpoint_of_another_base_or_kind_is_refused(ranks, tmp_path):
+    ranks(2, saved, "nf4 twice", 3, False, tmp_path / "without")
+    ranks(2, saved, "nf4 twice", 3, True, tmp_path / "with")
+    with pytest.raises(AssertionError, match="leaves out the frozen parameter"):
+        ranks(2, loaded, "nf4 twice", 3, 5, tmp_path / "without")
+    with pytest.raises(AssertionError, match="is quantized as"):
+        ranks(2, loaded, "nf4", 3, 0, tmp_path / "with")
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+
+def refused(change, config):
+    model = build("nf4 twice")
+    change(model, dist.get_rank())
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        zeroshard.initialize(model, adamw, config)
+    return str(caught.value)
+
+
+def not_yet(model, _):
+    name = "base_model.model.model.layers.0.mlp.up_proj"
+    layer = bitsandbytes.nn.Linear4bit(64, 96, bias=False)
+    model.set_submodule(name, layer)
+
+
+def other_blocks(model, rank):
+    model.get_submodule("base_model.model.model.layers.0.mlp.up_proj").weight.quant_state.blocksize = 64 * (
+        1 + rank
+    )
+
+
+def packed(model, _):
+    model.get_submodule(
+        "base_model.model.model.layers.0.mlp.up_proj"
+    ).weight.quant_state.packing_format_for_cpu = True
+
+
+def nothing(model, _):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "text"),
+    [
+        (not_yet, {}, "layers.0.mlp.up_proj.weight' is not quantized yet"),
+        (other_blocks, {}, "layers.0.mlp.up_proj' is quantized in another way on rank"),
+        (packed, {}, "layers.0.mlp.up_proj.weight' was packed for inference"),
+        (nothing, {"mesh": {"tp": 2}}, "holds codes of a quantized weight, which tensor ranks cannot divide"),
+    ],
+)
+def test_mistakes_are_named_on_all_ranks(ranks, change, config, text):
+    for message in ranks(2, refused, change, config):
+        assert text in message
+
+
+def test_codes_that_are_to_be_trained_are_refused():
+    model = nn.Linear(8, 8)
+    model.weight.quant_state = object()
+    with pytest.raises(ValueError, match="'weight' holds codes of a quantized weight, which no gradient"):
+        zeroshard.estimate(model, 2)
+
+
+# ----------------------------------------------------------------------------------------------- a stream
+
+
+def streamed(kind, merge_adapters):
+    engine = zeroshard.initialize(build(kind), adamw, {"stage": 3}).engine
+    stream = engine.named_full_parameters(dtype=torch.float32, merge_adapters=merge_adapters)
+    return {name: value.cpu() for name, value in stream}
+
+
+def weight_of(layer):
+    """The weight of a quantized layer as bitsandbytes computes with it."""
+    if hasattr(layer.weight, "SCB"):
+        return layer.weight.data.float().mul_(layer.weight.SCB.unsqueeze(1).mul(1.0 / 127.0))
+    return bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice in float32", "int8"])
+@pytest.mark.parametrize("merge_adapters", [True, False])
+def test_a_stream_has_weights_and_not_codes(ranks, kind, merge_adapters):
+    model = build(kind)
+    want = {name: p.detach() for name, p in model.named_parameters() if p.dtype == torch.float32}
+    for name, layer in model.named_modules():
+        if isinstance(layer, bitsandbytes.nn.Linear4bit | bitsandbytes.nn.Linear8bitLt):
+            want[f"{name}.weight"] = weight_of(layer)
+    if merge_adapters:
+        for name, layer in model.named_modules():
+            if hasattr(layer, "get_delta_weight"):
+                want[f"{name}.base_layer.weight"] += layer.get_delta_weight("default").detach()
+        plain_names = {
+            name: name.replace("base_model.model.", "").replace(".base_layer", "") for name in want
+        }
+        want = {plain_names[name]: value for name, value in want.items() if "lora_" not in name}
+    for found in ranks(2, streamed, kind, merge_adapters):
+        same_state(found, want)

@@ -1,0 +1,179 @@
+"""Ranks quantize parts of a weight: codes and scales are those of bitsandbytes for the whole, to the bit."""
+
+import copy
+from itertools import pairwise
+from types import SimpleNamespace
+
+import bitsandbytes
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import zeroshard
+from tests.sharding.test_quantized import VOCABULARY, adamw, plain, same_state, train
+from zeroshard.lazy.codes import Codes
+from zeroshard.plan.layout import Span
+
+FOUR = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+KINDS = {
+    "nf4 twice": {**FOUR, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4 in bfloat16": {**FOUR, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.bfloat16},
+    "int8": {"load_in_8bit": True},
+}
+
+
+def config_of(kind):
+    return transformers.BitsAndBytesConfig(**KINDS[kind])
+
+
+def llama(width=64, **options):
+    return transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        use_cache=False,
+        **options,
+    )
+
+
+def with_adapters(model):
+    torch.manual_seed(1)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, config).train()
+
+
+def theirs(folder, kind):
+    """The model that transformers quantizes as it loads it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config_of(kind), device_map="cpu", dtype=torch.float32
+    )
+    return with_adapters(model)
+
+
+def from_file(folder, kind):
+    model = zeroshard.from_pretrained(
+        transformers.AutoModelForCausalLM, folder, quantization_config=config_of(kind), dtype=torch.float32
+    )
+    with zeroshard.deferred_init():
+        return with_adapters(model)
+
+
+def from_init(_, kind):
+    torch.manual_seed(dist.get_rank())  # the values of rank 0 count
+    with zeroshard.deferred_init():
+        return with_adapters(zeroshard.quantize(transformers.LlamaForCausalLM(llama()), config_of(kind)))
+
+
+def trained(build, stage, folder, kind, options):
+    model = build(folder, kind)
+    assert all(p.is_meta for p in model.parameters())
+    engine = zeroshard.initialize(model, adamw, {"stage": stage, **options}).engine
+    state = engine.full_state_dict()
+    return train(engine, range(3)), state
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(llama()).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("build", [from_file, from_init])
+@pytest.mark.parametrize(
+    ("num_ranks", "stage", "options"),
+    [(1, 3, {}), (2, 3, {}), (2, 0, {}), (4, 2, {}), (4, 3, {"shard_group_size": 2})],
+)
+@pytest.mark.long_where(num_ranks=[1, 4])
+@pytest.mark.long_where(stage=[0])
+def test_the_model_is_the_one_that_transformers_quantizes(
+    ranks, folder, kind, build, num_ranks, stage, options
+):
+    model = theirs(folder, kind)
+    state = copy.deepcopy(model.state_dict())
+    want = plain(model, range(3), num_ranks)
+    (losses, found), *others = ranks(num_ranks, trained, build, stage, folder, kind, options)
+    same_state(found, state)
+    if options:  # two groups of ranks add up their gradients first
+        want = pytest.approx(want, rel=1e-6)
+    assert losses == want
+    assert all(other[0] == want for other in others)
+
+
+# ------------------------------------------------------------------------------------------------- blocks
+
+
+def parts_of(size, cuts):
+    places = sorted({0, size, *(cut for cut in cuts if cut < size)})
+    return [Span(start, stop) for start, stop in pairwise(places)]
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 12),
+    st.sampled_from([32, 48, 64, 100]),
+    st.sampled_from([64, 128, 4096]),
+    st.sampled_from([torch.uint8, torch.bfloat16]),
+    st.lists(st.integers(0, 600), max_size=4),
+)
+def test_any_parts_have_the_codes_and_scales_of_the_whole(rows, width, block, storage, cuts):
+    weight = torch.randn(4 * rows, width, generator=torch.Generator().manual_seed(rows))
+    options = {"blocksize": block, "quant_type": "nf4", "quant_storage": storage}
+    want, state = bitsandbytes.functional.quantize_4bit(weight, **options)
+
+    def quantize(values):
+        codes, inner = bitsandbytes.functional.quantize_4bit(values, **options)
+        return codes, inner.absmax
+
+    codes = Codes(weight, block, 2 * storage.itemsize, quantize)
+    assert codes.numel == want.numel()
+    unit = 256 // storage.itemsize  # a range of a rank begins on a block of the layout
+    found = torch.cat([codes.read(span) for span in parts_of(want.numel(), [unit * cut for cut in cuts])])
+    assert torch.equal(found.view(torch.uint8), want.view(-1).view(torch.uint8))
+    assert torch.equal(codes.scales, state.absmax)
+
+
+# ---------------------------------------------------------------------------------------------- quantize
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(64, 64) for _ in range(3))
+        self.second.weight = self.first.weight
+
+
+def test_layers_with_a_shared_weight_and_those_that_are_named_stay_as_they_are():
+    model = zeroshard.quantize(Tied(), transformers.BitsAndBytesConfig(load_in_4bit=True))
+    assert [type(layer).__name__ for layer in model.children()] == ["Linear", "Linear", "Linear4bit"]
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["third"])
+    assert all(type(layer) is nn.Linear for layer in zeroshard.quantize(Tied(), config).children())
+
+
+def test_a_model_with_memory_is_quantized_at_once_as_by_bitsandbytes():
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 96)
+    want, _ = bitsandbytes.functional.quantize_4bit(layer.weight.detach(), quant_type="nf4")
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = zeroshard.quantize(nn.Sequential(layer), config)
+    assert torch.equal(model[0].weight, want)
+    assert model[0].bias is layer.bias
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_a_config_without_bits_is_refused():
+    config = SimpleNamespace(load_in_4bit=False, load_in_8bit=False, llm_int8_has_fp16_weight=False)
+    with pytest.raises(ValueError, match="expected load_in_4bit or load_in_8bit"):
+        zeroshard.quantize(nn.Linear(2, 2), config)

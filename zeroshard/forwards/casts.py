@@ -1,0 +1,68 @@
+"""Forwards of modules that compute in a dtype of their own, inside a model that computes in another one.
+
+    x (bf16) --cast--> x (fp32) --forward, parameters in fp32--> y (fp32) --cast--> y (bf16)
+
+So the modules around go on in their own dtype. The functions are around the forwards, not in hooks: a
+recomputed forward casts again, and torch's encoder layers allow no hooks inside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.internals import pytree
+from zeroshard.internals.nested import cast_inputs, copy_tensors
+from zeroshard.plan.overrides import Cast
+from zeroshard.sharding.changes import Changes
+
+
+def cast_forwards(root: nn.Module, casts: Mapping[nn.Module, Cast], changes: Changes) -> None:
+    """Let modules cast their inputs and outputs.
+
+    Args:
+        root: the model.
+        casts: modules of it, as `find_casts` gives them.
+        changes: the changes of the modules.
+    """
+    for module, cast in casts.items():
+        if cast.is_called:
+            changes.set(module, "forward", casting(module, module.forward, cast, in_lists=module is root))
+
+
+def casting(
+    module: nn.Module, method: Callable[..., Any], cast: Cast, *, in_lists: bool = False
+) -> Callable[..., Any]:
+    """A method of a module that casts its float inputs, and its outputs back to the dtype of the first one.
+
+    Args:
+        module: the module.
+        method: its forward or another method.
+        cast: the dtypes.
+        in_lists: True also casts in lists and mappings, see `cast_inputs`.
+    """
+    without = cast.without if cast.is_outermost else cast.dtype
+
+    @functools.wraps(method)
+    def cast_around(*args: Any, **kwargs: Any) -> Any:
+        back = _first_dtype(args, kwargs) or without
+        args, kwargs = cast_inputs(module, args, kwargs, dtype=cast.dtype, in_lists=in_lists)
+        output = method(*args, **kwargs)
+        if back == cast.dtype:
+            return output
+        return copy_tensors(output, lambda t: t.dtype == cast.dtype, copying=lambda t: t.to(back))
+
+    return cast_around
+
+
+def _first_dtype(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype of the first floating-point tensor among arguments; None if there is none."""
+    for value in (*args, *kwargs.values()):
+        for leaf in (value,) if isinstance(value, Tensor) else pytree.tree_leaves(value):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                return leaf.dtype
+    return None

@@ -1,0 +1,245 @@
+"""Layers of bitsandbytes, whose frozen weights are codes.
+
+    weight                codes, which are sharded like any frozen parameter, and never cast
+    scales                kept whole on each rank, where bitsandbytes keeps them:
+                            4 bits    the `quant_state` of the weight, which the layer has, too
+                            8 bits    `state.SCB` of the layer
+    further references    `CB` of the weight, or of `state`: the codes again. They would keep the whole
+                          weight in memory, so they are taken away, and come for the time of a forward and
+                          its backward
+
+The layers with 4 bits may pack a weight in another way for inference on a CPU, and then write it back into
+the parameter. Shards know only one way, so sharded layers do not do this.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.lazy.codes import Codes
+from zeroshard.lazy.deferred import deferred_of
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Context
+from zeroshard.tiers.heap import return_freed_memory
+
+_BLOCK_OF_SCALES = 256
+"""Scales that have one scale, where they are quantized themselves."""
+
+Layer = Any
+"""A layer of bitsandbytes, whose attributes have no types."""
+
+
+class Quantized:
+    """The quantized layers of a model that is sharded.
+
+    Args:
+        module: the model, before its parameters are taken over.
+        context: the objects that its buffers share.
+        changes: undoes the changes of the layers.
+
+    Raises:
+        ValueError: a weight is not quantized yet, or is packed for inference.
+        RuntimeError: ranks have quantized a weight in other ways.
+    """
+
+    def __init__(self, module: nn.Module, context: Context, changes: Changes) -> None:
+        self._context = context
+        layers = dict(_find(module))
+        self._pending: dict[nn.Parameter, tuple[str, Layer, Codes, bool]] = {}
+        """By weight: the layers that are quantized as their weights are read; True where all ranks read."""
+        for name, layer in layers.items():
+            deferred = deferred_of(layer.weight)
+            if deferred is not None and isinstance(deferred.source, Codes):
+                self._pending[layer.weight] = name, layer, deferred.source, deferred.source.is_stored
+            else:
+                _check(name, layer)
+        if not layers:
+            return
+        if self._pending:  # large pieces of weights come and go
+            return_freed_memory()
+        self._compare([(name, _describe(layer)) for name, layer in layers.items()])
+        for name, layer in layers.items():
+            if layer.weight not in self._pending:
+                self._share_scales(name, layer)
+            if _has_8_bits(layer):
+                _let_go_of_codes(layer, changes)
+            else:
+                changes.set(layer, "support_avx512bf16_for_cpu", False)
+
+    def _compare(self, own: list[tuple[str, tuple[Any, ...]]]) -> None:
+        everyone = self._context.axes.everyone.all_gather_object(own, "agreement on quantized weights")
+        for rank, other in enumerate(everyone):
+            if other != own:
+                name = next((a[0] for a, b in zip(own, other, strict=False) if a != b), own[-1][0])
+                raise RuntimeError(
+                    f"'{name}' is quantized in another way on rank {rank}: expected the same layers, kinds "
+                    "of codes and sizes of blocks on all ranks"
+                )
+
+    def _share_scales(self, name: str, layer: Layer) -> None:
+        """Give all ranks the scales of rank 0, on the device."""
+        for owner, attribute in _scales(layer):
+            values = getattr(owner, attribute).detach().to(self._context.device).contiguous()
+            self._context.axes.everyone.broadcast(values, f"first broadcast of the scales of '{name}'")
+            setattr(owner, attribute, values)
+
+    def finish(self, buffers: Iterable[FlatBuffer]) -> None:
+        """Give layers that were quantized by parts their scales, once the buffers have the codes."""
+        for buffer in buffers:
+            for index, original in enumerate(buffer.originals):
+                if original.parameter in self._pending:
+                    name, layer, codes, is_stored = self._pending.pop(original.parameter)
+                    scales = self._collect(name, codes, buffer, index, is_stored).to(self._context.device)
+                    if _has_8_bits(layer):
+                        layer.state.SCB = scales
+                    else:
+                        _describe_codes(layer.quant_state, scales, original.parameter)
+
+    def _collect(self, name: str, codes: Codes, buffer: FlatBuffer, index: int, is_stored: bool) -> Tensor:
+        """[blocks]: the scales of a whole weight, from the ranks that have quantized parts of it."""
+        axes, device = self._context.axes, self._context.device
+        if not is_stored:  # rank 0 has quantized all of it
+            scales = codes.scales.to(device)
+            axes.dp.broadcast(scales, f"first broadcast of the scales of '{name}'")
+            return scales
+        if buffer.is_resident or not buffer.is_partial:
+            return codes.scales
+        axis = axes.dp_shard
+        ranges = [codes.blocks_of(buffer.layout.owned(index, rank)) for rank in range(axis.size)]
+        longest = max(part.size for part in ranges)
+        own, everyone = torch.zeros(longest), torch.zeros(axis.size * longest)
+        own[: ranges[axis.rank].size] = codes.scales[ranges[axis.rank].slice]
+        gathered = everyone.to(device)
+        label = f"all-gather of the scales of '{name}'"
+        axis.all_gather(gathered, own.to(device), tag=buffer.tag, label=label).wait()
+        scales = codes.scales
+        for part, values in zip(ranges, gathered.cpu().split(longest), strict=True):
+            scales[part.slice] = values[: part.size]
+        return scales
+
+
+def is_quantized(layer: Layer) -> bool:
+    """True for a layer of bitsandbytes whose weight holds codes."""
+    return bool(dict(_find(layer))) and not list(layer.children())
+
+
+def dequantized(layer: Layer, codes: Tensor) -> Tensor:
+    """Return the weight that codes of a layer stand for, as bitsandbytes computes with it; of its shape.
+
+    With 4 bits it has the dtype of the weight before it was quantized, with 8 bits float32. Codes of other
+    libraries are returned as they are.
+    """
+    if not is_quantized(layer):
+        return codes
+    if _has_8_bits(layer):
+        return codes.float().mul_(layer.state.SCB.unsqueeze(1).mul(1.0 / 127.0))
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight: Tensor = dequantize_4bit(codes, layer.weight.quant_state)
+    return weight
+
+
+def _find(module: nn.Module) -> Iterator[tuple[str, Layer]]:
+    for name, layer in module.named_modules():
+        if any(base.__module__.startswith("bitsandbytes.nn") for base in type(layer).__mro__):
+            weight = layer._parameters.get("weight")
+            if weight is not None and (hasattr(weight, "quant_state") or _has_8_bits(layer)):
+                yield name, layer
+
+
+def _has_8_bits(layer: Layer) -> bool:
+    """True for Linear8bitLt with codes of 8 bits; it may also keep its weight in float16."""
+    state = getattr(layer, "state", None)
+    return state is not None and hasattr(state, "SCB") and not state.has_fp16_weights
+
+
+def _check(name: str, layer: Layer) -> None:
+    scales = _find_scb(layer) if _has_8_bits(layer) else layer.weight.quant_state
+    if scales is None:
+        raise ValueError(
+            f"'{name}.weight' is not quantized yet: a {type(layer).__name__} quantizes it when it is moved "
+            "to a device. Call model.to(device), also for the CPU, before initialize"
+        )
+    if getattr(scales, "packing_format_for_cpu", False):
+        raise ValueError(
+            f"'{name}.weight' was packed for inference on this CPU by an evaluation, and cannot be trained "
+            "in this form: set its support_avx512bf16_for_cpu=False before the evaluation"
+        )
+
+
+def _describe(layer: Layer) -> tuple[Any, ...]:
+    quant_state = getattr(layer.weight, "quant_state", None)
+    if quant_state is None:
+        return type(layer).__name__, tuple(layer.weight.shape)
+    return (
+        *(type(layer).__name__, quant_state.quant_type, quant_state.blocksize, str(quant_state.dtype)),
+        *(tuple(quant_state.shape), layer.weight.compress_statistics, str(layer.weight.dtype)),
+    )
+
+
+def _scales(layer: Layer) -> Iterator[tuple[Any, str]]:
+    """The tensors beside the codes: (the object that holds it, its attribute)."""
+    if _has_8_bits(layer):
+        yield layer.state, "SCB"
+        return
+    quant_state = layer.weight.quant_state
+    for owner in (quant_state, quant_state.state2):
+        for attribute in ("absmax", "code", "offset"):
+            if isinstance(getattr(owner, attribute, None), Tensor):
+                yield owner, attribute
+
+
+def _describe_codes(quant_state: Any, scales: Tensor, weight: Any) -> None:
+    """Complete the description of a weight with 4 bits, as bitsandbytes does for a whole weight."""
+    from bitsandbytes.functional import get_4bit_type, quantize_blockwise
+
+    quant_state.code = get_4bit_type(quant_state.quant_type, device=scales.device)
+    quant_state.absmax = scales
+    if weight.compress_statistics:
+        quant_state.offset = scales.mean()
+        quant_state.absmax, quant_state.state2 = quantize_blockwise(
+            scales - quant_state.offset, blocksize=_BLOCK_OF_SCALES
+        )
+        quant_state.nested = True
+
+
+def _find_scb(layer: Layer) -> Tensor | None:
+    """The scales of 8-bit codes: of the weight until the first forward, of the layer after it."""
+    weight, state = layer.weight, layer.state
+    if weight.SCB is not None:
+        state.SCB, weight.SCB = weight.SCB, None
+    found: Tensor | None = state.SCB
+    return found
+
+
+def _let_go_of_codes(layer: Layer, changes: Changes) -> None:
+    layer.weight.CB = layer.state.CB = None
+    changes.set(layer, "forward", functools.partial(_forward, layer))
+    changes.when_undone(functools.partial(_take_codes_back, layer))
+
+
+def _forward(layer: Layer, x: Tensor) -> Tensor:
+    """The forward of Linear8bitLt, with the codes of the unsharded parameter."""
+    import bitsandbytes
+
+    state, bias = layer.state, layer.bias
+    state.is_training = layer.training
+    state.CB = layer.weight.detach()  # its memory is that of the backward, too
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
+    output: Tensor = bitsandbytes.matmul(x, layer.weight, bias=bias, state=state)
+    if not torch.is_grad_enabled():
+        state.CB = None
+    return output
+
+
+def _take_codes_back(layer: Layer) -> None:
+    """Give a layer its codes as it has them before its first forward, which then moves them."""
+    layer.weight.CB, layer.weight.SCB = layer.weight.data, layer.state.SCB
+    layer.state.CB = layer.state.SCB = None

@@ -1,0 +1,124 @@
+"""The linear layers of a model become those of bitsandbytes, with 4 or 8 bits; also without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.lazy.codes import Codes
+from zeroshard.lazy.deferred import defer, has_memory
+
+
+@torch.no_grad()
+def quantize(model: nn.Module, config: Any) -> nn.Module:
+    """Replace the linear layers of a model by frozen ones of bitsandbytes, in place.
+
+    Weights without memory (`deferred_init`, `from_pretrained`) stay so: `initialize` has each rank read and
+    quantize its own part of them. The codes and scales are those of bitsandbytes for the whole weight, to the
+    bit. Others are quantized at once.
+
+    Args:
+        model: the model. Its output embedding, and layers whose weight another module has too, stay as they
+            are.
+        config: a BitsAndBytesConfig of transformers. `llm_int8_skip_modules` names layers that stay as they
+            are, by the ends of their names, in place of the output embedding.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the config asks for neither 4 nor 8 bits, or for weights that stay in float16.
+    """
+    if not (config.load_in_4bit or config.load_in_8bit) or config.llm_int8_has_fp16_weight:
+        raise ValueError(f"quantization_config: expected load_in_4bit or load_in_8bit, got {config}")
+    for name, layer in list(_chosen(model, config.llm_int8_skip_modules)):
+        new = (_with_4_bits if config.load_in_4bit else _with_8_bits)(layer, config)
+        new.bias = layer.bias
+        new.train(layer.training)
+        new.requires_grad_(False)
+        model.set_submodule(name, new)
+    for bits in (4, 8):  # peft chooses its layers by these
+        object.__setattr__(model, f"is_loaded_in_{bits}bit", bool(getattr(config, f"load_in_{bits}bit")))
+    return model
+
+
+def _chosen(model: nn.Module, skipped: Sequence[str] | None) -> Iterator[tuple[str, nn.Linear]]:
+    """The layers to quantize, with their names."""
+    owners: dict[Tensor, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners[parameter] = owners.get(parameter, 0) + 1
+    get_output = getattr(model, "get_output_embeddings", None)
+    output = get_output() if skipped is None and get_output is not None else None
+    for name, module in model.named_modules():
+        is_skipped = module is output or any(name.endswith(end) for end in skipped or ())
+        if type(module) is nn.Linear and not is_skipped and owners[module.weight] == 1:
+            yield name, module
+
+
+def _with_4_bits(layer: nn.Linear, config: Any) -> Any:
+    from bitsandbytes.functional import QuantState, quantize_4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    kind, storage = config.bnb_4bit_quant_type, config.bnb_4bit_quant_storage
+    weight, is_nested = layer.weight.detach(), config.bnb_4bit_use_double_quant
+    with torch.device("meta"):
+        new = Linear4bit(
+            layer.in_features,
+            layer.out_features,
+            bias=False,
+            compute_dtype=config.bnb_4bit_compute_dtype,
+            compress_statistics=is_nested,
+            quant_type=kind,
+            quant_storage=storage,
+        )
+    options = {"quant_type": kind, "compress_statistics": is_nested, "quant_storage": storage, "module": new}
+    if has_memory(weight):
+        new.weight = Params4bit(weight, requires_grad=False, **options).to(weight.device)
+        return new
+    block_size = new.weight.blocksize
+
+    def codes_of(values: Tensor) -> tuple[Tensor, Tensor]:
+        codes, state = quantize_4bit(values, blocksize=block_size, quant_type=kind, quant_storage=storage)
+        return codes, state.absmax
+
+    codes = Codes(weight, block_size, 2 * storage.itemsize, codes_of)
+    data = torch.empty(codes.numel, 1, dtype=storage, device="meta")
+    defer(data, codes)
+    state = QuantState(
+        None,  # the scales, and all that follows from them, come when the codes are there
+        shape=weight.shape,
+        blocksize=block_size,
+        quant_type=kind,
+        dtype=weight.dtype,
+    )
+    new.weight = Params4bit(data, requires_grad=False, quant_state=state, bnb_quantized=True, **options)
+    new.quant_state = state
+    return new
+
+
+def _with_8_bits(layer: nn.Linear, config: Any) -> Any:
+    from bitsandbytes.functional import int8_vectorwise_quant
+    from bitsandbytes.nn import Int8Params, Linear8bitLt
+
+    weight, width = layer.weight.detach(), layer.in_features
+    with torch.device("meta"):
+        new = Linear8bitLt(
+            width, layer.out_features, bias=False, has_fp16_weights=False, threshold=config.llm_int8_threshold
+        )
+    if has_memory(weight):
+        new.weight = Int8Params(weight, has_fp16_weights=False, requires_grad=False).to(weight.device)
+        return new
+
+    def codes_of(values: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales, _ = int8_vectorwise_quant(values.view(-1, width).to(torch.float16))
+        return codes, scales
+
+    data = torch.empty(layer.out_features, width, dtype=torch.int8, device="meta")
+    defer(data, Codes(weight, width, 1, codes_of))
+    new.weight = Int8Params(data, has_fp16_weights=False, requires_grad=False)
+    return new
