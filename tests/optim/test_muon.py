@@ -262,8 +262,8 @@ def test_sparse_gradients_are_refused():
         ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients: expected three numbers, got \(1.0, 2.0\)"),
         ({"ns_steps": 100}, r"ns_steps: expected an integer in \[0, 99\], got 100"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn: expected 'original', 'match_rms_adamw', .* got 'rms'"),
-        ({"split": 0}, "split: expected a number, a tuple of rows, or None, got 0"),
-        ({"split": [2, 4]}, r"split: expected a number, .* got \[2, 4\]"),
+        ({"split": 0}, "split: expected a number of matrices, a tuple of their rows, or None, got 0"),
+        ({"split": [2, 4]}, r"split: expected a number of matrices, .* got \[2, 4\]"),
         ({"split": (4, 4)}, r"parameter 0 of group 0: split=\(4, 4\) does not fill the 6 rows"),
         ({"split": 4}, r"parameter 0 of group 0: split=4 does not fill the 6 rows of shape \[6, 5\]"),
         ({"use_muon": "yes"}, "use_muon: expected True or False, got 'yes'"),
@@ -512,7 +512,7 @@ def of_another_module():
 def test_parameters_of_a_module_that_it_was_not_attached_to_are_refused_by_name(ranks):
     (message,) = ranks(1, of_another_module)
     assert "expected parameters of the one sharded module" in message
-    assert "got 'row' of shape [300] of another one" in message
+    assert "got 'row' of shape [300] of another module" in message
 
 
 def test_only_an_optimizer_that_asks_for_whole_tensors_is_taken_over():
