@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel import runs
+from tests.parallel import runs, test_sequence
 from tests.parallel.pipeline import runs as pipelined
 from tests.parallel.test_divided import adamw
 
@@ -46,6 +46,32 @@ def test_divided_layers_and_norms_beside_them_compute_in_their_dtype(ranks, stag
         assert run.losses[:2] == pytest.approx(want.losses[:2], rel=1e-6)
         assert run.losses == pytest.approx(want.losses, rel=2e-4)
         assert run.norms == pytest.approx(want.norms, rel=2e-3)
+
+
+def on_parts(config, plan):
+    """Losses over parts of the sequence, and the bytes that a step moves between the tensor ranks."""
+    engine = test_sequence.sharded(test_sequence.build(test_sequence.Model), config, plan)
+    losses, moved = [], []
+    for number in range(3):
+        engine.reset_comm_report()
+        loss = test_sequence.loss_of(engine, number)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        moved.append(sum(engine.comm_report().bytes_sent.values()))
+    return losses, moved
+
+
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+def test_norms_on_parts_of_a_sequence_cast_and_gather_what_goes_on(ranks, dtype):
+    config = {"stage": 3, "mesh": {"tp": 2}}
+    names = ("norm", "second", "after")
+    ((want, sent), _) = ranks(2, on_parts, config, test_sequence.PLAN)
+    precision = {"overrides": dict.fromkeys(names, dtype)}
+    for losses, moved in ranks(2, on_parts, config | {"precision": precision}, test_sequence.PLAN):
+        assert losses == pytest.approx(want, rel=1e-5 if dtype == "fp32" else 2e-2)
+        assert losses != want
+        assert moved[1] <= sent[1]  # what is gathered lies in the dtype of the layers around
 
 
 def pipeline(config, steps):
