@@ -164,6 +164,17 @@ def test_hang_ends_soon_with_the_stacks_of_the_ranks(ranks: Ranks) -> None:
     assert ranks(2, fail_on, []) == [0, 1]
 
 
+def reset_signals() -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_stacks_are_told_also_after_somebody_has_reset_the_signals(ranks: Ranks) -> None:
+    ranks(2, reset_signals)
+    with pytest.raises(RankError) as caught:
+        ranks(2, sleep_for_long, timeout=2.0)
+    assert str(caught.value).count("in sleep_for_long") == 2
+
+
 @pytest.mark.long
 def test_what_a_rank_returned_is_told_when_others_hang(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"(?s)still running.*Rank 0 has returned gave up"):

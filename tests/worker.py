@@ -160,7 +160,6 @@ def print_stacks(workers: Sequence[Worker], timeout: float = 3.0) -> None:
 def serve(descriptor: int) -> NoReturn:
     """Take the steps that pytest asks for, until it closes the connection or ends."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
     ask_no_name_server()
     wait_for_a_core()
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
@@ -170,7 +169,14 @@ def serve(descriptor: int) -> NoReturn:
             step, arguments = pickle.loads(connection.recv_bytes())
         except EOFError:
             os._exit(0)
+        _listen_for_stacks()
         connection.send_bytes(_attempt(getattr(rank, step), arguments))
+
+
+def _listen_for_stacks() -> None:
+    """Print stacks at SIGUSR1. A trainer that ends may have reset all signals: Lightning does."""
+    faulthandler.unregister(signal.SIGUSR1)  # else a second registration does nothing
+    faulthandler.register(signal.SIGUSR1)
 
 
 def _end_with_parent(parent: int) -> None:
