@@ -15,6 +15,8 @@ import transformers
 from torch import nn
 
 import zeroshard
+from zeroshard.hf.export import export_checkpoint
+from zeroshard.hf.format import Format
 
 VOCABULARY, ROWS, LENGTH = 128, 4, 16
 KINDS = {
@@ -46,9 +48,8 @@ def quantized(layer, kind):
     return new.to("cpu")
 
 
-def base(kind, seed=0, width=64):
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
+def llama(width=64, **options):
+    return transformers.LlamaConfig(
         hidden_size=width,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -56,8 +57,13 @@ def base(kind, seed=0, width=64):
         num_key_value_heads=2,
         vocab_size=VOCABULARY,
         use_cache=False,
+        **options,
     )
-    model = transformers.LlamaForCausalLM(config)
+
+
+def base(kind, seed=0, width=64):
+    torch.manual_seed(seed)
+    model = transformers.LlamaForCausalLM(llama(width))
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and name != "lm_head":
             model.set_submodule(name, quantized(layer, kind))
@@ -295,6 +301,28 @@ def test_a_checkpoint_of_another_base_or_kind_is_refused(ranks, tmp_path):
         ranks(2, loaded, "nf4 twice", 3, 5, tmp_path / "without")
     with pytest.raises(AssertionError, match="is quantized as"):
         ranks(2, loaded, "nf4", 3, 0, tmp_path / "with")
+
+
+# ------------------------------------------------------------------------------------------------- export
+
+
+def exported(directory):
+    model = transformers.LlamaForCausalLM(llama())
+    model.set_submodule("model.layers.0.mlp.up_proj", quantized(model.model.layers[0].mlp.up_proj, "nf4"))
+    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
+    engine.save_checkpoint(directory / "checkpoint")
+    with pytest.raises(ValueError, match="save_pretrained") as caught:
+        engine.save_pretrained(directory / "out")
+    return str(caught.value)
+
+
+def test_codes_are_not_exported_without_the_config_that_tells_what_they_are(ranks, tmp_path):
+    for message in ranks(2, exported, tmp_path):
+        assert "'model.layers.0.mlp.up_proj.weight' holds codes of a quantized weight" in message
+    assert not (tmp_path / "out").exists()
+    (checkpoint,) = (path for path in (tmp_path / "checkpoint").iterdir() if path.is_dir())
+    with pytest.raises(ValueError, match="has weights as codes of bitsandbytes"):
+        export_checkpoint(checkpoint, tmp_path / "out", Format())
 
 
 # ------------------------------------------------------------------------------------------------- errors

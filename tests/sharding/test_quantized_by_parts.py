@@ -12,10 +12,11 @@ import torch.distributed as dist
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zeroshard
-from tests.sharding.test_quantized import VOCABULARY, adamw, plain, same_state, train
+from tests.sharding.test_quantized import adamw, llama, plain, same_bits, same_state, train
 from zeroshard.lazy.codes import Codes
 from zeroshard.plan.layout import Span
 
@@ -29,19 +30,6 @@ KINDS = {
 
 def config_of(kind):
     return transformers.BitsAndBytesConfig(**KINDS[kind])
-
-
-def llama(width=64, **options):
-    return transformers.LlamaConfig(
-        hidden_size=width,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        use_cache=False,
-        **options,
-    )
 
 
 def with_adapters(model):
@@ -112,6 +100,31 @@ def test_the_model_is_the_one_that_transformers_quantizes(
     assert all(other[0] == want for other in others)
 
 
+def started(folder, kind):
+    torch.manual_seed(dist.get_rank())  # a weight that the folder lacks has the initial value of rank 0
+    engine = zeroshard.initialize(from_file(folder, kind), adamw, {"stage": 3}).engine
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+def test_a_unit_with_a_weight_that_no_file_has_gets_the_scales_of_rank_0(ranks, folder, tmp_path, kind):
+    lacking = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: value for name, value in tensors.items() if name != lacking}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    state = theirs(folder, kind).state_dict()
+    found, _ = ranks(2, started, tmp_path, kind)
+    assert found.keys() == state.keys()
+    for name, value in state.items():
+        assert same_bits(found[name], value) != ("layers.1.mlp.up_proj" in name and _is_of_values(name)), name
+
+
+def _is_of_values(name):
+    """True for codes and scales, and the description, which has the offset of the scales."""
+    return name.endswith((".weight", ".absmax", "nested_absmax", "SCB", "nf4"))
+
+
 # ------------------------------------------------------------------------------------------------- blocks
 
 
@@ -151,15 +164,34 @@ def test_any_parts_have_the_codes_and_scales_of_the_whole(rows, width, block, st
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.third = (nn.Linear(64, 64) for _ in range(3))
+        self.first, self.second, self.third, self.fourth = (nn.Linear(64, 64) for _ in range(4))
         self.second.weight = self.first.weight
 
 
 def test_layers_with_a_shared_weight_and_those_that_are_named_stay_as_they_are():
     model = zeroshard.quantize(Tied(), transformers.BitsAndBytesConfig(load_in_4bit=True))
-    assert [type(layer).__name__ for layer in model.children()] == ["Linear", "Linear", "Linear4bit"]
+    kinds = [type(layer).__name__ for layer in model.children()]
+    assert kinds == ["Linear", "Linear", "Linear4bit", "Linear4bit"]
     config = transformers.BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["third"])
-    assert all(type(layer) is nn.Linear for layer in zeroshard.quantize(Tied(), config).children())
+    kinds = [type(layer).__name__ for layer in zeroshard.quantize(Tied(), config).children()]
+    assert kinds == ["Linear", "Linear", "Linear", "Linear4bit"]
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["third", "fourth"])
+    with pytest.raises(ValueError, match=r"expected layers of torch\.nn\.Linear in Tied, got none"):
+        zeroshard.quantize(Tied(), config)
+
+
+@pytest.mark.parametrize("skipped", [None, ["model.layers.0", "down_proj"]])
+def test_a_head_and_the_layers_that_transformers_leaves_out_stay_as_they_are(tmp_path, skipped):
+    torch.manual_seed(0)
+    model = transformers.LlamaForSequenceClassification(llama(num_labels=3, pad_token_id=0))
+    model.save_pretrained(tmp_path)
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skipped)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, quantization_config=config, device_map="cpu"
+    )
+    found = {name: type(layer).__name__ for name, layer in zeroshard.quantize(model, config).named_modules()}
+    assert found == {name: type(layer).__name__ for name, layer in loaded.named_modules()}
+    assert (found["score"] == "Linear") == (skipped is None)
 
 
 def test_a_model_with_memory_is_quantized_at_once_as_by_bitsandbytes():

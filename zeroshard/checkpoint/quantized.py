@@ -29,6 +29,11 @@ def is_description(name: str) -> bool:
     return _MARK in name
 
 
+def is_beside_codes(name: str) -> bool:
+    """True for a tensor of a state_dict that bitsandbytes keeps beside the codes of a weight."""
+    return is_description(name) or name.rpartition(".")[2] == "SCB"
+
+
 def read_offsets(stored: Stored, runtime: Runtime, buffers: dict[str, Tensor]) -> Offsets:
     """Read the descriptions of a checkpoint.
 

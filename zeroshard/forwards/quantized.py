@@ -50,13 +50,13 @@ class Quantized:
 
     def __init__(self, module: nn.Module, context: Context, changes: Changes) -> None:
         self._context = context
-        layers = dict(_find(module))
-        self._pending: dict[nn.Parameter, tuple[str, Layer, Codes, bool]] = {}
-        """By weight: the layers that are quantized as their weights are read; True where all ranks read."""
+        layers: dict[str, Layer] = {name: one for name, one in module.named_modules() if is_quantized(one)}
+        self._pending: dict[nn.Parameter, tuple[str, Layer, Codes]] = {}
+        """By weight: the layers that are quantized as their weights are read."""
         for name, layer in layers.items():
             deferred = deferred_of(layer.weight)
             if deferred is not None and isinstance(deferred.source, Codes):
-                self._pending[layer.weight] = name, layer, deferred.source, deferred.source.is_stored
+                self._pending[layer.weight] = name, layer, deferred.source
             else:
                 _check(name, layer)
         if not layers:
@@ -94,39 +94,39 @@ class Quantized:
         for buffer in buffers:
             for index, original in enumerate(buffer.originals):
                 if original.parameter in self._pending:
-                    name, layer, codes, is_stored = self._pending.pop(original.parameter)
-                    scales = self._collect(name, codes, buffer, index, is_stored).to(self._context.device)
+                    name, layer, codes = self._pending.pop(original.parameter)
+                    scales = self._collect(name, codes, buffer, index).to(self._context.device)
                     if _has_8_bits(layer):
                         layer.state.SCB = scales
                     else:
                         _describe_codes(layer.quant_state, scales, original.parameter)
 
-    def _collect(self, name: str, codes: Codes, buffer: FlatBuffer, index: int, is_stored: bool) -> Tensor:
+    def _collect(self, name: str, codes: Codes, buffer: FlatBuffer, index: int) -> Tensor:
         """[blocks]: the scales of a whole weight, from the ranks that have quantized parts of it."""
-        axes, device = self._context.axes, self._context.device
-        if not is_stored:  # rank 0 has quantized all of it
-            scales = codes.scales.to(device)
+        axes, device, scales = self._context.axes, self._context.device, codes.scales
+        if not buffer.is_stored:  # rank 0 has quantized all of it
+            scales = scales.to(device)
             axes.dp.broadcast(scales, f"first broadcast of the scales of '{name}'")
-            return scales
-        if buffer.is_resident or not buffer.is_partial:
-            return codes.scales
-        axis = axes.dp_shard
-        ranges = [codes.blocks_of(buffer.layout.owned(index, rank)) for rank in range(axis.size)]
-        longest = max(part.size for part in ranges)
-        own, everyone = torch.zeros(longest), torch.zeros(axis.size * longest)
-        own[: ranges[axis.rank].size] = codes.scales[ranges[axis.rank].slice]
-        gathered = everyone.to(device)
-        label = f"all-gather of the scales of '{name}'"
-        axis.all_gather(gathered, own.to(device), tag=buffer.tag, label=label).wait()
-        scales = codes.scales
-        for part, values in zip(ranges, gathered.cpu().split(longest), strict=True):
-            scales[part.slice] = values[: part.size]
+        elif buffer.is_partial and not buffer.is_resident:
+            axis = axes.dp_shard
+            ranges = [codes.blocks_of(buffer.layout.owned(index, rank)) for rank in range(axis.size)]
+            longest = max(part.size for part in ranges)
+            own = torch.zeros(longest, device=device)
+            own[: ranges[axis.rank].size].copy_(scales[ranges[axis.rank].slice])
+            everyone = torch.empty(axis.size * longest, device=device)
+            label = f"all-gather of the scales of '{name}'"
+            axis.all_gather(everyone, own, tag=buffer.tag, label=label).wait()
+            for part, values in zip(ranges, everyone.cpu().split(longest), strict=True):
+                scales[part.slice] = values[: part.size]
         return scales
 
 
 def is_quantized(layer: Layer) -> bool:
-    """True for a layer of bitsandbytes whose weight holds codes."""
-    return bool(dict(_find(layer))) and not list(layer.children())
+    """True for a layer of bitsandbytes whose weight holds codes, or will when it is quantized."""
+    if not any(base.__module__.startswith("bitsandbytes.nn") for base in type(layer).__mro__):
+        return False
+    weight = layer._parameters.get("weight")
+    return weight is not None and (hasattr(weight, "quant_state") or _has_8_bits(layer))
 
 
 def dequantized(layer: Layer, codes: Tensor) -> Tensor:
@@ -143,14 +143,6 @@ def dequantized(layer: Layer, codes: Tensor) -> Tensor:
 
     weight: Tensor = dequantize_4bit(codes, layer.weight.quant_state)
     return weight
-
-
-def _find(module: nn.Module) -> Iterator[tuple[str, Layer]]:
-    for name, layer in module.named_modules():
-        if any(base.__module__.startswith("bitsandbytes.nn") for base in type(layer).__mro__):
-            weight = layer._parameters.get("weight")
-            if weight is not None and (hasattr(weight, "quant_state") or _has_8_bits(layer)):
-                yield name, layer
 
 
 def _has_8_bits(layer: Layer) -> bool:

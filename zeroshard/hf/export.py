@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.agreed import on_first
+from zeroshard.checkpoint.agreed import on_all, on_first
 from zeroshard.checkpoint.description import describe_model, saved_names
 from zeroshard.checkpoint.files import as_folder, write_synced
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.places import StoredTensor
+from zeroshard.checkpoint.quantized import is_beside_codes
 from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, read_model
 from zeroshard.comm.mesh import Axes
@@ -98,6 +99,11 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
             f"'{directory}': has adapters of peft, and an export needs their model: load the checkpoint "
             "into an engine and call engine.save_pretrained()"
         )
+    if (name := next(filter(is_beside_codes, manifest.buffers), None)) is not None:
+        raise ValueError(
+            f"'{directory}': has weights as codes of bitsandbytes, such as that of '{name}', and an export "
+            "would need the config of their quantization: expected a model that is not quantized"
+        )
     if verify:
         check_sums(directory, manifest, manifest.files)
     sources = {
@@ -145,11 +151,13 @@ def export_engine(
         described: the description of the whole model, where pipeline ranks have parts of it.
 
     Raises:
+        ValueError: weights are quantized, on all ranks.
         ValueError, RuntimeError: rank 0 could not write, on all ranks.
     """
     runtime.settle()
     runtime.require_slices("save_pretrained()")
     axis = runtime.context.axes.world
+    on_all(axis, "start of an export", lambda: _refuse_codes(runtime))
     folder = on_first(axis, "start of an export", lambda: as_folder(dir))
     own, names = _plan(runtime, how.dtype, described or describe_model(runtime.module))
     weights, before = _join(runtime.context.axes, own)
@@ -167,6 +175,17 @@ def export_engine(
         for _ in slices:
             pass
     on_first(axis, "end of an export", write)
+
+
+def _refuse_codes(runtime: Runtime) -> None:
+    """Refuse codes: the layout of transformers would need the config of their quantization."""
+    packed = (p.fqn for buffer in runtime.buffers if buffer.plan.is_packed for p in buffer.sharded)
+    if (name := next(packed, None)) is not None:
+        raise ValueError(
+            f"save_pretrained(): '{name}' holds codes of a quantized weight: expected a model that is not "
+            "quantized, or one with adapters, which are saved alone. engine.named_full_parameters() gives "
+            "the weights themselves"
+        )
 
 
 def _plan(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,24 +18,31 @@ def quantize(model: nn.Module, config: Any) -> nn.Module:
     """Replace the linear layers of a model by frozen ones of bitsandbytes, in place.
 
     Weights without memory (`deferred_init`, `from_pretrained`) stay so: `initialize` has each rank read and
-    quantize its own part of them. The codes and scales are those of bitsandbytes for the whole weight, to the
-    bit. Others are quantized at once.
+    quantize its own part of them, on the CPU. The codes and scales are those of bitsandbytes there for the
+    whole weight, to the bit. Others are quantized at once, where they are.
 
     Args:
-        model: the model. Its output embedding, and layers whose weight another module has too, stay as they
-            are.
+        model: the model. Layers that transformers leaves out stay as they are, such as its output embedding
+            or the head of its classifier. So do layers whose weight another module has, too.
         config: a BitsAndBytesConfig of transformers. `llm_int8_skip_modules` names layers that stay as they
-            are, by the ends of their names, in place of the output embedding.
+            are in place of these.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: the config asks for neither 4 nor 8 bits, or for weights that stay in float16.
+        ValueError: the config asks for neither 4 nor 8 bits, or for weights that stay in float16; the model
+            has no layer to quantize.
     """
     if not (config.load_in_4bit or config.load_in_8bit) or config.llm_int8_has_fp16_weight:
         raise ValueError(f"quantization_config: expected load_in_4bit or load_in_8bit, got {config}")
-    for name, layer in list(_chosen(model, config.llm_int8_skip_modules)):
+    chosen = list(_chosen(model, config.llm_int8_skip_modules))
+    if not chosen:
+        raise ValueError(
+            f"quantize: expected layers of torch.nn.Linear in {type(model).__name__}, got none beside those "
+            "that are skipped or tied"
+        )
+    for name, layer in chosen:
         new = (_with_4_bits if config.load_in_4bit else _with_8_bits)(layer, config)
         new.bias = layer.bias
         new.train(layer.training)
@@ -45,18 +53,19 @@ def quantize(model: nn.Module, config: Any) -> nn.Module:
     return model
 
 
-def _chosen(model: nn.Module, skipped: Sequence[str] | None) -> Iterator[tuple[str, nn.Linear]]:
-    """The layers to quantize, with their names."""
-    owners: dict[Tensor, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners[parameter] = owners.get(parameter, 0) + 1
-    get_output = getattr(model, "get_output_embeddings", None)
-    output = get_output() if skipped is None and get_output is not None else None
+def _chosen(model: Any, skipped: list[str] | None) -> Iterator[tuple[str, nn.Linear]]:
+    """The layers to quantize, with their names: those that transformers chooses, but for tied ones."""
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    if hasattr(model, "all_tied_weights_keys"):
+        left_out = HfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)
+    else:  # it is no model of transformers
+        left_out = skipped or []
+    owners = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
     for name, module in model.named_modules():
-        is_skipped = module is output or any(name.endswith(end) for end in skipped or ())
-        if type(module) is nn.Linear and not is_skipped and owners[module.weight] == 1:
+        is_linear = type(module) is nn.Linear and owners[module.weight] == 1
+        if is_linear and should_convert_module(name, left_out):
             yield name, module
 
 

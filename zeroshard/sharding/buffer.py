@@ -72,7 +72,9 @@ class FlatBuffer:
         """True if `full` holds the values of `main` by itself, without copy or exchange."""
         self.main_span = plan.main_span(context.axis.rank)
         """The flat range that `main` holds."""
-        if all(is_stored(original.parameter) for original in originals):
+        self.is_stored = all(is_stored(original.parameter) for original in originals)
+        """True if each rank has read its own part of the first values; else they are those of rank 0."""
+        if self.is_stored:
             self.full, self.main = read(plan, originals, self.main_span, context)
         else:
             self.full, self.main = take_over(plan, originals, self.main_span, context, self.describe())
