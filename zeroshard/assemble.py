@@ -98,13 +98,7 @@ def shard_over(
     changes, specs = Changes(), division.specs
     ignored = find_ignored(module, config.ignored)
     casts = _find_casts(module, config, ignored)
-    # A divided layer has another forward, which is cast as well; a norm gathers what it has cast back.
-    divided = {layer.module for layer in division.layers if layer.has_other_forward}
-    cast_forwards(module, {m: cast for m, cast in casts.items() if m not in divided}, changes)
-    if axes.tp.size > 1:
-        install(module, division.layers, Activations(axes.activations, _TAG_OF_ACTIVATIONS), changes)
-    cast_forwards(module, {m: cast for m, cast in casts.items() if m in divided}, changes)
-    leave_fast_paths(module, casts, changes)
+    _divide_and_cast(module, division, casts, axes, changes)
     record_resets(module)
     check_values(module)
     setting = read_setting(config, axes.sizes, host_computes=not streams.has_streams(device))
@@ -158,6 +152,19 @@ def shard_over(
     guard_inputs(runtime)
     refuse_wrappers(module.modules(), changes.set)
     return runtime, replacements
+
+
+def _divide_and_cast(
+    module: nn.Module, division: Division, casts: Mapping[nn.Module, Cast], axes: Axes, changes: Changes
+) -> None:
+    """Give modules the forwards of divided layers, and those that compute in a dtype of their own."""
+    # A divided layer has another forward, which is cast as well; a norm gathers what it has cast back.
+    divided = {layer.module for layer in division.layers if layer.has_other_forward}
+    cast_forwards(module, {m: cast for m, cast in casts.items() if m not in divided}, changes)
+    if axes.tp.size > 1:
+        install(module, division.layers, Activations(axes.activations, _TAG_OF_ACTIVATIONS), changes)
+    cast_forwards(module, {m: cast for m, cast in casts.items() if m in divided}, changes)
+    leave_fast_paths(module, casts, changes)
 
 
 def _find_casts(module: nn.Module, config: Config, ignored: Ignored) -> dict[nn.Module, Cast]:

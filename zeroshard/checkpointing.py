@@ -180,6 +180,7 @@ class Checkpointing:
 
         Args:
             dtype: the dtype of floating-point tensors; None: the main dtype, or that of a frozen parameter.
+                Quantized weights come as numbers, not as codes.
             merge_adapters: merge the active adapters of peft into the weights around them, and give these the
                 names that they have without adapters. The adapters of the engine stay as they are.
 
