@@ -3,6 +3,8 @@
 The sums are those of plain PyTorch, from the same additions in the same order, so they are equal to the bit.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -57,9 +59,11 @@ def start(stage):
 def run(engine, runtime, numbers):
     """Run micro-batches as a pipeline does."""
     for number in numbers:
+        is_bare = runtime.is_bare
         loss = loss_of(engine.module, number)
         runtime.show_all()
-        with runtime.reducer.deferring(number < NUM - 1):
+        delivering = runtime.delivering() if is_bare else nullcontext()
+        with runtime.reducer.deferring(number < NUM - 1), delivering:
             loss.backward()
         yield number
 
@@ -76,6 +80,70 @@ def test_the_gradients_of_a_batch_are_those_of_plain_pytorch(stage):
             assert delivered == [number == NUM - 1] * len(delivered)
     for (name, ours), theirs in zip(engine.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad.flatten()), name
+
+
+def test_only_the_first_forward_of_a_batch_and_those_of_users_are_noted(monkeypatch):
+    engine, runtime = start(3)
+    begun = []
+    begin = runtime.before_forward
+
+    def note(unit, frame):
+        begun.append(unit)
+        begin(unit, frame)
+
+    monkeypatch.setattr(runtime, "before_forward", note)
+    with runtime.batch():
+        assert [len(begun) for _ in run(engine, runtime, range(NUM))] == [1] * NUM
+    engine.backward(loss_of(engine, NUM))
+    assert len(begun) == 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_after_a_batch_adds_to_its_gradients(stage):
+    plain = Net()
+    engine, runtime = start(stage)
+    for number in range(NUM + 1):
+        loss_of(plain, number).backward()
+    with runtime.batch():
+        list(run(engine, runtime, range(NUM)))
+    engine.backward(loss_of(engine, NUM))
+    for ours, theirs in zip(engine.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad.flatten())
+
+
+def test_gradients_in_another_dtype_arrive_in_bare_micro_batches():
+    config = {"stage": 0, "units": ["Layer"], "precision": "bf16"}
+
+    def gradients(in_batch):
+        engine = zeroshard.initialize(Net(), torch.optim.AdamW, config).engine
+        runtime = engine._runtime
+        if in_batch:
+            with runtime.batch():
+                list(run(engine, runtime, range(NUM)))
+                assert runtime.is_bare
+        else:
+            for number in range(NUM):
+                with runtime.reducer.deferring(number < NUM - 1):
+                    loss_of(engine.module, number).backward()
+        return [p.grad for p in engine.parameters()]
+
+    for ours, theirs in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_hooks_of_gradients_are_called_for_used_parameters_alone(before):
+    engine, runtime = start(3)
+    for number in range(before):  # then autograd adds to sums that exist
+        engine.backward(loss_of(engine, number))
+    called = []
+    for name, parameter in engine.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: called.append(name))
+    engine.module.layers[1] = nn.Identity()
+    with runtime.batch():
+        for _ in run(engine, runtime, range(NUM)):
+            used = [name for name, _ in engine.named_parameters() if not name.startswith("layers.1.")]
+    assert sorted(called) == sorted(used)
 
 
 @pytest.mark.parametrize("stage", STAGES)

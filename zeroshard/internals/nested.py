@@ -97,8 +97,10 @@ def view_tensors(value: Any) -> Any:
     return copy_tensors(value, lambda t: t.requires_grad, copying=lambda t: t.view_as(t))
 
 
-def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
-    """Return the nested value with floating-point tensors in `dtype`, inside objects too."""
+def cast_outputs(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return the nested value with floating-point tensors in `dtype`, or as they are; inside objects too."""
+    if dtype is None:
+        return value
     return copy_tensors(
         value, lambda t: t.is_floating_point() and t.dtype != dtype, copying=lambda t: t.to(dtype)
     )

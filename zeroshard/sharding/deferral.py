@@ -95,6 +95,11 @@ class Deferral:
         """True if gradients that are left to autograd stay there after this backward."""
         return self.leaves_over and self._has_more
 
+    @property
+    def leaves_all(self) -> bool:
+        """True if autograd has all gradients, and they stay there after this backward: it needs no end."""
+        return self.leaves_now and all(gradients.left_to_autograd for gradients in self._all)
+
     def _follow(self) -> None:
         self.is_deferring = self._asked.defers or self._announced.defers or not self.accumulates
         self._has_more = self._asked.has_more or self._announced.has_more

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.gradient import gradient_of, set_gradients
@@ -33,12 +34,17 @@ class Gradients:
         """One over the loss scale."""
         self.is_early = False
         """True if the gradients of this backward have been delivered, and stepped with, before its end."""
+        self.arrived: list[Callable[[Tensor], None]] = []
+        """For each parameter, the hook that takes the gradient that autograd has accumulated."""
+        self._watches: list[RemovableHandle] = []
         self._is_narrow = buffer.plan.main_dtype != buffer.plan.wide_dtype
         self._is_plain = buffer.plan.main_dtype == buffer.plan.compute_dtype
         self._held: dict[int, Tensor] = {}
         self._new: list[tuple[ShardedParameter, Tensor]] = []
         """Gradients that were taken from autograd as they are to be delivered."""
         self._sums: list[Tensor | None] = []
+        self._versions: list[int] = []
+        """The versions of these sums when they were left to autograd."""
         self.left_to_autograd = False
         """True while autograd adds gradients up by itself; `take` ends that."""
 
@@ -65,6 +71,18 @@ class Gradients:
         """Bytes of gradients that are not in any p.grad."""
         return sum(gradient.nbytes for gradient in self._held.values())
 
+    def watch(self) -> None:
+        """Have autograd call the hooks of the parameters; repeatable."""
+        if not self._watches:
+            pairs = zip(self.buffer.unsharded, self.arrived, strict=True)
+            self._watches = [Tensor.register_post_accumulate_grad_hook(p, hook) for p, hook in pairs]
+
+    def unwatch(self) -> None:
+        """Have autograd call no hooks, since gradients are left to it until `watch`; repeatable."""
+        for handle in self._watches:
+            handle.remove()
+        self._watches = []
+
     def begin(self, more: bool, *, leave: bool = False) -> None:
         """Begin a backward. New gradients are added to those that exist as they arrive.
 
@@ -80,6 +98,7 @@ class Gradients:
         is_same = self._is_plain and not self.is_kept and not self._held and self.unscale == 1.0
         self.left_to_autograd = leave and is_same and self.set_aside is None and not torch.is_grad_enabled()
         if self.left_to_autograd:
+            self._versions = [0 if total is None else total._version for total in self._sums]
             with past_guards():
                 for parameter, total in zip(self.buffer.unsharded, self._sums, strict=True):
                     if total is not None:
@@ -95,9 +114,11 @@ class Gradients:
                 if (gradient := parameter.grad) is None:
                     continue
                 parameter.grad = None
+                self.used[index] = total is None or total._version != self._versions[index]
                 if total is None:
                     self._new.append((self.buffer.sharded[index], self._flatten(index, gradient)))
                 elif gradient.data_ptr() != total.data_ptr():  # somebody has put a new sum in its place
+                    self.used[index] = True
                     total.copy_(self._flatten(index, gradient))
 
     def pack(self, index: int, gradient: Tensor, defer: bool) -> None:

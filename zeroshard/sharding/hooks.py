@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from zeroshard.internals.nested import cast_inputs
+from zeroshard.internals.nested import cast_inputs, cast_outputs
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.sharding.fastpaths import allows_no_hooks, layers_without_hooks, show_first_layers, surround
 from zeroshard.sharding.gradients import Gradients
@@ -53,6 +53,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     for gradients in unit.gradients:
         for index, parameter in enumerate(gradients.buffer.unsharded):
             _hook_gradient(runtime, unit, gradients, index, parameter)
+        gradients.watch()
 
 
 def _casts_itself(runtime: Runtime, module: nn.Module) -> bool:
@@ -71,13 +72,17 @@ class _Hooks(NamedTuple):
 
 def _forward_hooks(runtime: Runtime, unit: Unit) -> _Hooks:
     def before(module: nn.Module, args: Any) -> None:
-        runtime.before_forward(unit, sys._getframe(1))
+        if not runtime.is_bare:
+            runtime.before_forward(unit, sys._getframe(1))
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
+        if runtime.is_bare:  # of the hooks with an output, those of the root alone may come here
+            return cast_outputs(output, runtime.output_dtype)
         return runtime.after_forward(unit, output)
 
     def at_last(module: nn.Module, args: Any, output: Any) -> None:
-        runtime.leave_forward(unit)
+        if not runtime.is_bare:
+            runtime.leave_forward(unit)
 
     return _Hooks(before, after, at_last)
 
@@ -86,10 +91,12 @@ def _local_hooks(runtime: Runtime, unit: Unit) -> _Hooks:
     begin, end = runtime.local.begin, runtime.local.end
 
     def before(module: nn.Module, args: Any) -> None:
-        begin(unit)
+        if not runtime.is_bare:
+            begin(unit)
 
     def at_last(module: nn.Module, args: Any, output: Any) -> None:
-        end(unit)
+        if not runtime.is_bare:
+            end(unit)
 
     return _Hooks(before, None, at_last)
 
@@ -113,7 +120,6 @@ def _hook_gradient(
         gradients = of_gradients()
         assert gradients is not None, "its unit holds it"
         if gradients.left_to_autograd:
-            gradients.used[index] = True
             return
         runtime, unit = of_runtime(), of_unit()
         assert runtime is not None and unit is not None, "the module's hooks hold them"  # noqa: PT018
@@ -121,5 +127,5 @@ def _hook_gradient(
         assert gradient is not None, "called when it has been accumulated"
         runtime.receive(unit, gradients, index, gradient)
 
-    parameter.register_post_accumulate_grad_hook(arrived)
+    gradients.arrived.append(arrived)
     redirect_hooks(parameter, gradients.buffer.sharded[index])

@@ -46,6 +46,8 @@ class ShardedModule:
         """The units that the last forward with a backward ended with."""
         self.is_delivering = False
         """True in a backward that comes through no unit, see `Runtime.delivering`."""
+        self.is_bare = False
+        """True while forwards need nothing of their units, see `Runtime.show_all`."""
 
     def _answer_parameters(
         self, finish_gathers: Callable[[], None], forget_gradient: Callable[[Any], None]

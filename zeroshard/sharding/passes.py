@@ -79,7 +79,7 @@ class Passes(ShardedModule):
         """True if there is nothing to gather, free or reduce: then only the root's outputs are watched."""
         self._num_prefetch = 0 if all(unit.is_resident for unit in units) else num_prefetch
         self._reads_files = any(unit.reads_files for unit in units)
-        self._output_dtype, self._keeps_units = output_dtype, not placements.kept
+        self.output_dtype, self._keeps_units = output_dtype, not placements.kept
         self._calls, self._outputs = CallLog(units), OutputHooks(self._before_backward, self._before_again)
         self._called: list[Unit] = []
         """The units of the forward under way, in the order of their calls."""
@@ -159,8 +159,8 @@ class Passes(ShardedModule):
         """Hook the outputs for backward; return the output, or views of it."""
         if self.is_in_method and unit is self.root:
             return output
-        if unit is self.root and self._output_dtype is not None:
-            output = cast_outputs(output, self._output_dtype)
+        if unit is self.root:
+            output = cast_outputs(output, self.output_dtype)
         # Hooks would run inside the transform, and a unit whose outputs have none stays gathered.
         is_hidden = unit.call.is_transformed
         if not is_hidden:
@@ -258,7 +258,8 @@ class Passes(ShardedModule):
         if unit.open_calls:
             unit.open_calls.discard(call)
         call.entered_in, unit.task = self._backward, backward_task()
-        self._walk.enter(call)
+        if not self.is_local:  # else parameters stay shown to the end
+            self._walk.enter(call)
         if unit.backward_needs_parameters:
             unit.unshard()
             unit.wait()

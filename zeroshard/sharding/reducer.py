@@ -251,7 +251,7 @@ class Reducer(Deferral):
         if not self.accumulates:
             return
         self.pace.num_backwards += 1
-        if self.leaves_now and all(gradients.left_to_autograd for gradients in self._all):
+        if self.leaves_all:
             return
         if self.is_deferring:
             self._start_rest_ahead()

@@ -39,9 +39,16 @@ class Runtime(Passes):
     def delivering(self) -> Iterator[None]:
         """Take gradients from a backward that comes through no unit: nothing is gathered for it.
 
-        The operands of such gradients were kept, as the second half of a divided backward has them. A
-        backward like any other for the reducer: on all ranks alike, also where no gradient comes.
+        The operands of such gradients were kept, as the second half of a divided backward has them; or its
+        forward was bare, see `show_all`. A backward like any other for the reducer: on all ranks alike, also
+        where no gradient comes.
         """
+        if self.reducer.leaves_all:  # autograd goes on adding to what it has
+            for unit in self.units:
+                for gradients in unit.gradients:
+                    gradients.unwatch()
+            yield
+            return
         self._recover()
         self.reducer.check_step()
         self._around_backward, self._backward = self.state.phase, object
@@ -115,9 +122,11 @@ class Runtime(Passes):
         try:
             yield
         finally:
-            self.reducer.leaves_over = False
+            self.reducer.leaves_over = self.is_bare = False
             self.local.hide()
             for unit in self.units:
+                for gradients in unit.gradients:
+                    gradients.watch()
                 if any(gradients.left_to_autograd for gradients in unit.gradients):  # the batch has failed
                     unit.drop_gradients()
             self.end_parts()
@@ -126,9 +135,12 @@ class Runtime(Passes):
         """Show the parameters of all units to the end of the batch, where they all lie on this rank.
 
         The first micro-batch runs without it: a parameter that is used outside the forward of its unit fails.
+        Where nothing is exchanged either, forwards are bare from here on: nobody notes them, and their
+        backwards run inside `delivering`.
         """
         if self.is_local and not self.local.shows_all:
             self.local.show(self.units)
+            self.is_bare = self.reducer.leaves_over
 
     def forget_part(self, name: Hashable) -> None:
         """Forget a forward with a name: no backward comes to it any more."""

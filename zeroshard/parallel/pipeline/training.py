@@ -18,7 +18,7 @@ ranks run the same list, so they reduce in the same order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from zlib import crc32
@@ -74,8 +74,12 @@ class Pipelined:
         self._own_units = {chunk: _alone(self._units, chunk) for chunk in self._units}
         """The units of a chunk that are reduced with it."""
         self._signature = part.chunked.signature
+        self._bound: Set[str] = set()
+        """The names of arguments that the forward of the model was found to have."""
         self._batch: list[tuple[Mapping[str, Any], Any]] = []
         """The arguments and the targets of each micro-batch."""
+        self._bare: set[tuple[int, int]] = set()
+        """The chunks and micro-batches whose forwards were bare; see `Runtime.show_all`."""
         self._called: set[int] = set()
         """The chunks that have had a forward in this batch."""
         self._factor = 1.0
@@ -139,7 +143,7 @@ class Pipelined:
             with own_numbers(device, self._messages.rank), self._runtime.batch():
                 runner.run(agree)
         finally:
-            self._batch, self._runtime.here.action, self._called = [], "", set()
+            self._batch, self._runtime.here.action, self._called, self._bare = [], "", set(), set()
         total = torch.zeros((), dtype=torch.float32, device=device)
         for loss in self._losses:
             total += loss
@@ -192,6 +196,8 @@ class Pipelined:
         """Compute a chunk; see `Chunks`."""
         assert self._action is not None, "it was entered"
         again = self._buffers_kept() if self._action.kind is Kind.RECOMPUTE else nullcontext()
+        if self._runtime.is_bare:
+            self._bare.add((chunk, microbatch))
         with self._runtime.part((chunk, microbatch), self._units[chunk]), again:
             outputs = self._compute(chunk, microbatch, inputs)
         self._called.add(chunk)
@@ -235,8 +241,8 @@ class Pipelined:
         self._shared.chunk = chunk
         assert self._action is not None, "it was entered"
         name = chunk, self._action.microbatch
-        is_second_half = self._action.kind is Kind.WEIGHT_GRADIENT
-        delivering = self._runtime.delivering() if is_second_half else nullcontext()
+        comes_through_none = self._action.kind is Kind.WEIGHT_GRADIENT or name in self._bare
+        delivering = self._runtime.delivering() if comes_through_none else nullcontext()
         scaled, part = reducer.scaled(self._loss_scale), self._runtime.part(name, self._units[chunk])
         ending = self._ending(chunk, has_more) if is_last else frozenset()
         with part, reducer.deferring(has_more, but=ending), scaled, delivering:
@@ -278,6 +284,8 @@ class Pipelined:
         if (name := self._names.get(action)) is None:
             name = self._names[action] = f"{action} of pipeline rank {self._messages.rank}"
         self._runtime.here.action = name
+        if self._runtime.is_bare:  # no unit tells when it began
+            self._runtime.here.leave()
 
     def _named(self, piece: Any) -> Mapping[str, Any]:
         """The arguments of the model, by name.
@@ -286,6 +294,8 @@ class Pipelined:
             ValueError: its forward has no such arguments.
         """
         named = dict(piece) if isinstance(piece, Mapping) else {}
+        if named and named.keys() == self._bound:
+            return named
         values = piece if isinstance(piece, tuple) else () if isinstance(piece, Mapping) else (piece,)
         try:
             given = self._signature.bind_partial(*values, **named).arguments
@@ -294,6 +304,7 @@ class Pipelined:
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 given |= given.pop(name, {})
+        self._bound = named.keys()
         return given
 
 
