@@ -6,6 +6,7 @@ Those whose plan has exchanges, or that leave the device, are `ReducedGradients`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from zeroshard.parameters.gradient import gradient_of, set_gradients
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.noted import Noted
+
+_register: Any = Tensor.register_post_accumulate_grad_hook  # past what `redirect_hooks` puts in its place
 
 
 class Gradients:
@@ -75,7 +78,7 @@ class Gradients:
         """Have autograd call the hooks of the parameters; repeatable."""
         if not self._watches:
             pairs = zip(self.buffer.unsharded, self.arrived, strict=True)
-            self._watches = [Tensor.register_post_accumulate_grad_hook(p, hook) for p, hook in pairs]
+            self._watches = [_register(parameter, hook) for parameter, hook in pairs]
 
     def unwatch(self) -> None:
         """Have autograd call no hooks, since gradients are left to it until `watch`; repeatable."""
