@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from zeroshard.memory.estimate import Estimate, estimate
     from zeroshard.memory.report import MemoryReport
     from zeroshard.parallel.tensor.losses import cross_entropy
+    from zeroshard.profiling.profiler import profile
+    from zeroshard.profiling.report import Profile
     from zeroshard.sharded import Sharded, shard
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Offload",
     "Pipeline",
     "Precision",
+    "Profile",
     "Sharded",
     "cross_entropy",
     "data",
@@ -43,6 +46,7 @@ __all__ = [
     "from_pretrained",
     "initialize",
     "optim",
+    "profile",
     "quantize",
     "shard",
 ]
@@ -61,6 +65,8 @@ _HOMES = {
     **dict.fromkeys(("Estimate", "estimate"), "memory.estimate"),
     "MemoryReport": "memory.report",
     "cross_entropy": "parallel.tensor.losses",
+    "profile": "profiling.profiler",
+    "Profile": "profiling.report",
     **dict.fromkeys(("Sharded", "shard"), "sharded"),
 }
 """The module of each public name. A name must not be that of a module, whose import would hide it."""

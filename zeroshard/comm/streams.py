@@ -9,8 +9,9 @@ they are issued (see `Axis`), so a mark that follows one on its side stream cove
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
@@ -55,6 +56,38 @@ def mark_here(device: torch.device) -> Mark:
     """Return the mark after all work so far on the current stream of `device`."""
     event = torch.accelerator.current_stream(device).record_event() if has_streams(device) else None
     return Mark(event, device)
+
+
+class Clock:
+    """Reads the time of compute: that of the host on a CPU, that of the current stream on an accelerator.
+
+    On an accelerator a moment is an event of the stream, so the host waits for nothing until `seconds`.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._has_streams = device, has_streams(device)
+
+    def now(self) -> float | torch.Event:
+        """Return this moment."""
+        if not self._has_streams:
+            return time.perf_counter()
+        event = torch.Event(device=self._device, enable_timing=True)
+        torch.accelerator.current_stream(self._device).record_event(event)
+        return event
+
+    def seconds(self, moments: Sequence[float | torch.Event]) -> list[float]:
+        """Return the seconds from the first moment to each; on an accelerator the host waits for the last."""
+        if not moments:
+            return []
+        first = moments[0]
+        if isinstance(first, float):
+            return [moment - first for moment in moments if isinstance(moment, float)]
+        events = [moment for moment in moments if isinstance(moment, torch.Event)]
+        events[-1].synchronize()
+        return [first.elapsed_time(event) / 1000 for event in events]
 
 
 class SideStream:

@@ -84,6 +84,11 @@ class Reducer(Deferral):
         """Bytes of gradients that wait here for a later reduction."""
         return sum(gradients.local_bytes for gradients in self._all)
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the buffers in which gradients are packed."""
+        return self._pool.num_bytes
+
     def check_step(self) -> None:
         """Check that no backward has stepped units since the last step.
 

@@ -1,0 +1,194 @@
+"""Profiles of engines: the parts of a step, what they leave behind, and the files that they write."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import zeroshard
+from tests.distributed.models import Tiny
+from tests.distributed.training import STAGES, square_loss, start
+from zeroshard.comm.watch.status import RankStatus
+
+
+def tiny():
+    torch.manual_seed(0)
+    return Tiny(num_blocks=2)
+
+
+def steps(engine, optimizer, numbers):
+    losses = []
+    for number in numbers:
+        loss = square_loss(engine, number)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def profiled(stage, **options):
+    """A profile of three steps, the time around it, and what training gave with and without it."""
+    engine, optimizer = start(tiny(), "AdamW", stage=stage)
+    steps(engine, optimizer, range(2))
+    before = time.perf_counter()
+    with zeroshard.profile(engine, **options) as profile:
+        losses = steps(engine, optimizer, range(2, 5))
+        around = time.perf_counter() - before
+    is_clean = type(engine._runtime.here) is RankStatus and not any(
+        "unshard" in vars(unit) or any("pack" in vars(gradients) for gradients in unit.gradients)
+        for unit in engine._runtime.units
+    )
+    plain, plain_optimizer = start(tiny(), "AdamW", stage=stage)
+    want = steps(plain, plain_optimizer, range(5))[2:]
+    own, theirs = engine.full_state_dict(), plain.full_state_dict()
+    is_same = losses == want and all(torch.equal(own[name], theirs[name]) for name in own)
+    return profile, around, is_clean, is_same
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_parts_of_steps_add_up_and_change_nothing(ranks, num_ranks, stage):
+    for profile, around, is_clean, is_same in ranks(num_ranks, profiled, stage):
+        assert is_clean
+        assert is_same
+        assert profile.num_steps == 3
+        assert sum(profile.phases.values()) == pytest.approx(profile.seconds_per_step)
+        assert profile.seconds <= around * 1.05 + 0.05
+        inside = [profile.phases[kind] for kind in ("forward", "backward", "step")]
+        assert all(seconds > 0 for seconds in inside)
+        units = profile.units
+        assert {"the root unit", "unit 'blocks.0'", "unit 'blocks.1'"} <= units.keys()
+        total = sum(sum(times.values()) for times in units.values())
+        assert total == pytest.approx(profile.seconds_per_step)
+
+
+def test_gathers_reductions_and_waits_belong_to_their_units(ranks):
+    for profile, *_ in ranks(2, profiled, 3):
+        block = profile.units["unit 'blocks.1'"]
+        assert all(block[kind] > 0 for kind in ("forward", "backward", "gather", "reduce"))
+        assert profile.exposed_seconds == pytest.approx(sum(profile.waits.values()))
+        assert any("all-gather of unit 'blocks." in name for name in profile.waits)
+        assert any("reduce-scatter" in name for name in profile.waits)
+
+
+def test_the_memory_at_the_peak_names_its_phase_and_the_gathered_units(ranks):
+    for profile, *_ in ranks(2, profiled, 3):
+        assert profile.peak.sample.total == max(sample.total for sample in profile.samples)
+        assert all(sum(sample.kinds.values()) == sample.total for sample in profile.samples)
+        gathered = [sample for sample in profile.samples if sample.unsharded]
+        assert gathered
+        assert any(sample.packed for sample in profile.samples)
+        kinds = {sample.phase.kind for sample in profile.samples}
+        assert kinds == {"forward", "backward", "step", "other"}
+
+
+def test_without_memory_there_are_no_samples(ranks):
+    ((profile, *_),) = ranks(1, profiled, 3, memory=False)
+    assert profile.samples == ()
+    assert profile.peak is None
+    with pytest.raises(RuntimeError, match="no memory: expected profile"):
+        profile.plot_memory("memory.png")
+
+
+def floating_point():
+    engine, optimizer = start(tiny(), "AdamW")
+    with zeroshard.profile(engine, flops=True, peak_flops=1e9) as profile:
+        steps(engine, optimizer, range(3))
+    counter = FlopCounterMode(display=False)
+    with counter:
+        square_loss(tiny(), 0).backward()
+    return profile, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_floating_point_operations_are_those_of_the_plain_model(ranks, num_ranks):
+    for profile, want in ranks(num_ranks, floating_point):
+        assert profile.flops == want > 0
+        assert profile.num_steps == 2  # the first one was counted, not timed
+        assert profile.utilization == pytest.approx(want / profile.seconds_per_step / 1e9)
+        assert "TFLOP/s" in str(profile)
+
+
+def in_parts():
+    """Profiles that go wrong: two at a time, one that ends in an exception, and one without a step."""
+    engine, optimizer = start(tiny(), "AdamW")
+    messages = []
+    with zeroshard.profile(engine) as outer:
+        try:
+            with zeroshard.profile(engine):
+                pass
+        except RuntimeError as error:
+            messages.append(str(error))
+        steps(engine, optimizer, range(1))
+    try:
+        with zeroshard.profile(engine):
+            raise LookupError("a step that fails")
+    except LookupError as error:
+        messages.append(str(error))
+    with zeroshard.profile(engine) as empty:
+        pass
+    try:
+        print(empty.seconds_per_step)
+    except RuntimeError as error:
+        messages.append(str(error))
+    losses = steps(engine, optimizer, range(1, 2))
+    return outer.num_steps, messages, type(engine._runtime.here) is RankStatus, losses
+
+
+def test_a_profile_that_goes_wrong_leaves_the_engine_as_it_was(ranks):
+    for num_steps, messages, is_clean, losses in ranks(2, in_parts):
+        assert num_steps == 1
+        assert messages[0].startswith("another profile of this engine is under way")
+        assert messages[1] == "a step that fails"
+        assert messages[2].startswith("the profile has no step")
+        assert is_clean
+        assert len(losses) == 1
+
+
+def operations():
+    engine, optimizer = start(tiny(), "AdamW")
+    with zeroshard.profile(engine, operations=True) as profile:
+        steps(engine, optimizer, range(1))
+    return {event.key for event in profile.operations.key_averages()}
+
+
+def test_operations_of_torch_have_our_phases_as_ranges(ranks):
+    for names in ranks(2, operations):
+        assert "aten::addmm" in names
+        assert {"zeroshard: forward of unit 'blocks.0'", "zeroshard: backward of unit 'blocks.1'"} <= names
+
+
+def test_a_trace_and_a_picture_are_written(tmp_path):
+    engine, optimizer = start(tiny(), "AdamW")
+    with zeroshard.profile(engine) as profile:
+        steps(engine, optimizer, range(2))
+    profile.write_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    phases = [event for event in events if event["ph"] == "X" and event["tid"] == 0]
+    assert sum(event["dur"] for event in phases) == pytest.approx(1e6 * profile.seconds, rel=1e-6)
+    assert {"forward unit 'blocks.0'", "step"} <= {event["name"] for event in phases}
+    assert any(event["ph"] == "C" and "unsharded" in event["args"] for event in events)
+    profile.plot_memory(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
+    assert "memory at the peak" in str(profile)
+
+
+def stepped_by_two():
+    model = tiny()
+    sharded = zeroshard.shard(model, {"stage": 3})
+    parameters = list(sharded.module.parameters())
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in (parameters[:3], parameters[3:])]
+    sharded.attach(*optimizers)
+    with zeroshard.profile(sharded) as profile:
+        for number in range(2):
+            square_loss(sharded.module, number).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    return profile.num_steps
+
+
+def test_a_step_of_several_optimizers_is_one(ranks):
+    assert ranks(2, stepped_by_two) == [2, 2]

@@ -1,0 +1,151 @@
+"""Profiles the steps of an engine on this rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from zeroshard.comm.streams import Clock
+from zeroshard.memory.report import MemoryReport, measure
+from zeroshard.profiling.memory import MemoryWatch
+from zeroshard.profiling.recorder import Recorder
+from zeroshard.profiling.report import Profile, describe
+from zeroshard.profiling.timeline import Label, Timeline
+from zeroshard.reports import Reports
+from zeroshard.sharded import ShardedCalls
+
+
+@contextmanager
+def profile(
+    engine: ShardedCalls,
+    *,
+    memory: bool = True,
+    operations: bool = False,
+    flops: bool = False,
+    peak_flops: float | None = None,
+) -> Iterator[Profile]:
+    """Note where the time and the memory of the steps inside go, on this rank.
+
+        with zeroshard.profile(engine) as profile:
+            for batch in batches:
+                engine.train_batch(*batch)
+        print(profile)
+
+    Each rank profiles itself; nothing is exchanged. An engine that is not profiled has no cost of it. Times
+    are those of the host on a CPU, and those of the compute stream on an accelerator: there a wait is the
+    time in which that stream stands still for a gather or a reduction.
+
+    Args:
+        engine: an engine, or a sharded model.
+        memory: note the memory at the begin of each phase.
+        operations: run `torch.profiler` beside, with our phases as ranges; `profile.operations` is its
+            profile, with `key_averages()` and `export_chrome_trace(path)`. This takes time of its own.
+        flops: count the floating-point operations of the first step. It runs slower, so the times begin
+            after it, and at least two steps are needed.
+        peak_flops: floating-point operations per second that the device could do, for the utilization.
+
+    Yields:
+        The profile, which is filled at the end of the block.
+
+    Raises:
+        RuntimeError: another profile of this engine is under way.
+    """
+    runtime, result = engine._runtime, Profile(peak_flops=peak_flops)
+    clock, began = Clock(runtime.context.device), time.perf_counter()
+    timeline = Timeline(clock.now)
+    watch = MemoryWatch(runtime, _measure(engine)) if memory else None
+    ranges = _Ranges() if operations else None
+    counting = _Counting() if flops else None
+
+    def on_phase(phase: Label) -> None:
+        if watch is not None:
+            watch.take(time.perf_counter() - began, phase)
+        if ranges is not None:
+            ranges.enter(phase)
+
+    def on_step() -> None:
+        if counting is not None:
+            counting.end_step()
+
+    recorder = Recorder(runtime, timeline, on_phase, on_step)
+    with ExitStack() as stack:
+        if ranges is not None:
+            result.operations = stack.enter_context(_torch_profile(runtime.context.device))
+            stack.callback(ranges.end)
+        if counting is not None:
+            stack.callback(counting.stop)
+            counting.begin()
+        recorder.attach()
+        stack.callback(recorder.detach)
+        yield result
+    timeline.close()
+    first = 0 if counting is None or not timeline.ends else timeline.ends[0]
+    result.fill(timeline, clock.seconds(timeline.moments), first)
+    if watch is not None:
+        result.samples, result.peak = watch.samples, watch.peak
+    if counting is not None:
+        result.flops = counting.flops
+
+
+def _measure(engine: ShardedCalls) -> MemoryReport:
+    """The memory at rest; that of a sharded model is without the states of its optimizers."""
+    return engine.memory_report() if isinstance(engine, Reports) else measure(engine._runtime, None)
+
+
+def _torch_profile(device: torch.device) -> Any:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=activities, profile_memory=True)
+
+
+class _Ranges:
+    """Shows phases as ranges of torch's profiler, one after the other."""
+
+    def __init__(self) -> None:
+        self._range: Any = None
+
+    def enter(self, phase: Label) -> None:
+        """End the range under way, and begin the next."""
+        self.end()
+        self._range = record_function(f"zeroshard: {describe(phase)}")
+        self._range.__enter__()
+
+    def end(self) -> None:
+        """End the range under way."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+
+
+class _Counting:
+    """Counts the floating-point operations up to the end of the first step."""
+
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        self._mode: Any = FlopCounterMode(display=False)
+        self._is_on = False
+        self.flops: int | None = None
+
+    def begin(self) -> None:
+        """Begin to count."""
+        self._mode.__enter__()
+        self._is_on = True
+
+    def stop(self) -> None:
+        """Stop to count; a second call does nothing."""
+        if self._is_on:
+            self._is_on = False
+            self._mode.__exit__(None, None, None)
+
+    def end_step(self) -> None:
+        """Take the count of the first step."""
+        if self._is_on:
+            self.stop()
+            self.flops = self._mode.get_total_flops()

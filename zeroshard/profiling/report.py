@@ -1,0 +1,203 @@
+"""The results of a profile, as tables, a trace and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from zeroshard.profiling.memory import Peak, Sample
+from zeroshard.profiling.timeline import OTHER, Label, Span, Timeline, add_up
+from zeroshard.tables import LINE, format_bytes, render
+
+COLUMNS = ("forward", "backward", "gather", "reduce", "free", "wait", "step", "other")
+"""The kinds of time: compute of forwards and of backwards, without the tasks inside; gathers of parameters,
+as far as they keep the host or the stream of compute busy; packing, adding and delivery of gradients;
+freeing of parameters; waits for other ranks, which is the exposed communication; the optimizer; and all
+outside."""
+
+
+@dataclass
+class Profile:
+    """Where the time and the memory of steps went on this rank; filled when the profile ends.
+
+    All times are in seconds, all memory in bytes. `str(profile)` has the tables.
+    """
+
+    num_steps: int = 0
+    """Optimizer steps that ended inside."""
+    seconds: float = 0.0
+    """The whole time of the profile."""
+    spans: Sequence[Span] = ()
+    """The parts of that time; without gaps, so they add up to it."""
+    samples: Sequence[Sample] = ()
+    """The memory at the begin of each phase; () if it was not asked for."""
+    peak: Peak | None = None
+    """The sample with the most bytes."""
+    flops: int | None = None
+    """Floating-point operations of this rank in a step, counted in the first one; None if not asked for."""
+    peak_flops: float | None = None
+    """Floating-point operations per second that the device could do."""
+    operations: Any = None
+    """torch's own profile, of `torch.profiler`, if it was asked for."""
+
+    def fill(self, timeline: Timeline, seconds: Sequence[float], first: int) -> None:
+        """Take over a timeline that has ended.
+
+        Args:
+            timeline: the timeline.
+            seconds: the time of each of its moments.
+            first: the index of the moment to begin at: 0, or the end of a step that does not count.
+        """
+        self.num_steps = sum(end > first for end in timeline.ends)
+        self.seconds = seconds[-1] - seconds[first]
+        self.spans = timeline.spans(seconds, first)
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The mean time of a step.
+
+        Raises:
+            RuntimeError: no step ended inside the profile.
+        """
+        if not self.num_steps:
+            raise RuntimeError("the profile has no step: expected an optimizer step inside the block")
+        return self.seconds / self.num_steps
+
+    @property
+    def phases(self) -> Mapping[str, float]:
+        """Seconds of a step by kind, see `COLUMNS`; they add up to `seconds_per_step`."""
+        found, steps = add_up(self.spans, lambda span: span.label.kind), self._steps
+        return {kind: found.get(kind, 0.0) / steps for kind in COLUMNS}
+
+    @property
+    def units(self) -> Mapping[str, Mapping[str, float]]:
+        """Seconds of a step by unit and kind; a wait belongs to the unit of the phase around it."""
+        found = add_up(self.spans, lambda span: (_unit_of(span), span.label.kind))
+        units: dict[str, dict[str, float]] = {}
+        for (unit, kind), seconds in found.items():
+            units.setdefault(unit, dict.fromkeys(COLUMNS, 0.0))[kind] += seconds / self._steps
+        return units
+
+    @property
+    def waits(self) -> Mapping[str, float]:
+        """Seconds of a step by the collective that the rank waited for, the longest first."""
+        waits = (span for span in self.spans if span.label.kind == "wait")
+        found = add_up(waits, lambda span: span.label.name)
+        return {name: s / self._steps for name, s in sorted(found.items(), key=lambda item: -item[1])}
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of a step in which the rank only waited for other ranks."""
+        return self.phases["wait"]
+
+    @property
+    def utilization(self) -> float | None:
+        """The share of `peak_flops` that a step reaches (Chowdhery et al., 2022, PaLM, appendix B)."""
+        if self.flops is None or self.peak_flops is None:
+            return None
+        return self.flops / self.seconds_per_step / self.peak_flops
+
+    @property
+    def _steps(self) -> int:
+        return max(1, self.num_steps)
+
+    def __str__(self) -> str:
+        parts = [self._table_of_phases(), self._table_of_units()]
+        if self.waits:
+            rows = [(name, _ms(seconds)) for name, seconds in list(self.waits.items())[:10]]
+            parts.append(render("longest waits of a step", ("for", "ms"), rows))
+        if self.peak is not None:
+            parts.append(self._table_of_peak(self.peak))
+        return "\n\n".join(parts)
+
+    def _table_of_phases(self) -> str:
+        total = self.seconds / self._steps
+        rows: list[tuple[str, ...]] = [
+            (kind, _ms(seconds), f"{seconds / total:.1%}") for kind, seconds in self.phases.items() if seconds
+        ]
+        rows += [LINE, ("all", _ms(total), "100.0%")]
+        if self.flops is not None:
+            rows += [LINE, ("TFLOP", f"{self.flops / 1e12:.3g}", "")]
+            rate = f"{self.flops / total / 1e12:.3g}"
+            share = self.utilization
+            rows.append(("TFLOP/s", rate, "" if share is None else f"{share:.1%}"))
+        return render(f"a step, mean of {self.num_steps}", ("kind", "ms", "share"), rows)
+
+    def _table_of_units(self) -> str:
+        used = [kind for kind in COLUMNS if any(times[kind] for times in self.units.values())]
+        rows = [
+            (unit, *(_ms(times[kind]) if times[kind] else "" for kind in used), _ms(sum(times.values())))
+            for unit, times in self.units.items()
+        ]
+        return render("a step by unit, ms", ("unit", *used, "all"), rows)
+
+    def _table_of_peak(self, peak: Peak) -> str:
+        rows: list[tuple[str, ...]] = [(kind, format_bytes(n)) for kind, n in peak.sample.kinds.items()]
+        rows += [LINE, ("total", format_bytes(peak.sample.total))]
+        gathered = f"; gathered: {', '.join(peak.units)}" if peak.units else ""
+        return render(f"memory at the peak, {describe(peak.sample.phase)}{gathered}", ("kind", "bytes"), rows)
+
+    def write_trace(self, path: str | PathLike[str]) -> None:
+        """Write the spans as a trace for chrome://tracing or ui.perfetto.dev.
+
+        Phases are on one line, the tasks inside them on another; counters show memory by kind.
+        """
+        events: list[dict[str, Any]] = []
+        for line, name in enumerate(("phases", "tasks")):
+            events.append({"ph": "M", "pid": 0, "tid": line, "name": "thread_name", "args": {"name": name}})
+        for phase, start, stop in _joined(self.spans):
+            events.append(_event(phase, start, stop, line=0))
+        events += [_event(s.label, s.start, s.stop, line=1) for s in self.spans if s.label != s.phase]
+        for sample in self.samples:
+            counted = {"ph": "C", "pid": 0, "name": "memory", "ts": sample.seconds * 1e6}
+            events.append(counted | {"args": dict(sample.kinds)})
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+    def plot_memory(self, path: str | PathLike[str]) -> None:
+        """Draw the memory over time by kind, with a mark at the peak that names what is alive there.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            RuntimeError: no memory was noted.
+        """
+        if self.peak is None:
+            raise RuntimeError("the profile has no memory: expected profile(engine, memory=True) and a step")
+        from zeroshard.profiling.picture import draw_memory
+
+        draw_memory(self.samples, self.peak, Path(path))
+
+
+def describe(phase: Label) -> str:
+    """A phase as a person would name it."""
+    if phase == OTHER:
+        return "outside of forward, backward and step"
+    return f"{phase.kind} of {phase.name}" if phase.name else phase.kind
+
+
+def _unit_of(span: Span) -> str:
+    return (span.phase if span.label.kind == "wait" else span.label).name or "no unit"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.2f}"
+
+
+def _event(label: Label, start: float, stop: float, line: int) -> dict[str, Any]:
+    name = f"{label.kind} {label.name}".strip()
+    times = {"ts": start * 1e6, "dur": (stop - start) * 1e6}
+    return {"ph": "X", "pid": 0, "tid": line, "name": name, "cat": label.kind} | times
+
+
+def _joined(spans: Sequence[Span]) -> list[tuple[Label, float, float]]:
+    """The phases of spans, each from its begin to its end."""
+    found: list[tuple[Label, float, float]] = []
+    for span in spans:
+        if found and found[-1][0] == span.phase and found[-1][2] == span.start:
+            found[-1] = (span.phase, found[-1][1], span.stop)
+        else:
+            found.append((span.phase, span.start, span.stop))
+    return found
