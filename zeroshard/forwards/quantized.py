@@ -145,6 +145,29 @@ def dequantized(layer: Layer, codes: Tensor) -> Tensor:
     return weight
 
 
+def names_beside(module: nn.Module) -> set[str]:
+    """The names of the tensors that quantized layers have beside their codes in a state_dict."""
+    found = set()
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if is_quantized(layer):
+            prefix = f"{name}." if name else ""
+            state = layer.state_dict(keep_vars=True)
+            found |= {prefix + key for key in state if key.startswith(("weight.", "SCB", "weight_format"))}
+    return found
+
+
+def dequantized_form(
+    layer: Layer, dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and shape of `dequantized`, for codes of some dtype and shape."""
+    if not is_quantized(layer):
+        return dtype, shape
+    if _has_8_bits(layer):
+        return torch.float32, shape
+    quant_state = layer.weight.quant_state
+    return quant_state.dtype, tuple(quant_state.shape)
+
+
 def _has_8_bits(layer: Layer) -> bool:
     """True for Linear8bitLt with codes of 8 bits; it may also keep its weight in float16."""
     state = getattr(layer, "state", None)
