@@ -1,6 +1,7 @@
 """Ranks quantize parts of a weight: codes and scales are those of bitsandbytes for the whole, to the bit."""
 
 import copy
+import json
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from examples.smollm2 import unpack
 from tests.sharding.test_quantized import adamw, llama, plain, same_bits, same_state, train
 from zeroshard.lazy.codes import Codes
 from zeroshard.plan.layout import Span
+from zeroshard.safetensors import DTYPE_NAMES, FileTensor
 
 FOUR = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
 KINDS = {
@@ -138,6 +140,107 @@ def test_a_unit_with_a_weight_that_no_file_has_gets_the_scales_of_rank_0(ranks, 
 def _is_of_values(name):
     """True for codes and scales, and the description, which has the offset of the scales."""
     return name.endswith((".weight", ".absmax", "nested_absmax", "SCB", "nf4"))
+
+
+# ------------------------------------------------------------------------------------ quantized folders
+
+
+def quantized_folder(folder, kind, path):
+    """A folder with codes and scales, as transformers saves it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config_of(kind), device_map="cpu", dtype=torch.float32
+    )
+    model.save_pretrained(path)
+    return path
+
+
+def read_again(path):
+    return transformers.AutoModelForCausalLM.from_pretrained(path, device_map="cpu", dtype=torch.float32)
+
+
+def from_codes(path, _):
+    model = zeroshard.from_pretrained(transformers.AutoModelForCausalLM, path, dtype=torch.float32)
+    with zeroshard.deferred_init():
+        return with_adapters(model)
+
+
+def trained_from_codes(stage, path):
+    read, num_codes = FileTensor.read, []
+
+    def counting(tensor, *spans):
+        if "U8" in DTYPE_NAMES[tensor.file_dtype] or "I8" in DTYPE_NAMES[tensor.file_dtype]:
+            num_codes.append(sum(span.size for span in spans))
+        return read(tensor, *spans)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileTensor, "read", counting)
+        engine = zeroshard.initialize(from_codes(path, None), adamw, {"stage": stage}).engine
+    state = engine.full_state_dict()
+    losses = train(engine, range(3))
+    engine.save_pretrained(path / "plain", merge_adapters=True)
+    return losses, state, sum(num_codes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 3), (1, 3), (4, 2), (2, 0)])
+@pytest.mark.long_where(num_ranks=[1, 4])
+@pytest.mark.long_where(stage=[0])
+@pytest.mark.long_where(kind=["fp4 in bfloat16"])
+def test_a_quantized_folder_is_the_model_that_transformers_reads(
+    ranks, folder, tmp_path, kind, num_ranks, stage
+):
+    path = quantized_folder(folder, kind, tmp_path / "codes")
+    model = with_adapters(read_again(path))
+    state = copy.deepcopy(model.state_dict())
+    want = plain(model, range(3), num_ranks)
+    (losses, found, num_codes), *others = ranks(num_ranks, trained_from_codes, stage, path)
+    same_state(found, state)
+    assert losses == want
+    assert all(other[0] == want for other in others)
+    whole = sum(p.numel() for p in model.parameters() if p.dtype in (torch.uint8, torch.int8))
+    if stage == 3 and whole:
+        beside = sum(v.numel() for n, v in state.items() if v.dtype == torch.uint8 and ".weight." in n)
+        assert num_codes <= whole / num_ranks + beside + 4096  # padding of the layout
+    merged = transformers.AutoModelForCausalLM.from_pretrained(path / "plain")
+    assert not any(type(layer).__module__.startswith("bitsandbytes") for layer in merged.modules())
+    assert "quantization_config" not in merged.config.to_dict()
+
+
+def without(name, path):
+    """Take a tensor out of a folder."""
+    tensors = load_file(path / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacking", "text"),
+    [
+        (
+            "nf4 twice",
+            "down_proj.weight",
+            "expected codes of bitsandbytes and their scales for 'model.layers.1",
+        ),
+        ("nf4 twice", "down_proj.weight.absmax", "'model.layers.1.mlp.down_proj.weight' has other scales"),
+        ("int8", "down_proj.SCB", "'model.layers.1.mlp.down_proj.weight' has other scales"),
+    ],
+)
+def test_a_quantized_folder_without_codes_or_scales_is_refused(folder, tmp_path, kind, lacking, text):
+    path = quantized_folder(folder, kind, tmp_path)
+    without(f"model.layers.1.mlp.{lacking}", path)
+    with pytest.raises(ValueError, match=text):
+        from_codes(path, kind)
+
+
+def test_a_folder_is_not_quantized_twice_or_by_others(folder, tmp_path):
+    path = quantized_folder(folder, "nf4 twice", tmp_path)
+    with pytest.raises(ValueError, match="is quantized already: expected no quantization_config"):
+        from_file(path, "int8")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="quantized by bitsandbytes, got quant_method='gptq'"):
+        from_codes(path, None)
 
 
 # ------------------------------------------------------------------------------------------------- blocks

@@ -121,9 +121,14 @@ class Quantized:
         return scales
 
 
+def is_of_bitsandbytes(layer: Layer) -> bool:
+    """True for a layer whose class, or a base of it, is one of bitsandbytes."""
+    return any(base.__module__.startswith("bitsandbytes.nn") for base in type(layer).__mro__)
+
+
 def is_quantized(layer: Layer) -> bool:
     """True for a layer of bitsandbytes whose weight holds codes, or will when it is quantized."""
-    if not any(base.__module__.startswith("bitsandbytes.nn") for base in type(layer).__mro__):
+    if not is_of_bitsandbytes(layer):
         return False
     weight = layer._parameters.get("weight")
     return weight is not None and (hasattr(weight, "quant_state") or _has_8_bits(layer))
