@@ -226,20 +226,52 @@ def test_codes_are_not_cast_to_the_compute_dtype(ranks, kind):
 # ----------------------------------------------------------------------------------------------- in memory
 
 
-def at_rest():
-    model = build("nf4", width=256)
-    codes = sum(p.nbytes for p in model.parameters() if not p.is_floating_point())
-    frozen = sum(p.nbytes for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
-    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
+def at_rest(kind, stage):
+    model = build(kind, width=256)
+    sizes = {
+        "frozen": sum(p.nbytes for p in model.parameters() if not p.requires_grad),
+        "scales": sum(tensor.nbytes for tensor in beside(model)),
+    }
+    config = {"stage": stage}
+    want = zeroshard.estimate(model, dist.get_world_size(), config, host_computes=True)
+    shapes = (getattr(getattr(p, "quant_state", None), "shape", p.shape) for p in model.parameters())
+    num_params = sum(shape.numel() for shape in shapes)
+    engine = zeroshard.initialize(model, adamw, config).engine
+    assert engine.num_parameters() == num_params
     train(engine, range(1))
     buffers = [buffer for unit in engine._runtime.units for buffer in unit.buffers if not buffer.trainable]
     held = sum(buffer.main.nbytes + buffer.full.untyped_storage().nbytes() for buffer in buffers)
-    return codes, frozen, held
+    return sizes, held, engine.memory_report(), want
 
 
-def test_a_rank_keeps_its_share_of_the_codes(ranks):
-    for codes, frozen, held in ranks(2, at_rest):
-        assert held == pytest.approx((codes + frozen) / 2, rel=0.02)
+def beside(model):
+    """Scales and tables of quantized layers."""
+    for layer in model.modules():
+        if isinstance(layer, bitsandbytes.nn.Linear8bitLt):
+            yield layer.weight.SCB
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):
+            state = layer.weight.quant_state
+            yield from (state.absmax, state.code)
+            yield from (state.offset, state.state2.absmax, state.state2.code) if state.nested else ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("nf4 twice", 3),
+        *(pytest.param(kind, 3, marks=pytest.mark.long) for kind in ("nf4", "int8", "nf4 twice in float32")),
+        pytest.param("nf4 twice", 0, marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_keeps_its_share_of_the_codes_and_all_scales(ranks, kind, stage):
+    for sizes, held, report, want in ranks(2, at_rest, kind, stage):
+        if stage == 3:
+            assert held == pytest.approx(sizes["frozen"] / 2, rel=0.02)
+        assert report.scales == want.scales == sizes["scales"]
+        assert report.parameters == want.parameters
+        assert "scales of codes" in str(report)
+        assert "scales of codes" in str(want)
+        assert report.total == report.parameters + report.scales + report.gradients + report.optimizer
 
 
 # --------------------------------------------------------------------------------------------- evaluation

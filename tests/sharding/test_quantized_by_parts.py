@@ -68,7 +68,11 @@ def from_init(_, kind):
 def trained(build, stage, folder, kind, options):
     model = build(folder, kind)
     assert all(p.is_meta for p in model.parameters())
-    engine = zeroshard.initialize(model, adamw, {"stage": stage, **options}).engine
+    config = {"stage": stage, **options}
+    want = zeroshard.estimate(model, dist.get_world_size(), config, host_computes=True)
+    engine = zeroshard.initialize(model, adamw, config).engine
+    report = engine.memory_report()
+    assert (report.parameters, report.scales) == (want.parameters, want.scales)
     state = engine.full_state_dict()
     return train(engine, range(3)), state
 

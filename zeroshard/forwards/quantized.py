@@ -31,6 +31,12 @@ from zeroshard.tiers.heap import return_freed_memory
 _BLOCK_OF_SCALES = 256
 """Scales that have one scale, where they are quantized themselves."""
 
+_SCALE_BYTES = 4
+"""Scales, and the values in the tables of codes, are float32."""
+
+_TABLE_4_BITS, _TABLE_8_BITS = 16, 256
+"""Values in the table of a weight's codes, and in that of the codes of its scales."""
+
 Layer = Any
 """A layer of bitsandbytes, whose attributes have no types."""
 
@@ -148,6 +154,29 @@ def dequantized(layer: Layer, codes: Tensor) -> Tensor:
 
     weight: Tensor = dequantize_4bit(codes, layer.weight.quant_state)
     return weight
+
+
+def scales_in(module: nn.Module) -> Iterator[Tensor]:
+    """The tensors that the quantized layers of a sharded module keep beside their codes."""
+    for layer in filter(is_quantized, module.modules()):
+        for owner, attribute in _scales(layer):
+            if isinstance(values := getattr(owner, attribute), Tensor):
+                yield values
+
+
+def num_scale_bytes(layer: Layer) -> int:
+    """Bytes of these for a layer, quantized already or as its weight is read; 0 for any other module."""
+    if not is_quantized(layer):
+        return 0
+    if _has_8_bits(layer):
+        return int(layer.out_features) * _SCALE_BYTES
+    weight = layer.weight
+    blocks = -(-int(layer.in_features * layer.out_features) // int(weight.blocksize))
+    table = _TABLE_4_BITS * _SCALE_BYTES
+    if not weight.compress_statistics:
+        return blocks * _SCALE_BYTES + table
+    offset, outer = 1, -(-blocks // _BLOCK_OF_SCALES)
+    return blocks + (outer + offset + _TABLE_8_BITS) * _SCALE_BYTES + table
 
 
 def names_beside(module: nn.Module) -> set[str]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config, refuse_pipeline, require_supported
+from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory.activations import Blocks
 from zeroshard.memory.report import ModelStates
 from zeroshard.memory.tiered import States, bytes_on_tiers
@@ -59,6 +60,7 @@ def side_by_side(title: str, estimates: Mapping[str, Estimate]) -> str:
     columns = estimates.values()
     rows = [
         *row("parameters", (e.parameters for e in columns)),
+        *row("scales of codes", (e.scales for e in columns)),
         *row("gradients", (e.gradients for e in columns)),
         *row("optimizer states", (e.optimizer for e in columns)),
         *row("gathered at the peak", (e.peak_unsharded for e in columns)),
@@ -128,6 +130,7 @@ def estimate(
         parameters=device.parameters,
         gradients=device.gradients,
         optimizer=device.optimizer,
+        scales=_scale_bytes(model_or_num_params),
         unsharded=0,
         peak_unsharded=traffic.peak_unsharded_bytes(units, together),
         host=tiers[Tier.HOST].total,
@@ -148,6 +151,13 @@ def _setting(config: Config, world_size: int, host_computes: bool) -> Setting:
         )
     sizes = {DP_SHARD: along.dp_shard, DP_REPLICATE: along.dp_replicate, DP_INNER: num_inner, TP: along.tp}
     return read_setting(config, sizes, host_computes=host_computes)
+
+
+def _scale_bytes(model_or_num_params: nn.Module | float) -> int:
+    """Bytes beside the codes of quantized weights, which each rank keeps whole."""
+    if not isinstance(model_or_num_params, nn.Module):
+        return 0
+    return sum(num_scale_bytes(module) for module in model_or_num_params.modules())
 
 
 def _activations(model_or_num_params: nn.Module | float, num_tokens: int, config: Config) -> tuple[int, int]:
