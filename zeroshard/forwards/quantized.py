@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.forwards.composed import compose, form_of
 from zeroshard.lazy.codes import Codes
 from zeroshard.lazy.deferred import deferred_of
 from zeroshard.sharding.buffer import FlatBuffer
@@ -140,12 +141,20 @@ def is_quantized(layer: Layer) -> bool:
     return weight is not None and (hasattr(weight, "quant_state") or _has_8_bits(layer))
 
 
+def has_codes(layer: Layer) -> bool:
+    """True for a layer whose weight is sharded as codes."""
+    return form_of(layer) is not None or is_quantized(layer)
+
+
 def dequantized(layer: Layer, codes: Tensor) -> Tensor:
     """Return the weight that codes of a layer stand for, as bitsandbytes computes with it; of its shape.
 
-    With 4 bits it has the dtype of the weight before it was quantized, with 8 bits float32. Codes of other
-    libraries are returned as they are.
+    With 4 bits it has the dtype of the weight before it was quantized, with 8 bits float32. A weight that was
+    taken apart has the dtype that it showed. Codes of other libraries are returned as they are.
     """
+    if form_of(layer) is not None:
+        plain: Tensor = compose(layer, codes).dequantize()
+        return plain
     if not is_quantized(layer):
         return codes
     if _has_8_bits(layer):
@@ -158,7 +167,10 @@ def dequantized(layer: Layer, codes: Tensor) -> Tensor:
 
 def scales_in(module: nn.Module) -> Iterator[Tensor]:
     """The tensors that the quantized layers of a sharded module keep beside their codes."""
-    for layer in filter(is_quantized, module.modules()):
+    for layer in filter(has_codes, module.modules()):
+        if (form := form_of(layer)) is not None:
+            yield from (getattr(layer, f"weight_{name}") for name in form.others)
+            continue
         for owner, attribute in _scales(layer):
             if isinstance(values := getattr(owner, attribute), Tensor):
                 yield values
@@ -166,6 +178,8 @@ def scales_in(module: nn.Module) -> Iterator[Tensor]:
 
 def num_scale_bytes(layer: Layer) -> int:
     """Bytes of these for a layer, quantized already or as its weight is read; 0 for any other module."""
+    if (form := form_of(layer)) is not None:
+        return sum(getattr(layer, f"weight_{name}").nbytes for name in form.others)
     if not is_quantized(layer):
         return 0
     if _has_8_bits(layer):
@@ -183,10 +197,10 @@ def names_beside(module: nn.Module) -> set[str]:
     """The names of the tensors that quantized layers have beside their codes in a state_dict."""
     found = set()
     for name, layer in module.named_modules(remove_duplicate=False):
-        if is_quantized(layer):
+        if has_codes(layer):
             prefix = f"{name}." if name else ""
             state = layer.state_dict(keep_vars=True)
-            found |= {prefix + key for key in state if key.startswith(("weight.", "SCB", "weight_format"))}
+            found |= {prefix + key for key in state if key.startswith(("weight.", "weight_", "SCB"))}
     return found
 
 
@@ -194,6 +208,8 @@ def dequantized_form(
     layer: Layer, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> tuple[torch.dtype, tuple[int, ...]]:
     """The dtype and shape of `dequantized`, for codes of some dtype and shape."""
+    if (form := form_of(layer)) is not None:
+        return form.dtype, tuple(form.shape)
     if not is_quantized(layer):
         return dtype, shape
     if _has_8_bits(layer):

@@ -107,10 +107,13 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
             f"'{directory}': has adapters of peft, and an export needs their model: load the checkpoint "
             "into an engine and call engine.save_pretrained()"
         )
-    if (name := next(filter(is_beside_codes, manifest.buffers), None)) is not None:
+    beside = filter(is_beside_codes, manifest.buffers)
+    codes = (name for name in manifest.parameters if not stored.tensors[name].dtype.is_floating_point)
+    if (name := next(chain(beside, codes), None)) is not None:
         raise ValueError(
-            f"'{directory}': has weights as codes of bitsandbytes, such as that of '{name}', and an export "
-            "would need the config of their quantization: expected a model that is not quantized"
+            f"'{directory}': has weights as codes, such as that of '{name}', and an export would need to "
+            "know what they stand for: load the checkpoint into an engine and call "
+            "engine.save_pretrained(dequantize=True)"
         )
     if verify:
         check_sums(directory, manifest, manifest.files)

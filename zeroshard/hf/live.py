@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.tensors import read_model
-from zeroshard.forwards.quantized import dequantized, dequantized_form, is_quantized
+from zeroshard.forwards.quantized import dequantized, dequantized_form, has_codes
 from zeroshard.full.parameters import unsharded
 from zeroshard.full.parts import spread
 from zeroshard.hf.adapters import has_adapters
@@ -145,7 +145,7 @@ def _merger(runtime: Runtime, unit: Unit, names: Mapping[str, str], layers: list
 
     def merge() -> dict[str, Tensor]:
         found = {}
-        of_codes = {base: layer for layer in layers if is_quantized(base := layer.get_base_layer())}
+        of_codes = {base: layer for layer in layers if has_codes(base := layer.get_base_layer())}
         plain = [layer for layer in layers if layer.get_base_layer() not in of_codes]
         with unsharded(runtime, layers, write_back=False), Merging.merged(plain):
             for original in (original for buffer in unit.buffers for original in buffer.originals):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.forwards.quantized import is_quantized
+from zeroshard.forwards.quantized import has_codes
 
 _Rule = Callable[[str], str | None]
 """Takes the rest of a name inside a module; returns that without adapters, None for a part of an adapter."""
@@ -83,7 +83,7 @@ class Merging:
             ValueError: an adapter that does more than to add to such a weight.
         """
         for name, layer in self._layers.items():
-            if is_quantized(layer.get_base_layer()):
+            if has_codes(layer.get_base_layer()):
                 self.check_adds(layer, f"{name}.weight")
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config, refuse_pipeline, require_supported
+from zeroshard.forwards.composed import taken_apart
 from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory.activations import Blocks
 from zeroshard.memory.report import ModelStates
@@ -120,7 +122,9 @@ def estimate(
     if type(num_tokens) is not int or num_tokens < 0:
         raise ValueError(f"num_tokens: expected an integer >= 0, got {num_tokens!r}")
     setting = _setting(config, world_size, host_computes)
-    units = _units(model_or_num_params, config, setting, tp_plan)
+    with _without_wrappers(model_or_num_params, config):
+        units = _units(model_or_num_params, config, setting, tp_plan)
+        scales = _scale_bytes(model_or_num_params)
     steps = config.gradient_accumulation_steps
     together = 1 + config.num_prefetch if setting.placements.kept else len(units)
     tiers = bytes_on_tiers(units, setting, steps, States(bits=optimizer_bits))
@@ -130,7 +134,7 @@ def estimate(
         parameters=device.parameters,
         gradients=device.gradients,
         optimizer=device.optimizer,
-        scales=_scale_bytes(model_or_num_params),
+        scales=scales,
         unsharded=0,
         peak_unsharded=traffic.peak_unsharded_bytes(units, together),
         host=tiers[Tier.HOST].total,
@@ -151,6 +155,13 @@ def _setting(config: Config, world_size: int, host_computes: bool) -> Setting:
         )
     sizes = {DP_SHARD: along.dp_shard, DP_REPLICATE: along.dp_replicate, DP_INNER: num_inner, TP: along.tp}
     return read_setting(config, sizes, host_computes=host_computes)
+
+
+def _without_wrappers(model_or_num_params: nn.Module | float, config: Config) -> AbstractContextManager[None]:
+    """A context in which weights that wrap other tensors are apart, as sharding takes them."""
+    if isinstance(model_or_num_params, nn.Module):
+        return taken_apart(model_or_num_params, config.ignored)
+    return nullcontext()
 
 
 def _scale_bytes(model_or_num_params: nn.Module | float) -> int:

@@ -65,7 +65,7 @@ _OWN_NUMBERS = ("torch", "zeroshard", "bitsandbytes", "deepspeed", "apex")
 
 
 def count(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -> int:
-    """Count the elements of whole parameters, and of the weights that codes with 4 bits stand for.
+    """Count the elements of whole parameters, and of the weights that codes stand for.
 
     Args:
         parameters: parameters, sharded or not.
@@ -78,6 +78,7 @@ def count(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -
 
 def _shape(parameter: nn.Parameter) -> torch.Size:
     coded: torch.Size | None = getattr(getattr(parameter, "quant_state", None), "shape", None)
+    coded = coded or getattr(parameter, "coded_shape", None)
     whole: torch.Size | None = getattr(parameter, "full_shape", None)
     return coded or whole or parameter.shape
 
