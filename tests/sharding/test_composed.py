@@ -232,12 +232,12 @@ def test_codes_without_adapters_are_not_exported_as_numbers(ranks, tmp_path):
         export_checkpoint(checkpoint, tmp_path / "out", Format())
 
 
-def refused(change, config):
+def refused(change, config, optimizer):
     model = base("int8")
     before = [type(p) for p in model.parameters()]
     change(model, dist.get_rank())
     with pytest.raises((ValueError, RuntimeError)) as caught:
-        zeroshard.initialize(model, adamw, config)
+        zeroshard.initialize(model, adamw if optimizer is None else optimizer(model.parameters()), config)
     if change is nothing:  # the model is as it was
         assert [type(p) for p in model.parameters()] == before
         assert "forward" not in vars(model.model.layers[0].mlp.up_proj)
@@ -267,13 +267,20 @@ class OtherRows(Rows):
 
 
 @pytest.mark.parametrize(
-    ("change", "config", "text"),
+    ("change", "config", "optimizer", "text"),
     [
-        (nothing, {"mesh": {"tp": 2}}, "holds codes of a quantized weight, which tensor ranks cannot divide"),
-        (elsewhere, {}, "'model.embed_tokens.weight' is a Rows with operations of its own"),
-        (other_kind, {}, "'model.layers.0.mlp.up_proj.weight' is"),
+        (nothing, {"mesh": {"tp": 2}}, None, "holds codes of a quantized weight, which tensor ranks cannot"),
+        (
+            nothing,
+            {"mesh": {"pp": 2}, "pipeline": {**PIPELINE, "split": ["a"], "trace": True}},
+            None,
+            "a trace",
+        ),
+        (nothing, {}, torch.optim.AdamW, "leave out frozen weights that wrap other tensors"),
+        (elsewhere, {}, None, "'model.embed_tokens.weight' is a Rows with operations of its own"),
+        (other_kind, {}, None, "'model.layers.0.mlp.up_proj.weight' is"),
     ],
 )
-def test_weights_that_cannot_be_sharded_are_named(ranks, change, config, text):
-    for message in ranks(2, refused, change, config):
+def test_weights_that_cannot_be_sharded_are_named(ranks, change, config, optimizer, text):
+    for message in ranks(2, refused, change, config, optimizer):
         assert text in message

@@ -68,7 +68,8 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
     if foreign:
         raise ValueError(
             f"{_name(optimizer)} holds {len(foreign)} parameter(s) that are not the model's: "
-            f"{', '.join(foreign[:3])}. Build it over the parameters of the model given to initialize"
+            f"{', '.join(foreign[:3])}. Build it over the parameters of the model given to initialize; leave "
+            "out frozen weights that wrap other tensors, as those of torchao, which are taken apart"
         )
     begun = [names[p] for p, state in optimizer.state.items() if p in names and _has_begun(state)]
     if begun:
