@@ -18,7 +18,7 @@ from torch import nn
 
 import zeroshard
 from examples.smollm2 import unpack
-from tests.sharding.test_quantized import adamw, llama, plain, same_bits, same_state, train
+from tests.sharding.test_quantized import adamw, llama, plain, same_bits, same_state, train, weight_of
 from zeroshard.lazy.codes import Codes
 from zeroshard.plan.layout import Span
 from zeroshard.safetensors import DTYPE_NAMES, FileTensor
@@ -208,6 +208,39 @@ def test_a_quantized_folder_is_the_model_that_transformers_reads(
     merged = transformers.AutoModelForCausalLM.from_pretrained(path / "plain")
     assert not any(type(layer).__module__.startswith("bitsandbytes") for layer in merged.modules())
     assert "quantization_config" not in merged.config.to_dict()
+
+
+def gpt2_exported(path):
+    model = zeroshard.from_pretrained(transformers.AutoModelForCausalLM, path)
+    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
+    tokens = torch.arange(8).view(1, 8)
+    losses = [engine.eval_batch({"input_ids": tokens}, tokens).item()]
+    engine.save_pretrained(path / "plain", dequantize=True)
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
+def test_weights_that_gpt2_has_transposed_are_exported_so(ranks, tmp_path, kind):
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 32}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "base")
+    path = quantized_folder(tmp_path / "base", kind, tmp_path / "codes")
+    model, tokens = read_again(path).eval(), torch.arange(8).view(1, 8)
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+    weights = {
+        f"{name}.weight": weight_of(layer).T
+        for name, layer in model.named_modules()
+        if type(layer).__module__.startswith("bitsandbytes")
+    }
+    with torch.no_grad():
+        want = model(input_ids=tokens, labels=tokens).loss.item()
+    assert ranks(2, gpt2_exported, path) == [[want], [want]]
+    found = transformers.GPT2LMHeadModel.from_pretrained(path / "plain").state_dict()
+    assert len(weights) == 8
+    for name, value in weights.items():
+        assert torch.equal(found[name], value), name
 
 
 def without(name, path):

@@ -218,6 +218,11 @@ def dequantized_form(
     return quant_state.dtype, tuple(quant_state.shape)
 
 
+def is_transposed(layer: Layer) -> bool:
+    """True for a layer that transformers has made of its Conv1D (GPT-2), whose weight is [in, out]."""
+    return getattr(vars(layer).get("source_cls"), "__name__", "") == "Conv1D"
+
+
 def _has_8_bits(layer: Layer) -> bool:
     """True for Linear8bitLt with codes of 8 bits; it may also keep its weight in float16."""
     state = getattr(layer, "state", None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.tensors import read_model
-from zeroshard.forwards.quantized import dequantized, dequantized_form, has_codes
+from zeroshard.forwards.quantized import dequantized, dequantized_form, has_codes, is_transposed
 from zeroshard.full.parameters import unsharded
 from zeroshard.full.parts import spread
 from zeroshard.hf.adapters import has_adapters
@@ -90,7 +90,8 @@ def streamed_tensors(runtime: Runtime, merging: Merging | None) -> dict[str, Str
             info = TensorInfo(buffer.plan.main_dtype, tuple(shape))
             if original.is_packed:
                 owner, _ = original.owners[0]
-                info = TensorInfo(*dequantized_form(owner, info.dtype, info.shape))
+                dtype, form = dequantized_form(owner, info.dtype, info.shape)
+                info = TensorInfo(dtype, form[::-1] if is_transposed(owner) else form)
             every = (original.fqn, *aliases.get(original.fqn, ()))
             found[names[original.fqn]] = Streamed(info, _renamed(every, merging))
     for name, parameter in _ignored(runtime, merging).items():
@@ -134,10 +135,17 @@ def _gatherer(runtime: Runtime, unit: Unit, names: Mapping[str, str]) -> _Step:
             for original, values in zip(buffer.originals, wholes, strict=True):
                 if original.fqn in names:
                     owner, _ = original.owners[0]
-                    found[names[original.fqn]] = dequantized(owner, values) if original.is_packed else values
+                    if original.is_packed:
+                        values = _as_plain(owner, dequantized(owner, values))
+                    found[names[original.fqn]] = values
         return found
 
     return gather
+
+
+def _as_plain(owner: nn.Module, values: Tensor) -> Tensor:
+    """A weight with the dimensions that it has in a model that is not quantized."""
+    return values.t().contiguous() if is_transposed(owner) else values
 
 
 def _merger(runtime: Runtime, unit: Unit, names: Mapping[str, str], layers: list[Any]) -> _Step:
@@ -158,6 +166,7 @@ def _merger(runtime: Runtime, unit: Unit, names: Mapping[str, str], layers: list
                         values = dequantized(owner, values)
                         if owner in of_codes:
                             values += Merging.delta_of(of_codes[owner], original.fqn)
+                        values = _as_plain(owner, values)
                     found[names[original.fqn]] = values
         return found
 
