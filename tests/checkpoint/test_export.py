@@ -11,6 +11,7 @@ import shutil
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -280,7 +281,8 @@ def save_large(folder: str) -> int:
     engine, _ = start(model, "SGD", stage=3, units="Linear")
     engine.save_checkpoint(Path(folder, "checkpoint"))
     engine.save_pretrained(Path(folder, "first"))  # what is allocated once is
-    return growth(engine.save_pretrained, Path(folder, "second"))
+    whole = partial(engine.save_pretrained, dequantize=True)
+    return max(growth(save, Path(folder, "second")) for save in (engine.save_pretrained, whole))
 
 
 def export_large(folder: str) -> int:
@@ -308,7 +310,7 @@ def full(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def export_in_vain(folder: str) -> tuple[list[str], bool]:
+def export_in_vain(folder: str, dequantize: bool) -> tuple[list[str], bool]:
     """What an engine says to exports that fail, and whether it still does what plain training does."""
     model = build("Llama")
     engine, optimizer = start(copy.deepcopy(model), stage=3)
@@ -319,7 +321,7 @@ def export_in_vain(folder: str) -> tuple[list[str], bool]:
     for path, tokenizer in (("there", None), ("file", None), ("new", Broken())):
         try:
             with full(20_000 if path == "there" and dist.get_rank() == 0 else -1):
-                engine.save_pretrained(Path(folder, path), tokenizer)
+                engine.save_pretrained(Path(folder, path), tokenizer, dequantize=dequantize)
         except RuntimeError as error:
             said.append(str(error))
     losses = [step(engine, optimizer, token_loss, 0), step(other, other_optimizer, token_loss, 0)]
@@ -331,9 +333,10 @@ class Broken:
         raise KeyError("vocabulary")
 
 
-def test_an_export_that_fails_on_rank_0_fails_on_all_and_training_goes_on(ranks, tmp_path):
+@pytest.mark.parametrize("dequantize", [False, True])  # the other way, of a model without codes
+def test_an_export_that_fails_on_rank_0_fails_on_all_and_training_goes_on(ranks, tmp_path, dequantize):
     (tmp_path / "file").touch()
-    (said, is_same), other = ranks(2, export_in_vain, str(tmp_path))
+    (said, is_same), other = ranks(2, export_in_vain, str(tmp_path), dequantize)
     assert other == (said, is_same)
     assert is_same
     there, file, new = said

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from peft.utils.integrations import dequantize_bnb_weight
 from torch import nn
 
 import zeroshard
@@ -419,6 +420,14 @@ def test_a_whole_export_is_the_model_that_peft_merges_into_dequantized_weights(
     same_state(model.state_dict(), want.state_dict())
     if adapters:  # and training goes on as before
         assert losses == plain(build(kind), range(2), 2)
+
+
+def test_the_weights_of_an_export_are_those_that_peft_dequantizes():
+    layer = quantized(nn.Linear(64, 96), "nf4 twice")
+    assert torch.equal(weight_of(layer), dequantize_bnb_weight(layer.weight))
+    layer = quantized(nn.Linear(64, 96), "int8")
+    want = dequantize_bnb_weight(layer.weight, layer.state)  # it multiplies in another order than a forward
+    torch.testing.assert_close(weight_of(layer), want, rtol=2**-22, atol=0)
 
 
 def test_an_adapter_that_does_more_than_add_is_refused_before_a_file_is_there(ranks, tmp_path):
