@@ -226,18 +226,32 @@ def test_a_model_of_ones_own_is_exported_as_weights(ranks, tmp_path, num_ranks, 
         assert_equal(model.state_dict(), expected)
 
 
-def train_adapters(folder: str) -> dict[str, torch.Tensor]:
+def with_adapters() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(5)
     lora = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     model = get_peft_model(build("Llama"), lora)
     model.add_adapter("second", LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))
-    engine, _ = start(model, stage=3)
+    return model
+
+
+def train_adapters(folder: str) -> dict[str, torch.Tensor]:
+    engine, _ = start(with_adapters(), stage=3)
     train(engine)
     engine.save_checkpoint(Path(folder, "checkpoint"))
     engine.save_pretrained(Path(folder, "engine"), Tokenizer())
+    engine.save_pretrained(Path(folder, "merged"), merge_adapters=True)
     return engine.full_state_dict()
+
+
+def test_of_a_model_with_adapters_the_whole_is_written_as_peft_merges_it(ranks, tmp_path):
+    pytest.importorskip("peft")
+    state, _ = ranks(2, train_adapters, str(tmp_path))
+    model = with_adapters()
+    model.load_state_dict(state)
+    expected = model.merge_and_unload().state_dict()
+    assert_equal(load("Llama", tmp_path / "merged").state_dict(), expected)
 
 
 def test_of_a_model_with_adapters_peft_loads_those(ranks, tmp_path, capsys):
