@@ -22,7 +22,7 @@ from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline, require_supported
 from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.casts import cast_forwards
-from zeroshard.forwards.composed import compare_forms, put_together, sharding_apart
+from zeroshard.forwards.composed import compare_forms, form_of, put_together, sharding_apart
 from zeroshard.forwards.quantized import Quantized
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.guards.additions import guard_additions
@@ -117,7 +117,8 @@ def shard_over(
     )
     quantized = Quantized(module, context, changes)
     compare_forms(module, axes)
-    changes.when_undone(functools.partial(put_together, module))
+    apart = [layer for layer in module.modules() if form_of(layer) is not None]
+    changes.when_undone(functools.partial(put_together, apart))
     _take_over_buffers(module, context)
     place_ignored(ignored, device)
     pool = BufferPool(device)

@@ -155,6 +155,22 @@ def test_adapters_beside_them_train_as_in_one_process_to_the_bit(ranks, tmp_path
         assert report.parameters == pytest.approx((codes + others + lora) / num_ranks, rel=0.1)
 
 
+def given_again():
+    model = build("int8")
+    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
+    for call in (zeroshard.initialize, lambda model, *_: zeroshard.estimate(model, 2)):
+        with pytest.raises(ValueError, match="is sharded already"):
+            call(model, adamw, {"stage": 3})
+    losses = train(engine, range(3))
+    engine.close(restore=False)
+    return losses
+
+
+def test_an_engine_goes_on_if_its_model_is_given_again_and_may_be_closed_without_weights(ranks):
+    want = plain(build("int8"), range(3), 2)
+    assert ranks(2, given_again) == [want, want]
+
+
 def with_options(kind, config):
     return train(zeroshard.initialize(build(kind), adamw, config).engine, range(3))
 

@@ -11,7 +11,7 @@ its model is closed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,31 +58,35 @@ def form_of(layer: Any) -> Form | None:
 @contextmanager
 def sharding_apart(module: nn.Module, ignored: Sequence[str] | None) -> Iterator[None]:
     """Take the weights of a module apart, to be sharded; put them together if this fails."""
-    _take_apart(module, ignored)
+    layers = _take_apart(module, ignored)
     try:
         yield
     except BaseException:
-        put_together(module)
+        put_together(layers)
         raise
 
 
 @contextmanager
 def taken_apart(module: nn.Module, ignored: Sequence[str] | None) -> Iterator[None]:
     """Take the weights of a module apart for a while."""
-    _take_apart(module, ignored)
+    layers = _take_apart(module, ignored)
     try:
         yield
     finally:
-        put_together(module)
+        put_together(layers)
 
 
-def _take_apart(module: nn.Module, ignored: Sequence[str] | None) -> None:
+def _take_apart(module: nn.Module, ignored: Sequence[str] | None) -> list[nn.Module]:
     """Take apart frozen weights of linear layers that wrap contiguous tensors; others stay as they are.
 
     Args:
         module: the module, which computes the same as before.
         ignored: patterns of names of parameters that stay as they are, see `Config.ignored`.
+
+    Returns:
+        The layers; those that an engine has taken apart are not among them.
     """
+    layers = []
     left_out = find_ignored(module, ignored)
     done: dict[Tensor, tuple[nn.Parameter, Form, dict[str, Tensor]]] = {}
     for layer in module.modules():
@@ -96,6 +100,8 @@ def _take_apart(module: nn.Module, ignored: Sequence[str] | None) -> None:
             layer.register_buffer(f"weight_{name}", tensor)
         setattr(layer, _FORM, form)
         object.__setattr__(layer, "forward", functools.partial(_forward, layer))
+        layers.append(layer)
+    return layers
 
 
 def _can_be_apart(weight: Any) -> bool:
@@ -130,11 +136,11 @@ def _parts_of(weight: Any) -> tuple[nn.Parameter, Form, dict[str, Tensor]]:
     return parameter, form, inner
 
 
-def put_together(module: nn.Module) -> None:
-    """Give layers their weights back, with the values of the codes that they have now."""
+def put_together(layers: Iterable[Any]) -> None:
+    """Give layers that were taken apart their weights back, with the values that their codes have now."""
     done: dict[Tensor, nn.Parameter] = {}
-    for layer in module.modules():
-        if (form := form_of(layer)) is None:
+    for layer in layers:
+        if (form := form_of(layer)) is None:  # it was put together already
             continue
         codes = layer.weight
         if type(codes) is nn.Parameter:  # not a slice that an engine has left
