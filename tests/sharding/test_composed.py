@@ -292,7 +292,7 @@ class OtherRows(Rows):
             None,
             "a trace",
         ),
-        (nothing, {}, torch.optim.AdamW, "leave out frozen weights that wrap other tensors"),
+        (nothing, {}, torch.optim.AdamW, "without frozen weights that wrap other tensors"),
         (elsewhere, {}, None, "'model.embed_tokens.weight' is a Rows with operations of its own"),
         (other_kind, {}, None, "'model.layers.0.mlp.up_proj.weight' is"),
     ],

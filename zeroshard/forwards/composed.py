@@ -86,7 +86,7 @@ def _take_apart(module: nn.Module, ignored: Sequence[str] | None) -> list[nn.Mod
     Returns:
         The layers; those that an engine has taken apart are not among them.
     """
-    layers = []
+    layers: list[nn.Module] = []
     left_out = find_ignored(module, ignored)
     done: dict[Tensor, tuple[nn.Parameter, Form, dict[str, Tensor]]] = {}
     for layer in module.modules():
