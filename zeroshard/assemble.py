@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -21,6 +22,7 @@ from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline, require_supported
 from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.casts import cast_forwards
+from zeroshard.forwards.composed import compare_forms, form_of, put_together, sharding_apart
 from zeroshard.forwards.quantized import Quantized
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.guards.additions import guard_additions
@@ -64,14 +66,15 @@ def shard_in_place(
     require_supported(config)  # before groups are opened
     refuse_pipeline(config, "shard")
     refuse_recording("shard")
-    device = use_device(config.device or _device_of(module, mesh))
-    world = open_world(device, Counter(), config.watchdog_s)
-    watch(world)
-    axes = open_data_parallel(config, world, mesh)
-    specs = specify_units(module, config)
-    division = plan_division(module, specs, tp_plan, axes.tp.size, by_sequence=config.mesh.sequence)
-    runtime, _ = shard_over(module, division, config, axes, device)
-    return runtime
+    with sharding_apart(module, config.ignored):
+        device = use_device(config.device or _device_of(module, mesh))
+        world = open_world(device, Counter(), config.watchdog_s)
+        watch(world)
+        axes = open_data_parallel(config, world, mesh)
+        specs = specify_units(module, config)
+        division = plan_division(module, specs, tp_plan, axes.tp.size, by_sequence=config.mesh.sequence)
+        runtime, _ = shard_over(module, division, config, axes, device)
+        return runtime
 
 
 def specify_units(module: nn.Module, config: Config) -> list[UnitSpec]:
@@ -113,6 +116,9 @@ def shard_over(
         state=ModuleState(),
     )
     quantized = Quantized(module, context, changes)
+    compare_forms(module, axes)
+    apart = [layer for layer in module.modules() if form_of(layer) is not None]
+    changes.when_undone(functools.partial(put_together, apart))
     _take_over_buffers(module, context)
     place_ignored(ignored, device)
     pool = BufferPool(device)

@@ -19,6 +19,7 @@ from zeroshard.hf.adapters import export_adapters, has_adapters
 from zeroshard.hf.export import export_engine
 from zeroshard.hf.format import Format
 from zeroshard.hf.live import stream_parameters
+from zeroshard.hf.merged import export_merged
 from zeroshard.hf.weights import MAX_SHARD_BYTES
 from zeroshard.parameters.state import refuse_averages
 from zeroshard.sharding.runtime import Runtime
@@ -147,24 +148,38 @@ class Checkpointing:
         tokenizer: Any = None,
         dtype: torch.dtype | str | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
+        merge_adapters: bool = False,
+        dequantize: bool = False,
     ) -> None:
         """Write the model as transformers does, for its `from_pretrained`; collective.
 
         Rank 0 writes, and holds one unit at a time. For a model with adapters of peft it writes the adapters,
-        for `PeftModel.from_pretrained`.
+        for `PeftModel.from_pretrained`, or with `merge_adapters` the model that has taken them in.
 
         Args:
             dir: a folder of rank 0, made if it is not there. Weights in it are replaced.
             tokenizer: a tokenizer to save, too; or None.
             dtype: the dtype of floating-point parameters; None: the main dtype.
             max_shard_bytes: the most bytes of a file of weights.
+            merge_adapters: write the whole model, with the active adapters merged into its weights. The
+                adapters of the engine stay as they are.
+            dequantize: write the weights that codes stand for, as `merge_adapters` does too. A model with
+                codes is written whole in no other way.
 
         Raises:
-            ValueError: an argument is not as expected; adapters that are computed from more than parameters.
+            ValueError: an argument is not as expected; adapters that are computed from more than parameters,
+                or that no weight can take in; codes without adapters.
             RuntimeError: rank 0 could not write; all ranks tell the reason.
         """
         how = Format(dtype=dtype, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
-        if has_adapters(self.module):
+        if dequantize and not merge_adapters and has_adapters(self.module):
+            raise ValueError(
+                "save_pretrained(dequantize=True): the model has adapters, which are written alone: expected "
+                "merge_adapters=True with it"
+            )
+        if merge_adapters or dequantize:
+            export_merged(self._runtime, dir, how, self._parts.described)
+        elif has_adapters(self.module):
             export_adapters(self._runtime, dir, how)
         else:
             export_engine(self._runtime, dir, how, self._parts.described)

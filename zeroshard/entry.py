@@ -30,6 +30,7 @@ from zeroshard.data.blocks import Blocks
 from zeroshard.data.loader import EpochLoader
 from zeroshard.data.losses import LossFunction
 from zeroshard.engine import Engine
+from zeroshard.forwards.composed import sharding_apart
 from zeroshard.lazy.recorder import refuse_recording
 from zeroshard.memory.room import check_room, states_of
 from zeroshard.optim.adopt.overrides import forget, read_overrides
@@ -93,49 +94,52 @@ def initialize(
     require_supported(config)
     _check_arguments(model, training_data, loss_fn)
     refuse_recording("initialize")
-    if collate_fn is None and isinstance(training_data, Blocks):
-        collate_fn = collator(model)
-    world, taken, whole = None, None, config
-    if config.mesh.pp > 1:
-        world = _open_world(config, use_device(config.device))
-        taken = take(model, optimizer, config, world, Source(training_data, collate_fn, loss_fn))
-        model, whole, config = taken.model, config, taken.config
-        if taken.part.is_frozen:  # an optimizer over nothing would be an error of torch
-            optimizer = lr_scheduler = None
-    # Refuses a model before anything is started.
-    specs = specify_units(model, config)
-    if taken is not None:
-        specs = taken.part.named(specs)
-    division = plan_division(model, specs, tp_plan, config.mesh.tp, by_sequence=config.mesh.sequence)
-    specs = division.specs
-    optimizer = _build_optimizer(optimizer, model)
-    overrides = read_overrides(optimizer, {parameter: name for name, parameter in model.named_parameters()})
-    lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
-    device = use_device(config.device)
-    world = world or _open_world(config, device)
-    if taken is None:
-        check_agreement(world, model, config, specs, optimizer, overrides, training_data)
-    axes = open_data_parallel(config, world)
-    if taken is not None:
-        check_agreement(axes.everyone, model, config, specs, optimizer, overrides, training_data)
-    close_at_exit(axes, *axes.members)
-    _check_room(specs, config, axes, optimizer, device)
-    runtime, replacements = shard_over(model, division, config, axes, device)
-    if optimizer is not None:
-        take_over(optimizer, replacements, overrides)
-    forget(optimizer, replacements)
-    loader = _build_loader(training_data, collate_fn, config, axes, device)
-    parts = Parts(
-        runtime=runtime,
-        config=whole,
-        optimizer=optimizer,
-        lr_scheduler=lr_scheduler,
-        loader=loader,
-        described=None if taken is None else taken.described,
-    )
-    engine = Engine(model, parts, axes, Saver(axes.world), loss_fn, taken and taken.part)
-    engine.reset_comm_report()
-    return Initialized(engine, optimizer, loader, lr_scheduler)
+    with sharding_apart(model, config.ignored):
+        if collate_fn is None and isinstance(training_data, Blocks):
+            collate_fn = collator(model)
+        world, taken, whole = None, None, config
+        if config.mesh.pp > 1:
+            world = _open_world(config, use_device(config.device))
+            taken = take(model, optimizer, config, world, Source(training_data, collate_fn, loss_fn))
+            model, whole, config = taken.model, config, taken.config
+            if taken.part.is_frozen:  # an optimizer over nothing would be an error of torch
+                optimizer = lr_scheduler = None
+        # Refuses a model before anything is started.
+        specs = specify_units(model, config)
+        if taken is not None:
+            specs = taken.part.named(specs)
+        division = plan_division(model, specs, tp_plan, config.mesh.tp, by_sequence=config.mesh.sequence)
+        specs = division.specs
+        optimizer = _build_optimizer(optimizer, model)
+        overrides = read_overrides(
+            optimizer, {parameter: name for name, parameter in model.named_parameters()}
+        )
+        lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
+        device = use_device(config.device)
+        world = world or _open_world(config, device)
+        if taken is None:
+            check_agreement(world, model, config, specs, optimizer, overrides, training_data)
+        axes = open_data_parallel(config, world)
+        if taken is not None:
+            check_agreement(axes.everyone, model, config, specs, optimizer, overrides, training_data)
+        close_at_exit(axes, *axes.members)
+        _check_room(specs, config, axes, optimizer, device)
+        runtime, replacements = shard_over(model, division, config, axes, device)
+        if optimizer is not None:
+            take_over(optimizer, replacements, overrides)
+        forget(optimizer, replacements)
+        loader = _build_loader(training_data, collate_fn, config, axes, device)
+        parts = Parts(
+            runtime=runtime,
+            config=whole,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            loader=loader,
+            described=None if taken is None else taken.described,
+        )
+        engine = Engine(model, parts, axes, Saver(axes.world), loss_fn, taken and taken.part)
+        engine.reset_comm_report()
+        return Initialized(engine, optimizer, loader, lr_scheduler)
 
 
 def _check_room(

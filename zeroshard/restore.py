@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.internals.dispatch import past_guards
+from zeroshard.parameters.attributes import carry_attributes
 from zeroshard.parameters.original import revive
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Phase, refuse_averages
@@ -125,7 +126,11 @@ def _give_back(original: Original, sharded: ShardedParameter, values: Tensor) ->
     parameter = original.parameter
     revive(parameter)
     if parameter.is_meta:
-        parameter = nn.Parameter(values)
+        kind = type(parameter) if original.is_packed else nn.Parameter  # codes are of bitsandbytes' own class
+        made = Tensor._make_subclass(kind, values, False)
+        if original.is_packed:
+            carry_attributes(parameter, made)
+        parameter = made
     else:
         parameter.data = values
     parameter.grad = None

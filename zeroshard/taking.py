@@ -17,6 +17,7 @@ from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.description import describe_model
 from zeroshard.comm.collectives import Axis
 from zeroshard.config.sections import Config
+from zeroshard.forwards.composed import form_of
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import record_resets
 from zeroshard.parallel.pipeline.chunked import Absent
@@ -100,6 +101,13 @@ def _traced(model: nn.Module, config: Config, world: Axis, source: Source) -> tu
     """
     names = tuple(config.pipeline.split or ())
     found: list[TracedModel] = []
+    if (
+        layer := next((name for name, m in model.named_modules() if form_of(m) is not None), None)
+    ) is not None:
+        raise ValueError(
+            f"pipeline.trace: '{layer}.weight' wraps other tensors, which a trace would take for its own: "
+            "expected plain weights, or a pipeline without a trace"
+        )
 
     def trace_it() -> None:
         sample = None if source.training_data is None else sample_of(model, source, config.micro_batch_size)

@@ -11,6 +11,7 @@ import shutil
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -225,18 +226,32 @@ def test_a_model_of_ones_own_is_exported_as_weights(ranks, tmp_path, num_ranks, 
         assert_equal(model.state_dict(), expected)
 
 
-def train_adapters(folder: str) -> dict[str, torch.Tensor]:
+def with_adapters() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(5)
     lora = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     model = get_peft_model(build("Llama"), lora)
     model.add_adapter("second", LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))
-    engine, _ = start(model, stage=3)
+    return model
+
+
+def train_adapters(folder: str) -> dict[str, torch.Tensor]:
+    engine, _ = start(with_adapters(), stage=3)
     train(engine)
     engine.save_checkpoint(Path(folder, "checkpoint"))
     engine.save_pretrained(Path(folder, "engine"), Tokenizer())
+    engine.save_pretrained(Path(folder, "merged"), merge_adapters=True)
     return engine.full_state_dict()
+
+
+def test_of_a_model_with_adapters_the_whole_is_written_as_peft_merges_it(ranks, tmp_path):
+    pytest.importorskip("peft")
+    state, _ = ranks(2, train_adapters, str(tmp_path))
+    model = with_adapters()
+    model.load_state_dict(state)
+    expected = model.merge_and_unload().state_dict()
+    assert_equal(load("Llama", tmp_path / "merged").state_dict(), expected)
 
 
 def test_of_a_model_with_adapters_peft_loads_those(ranks, tmp_path, capsys):
@@ -280,7 +295,8 @@ def save_large(folder: str) -> int:
     engine, _ = start(model, "SGD", stage=3, units="Linear")
     engine.save_checkpoint(Path(folder, "checkpoint"))
     engine.save_pretrained(Path(folder, "first"))  # what is allocated once is
-    return growth(engine.save_pretrained, Path(folder, "second"))
+    whole = partial(engine.save_pretrained, dequantize=True)
+    return max(growth(save, Path(folder, "second")) for save in (engine.save_pretrained, whole))
 
 
 def export_large(folder: str) -> int:
@@ -308,7 +324,7 @@ def full(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def export_in_vain(folder: str) -> tuple[list[str], bool]:
+def export_in_vain(folder: str, dequantize: bool) -> tuple[list[str], bool]:
     """What an engine says to exports that fail, and whether it still does what plain training does."""
     model = build("Llama")
     engine, optimizer = start(copy.deepcopy(model), stage=3)
@@ -319,7 +335,7 @@ def export_in_vain(folder: str) -> tuple[list[str], bool]:
     for path, tokenizer in (("there", None), ("file", None), ("new", Broken())):
         try:
             with full(20_000 if path == "there" and dist.get_rank() == 0 else -1):
-                engine.save_pretrained(Path(folder, path), tokenizer)
+                engine.save_pretrained(Path(folder, path), tokenizer, dequantize=dequantize)
         except RuntimeError as error:
             said.append(str(error))
     losses = [step(engine, optimizer, token_loss, 0), step(other, other_optimizer, token_loss, 0)]
@@ -331,9 +347,10 @@ class Broken:
         raise KeyError("vocabulary")
 
 
-def test_an_export_that_fails_on_rank_0_fails_on_all_and_training_goes_on(ranks, tmp_path):
+@pytest.mark.parametrize("dequantize", [False, True])  # the other way, of a model without codes
+def test_an_export_that_fails_on_rank_0_fails_on_all_and_training_goes_on(ranks, tmp_path, dequantize):
     (tmp_path / "file").touch()
-    (said, is_same), other = ranks(2, export_in_vain, str(tmp_path))
+    (said, is_same), other = ranks(2, export_in_vain, str(tmp_path), dequantize)
     assert other == (said, is_same)
     assert is_same
     there, file, new = said

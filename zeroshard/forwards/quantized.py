@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.forwards.composed import compose, form_of
 from zeroshard.lazy.codes import Codes
 from zeroshard.lazy.deferred import deferred_of
 from zeroshard.sharding.buffer import FlatBuffer
@@ -30,6 +31,12 @@ from zeroshard.tiers.heap import return_freed_memory
 
 _BLOCK_OF_SCALES = 256
 """Scales that have one scale, where they are quantized themselves."""
+
+_SCALE_BYTES = 4
+"""Scales, and the values in the tables of codes, are float32."""
+
+_TABLE_4_BITS, _TABLE_8_BITS = 16, 256
+"""Values in the table of a weight's codes, and in that of the codes of its scales."""
 
 Layer = Any
 """A layer of bitsandbytes, whose attributes have no types."""
@@ -121,20 +128,33 @@ class Quantized:
         return scales
 
 
+def is_of_bitsandbytes(layer: Layer) -> bool:
+    """True for a layer whose class, or a base of it, is one of bitsandbytes."""
+    return any(base.__module__.startswith("bitsandbytes.nn") for base in type(layer).__mro__)
+
+
 def is_quantized(layer: Layer) -> bool:
     """True for a layer of bitsandbytes whose weight holds codes, or will when it is quantized."""
-    if not any(base.__module__.startswith("bitsandbytes.nn") for base in type(layer).__mro__):
+    if not is_of_bitsandbytes(layer):
         return False
     weight = layer._parameters.get("weight")
     return weight is not None and (hasattr(weight, "quant_state") or _has_8_bits(layer))
 
 
+def has_codes(layer: Layer) -> bool:
+    """True for a layer whose weight is sharded as codes."""
+    return form_of(layer) is not None or is_quantized(layer)
+
+
 def dequantized(layer: Layer, codes: Tensor) -> Tensor:
     """Return the weight that codes of a layer stand for, as bitsandbytes computes with it; of its shape.
 
-    With 4 bits it has the dtype of the weight before it was quantized, with 8 bits float32. Codes of other
-    libraries are returned as they are.
+    With 4 bits it has the dtype of the weight before it was quantized, with 8 bits float32. A weight that was
+    taken apart has the dtype that it showed. Codes of other libraries are returned as they are.
     """
+    if form_of(layer) is not None:
+        plain: Tensor = compose(layer, codes).dequantize()
+        return plain
     if not is_quantized(layer):
         return codes
     if _has_8_bits(layer):
@@ -143,6 +163,64 @@ def dequantized(layer: Layer, codes: Tensor) -> Tensor:
 
     weight: Tensor = dequantize_4bit(codes, layer.weight.quant_state)
     return weight
+
+
+def scales_in(module: nn.Module) -> Iterator[Tensor]:
+    """The tensors that the quantized layers of a sharded module keep beside their codes."""
+    for layer in filter(has_codes, module.modules()):
+        if (form := form_of(layer)) is not None:
+            yield from (getattr(layer, f"weight_{name}") for name in form.others)
+            continue
+        for owner, attribute in _scales(layer):
+            if isinstance(values := getattr(owner, attribute), Tensor):
+                yield values
+
+
+def num_scale_bytes(layer: Layer) -> int:
+    """Bytes of these for a layer, quantized already or as its weight is read; 0 for any other module."""
+    if (form := form_of(layer)) is not None:
+        return sum(getattr(layer, f"weight_{name}").nbytes for name in form.others)
+    if not is_quantized(layer):
+        return 0
+    if _has_8_bits(layer):
+        return int(layer.out_features) * _SCALE_BYTES
+    weight = layer.weight
+    blocks = -(-int(layer.in_features * layer.out_features) // int(weight.blocksize))
+    table = _TABLE_4_BITS * _SCALE_BYTES
+    if not weight.compress_statistics:
+        return blocks * _SCALE_BYTES + table
+    offset, outer = 1, -(-blocks // _BLOCK_OF_SCALES)
+    return blocks + (outer + offset + _TABLE_8_BITS) * _SCALE_BYTES + table
+
+
+def names_beside(module: nn.Module) -> set[str]:
+    """The names of the tensors that quantized layers have beside their codes in a state_dict."""
+    found = set()
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if has_codes(layer):
+            prefix = f"{name}." if name else ""
+            state = layer.state_dict(keep_vars=True)
+            found |= {prefix + key for key in state if key.startswith(("weight.", "weight_", "SCB"))}
+    return found
+
+
+def dequantized_form(
+    layer: Layer, dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and shape of `dequantized`, for codes of some dtype and shape."""
+    if (form := form_of(layer)) is not None:
+        return form.dtype, tuple(form.shape)
+    if not is_quantized(layer):
+        return dtype, shape
+    if _has_8_bits(layer):
+        return torch.float32, shape
+    quant_state = layer.weight.quant_state
+    return quant_state.dtype, tuple(quant_state.shape)
+
+
+def is_transposed(layer: Layer) -> bool:
+    """True for a layer that transformers has made of its Conv1D (GPT-2), whose weight is [in, out]."""
+    return getattr(vars(layer).get("source_cls"), "__name__", "") == "Conv1D"
 
 
 def _has_8_bits(layer: Layer) -> bool:

@@ -34,8 +34,8 @@ from zeroshard.sharding.wholes import gather_wholes
 
 
 @dataclass(frozen=True, slots=True)
-class _Weights:
-    """The weights to write."""
+class Weights:
+    """The weights to write, in the order of their slices: parameters, then buffers."""
 
     model: Mapping[str, Any]
     """The description that `describe_model` makes."""
@@ -53,7 +53,15 @@ class _Weights:
         return reduce(torch.promote_types, dtypes) if dtypes else None
 
 
-def _write(folder: Path, weights: _Weights, slices: Iterator[TensorSlice], how: Format) -> None:
+def write_model(folder: Path, weights: Weights, slices: Iterator[TensorSlice], how: Format) -> None:
+    """Write a folder for transformers' `from_pretrained`; one process.
+
+    Args:
+        folder: an existing folder.
+        weights: the weights, and the description of their model.
+        slices: their elements, in the same order.
+        how: dtype and size of files.
+    """
     write_weights(folder, weights.tensors, slices, how.max_shard_bytes)
     if "config" in weights.model:
         config = dict(weights.model["config"])
@@ -99,10 +107,13 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
             f"'{directory}': has adapters of peft, and an export needs their model: load the checkpoint "
             "into an engine and call engine.save_pretrained()"
         )
-    if (name := next(filter(is_beside_codes, manifest.buffers), None)) is not None:
+    beside = filter(is_beside_codes, manifest.buffers)
+    codes = (name for name in manifest.parameters if not stored.tensors[name].dtype.is_floating_point)
+    if (name := next(chain(beside, codes), None)) is not None:
         raise ValueError(
-            f"'{directory}': has weights as codes of bitsandbytes, such as that of '{name}', and an export "
-            "would need the config of their quantization: expected a model that is not quantized"
+            f"'{directory}': has weights as codes, such as that of '{name}', and an export would need to "
+            "know what they stand for: load the checkpoint into an engine and call "
+            "engine.save_pretrained(dequantize=True)"
         )
     if verify:
         check_sums(directory, manifest, manifest.files)
@@ -112,13 +123,13 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
         for name in saved_names(manifest.model, (first, *record.aliases))
     }
     not_saved = manifest.model.get("not_saved", ())
-    weights = _Weights(
+    weights = Weights(
         manifest.model,
-        {name: _cast(stored.tensors[first], how.dtype) for name, first in sources.items()},
-        {name: _info(stored.tensors[name]) for name in manifest.buffers if name not in not_saved},
+        {name: cast(stored.tensors[first], how.dtype) for name, first in sources.items()},
+        {name: info_of(stored.tensors[name]) for name in manifest.buffers if name not in not_saved},
     )
     check_folder(folder, weights.tensors)
-    _write(folder, weights, _read(stored, weights.tensors, sources), how)
+    write_model(folder, weights, _read(stored, weights.tensors, sources), how)
 
 
 def _read(
@@ -160,13 +171,13 @@ def export_engine(
     on_all(axis, "start of an export", lambda: _refuse_codes(runtime))
     folder = on_first(axis, "start of an export", lambda: as_folder(dir))
     own, names = _plan(runtime, how.dtype, described or describe_model(runtime.module))
-    weights, before = _join(runtime.context.axes, own)
+    weights, before = join(runtime.context.axes, own)
     on_first(axis, "start of an export", lambda: check_folder(folder, weights.tensors))
     slices = _gather(runtime, own.buffers.keys() - before, names)
 
     def write() -> None:
         try:
-            _write(folder, weights, slices, how)
+            write_model(folder, weights, slices, how)
         finally:
             for _ in slices:  # the ranks gather together, even if the writing has failed
                 pass
@@ -183,14 +194,14 @@ def _refuse_codes(runtime: Runtime) -> None:
     if (name := next(packed, None)) is not None:
         raise ValueError(
             f"save_pretrained(): '{name}' holds codes of a quantized weight: expected a model that is not "
-            "quantized, or one with adapters, which are saved alone. engine.named_full_parameters() gives "
-            "the weights themselves"
+            "quantized, or one with adapters, which are saved alone; or dequantize=True, which writes the "
+            "weights that codes stand for"
         )
 
 
 def _plan(
     runtime: Runtime, dtype: torch.dtype | None, model: Mapping[str, Any]
-) -> tuple[_Weights, dict[str, list[str]]]:
+) -> tuple[Weights, dict[str, list[str]]]:
     """Return the weights of this rank's part of the model, and the names of each parameter in them."""
     state = read_model(runtime)
     names: dict[str, list[str]] = {}
@@ -198,10 +209,10 @@ def _plan(
     for sharded in own_parameters(runtime):
         names[sharded.fqn] = saved_names(model, (sharded.fqn, *state.aliases.get(sharded.fqn, ())))
         info = TensorInfo(sharded.dtype, tuple(sharded.full_shape))
-        parameters |= dict.fromkeys(names[sharded.fqn], _cast(info, dtype))
+        parameters |= dict.fromkeys(names[sharded.fqn], cast(info, dtype))
     not_saved, others = model.get("not_saved", ()), state.buffers | state.ignored
-    buffers = {name: _info(b) for name, b in others.items() if name not in not_saved}
-    return _Weights(model, parameters, buffers), names
+    buffers = {name: info_of(b) for name, b in others.items() if name not in not_saved}
+    return Weights(model, parameters, buffers), names
 
 
 def own_parameters(runtime: Runtime) -> Iterator[ShardedParameter]:
@@ -215,12 +226,12 @@ def own_parameters(runtime: Runtime) -> Iterator[ShardedParameter]:
     )
 
 
-def _join(axes: Axes, own: _Weights) -> tuple[_Weights, set[str]]:
+def join(axes: Axes, own: Weights) -> tuple[Weights, set[str]]:
     """Return the weights of all parts of the model, and the names of buffers that earlier parts write."""
     if axes.pp.size == 1:
         return own, set()
-    parts: list[_Weights] = axes.pp.all_gather_object(own, "weights of all parts")
-    whole = _Weights(own.model, {}, {})
+    parts: list[Weights] = axes.pp.all_gather_object(own, "weights of all parts")
+    whole = Weights(own.model, {}, {})
     for part in parts:
         whole.parameters.update(part.parameters)
         whole.buffers.update({key: info for key, info in part.buffers.items() if key not in whole.buffers})
@@ -246,9 +257,11 @@ def _gather_buffer(buffer: FlatBuffer, names: Mapping[str, list[str]], axes: Axe
             yield TensorSlice(name, tuple(view.shape), 0, view.view(-1))
 
 
-def _info(tensor: Tensor | StoredTensor) -> TensorInfo:
+def info_of(tensor: Tensor | StoredTensor) -> TensorInfo:
+    """The dtype and shape of a tensor."""
     return TensorInfo(tensor.dtype, tuple(tensor.shape))
 
 
-def _cast(tensor: TensorInfo | StoredTensor, dtype: torch.dtype | None) -> TensorInfo:
+def cast(tensor: TensorInfo | StoredTensor, dtype: torch.dtype | None) -> TensorInfo:
+    """The dtype and shape of a tensor in a file; `dtype` counts for floating-point tensors alone."""
     return TensorInfo(dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype, tensor.shape)

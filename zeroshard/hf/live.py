@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.checkpoint.tensors import read_model
-from zeroshard.forwards.quantized import dequantized, is_quantized
+from zeroshard.forwards.quantized import dequantized, dequantized_form, has_codes, is_transposed
 from zeroshard.full.parameters import unsharded
 from zeroshard.full.parts import spread
 from zeroshard.hf.adapters import has_adapters
 from zeroshard.hf.export import own_parameters
 from zeroshard.hf.merging import Merging
+from zeroshard.safetensors import TensorInfo
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.sharding.wholes import gather_wholes
@@ -25,8 +26,16 @@ def stream_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Return an iterator over names and whole parameters; arguments as `named_full_parameters` has them."""
     _check_moment(runtime)
-    merging = Merging(runtime.module) if merge_adapters and has_adapters(runtime.module) else None
-    return _stream(runtime, dtype, merging)
+    return _stream(runtime, dtype, merging_of(runtime) if merge_adapters else None)
+
+
+def merging_of(runtime: Runtime) -> Merging | None:
+    """The adapters of the model, to be merged; None if it has none.
+
+    Raises:
+        ValueError: an adapter that no weight can take in.
+    """
+    return Merging(runtime.module) if has_adapters(runtime.module) else None
 
 
 def _check_moment(runtime: Runtime) -> None:
@@ -57,13 +66,49 @@ def _names(runtime: Runtime, merging: Merging | None) -> dict[str, str]:
     aliases = read_model(runtime).aliases
     names = {}
     for sharded in own_parameters(runtime):
-        name: str | None = sharded.fqn
-        if merging is not None:
-            known = (merging.rename(one) for one in (sharded.fqn, *aliases.get(sharded.fqn, ())))
-            name = next((one for one in known if one is not None), None)
-        if name is not None:
-            names[sharded.fqn] = name
+        if known := _renamed((sharded.fqn, *aliases.get(sharded.fqn, ())), merging):
+            names[sharded.fqn] = known[0]
     return names
+
+
+class Streamed(NamedTuple):
+    """A tensor of the stream, before it is gathered."""
+
+    info: TensorInfo
+    names: list[str]
+    """All names of the parameter, the first one first; without adapters, if these are merged."""
+
+
+def streamed_tensors(runtime: Runtime, merging: Merging | None) -> dict[str, Streamed]:
+    """Return the tensors that this rank's part of the model adds to the stream, by name, in their order."""
+    names, aliases = _names(runtime, merging), read_model(runtime).aliases
+    found = {}
+    for buffer in (buffer for unit in runtime.units for buffer in unit.buffers):
+        for original, shape in zip(buffer.originals, buffer.whole_shapes, strict=True):
+            if original.fqn not in names:
+                continue
+            info = TensorInfo(buffer.plan.main_dtype, tuple(shape))
+            if original.is_packed:
+                owner, _ = original.owners[0]
+                dtype, form = dequantized_form(owner, info.dtype, info.shape)
+                info = TensorInfo(dtype, form[::-1] if is_transposed(owner) else form)
+            every = (original.fqn, *aliases.get(original.fqn, ()))
+            found[names[original.fqn]] = Streamed(info, _renamed(every, merging))
+    for name, parameter in _ignored(runtime, merging).items():
+        found[name] = Streamed(TensorInfo(parameter.dtype, tuple(parameter.shape)), [name])
+    return found
+
+
+def _renamed(names: Iterable[str], merging: Merging | None) -> list[str]:
+    """The names without adapters; those of adapters are left out."""
+    known = (name if merging is None else merging.rename(name) for name in names)
+    return [name for name in known if name is not None]
+
+
+def _ignored(runtime: Runtime, merging: Merging | None) -> dict[str, nn.Parameter]:
+    """The parameters that are not sharded, by their names in the stream."""
+    pairs = ((_renamed([fqn], merging), parameter) for parameter, fqn in runtime.ignored.items())
+    return {names[0]: parameter for names, parameter in pairs if names}
 
 
 _Step = Callable[[], dict[str, Tensor]]
@@ -77,9 +122,7 @@ def _steps(runtime: Runtime, names: Mapping[str, str], merging: Merging | None) 
         if any(sharded.fqn in names for buffer in unit.buffers for sharded in buffer.sharded):
             layers = [] if merging is None else merging.layers_of(unit.slots.owners)
             steps.append(_merger(runtime, unit, names, layers) if layers else _gatherer(runtime, unit, names))
-    ignored = {} if merging is None else {name: merging.rename(name) for name in runtime.ignored.values()}
-    own = {name: p for p, fqn in runtime.ignored.items() if (name := ignored.get(fqn, fqn)) is not None}
-    if own:
+    if own := _ignored(runtime, merging):
         steps.append(lambda: {name: p.detach().clone() for name, p in own.items()})
     return steps
 
@@ -92,10 +135,17 @@ def _gatherer(runtime: Runtime, unit: Unit, names: Mapping[str, str]) -> _Step:
             for original, values in zip(buffer.originals, wholes, strict=True):
                 if original.fqn in names:
                     owner, _ = original.owners[0]
-                    found[names[original.fqn]] = dequantized(owner, values) if original.is_packed else values
+                    if original.is_packed:
+                        values = _as_plain(owner, dequantized(owner, values))
+                    found[names[original.fqn]] = values
         return found
 
     return gather
+
+
+def _as_plain(owner: nn.Module, values: Tensor) -> Tensor:
+    """A weight with the dimensions that it has in a model that is not quantized."""
+    return values.t().contiguous() if is_transposed(owner) else values
 
 
 def _merger(runtime: Runtime, unit: Unit, names: Mapping[str, str], layers: list[Any]) -> _Step:
@@ -103,7 +153,7 @@ def _merger(runtime: Runtime, unit: Unit, names: Mapping[str, str], layers: list
 
     def merge() -> dict[str, Tensor]:
         found = {}
-        of_codes = {base: layer for layer in layers if is_quantized(base := layer.get_base_layer())}
+        of_codes = {base: layer for layer in layers if has_codes(base := layer.get_base_layer())}
         plain = [layer for layer in layers if layer.get_base_layer() not in of_codes]
         with unsharded(runtime, layers, write_back=False), Merging.merged(plain):
             for original in (original for buffer in unit.buffers for original in buffer.originals):
@@ -116,6 +166,7 @@ def _merger(runtime: Runtime, unit: Unit, names: Mapping[str, str], layers: list
                         values = dequantized(owner, values)
                         if owner in of_codes:
                             values += Merging.delta_of(of_codes[owner], original.fqn)
+                        values = _as_plain(owner, values)
                     found[names[original.fqn]] = values
         return found
 

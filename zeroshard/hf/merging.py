@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.forwards.quantized import has_codes
+
 _Rule = Callable[[str], str | None]
 """Takes the rest of a name inside a module; returns that without adapters, None for a part of an adapter."""
 
@@ -34,9 +36,9 @@ class Merging:
                     f"merge_adapters: adapter '{adapter}' ({config.peft_type.value}) is a prompt, which no "
                     "weight can take in: expected adapters of layers"
                 )
-        self._layers: list[Any] = []
+        self._layers: dict[str, Any] = {}
         self._rules: dict[str, _Rule] = {}
-        """By name of a module."""
+        """By name of a module, as the layers are."""
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
         for name, member in module.named_modules():
             if member is base and member is not module:
@@ -46,7 +48,7 @@ class Merging:
                     raise ValueError(
                         f"merge_adapters: expected one adapter layer around a layer, got several at '{name}'"
                     )
-                self._layers.append(member)
+                self._layers[name] = member
                 self._rules[name] = _inside("base_layer.")
             elif isinstance(member, AuxiliaryTrainingWrapper):
                 self._rules[name] = _inside(_shown_by(member))
@@ -70,9 +72,37 @@ class Merging:
         """Return the layers with adapters around a module of `owners`."""
         return [
             layer
-            for layer in self._layers
+            for layer in self._layers.values()
             if layer.active_adapters and not set(layer.get_base_layer().modules()).isdisjoint(owners)
         ]
+
+    def check(self) -> None:
+        """Check the adapters around quantized weights.
+
+        Raises:
+            ValueError: an adapter that does more than to add to such a weight.
+        """
+        for name, layer in self._layers.items():
+            if has_codes(layer.get_base_layer()):
+                self.check_adds(layer, f"{name}.weight")
+
+    @staticmethod
+    def check_adds(layer: Any, name: str) -> None:
+        """Check that the active adapters of a layer only add to its weight.
+
+        Args:
+            layer: a layer of peft.
+            name: the name of the weight, for errors.
+
+        Raises:
+            ValueError: an adapter that does more.
+        """
+        for adapter in layer.active_adapters:
+            if getattr(layer, "use_dora", {}).get(adapter) or not hasattr(layer, "get_delta_weight"):
+                raise ValueError(
+                    f"merge_adapters: adapter '{adapter}' does more than add to the weight '{name}', which "
+                    "is quantized: expected LoRA without DoRA"
+                )
 
     @staticmethod
     def delta_of(layer: Any, name: str) -> Tensor:
@@ -85,14 +115,8 @@ class Merging:
         Raises:
             ValueError: an adapter that does more than to add.
         """
-        deltas = []
-        for adapter in layer.active_adapters:
-            if getattr(layer, "use_dora", {}).get(adapter) or not hasattr(layer, "get_delta_weight"):
-                raise ValueError(
-                    f"merge_adapters: adapter '{adapter}' does more than add to the weight '{name}', which "
-                    "is quantized: expected LoRA without DoRA"
-                )
-            deltas.append(layer.get_delta_weight(adapter).detach())
+        Merging.check_adds(layer, name)
+        deltas = [layer.get_delta_weight(adapter).detach() for adapter in layer.active_adapters]
         total: Tensor = functools.reduce(torch.add, deltas)
         return total
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.config.sections import Config, require_supported
+from zeroshard.hf.prequantized import Prequantized
 from zeroshard.hf.quantize import quantize
 from zeroshard.hf.safetensors import find_tensors
 from zeroshard.lazy.deferred import defer
@@ -41,7 +42,8 @@ def from_pretrained(
     Args:
         auto_class: transformers.AutoModelForCausalLM or its like, or a model class.
         path: a folder with config.json and model.safetensors, or model.safetensors.index.json and its files.
-            Every rank reads its copy.
+            Every rank reads its copy. Weights may be codes of bitsandbytes, as `save_pretrained` of
+            transformers writes them; each rank reads its own part of the codes.
         config: the zeroshard config that `initialize` will get; checked here, before anything is built.
         kwargs: dtype (default "auto": as the checkpoint says), attn_implementation, and fields of the model's
             config, as for transformers' `from_pretrained`. With `quantization_config`, a BitsAndBytesConfig,
@@ -51,7 +53,8 @@ def from_pretrained(
         The model on the meta device, in eval mode as transformers gives it.
 
     Raises:
-        ValueError: no safetensors checkpoint at `path`, or one of another model.
+        ValueError: no safetensors checkpoint at `path`, or one of another model; weights that another library
+            has quantized.
     """
     require_supported(Config.parse(config))
     tensors = find_tensors(path)
@@ -74,15 +77,24 @@ def from_pretrained(
     )
     if unknown:
         raise ValueError(f"from_pretrained: expected fields of {type(model_config).__name__}, got {unknown}")
-    if getattr(model_config, "quantization_config", None) is not None:
-        raise ValueError(f"'{path}': expected a checkpoint that is not quantized")
+    prequantized = None
+    if (how := getattr(model_config, "quantization_config", None)) is not None:
+        if quantization is not None:
+            raise ValueError(
+                f"'{path}' is quantized already: expected no quantization_config, or a folder that is not"
+            )
+        prequantized = Prequantized(path, how, tensors)
     dtype = _resolve_dtype(asked or torch_dtype or "auto", model_config, tensors)
     build = getattr(auto_class, "from_config", None) or auto_class._from_config
     with recording(draw=False), torch.no_grad():
         model: Any = build(model_config, dtype=dtype, **options)
+        if prequantized is not None:
+            prequantized.prepare(model)
         _load(model, tensors, path, dtype)
     if (Path(path) / GENERATION_CONFIG_NAME).is_file() and hasattr(model, "generation_config"):
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    if prequantized is not None:
+        prequantized.complete(model)
     if quantization is not None:
         quantize(model, quantization)
     module: nn.Module = model.eval()

@@ -26,6 +26,9 @@ from zeroshard.safetensors import TensorInfo, begin_file
 
 MAX_SHARD_BYTES = 5 * 10**9
 
+ADAPTERS = "adapter_config.json"
+"""The file that makes a folder one of adapters."""
+
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -35,8 +38,14 @@ def check_folder(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
     Raises:
         OSError: the folder can't be made or written to.
         RuntimeError: there is too little space.
+        ValueError: the folder has adapters of peft.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if (folder / ADAPTERS).exists():
+        raise ValueError(
+            f"'{folder}' has adapters of peft ({ADAPTERS}), which transformers would load in place of the "
+            "model: expected another folder"
+        )
     needed = sum(tensor.num_bytes for tensor in tensors.values())
     if (free := shutil.disk_usage(folder).free) < needed:
         raise RuntimeError(f"{folder}: weights need {needed:,} bytes of free space; {free:,} bytes are free")

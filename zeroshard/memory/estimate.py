@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 
 from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config, refuse_pipeline, require_supported
+from zeroshard.forwards.composed import taken_apart
+from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory.activations import Blocks
 from zeroshard.memory.report import ModelStates
 from zeroshard.memory.tiered import States, bytes_on_tiers
@@ -59,6 +62,7 @@ def side_by_side(title: str, estimates: Mapping[str, Estimate]) -> str:
     columns = estimates.values()
     rows = [
         *row("parameters", (e.parameters for e in columns)),
+        *row("scales of codes", (e.scales for e in columns)),
         *row("gradients", (e.gradients for e in columns)),
         *row("optimizer states", (e.optimizer for e in columns)),
         *row("gathered at the peak", (e.peak_unsharded for e in columns)),
@@ -118,7 +122,9 @@ def estimate(
     if type(num_tokens) is not int or num_tokens < 0:
         raise ValueError(f"num_tokens: expected an integer >= 0, got {num_tokens!r}")
     setting = _setting(config, world_size, host_computes)
-    units = _units(model_or_num_params, config, setting, tp_plan)
+    with _without_wrappers(model_or_num_params, config):
+        units = _units(model_or_num_params, config, setting, tp_plan)
+        scales = _scale_bytes(model_or_num_params)
     steps = config.gradient_accumulation_steps
     together = 1 + config.num_prefetch if setting.placements.kept else len(units)
     tiers = bytes_on_tiers(units, setting, steps, States(bits=optimizer_bits))
@@ -128,6 +134,7 @@ def estimate(
         parameters=device.parameters,
         gradients=device.gradients,
         optimizer=device.optimizer,
+        scales=scales,
         unsharded=0,
         peak_unsharded=traffic.peak_unsharded_bytes(units, together),
         host=tiers[Tier.HOST].total,
@@ -148,6 +155,20 @@ def _setting(config: Config, world_size: int, host_computes: bool) -> Setting:
         )
     sizes = {DP_SHARD: along.dp_shard, DP_REPLICATE: along.dp_replicate, DP_INNER: num_inner, TP: along.tp}
     return read_setting(config, sizes, host_computes=host_computes)
+
+
+def _without_wrappers(model_or_num_params: nn.Module | float, config: Config) -> AbstractContextManager[None]:
+    """A context in which weights that wrap other tensors are apart, as sharding takes them."""
+    if isinstance(model_or_num_params, nn.Module):
+        return taken_apart(model_or_num_params, config.ignored)
+    return nullcontext()
+
+
+def _scale_bytes(model_or_num_params: nn.Module | float) -> int:
+    """Bytes beside the codes of quantized weights, which each rank keeps whole."""
+    if not isinstance(model_or_num_params, nn.Module):
+        return 0
+    return sum(num_scale_bytes(module) for module in model_or_num_params.modules())
 
 
 def _activations(model_or_num_params: nn.Module | float, num_tokens: int, config: Config) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.forwards.quantized import scales_in
 from zeroshard.memory.process import ProcessMemory, measure_process
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
@@ -39,11 +40,14 @@ class ModelStates:
     """Values that are offloaded to NVMe."""
     averages: int = 0
     """Moving averages of parameters, on the device."""
+    scales: int = 0
+    """Scales and code tables of quantized weights, on the device; `parameters` has the codes."""
 
     @property
     def total(self) -> int:
-        """Bytes on the device: parameters, gradients, optimizer states, averages, and `unsharded`."""
-        return self.parameters + self.gradients + self.optimizer + self.averages + self.unsharded
+        """Bytes on the device: parameters, scales, gradients, optimizer states, averages, and `unsharded`."""
+        trained = self.gradients + self.optimizer + self.averages
+        return self.parameters + self.scales + trained + self.unsharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,7 @@ class MemoryReport(ProcessMemory, ModelStates):
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
             ("parameters", format_bytes(self.parameters)),
+            *([("scales of codes", format_bytes(self.scales))] if self.scales else []),
             ("gradients", format_bytes(self.gradients)),
             ("optimizer states", format_bytes(self.optimizer)),
         ]
@@ -84,13 +89,14 @@ class MemoryReport(ProcessMemory, ModelStates):
 
 
 def measure(runtime: Runtime, optimizer: Optimizer | None, averages: Iterable[Averages] = ()) -> MemoryReport:
-    """Add up the storages behind parameters, gradients, optimizer states and averages, each once."""
+    """Add up the storages behind parameters, scales, gradients, optimizer states, averages, each once."""
     context = runtime.context
     kept = (b.copy for b in runtime.buffers if b.copy is not None)
     resident = (b.full for b in runtime.buffers if b.is_resident)
     parameters = _by_tier([*(b.main for b in runtime.buffers), *kept, *resident], context.memory)
     gradients = _by_tier((p.grad for p in runtime.parameters if p.grad is not None), context.memory)
     states = _by_tier(_states(runtime, optimizer), context.memory)
+    scales = _by_tier(scales_in(runtime.module), context.memory)
     averaged = _by_tier((tensor for own in averages for tensor in own.tensors), context.memory)
     on_host = [kind[Tier.HOST] for kind in (parameters, gradients, states, averaged)]
     staging = context.memory.staging_bytes
@@ -100,6 +106,7 @@ def measure(runtime: Runtime, optimizer: Optimizer | None, averages: Iterable[Av
         gradients=gradients[Tier.DEVICE].all + runtime.reducer.local_bytes,
         optimizer=states[Tier.DEVICE].all,
         averages=averaged[Tier.DEVICE].all,
+        scales=scales[Tier.DEVICE].all,
         unsharded=context.meter.now,
         peak_unsharded=context.meter.peak,
         host=sum(held.all for held in on_host) + staging + context.host.num_bytes,

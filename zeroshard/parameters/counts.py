@@ -65,17 +65,22 @@ _OWN_NUMBERS = ("torch", "zeroshard", "bitsandbytes", "deepspeed", "apex")
 
 
 def count(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -> int:
-    """Count the elements of whole parameters.
+    """Count the elements of whole parameters, and of the weights that codes stand for.
 
     Args:
         parameters: parameters, sharded or not.
         only_trainable: leave out frozen parameters.
     """
     return sum(
-        (getattr(parameter, "full_shape", None) or parameter.shape).numel()
-        for parameter in parameters
-        if parameter.requires_grad or not only_trainable
+        _shape(parameter).numel() for parameter in parameters if parameter.requires_grad or not only_trainable
     )
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    coded: torch.Size | None = getattr(getattr(parameter, "quant_state", None), "shape", None)
+    coded = coded or getattr(parameter, "coded_shape", None)
+    whole: torch.Size | None = getattr(parameter, "full_shape", None)
+    return coded or whole or parameter.shape
 
 
 def answer(parameter: Slice, func: Callable[..., Any], frame: FrameType | None) -> int | None:

@@ -59,9 +59,13 @@ class Original:
         return is_packed(self.parameter)
 
 
-def is_of_bitsandbytes(parameter: Tensor) -> bool:
-    """True for a weight of bitsandbytes with 4 or 8 bits, which knows of its scales, quantized or not yet."""
-    return hasattr(parameter, "quant_state") or hasattr(parameter, "SCB")
+def is_coded(parameter: Tensor) -> bool:
+    """True for a weight whose layer knows what its codes stand for.
+
+    These are weights of bitsandbytes with 4 or 8 bits, quantized or not yet, and codes of a weight that was
+    taken apart; `coded_shape` is the shape of that.
+    """
+    return any(hasattr(parameter, name) for name in ("quant_state", "SCB", "coded_shape"))
 
 
 def is_packed(parameter: Tensor) -> bool:

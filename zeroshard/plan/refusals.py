@@ -38,8 +38,9 @@ def _check_class(parameter: nn.Parameter, name: str) -> None:
     if function not in plain or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise ValueError(
             f"parameter '{name}' is a {kind.__name__} with operations of its own, so a shard of plain "
-            "numbers cannot replace it: expected a torch.nn.Parameter. Shard the model before it is "
-            "quantized or converted, or leave the parameter out with Config(ignored=...)"
+            "numbers cannot replace it: expected a torch.nn.Parameter, or the frozen weight of a "
+            "torch.nn.Linear that wraps contiguous tensors. Shard the model before it is quantized or "
+            "converted, or leave the parameter out with Config(ignored=...)"
         )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from zeroshard.plan.choices import chosen_among
 from zeroshard.plan.ignored import find_ignored
-from zeroshard.plan.originals import Original, is_of_bitsandbytes, is_packed
+from zeroshard.plan.originals import Original, is_coded, is_packed
 from zeroshard.plan.overrides import DtypesByName, find_overrides
 from zeroshard.plan.refusals import check_tensors
 from zeroshard.plan.replicated import FrozenChoice, find_replicated
@@ -173,11 +173,11 @@ def _check(parameter: nn.Parameter, name: str) -> None:
         )
     if nn.parameter.is_lazy(parameter):
         raise ValueError(f"parameter '{name}' is lazy: run the model once before it is sharded")
-    if not parameter.is_floating_point() and not is_of_bitsandbytes(parameter):
+    if not parameter.is_floating_point() and not is_coded(parameter):
         raise ValueError(
             f"parameter '{name}' has dtype {parameter.dtype}; only floating-point parameters, and codes of "
-            "bitsandbytes, can be sharded. Keep an untrained tensor in a buffer (register_buffer), and a "
-            "complex parameter as its real view"
+            "bitsandbytes or torchao, can be sharded. Keep an untrained tensor in a buffer "
+            "(register_buffer), and a complex parameter as its real view"
         )
     if is_packed(parameter) and parameter.requires_grad:
         raise ValueError(

@@ -65,10 +65,12 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
             f"{_name(optimizer)} holds the slices of another engine; expected a new optimizer, built over "
             "the parameters of the model given to initialize"
         )
+    wrap = any(hasattr(p, "__tensor_flatten__") for group in optimizer.param_groups for p in group["params"])
+    hint = ", without frozen weights that wrap other tensors, as those of torchao do" if wrap else ""
     if foreign:
         raise ValueError(
             f"{_name(optimizer)} holds {len(foreign)} parameter(s) that are not the model's: "
-            f"{', '.join(foreign[:3])}. Build it over the parameters of the model given to initialize"
+            f"{', '.join(foreign[:3])}. Build it over the parameters of the model given to initialize{hint}"
         )
     begun = [names[p] for p, state in optimizer.state.items() if p in names and _has_begun(state)]
     if begun:

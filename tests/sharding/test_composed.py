@@ -1,0 +1,302 @@
+"""Frozen weights that wrap other tensors, as those of torchao: sharded as codes, composed in each forward."""
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+import zeroshard
+from tests.sharding.test_quantized import adamw, llama, plain, same_state, train
+from zeroshard.hf.export import export_checkpoint
+from zeroshard.hf.format import Format
+
+aten = torch.ops.aten
+
+
+class Rows(torch.Tensor):
+    """Codes with a scale for each row; a linear layer computes with the numbers that they stand for."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=scale.dtype, device=codes.device, requires_grad=False
+        )
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def of(cls, weight, dtype):
+        largest = {torch.int8: 127, torch.float8_e4m3fn: 448}[dtype]
+        scale = weight.abs().amax(1, keepdim=True) / largest
+        values = weight / scale
+        return cls((values if dtype.is_floating_point else values.round()).to(dtype), scale)
+
+    def dequantize(self):
+        return self.codes.to(self.scale.dtype) * self.scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], {"kind": "rows"}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, shape, stride):
+        assert context == {"kind": "rows"}
+        assert inner["codes"].shape == shape
+        return cls(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            x, weight, *bias = args
+            return F.linear(x, weight.dequantize(), *bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (aten.detach.default, aten.clone.default):
+            return cls(func(args[0].codes), func(args[0].scale))
+        raise NotImplementedError(func)
+
+
+def of_torchao(weight, config):
+    from torchao import quantization
+
+    layer = nn.Linear(*reversed(weight.shape), bias=False)
+    layer.weight = nn.Parameter(weight)
+    quantization.quantize_(layer, getattr(quantization, config)())
+    return layer.weight.detach()
+
+
+MAKES = {
+    "int8": lambda weight: Rows.of(weight, torch.int8),
+    "float8": lambda weight: Rows.of(weight, torch.float8_e4m3fn),
+    **{
+        f"torchao {name}": lambda weight, name=name: of_torchao(weight, f"{name}WeightOnlyConfig")
+        for name in ("Int8", "Intx", "Float8")
+    },
+}
+LONG = [name for name in MAKES if "torchao" in name]  # needs the package, which make test-all installs
+
+
+PIPELINE = {"schedule": "1f1b", "num_microbatches": 2}
+
+
+def base(kind, seed=0):
+    torch.manual_seed(seed)
+    model = transformers.LlamaForCausalLM(llama())
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            layer.weight = nn.Parameter(MAKES[kind](layer.weight.detach()), requires_grad=False)
+    return model.requires_grad_(False)
+
+
+def build(kind, seed=0, change=lambda model: model):
+    model = change(base(kind, seed))
+    torch.manual_seed(seed + 1)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, config)
+
+
+def numbers(model):
+    """Everything that a model computes with, weights as numbers."""
+    return {
+        name: (p.dequantize() if hasattr(p, "__tensor_flatten__") else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def trained(kind, stage, folder):
+    model = build(kind, seed=10 * dist.get_rank())  # all ranks get the weights of rank 0
+    want = zeroshard.estimate(model, dist.get_world_size(), {"stage": stage}, host_computes=True)
+    engine = zeroshard.initialize(model, adamw, {"stage": stage}).engine
+    report = engine.memory_report()
+    assert (report.parameters, report.scales) == (want.parameters, want.scales)
+    losses = train(engine, range(3))
+    assert engine.num_parameters() == sum(p.numel() for p in build(kind).parameters())
+    stream = streamed(engine)
+    engine.save_checkpoint(folder / "checkpoint")
+    engine.save_pretrained(folder / "plain", merge_adapters=True)
+    engine.close()
+    after = numbers(model)
+    if not dist.get_rank():  # the model is an ordinary one again
+        losses += plain(model, range(3, 5))
+    return losses, stream, after, report
+
+
+@pytest.mark.parametrize("kind", MAKES)
+@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 3), (2, 0), (1, 3), (4, 2)])
+@pytest.mark.long_where(kind=LONG)
+@pytest.mark.long_where(num_ranks=[1, 4])
+@pytest.mark.long_where(stage=[0])
+def test_adapters_beside_them_train_as_in_one_process_to_the_bit(ranks, tmp_path, kind, num_ranks, stage):
+    model = build(kind)
+    want = plain(model, range(3), num_ranks)
+    state = numbers(model)
+    merged = build(kind, change=with_numbers)
+    merged.load_state_dict({name: p for name, p in state.items() if "lora_" in name}, strict=False)
+    merged = numbers(merged.merge_and_unload())
+    (losses, stream, after, report), *others = ranks(num_ranks, trained, kind, stage, tmp_path)
+    assert losses[:3] == want
+    assert all(other[0] == want for other in others)
+    same_state(stream, state)
+    same_state(after, state)
+    assert losses[3:] == plain(model, range(3, 5))  # the optimizer begins anew on both sides
+    same_state(numbers(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")), merged)
+    if stage == 3:
+        codes = sum(p.numel() for p in base(kind).parameters() if hasattr(p, "__tensor_flatten__"))
+        others = sum(p.nbytes for n, p in state.items() if "base_layer" not in n and "_proj" not in n)
+        lora = sum(p.nbytes for n, p in state.items() if "lora_" in n)
+        assert report.parameters == pytest.approx((codes + others + lora) / num_ranks, rel=0.1)
+
+
+def given_again():
+    model = build("int8")
+    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
+    for call in (zeroshard.initialize, lambda model, *_: zeroshard.estimate(model, 2)):
+        with pytest.raises(ValueError, match="is sharded already"):
+            call(model, adamw, {"stage": 3})
+    losses = train(engine, range(3))
+    engine.close(restore=False)
+    return losses
+
+
+def test_an_engine_goes_on_if_its_model_is_given_again_and_may_be_closed_without_weights(ranks):
+    want = plain(build("int8"), range(3), 2)
+    assert ranks(2, given_again) == [want, want]
+
+
+def with_options(kind, config):
+    return train(zeroshard.initialize(build(kind), adamw, config).engine, range(3))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"stage": 3, "recompute": "unit"},
+        pytest.param(
+            {"stage": 3, "offload": {"parameters": "cpu", "optimizer": "cpu"}}, marks=pytest.mark.long
+        ),
+        pytest.param({"stage": 3, "mesh": {"pp": 2}, "pipeline": PIPELINE}, marks=pytest.mark.long),
+        pytest.param({"stage": 3, "ignored": ["*.up_proj.weight"]}, marks=pytest.mark.long),
+    ],
+)
+def test_they_do_so_with_other_settings(ranks, config):
+    want = plain(build("int8"), range(3), 2)
+    assert ranks(2, with_options, "int8", config) == [want, want]
+
+
+def with_numbers(model):
+    """The model, with weights as numbers."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and hasattr(layer.weight, "__tensor_flatten__"):
+            layer.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
+    return model
+
+
+def streamed(engine):
+    return {name: values.clone() for name, values in engine.named_full_parameters()}
+
+
+def loaded(folder, seed):
+    engine = zeroshard.initialize(build("int8", seed), adamw, {"stage": 3}).engine
+    engine.load_checkpoint(folder)
+    return {name: values.clone() for name, values in engine.named_full_parameters()}, train(
+        engine, range(3, 5)
+    )
+
+
+def saved(folder):
+    engine = zeroshard.initialize(build("int8"), adamw, {"stage": 3}).engine
+    train(engine, range(3))
+    engine.save_checkpoint(folder)
+    return {name: values.clone() for name, values in engine.named_full_parameters()}, train(
+        engine, range(3, 5)
+    )
+
+
+def test_a_checkpoint_has_the_codes_and_scales_and_is_not_exported_as_numbers(ranks, tmp_path):
+    (state, losses), _ = ranks(2, saved, tmp_path)
+    for found, again in ranks(2, loaded, tmp_path, 7):
+        same_state(found, state)
+        assert again == losses
+    (checkpoint,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    with pytest.raises(ValueError, match="adapters"):
+        export_checkpoint(checkpoint, tmp_path / "out", Format())
+
+
+def frozen_base(folder):
+    model = base("int8")
+    model.model.norm.weight.requires_grad_(True)
+    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
+    engine.save_checkpoint(folder)
+    with pytest.raises(ValueError, match="holds codes of a quantized weight") as caught:
+        engine.save_pretrained(folder / "out")
+    return str(caught.value)
+
+
+def test_codes_without_adapters_are_not_exported_as_numbers(ranks, tmp_path):
+    for message in ranks(2, frozen_base, tmp_path):
+        assert "dequantize=True" in message
+    (checkpoint,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    with pytest.raises(ValueError, match="has weights as codes"):
+        export_checkpoint(checkpoint, tmp_path / "out", Format())
+
+
+def refused(change, config, optimizer):
+    model = base("int8")
+    before = [type(p) for p in model.parameters()]
+    change(model, dist.get_rank())
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        zeroshard.initialize(model, adamw if optimizer is None else optimizer(model.parameters()), config)
+    if change is nothing:  # the model is as it was
+        assert [type(p) for p in model.parameters()] == before
+        assert "forward" not in vars(model.model.layers[0].mlp.up_proj)
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    return str(caught.value)
+
+
+def nothing(model, _):
+    model.model.norm.weight.requires_grad_(True)
+
+
+def elsewhere(model, _):
+    nothing(model, _)
+    weight = model.model.embed_tokens.weight.detach()
+    model.model.embed_tokens.weight = nn.Parameter(Rows.of(weight, torch.int8), requires_grad=False)
+
+
+def other_kind(model, rank):
+    nothing(model, rank)
+    layer = model.model.layers[0].mlp.up_proj
+    if rank:
+        layer.weight = nn.Parameter(OtherRows(layer.weight.codes, layer.weight.scale), requires_grad=False)
+
+
+class OtherRows(Rows):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "optimizer", "text"),
+    [
+        (nothing, {"mesh": {"tp": 2}}, None, "holds codes of a quantized weight, which tensor ranks cannot"),
+        (
+            nothing,
+            {"mesh": {"pp": 2}, "pipeline": {**PIPELINE, "split": ["a"], "trace": True}},
+            None,
+            "a trace",
+        ),
+        (nothing, {}, torch.optim.AdamW, "without frozen weights that wrap other tensors"),
+        (elsewhere, {}, None, "'model.embed_tokens.weight' is a Rows with operations of its own"),
+        (other_kind, {}, None, "'model.layers.0.mlp.up_proj.weight' is"),
+    ],
+)
+def test_weights_that_cannot_be_sharded_are_named(ranks, change, config, optimizer, text):
+    for message in ranks(2, refused, change, config, optimizer):
+        assert text in message

@@ -1,0 +1,189 @@
+"""Frozen weights that wrap other tensors, as those of torchao do: they are taken apart to be sharded.
+
+    weight    Int8Tensor      qdata      the largest tensor: codes, a frozen parameter in the weight's place
+                              scale, ... buffers of the layer, `weight_scale` and so on, whole on each rank
+    forward   composes the weight of the unsharded codes and the buffers, by `__tensor_unflatten__`
+
+Sharding knows only the codes, as integers of bytes, which are never cast. A layer is put together again when
+its model is closed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zeroshard.comm.mesh import Axes
+from zeroshard.plan.ignored import find_ignored
+
+_FORM = "_zeroshard_form"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a weight that was taken apart looks like."""
+
+    kind: Any
+    """Its class."""
+    context: Any
+    """The values beside its tensors, as `__tensor_flatten__` gives them."""
+    codes: str
+    """The name of the tensor that is sharded."""
+    others: tuple[str, ...]
+    """The names of its other tensors."""
+    codes_dtype: torch.dtype
+    codes_shape: torch.Size
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        """Describe it in the same words on all ranks."""
+        return f"{self.kind.__name__} {tuple(self.shape)} {self.dtype} {self.context}"
+
+
+def form_of(layer: Any) -> Form | None:
+    """The form of a layer's weight; None for a layer whose weight was not taken apart."""
+    form: Form | None = vars(layer).get(_FORM)
+    return form
+
+
+@contextmanager
+def sharding_apart(module: nn.Module, ignored: Sequence[str] | None) -> Iterator[None]:
+    """Take the weights of a module apart, to be sharded; put them together if this fails."""
+    layers = _take_apart(module, ignored)
+    try:
+        yield
+    except BaseException:
+        put_together(layers)
+        raise
+
+
+@contextmanager
+def taken_apart(module: nn.Module, ignored: Sequence[str] | None) -> Iterator[None]:
+    """Take the weights of a module apart for a while."""
+    layers = _take_apart(module, ignored)
+    try:
+        yield
+    finally:
+        put_together(layers)
+
+
+def _take_apart(module: nn.Module, ignored: Sequence[str] | None) -> list[nn.Module]:
+    """Take apart frozen weights of linear layers that wrap contiguous tensors; others stay as they are.
+
+    Args:
+        module: the module, which computes the same as before.
+        ignored: patterns of names of parameters that stay as they are, see `Config.ignored`.
+
+    Returns:
+        The layers; those that an engine has taken apart are not among them.
+    """
+    layers: list[nn.Module] = []
+    left_out = find_ignored(module, ignored)
+    done: dict[Tensor, tuple[nn.Parameter, Form, dict[str, Tensor]]] = {}
+    for layer in module.modules():
+        weight = layer._parameters.get("weight")
+        if type(layer) is not nn.Linear or weight is None or weight in left_out or not _can_be_apart(weight):
+            continue
+        if weight not in done:
+            done[weight] = _parts_of(weight)
+        layer._parameters["weight"], form, others = done[weight]
+        for name, tensor in others.items():
+            layer.register_buffer(f"weight_{name}", tensor)
+        setattr(layer, _FORM, form)
+        object.__setattr__(layer, "forward", functools.partial(_forward, layer))
+        layers.append(layer)
+    return layers
+
+
+def _can_be_apart(weight: Any) -> bool:
+    """True for a frozen tensor that wraps plain tensors; a DTensor does, but belongs to other ranks too."""
+    if weight.requires_grad or not hasattr(weight, "__tensor_flatten__") or hasattr(weight, "placements"):
+        return False
+    names, _ = weight.__tensor_flatten__()
+    inner = [getattr(weight, name) for name in names]
+    are_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in inner)
+    return bool(inner) and are_plain and all(tensor.is_contiguous() for tensor in inner)
+
+
+def _parts_of(weight: Any) -> tuple[nn.Parameter, Form, dict[str, Tensor]]:
+    names, context = weight.__tensor_flatten__()
+    inner = {name: getattr(weight, name).detach() for name in names}
+    largest = max(names, key=lambda name: int(inner[name].nbytes))
+    codes = inner.pop(largest)
+    form = Form(
+        kind=type(weight),
+        context=context,
+        codes=largest,
+        others=tuple(inner),
+        codes_dtype=codes.dtype,
+        codes_shape=codes.shape,
+        shape=weight.shape,
+        stride=weight.stride(),
+        dtype=weight.dtype,
+    )
+    values = codes.view(torch.uint8) if codes.is_floating_point() else codes  # numbers would be cast
+    parameter: Any = nn.Parameter(values, requires_grad=False)
+    parameter.coded_shape = form.shape
+    return parameter, form, inner
+
+
+def put_together(layers: Iterable[Any]) -> None:
+    """Give layers that were taken apart their weights back, with the values that their codes have now."""
+    done: dict[Tensor, nn.Parameter] = {}
+    for layer in layers:
+        if (form := form_of(layer)) is None:  # it was put together already
+            continue
+        codes = layer.weight
+        if type(codes) is nn.Parameter:  # not a slice that an engine has left
+            if codes not in done:
+                done[codes] = nn.Parameter(compose(layer, codes), requires_grad=False)
+            layer._parameters["weight"] = done[codes]
+        for name in form.others:
+            delattr(layer, f"weight_{name}")
+        delattr(layer, _FORM)
+        object.__delattr__(layer, "forward")
+
+
+def compose(layer: Any, codes: Tensor) -> Any:
+    """Return the weight of a layer that was taken apart.
+
+    Args:
+        layer: the layer.
+        codes: its codes, whole; the weight is a view of them.
+    """
+    form = form_of(layer)
+    assert form is not None, "the layer was taken apart"
+    inner = {name: getattr(layer, f"weight_{name}") for name in form.others}
+    inner[form.codes] = codes.detach().view(form.codes_dtype).view(form.codes_shape)
+    return form.kind.__tensor_unflatten__(inner, form.context, form.shape, form.stride)
+
+
+def _forward(layer: Any, x: Tensor) -> Tensor:
+    return F.linear(x, compose(layer, layer.weight), layer.bias)
+
+
+def compare_forms(module: nn.Module, axes: Axes) -> None:
+    """Compare the forms of all layers over the ranks that hold the same layers; collective.
+
+    Raises:
+        RuntimeError: a weight has another form on another rank.
+    """
+    own = {name: str(form) for name, one in module.named_modules() if (form := form_of(one)) is not None}
+    if not own:
+        return
+    for rank, other in enumerate(axes.everyone.all_gather_object(own, "agreement on composed weights")):
+        if other != own:
+            name = next((key for key in own if own[key] != other.get(key)), next(iter(own)))
+            raise RuntimeError(
+                f"'{name}.weight' is {own[name]} here, and {other.get(name)} on rank {rank}: expected the "
+                "same on all ranks"
+            )
