@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from tests.ranks import Ranks
@@ -25,6 +26,15 @@ def ranks() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_group_stays() -> Iterator[None]:
+    """Destroy the process group that a test has opened in this process: the next may need that there is none."""
+    had_one = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not had_one:
+        dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------------------- the selection
