@@ -30,7 +30,7 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(autouse=True)
 def no_group_stays() -> Iterator[None]:
-    """Destroy the process group that a test has opened in this process: the next may need that there is none."""
+    """Destroy the process group that a test has opened in this process: the next one may need none."""
     had_one = dist.is_initialized()
     yield
     if dist.is_initialized() and not had_one:
