@@ -1,6 +1,6 @@
 """Step time over pipeline ranks: zeroshard against the schedules of torch by hand, and against predictions.
 
-    python benchmarks/pipeline.py --ranks 2                  # a Llama, real compute
+    python benchmarks/pipeline.py --ranks 2                  # a Llama, real compute: 0.13 s a micro-batch
     python benchmarks/pipeline.py --ranks 4 --sleep 10       # blocks that sleep, on any number of cores
 
 torch's `torch.distributed.pipelining` gets the same chunks, cut by hand in two ways. In "torch model" the
@@ -49,10 +49,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="names, separated by commas")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--sleep", type=float, metavar="MS", help="blocks sleep; a Llama otherwise")
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--batch", type=int, default=8, help="sequences of a batch")
-    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--noted", type=int, default=2, help="durations are noted before each so many rounds")
     parser.add_argument("--name", help="of the JSON file in benchmarks/results")
