@@ -526,6 +526,30 @@ def test_only_an_optimizer_that_asks_for_whole_tensors_is_taken_over():
         check_optimizer(torch.optim.Muon([parameter]), {parameter: "weight"})
 
 
+def without_one(rank, names):
+    """The error of a step in which one rank has dropped gradients that the others have."""
+    engine, optimizer = start(stage=3)
+    step_sharded(engine, optimizer, range(1))
+    for name, p in engine.named_parameters():
+        if p.requires_grad and is_used(name, 0):
+            engine.set_full_gradient(name, gradient(name, 0, p.full_shape))
+    for name, p in engine.named_parameters():
+        if dist.get_rank() == rank and name.endswith(names):
+            p.grad = None
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gradient_that_one_rank_has_dropped_is_an_error_on_all_ranks(ranks, rank):
+    for message in ranks(2, without_one, rank, "tall.weight"):
+        assert "is the computation with 17 whole tensors" in message
+        assert "is the computation with 19 whole tensors" in message
+        assert "a gradient must be there on all ranks or be None on all of them" in message
+
+
 # ---------------------------------------------------------------------------- the rest of the API
 
 

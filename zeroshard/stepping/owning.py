@@ -26,6 +26,7 @@ from torch import Tensor
 from zeroshard.comm import moves
 from zeroshard.comm.alltoall import all_to_all
 from zeroshard.comm.mesh import Axes
+from zeroshard.comm.watch.ledger import REDUCE, WHOLES
 from zeroshard.parameters.parts import part_of, whole_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.cuts import Cut
@@ -145,6 +146,7 @@ class WholesOverRanks:
         cost: Cost,
     ) -> list[Tensor]:
         plan = self._plan_of(parameters, shapes, cost)
+        self._agree(plan)
         given = [moves.to_device(tensor.detach(), self._device) for tensor in tensors]
         updates = self._compute(plan, given, compute)
         results = [torch.empty_like(values) for values in given]
@@ -160,6 +162,15 @@ class WholesOverRanks:
         label = f"all-to-all of the updates of {plan.label}"
         self._exchange(plan.outward, lambda move: updates[move.item][move.span.slice], target, label)
         return [moves.beside(result, tensor) for result, tensor in zip(results, tensors, strict=True)]
+
+    def _agree(self, plan: _Plan) -> None:
+        """Raise RuntimeError, on all ranks, where they compute with other tensors or owners.
+
+        Else they would take pieces of one tensor for those of another, or expect other sizes than are sent,
+        for which Gloo ends the process.
+        """
+        self._axis.ledger.note(f"{WHOLES} {plan.label}", REDUCE)
+        self._axis.any([False], "agreement on whole tensors", compares=True)()
 
     def _compute(self, plan: _Plan, given: Sequence[Tensor], compute: Compute) -> dict[int, Tensor]:
         """Return the updates of the parts that this rank owns, [n] each, by number."""
@@ -264,7 +275,7 @@ class WholesOverRanks:
         kept = {at: owner for at, key in enumerate(keys) if (owner := self._owners.get(key)) is not None}
         owners = choose_owners(items, self._axis.size, kept)
         self._owners |= zip(keys, owners, strict=True)
-        digest = crc32(repr(names).encode())
+        digest = crc32(repr((names, owners)).encode())
         return _Plan(
             parts=parts,
             sizes=[item.size for item in items],
