@@ -222,6 +222,44 @@ def test_a_state_dict_goes_on_as_if_there_had_been_no_stop():
     assert unequal(dict(model.named_parameters()), plain(range(6))) == []
 
 
+def test_a_state_dict_of_torchs_muon_goes_on_here():
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in ((30, 50), (16, 16))]
+    theirs = copy.deepcopy(ours)
+    one, other = Muon(ours), torch.optim.Muon(theirs, lr=0.01, weight_decay=0.0)
+
+    def step(optimizer, parameters, number):
+        for p in parameters:
+            p.grad = gradient("x", number, p.shape)
+        optimizer.step()
+
+    step(other, theirs, 0)
+    one.load_state_dict(copy.deepcopy(other.state_dict()))
+    with torch.no_grad():
+        for p, q in zip(ours, theirs, strict=True):
+            p.copy_(q)
+    step(one, ours, 1)
+    step(other, theirs, 1)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_states_of_the_other_kind_of_group_are_refused_before_anything_changes(before):
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(4, 6)) for _ in range(2)]
+    optimizers = [Muon([{"params": [p], "use_muon": use} for p in weights]) for use in (before, not before)]
+    for p in weights:
+        p.grad = torch.randn(4, 6)
+    optimizers[0].step()
+    optimizers[1].state.update(optimizers[0].state)
+    values = [p.detach().clone() for p in weights]
+    key = "exp_avg" if before else "momentum_buffer"
+    expected = f"parameter 0 of group 0: expected the state '{key}' in a group with use_muon={not before}, got"
+    with pytest.raises(RuntimeError, match=expected):
+        optimizers[1].step()
+    assert all(map(torch.equal, weights, values))
+
+
 def test_a_closure_is_run_with_gradients_and_its_loss_returned():
     weight = nn.Parameter(torch.randn(4, 6))
     optimizer = Muon([weight])

@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 
 from zeroshard.optim.checked import check_betas, check_number, dense
 from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.stepping.wholes import Key, Shape, Wholes, whole_shape, wholes_here
+from zeroshard.stepping.wholes import Key, Shape, Wholes, name_of, whole_shape, wholes_here
 
 Split = int | tuple[int, ...] | None
 """The matrices that the rows of a fused one consist of: how many of equal size, or the rows of each."""
@@ -35,6 +35,8 @@ _RATIOS: dict[str, Callable[[int, int], float]] = {
 """The factors of the learning rate by the shape of a matrix, as `torch.optim.Muon` has them."""
 
 _OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "split")
+_STATES = {True: "momentum_buffer", False: "exp_avg"}
+"""The first state of a parameter of Muon, and of AdamW."""
 _OF_ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 """The hyperparameters of groups with `use_muon=False`, with the defaults of torch's AdamW."""
 _MOST_STEPS = 99
@@ -200,6 +202,12 @@ class Muon(Optimizer):
         for key in () if uses_muon else _OF_MUON:
             del added[key]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # a state of torch.optim.Muon does not have them
+            for key, value in (("use_muon", True), ("split", None)) if "momentum" in group else ():
+                group.setdefault(key, value)
+
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
@@ -209,12 +217,14 @@ class Muon(Optimizer):
         """Update all parameters that have a gradient.
 
         Raises:
-            RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known.
+            RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known; states
+                of Muon in a group of AdamW, or the reverse.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_states()
         matrices: list[_Matrix] = []
         for group in self.param_groups:
             if parameters := [p for p in group["params"] if p.grad is not None]:
@@ -225,6 +235,19 @@ class Muon(Optimizer):
                     self._step_adamw(group, parameters, grads)
         self._step_muon(matrices)
         return loss
+
+    def _check_states(self) -> None:
+        """Raise RuntimeError for states that were loaded for a parameter of the other kind of group."""
+        for number, group in enumerate(self.param_groups):
+            key = _STATES[group["use_muon"]]
+            for at, parameter in enumerate(group["params"]):
+                if (state := self.state.get(parameter)) and key not in state:
+                    which = name_of(parameter, f"parameter {at} of group {number}")
+                    raise RuntimeError(
+                        f"{which}: expected the state {key!r} in a group with use_muon={group['use_muon']}, "
+                        f"got {sorted(state)}. Keep the groups in which these states were made; or let it "
+                        "begin anew, by del optimizer.state[parameter]"
+                    )
 
     def _advance(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> list[_Matrix]:
         """Advance the momentum of a group; its matrices, with what is to be made orthogonal of each slice."""

@@ -114,9 +114,9 @@ def whole_shape(parameter: Tensor) -> Shape:
     return tuple(parameter.full_shape if isinstance(parameter, ShardedParameter) else parameter.shape)
 
 
-def name_of(parameter: Tensor) -> str:
-    """Return the name of a parameter for messages."""
-    return f"'{parameter.fqn}'" if isinstance(parameter, ShardedParameter) else "a parameter"
+def name_of(parameter: Tensor, otherwise: str = "a parameter") -> str:
+    """Return the name of a parameter for messages, or something else if it has none."""
+    return f"'{parameter.fqn}'" if isinstance(parameter, ShardedParameter) else otherwise
 
 
 def shapes_asked(
