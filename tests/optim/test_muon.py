@@ -254,7 +254,8 @@ def test_states_of_the_other_kind_of_group_are_refused_before_anything_changes(b
     optimizers[1].state.update(optimizers[0].state)
     values = [p.detach().clone() for p in weights]
     key = "exp_avg" if before else "momentum_buffer"
-    expected = f"parameter 0 of group 0: expected the state '{key}' in a group with use_muon={not before}, got"
+    where = f"in a group with use_muon={not before}"
+    expected = f"parameter 0 of group 0: expected the state '{key}' {where}, got"
     with pytest.raises(RuntimeError, match=expected):
         optimizers[1].step()
     assert all(map(torch.equal, weights, values))
