@@ -380,6 +380,36 @@ def test_embeddings_ties_convolutions_biases_and_output_embeddings_are_no_hidden
             muon_groups(Odd(), **option)
 
 
+def test_a_tied_parameter_has_all_of_its_names():
+    model = Odd()
+    model.twin = nn.Linear(4, 4, bias=False)
+    model.twin.weight = model.hidden.weight
+    assert "hidden.weight" in names_of(muon_groups(model, exclude=["twin.*"]))[-1]
+    assert [group.get("split") for group in muon_groups(model, split={"twin.*": 2})] == [2, None]
+    model.token_embed = model.hidden.weight
+    assert len(muon_groups(model)) == 1
+
+
+def test_a_split_is_refused_where_fused_matrices_lie_beside_each_other():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 12, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 16}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    with pytest.raises(ValueError, match=r"would cut 'transformer.h.0.attn.c_attn.weight' between inputs"):
+        muon_groups(model, split={"*.c_attn.weight": 3})
+    assert "transformer.h.0.attn.c_attn.weight" in names_of(muon_groups(model))[0]
+
+
+def test_the_last_layer_is_no_hidden_matrix_where_peft_trains_a_copy_of_it():
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=32, pad_token_id=0, **sizes)
+    model = transformers.LlamaForSequenceClassification(config)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS"))
+    hidden, others = names_of(muon_groups(model))
+    assert others == ["base_model.model.score.modules_to_save.default.weight"]
+    assert all(".lora_" in name for name in hidden)
+
+
 def test_matrices_of_lora_go_to_muon():
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
