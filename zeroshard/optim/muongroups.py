@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from zeroshard.optim.muon import Split
+from zeroshard.parallel.pipeline.chunked import Absent
 
 _HEADS = frozenset(("lm_head", "head", "output", "embed_out", "unembed", "classifier", "score"))
 """Names of the module that makes the output of a model, in the libraries that people use."""
@@ -80,7 +81,7 @@ def muon_groups(
         matrices.setdefault(rules[fits[0]] if fits else None, []).append((name, parameter))
     for key, patterns in (("exclude", exclude), ("split", rules)):
         for pattern in patterns:
-            if pattern not in used:
+            if pattern not in used and not any(fnmatchcase(name, pattern) for name in _elsewhere(model)):
                 raise ValueError(f"{key}: expected the name of a parameter, got '{pattern}', which fits none")
     groups = [
         {"params": named, "use_muon": True, **(muon or {}), **({} if parts is None else {"split": parts})}
@@ -92,6 +93,13 @@ def muon_groups(
 def _fits(names: Sequence[str], pattern: str) -> bool:
     """True if a pattern fits one of the names of a parameter."""
     return any(fnmatchcase(name, pattern) for name in names)
+
+
+def _elsewhere(model: nn.Module) -> Iterator[str]:
+    """The names of the parameters that other pipeline ranks have."""
+    for name, module in model.named_modules():
+        if isinstance(module, Absent):
+            yield from (f"{name}.{own}" for own in module.names)
 
 
 def _transposed(model: nn.Module) -> set[nn.Parameter]:
