@@ -78,6 +78,14 @@ class _Part(NamedTuple):
     """The place of this range in the slice of the parameter."""
 
 
+class _Piece(NamedTuple):
+    """The update of a part of a slice."""
+
+    place: slice
+    values: Tensor
+    """[n], in the dtype of the slice; or its bytes."""
+
+
 class _Plan(NamedTuple):
     """A call: its tensors with their owners, and what this rank sends and receives."""
 
@@ -149,18 +157,19 @@ class WholesOverRanks:
         self._agree(plan)
         given = [moves.to_device(tensor.detach(), self._device) for tensor in tensors]
         updates = self._compute(plan, given, compute)
-        results = [torch.empty_like(values) for values in given]
-        del given
+        pieces: list[list[_Piece]] = [[] for _ in parameters]
         for number in plan.owned:
             part = plan.parts[number]
-            results[part.parameter][part.place] = updates[number][part.own.slice]
-
-        def target(move: Move) -> Tensor:
-            part = plan.parts[move.item]
-            return results[part.parameter][part.place][move.span.shifted(-part.own.start).slice]
-
+            if part.own.size:
+                pieces[part.parameter].append(_Piece(part.place, updates[number][part.own.slice]))
         label = f"all-to-all of the updates of {plan.label}"
-        self._exchange(plan.outward, lambda move: updates[move.item][move.span.slice], target, label)
+        sizes = [values.element_size() for values in given]
+        outward = self._exchange(plan, plan.outward, lambda m: updates[m.item][m.span.slice], sizes, label)
+        for move, values in outward:
+            part = plan.parts[move.item]
+            start = part.place.start + move.span.start - part.own.start
+            pieces[part.parameter].append(_Piece(slice(start, start + move.span.size), values))
+        results = [_joined(values, own) for values, own in zip(given, pieces, strict=True)]
         return [moves.beside(result, tensor) for result, tensor in zip(results, tensors, strict=True)]
 
     def _agree(self, plan: _Plan) -> None:
@@ -186,7 +195,9 @@ class WholesOverRanks:
             return given[part.parameter][part.place][move.span.shifted(-part.own.start).slice]
 
         label = f"all-to-all of the slices of {plan.label}"
-        self._exchange(plan.inward, source, lambda move: flat[move.item][move.span.slice], label)
+        sizes = [values.element_size() for values in given]
+        for move, values in self._exchange(plan, plan.inward, source, sizes, label):
+            flat[move.item][move.span.slice].view(torch.uint8).copy_(values)
         wholes: list[Tensor] = []
         keys: list[Key] = []
         for number in plan.owned:
@@ -202,34 +213,42 @@ class WholesOverRanks:
 
     def _exchange(
         self,
+        plan: _Plan,
         exchanged: Sequence[Move] | None,
         source: Callable[[Move], Tensor],
-        target: Callable[[Move], Tensor],
+        sizes: Sequence[int],
         label: str,
-    ) -> None:
+    ) -> list[tuple[Move, Tensor]]:
         """Send and receive ranges.
 
         Args:
+            plan: the call.
             exchanged: what this rank sends or receives; None where no rank does.
             source: gives the values of a range that this rank sends.
-            target: gives the memory of a range that it receives.
+            sizes: the bytes of an element of each parameter.
             label: the name of the exchange in errors.
+
+        Returns:
+            The ranges that this rank receives, [n] uint8 each.
         """
         if exchanged is None:
-            return
+            return []
         axis = self._axis
         sent: list[list[Tensor]] = [[] for _ in range(axis.size)]
-        targets: list[list[Tensor]] = [[] for _ in range(axis.size)]
+        expected: list[list[tuple[Move, int]]] = [[] for _ in range(axis.size)]
         for move in exchanged:
             if move.source == axis.rank:
                 sent[move.target].append(source(move))
             else:
-                targets[move.source].append(target(move).view(torch.uint8))
-        sizes = [sum(memory.numel() for memory in memories) for memories in targets]
-        received = all_to_all(axis, sent, sizes, label=label)
-        for memories, values in zip(targets, received, strict=True):
-            for memory, piece in zip(memories, values.split([m.numel() for m in memories]), strict=True):
-                memory.copy_(piece)
+                num_bytes = move.span.size * sizes[plan.parts[move.item].parameter]
+                expected[move.source].append((move, num_bytes))
+        totals = [sum(num_bytes for _, num_bytes in own) for own in expected]
+        received = all_to_all(axis, sent, totals, label=label)
+        return [
+            (move, piece)
+            for own, values in zip(expected, received, strict=True)
+            for (move, _), piece in zip(own, values.split([size for _, size in own]), strict=True)
+        ]
 
     # -- planning -------------------------------------------------------------------------------------
 
@@ -295,6 +314,19 @@ class WholesOverRanks:
                 "module"
             )
         return place
+
+
+def _joined(like: Tensor, pieces: Sequence[_Piece]) -> Tensor:
+    """Return pieces as one tensor of the form of another; one piece that is all of it is not copied."""
+    if len(pieces) == 1:
+        values, size = pieces[0].values, like.element_size()
+        is_aligned = values.storage_offset() * values.element_size() % size == 0
+        if is_aligned and values.nbytes == like.nbytes:
+            return values.view(like.dtype).view(like.shape)
+    result = torch.empty_like(like)
+    for place, values in pieces:
+        result[place].view(torch.uint8).copy_(values.view(torch.uint8))
+    return result
 
 
 def _runs(
