@@ -154,9 +154,13 @@ class WholesOverRanks:
         cost: Cost,
     ) -> list[Tensor]:
         plan = self._plan_of(parameters, shapes, cost)
-        self._agree(plan)
+        agreed = self._agree(plan)
+        if plan.inward is not None:
+            agreed()
         given = [moves.to_device(tensor.detach(), self._device) for tensor in tensors]
         updates = self._compute(plan, given, compute)
+        if plan.inward is None:  # the agreement ran beside the computation
+            agreed()
         pieces: list[list[_Piece]] = [[] for _ in parameters]
         for number in plan.owned:
             part = plan.parts[number]
@@ -172,14 +176,18 @@ class WholesOverRanks:
         results = [_joined(values, own) for values, own in zip(given, pieces, strict=True)]
         return [moves.beside(result, tensor) for result, tensor in zip(results, tensors, strict=True)]
 
-    def _agree(self, plan: _Plan) -> None:
-        """Raise RuntimeError, on all ranks, where they compute with other tensors or owners.
+    def _agree(self, plan: _Plan) -> Callable[[], object]:
+        """Begin to compare the calls of all ranks.
 
-        Else they would take pieces of one tensor for those of another, or expect other sizes than are sent,
-        for which Gloo ends the process.
+        Without it ranks with other tensors or owners would take pieces of one tensor for those of another, or
+        expect other sizes than are sent, for which Gloo ends the process.
+
+        Returns:
+            A function that waits, to be called before anything is exchanged. It raises RuntimeError, on all
+            ranks, where their calls differ.
         """
         self._axis.ledger.note(f"{WHOLES} {plan.label}", REDUCE)
-        self._axis.any([False], "agreement on whole tensors", compares=True)()
+        return self._axis.any([False], "agreement on whole tensors", compares=True)
 
     def _compute(self, plan: _Plan, given: Sequence[Tensor], compute: Compute) -> dict[int, Tensor]:
         """Return the updates of the parts that this rank owns, [n] each, by number."""
