@@ -7,6 +7,7 @@ import copy
 import math
 import warnings
 import zlib
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from zeroshard.optim.adopt.takeover import check_optimizer
 from zeroshard.optim.muon import orthogonalize, orthogonalize_cost
 from zeroshard.plan.layout import Span
 from zeroshard.plan.owners import Item, choose_owners, inward, outward
-from zeroshard.stepping.wholes import Key, UsesWholes
+from zeroshard.stepping.wholes import Deferred, Key, UsesWholes
 
 NUM_STEPS = 10
 FUSED = (30, 10, 11)
@@ -617,6 +618,38 @@ def test_a_gradient_that_one_rank_has_dropped_is_an_error_on_all_ranks(ranks, ra
         assert "is the computation with 17 whole tensors" in message
         assert "is the computation with 19 whole tensors" in message
         assert "a gradient must be there on all ranks or be None on all of them" in message
+
+
+def deferred(stage):
+    """The parameters for which this rank has made a deferred tensor, and those that it has computed."""
+    engine, optimizer = start(stage=stage)
+    parameters = [p for p in engine.parameters() if len(p.full_shape) == 2]
+    seen, owned = [], []
+
+    def make(number):
+        seen.append(number)
+        return parameters[number].detach().double()
+
+    def compute(wholes, keys):
+        owned.extend(key.parameter for key in keys)
+        return [whole.mul_(2) for whole in wholes]
+
+    tensors = [Deferred(partial(make, at), p, torch.float64) for at, p in enumerate(parameters)]
+    updates = optimizer.wholes_of(parameters, tensors, compute)
+    are_right = all(map(torch.equal, updates, [2 * p.detach().double() for p in parameters]))
+    return are_right, sorted(seen), sorted(owned), len(parameters)
+
+
+def test_deferred_tensors_are_made_once_and_only_where_they_are_needed(ranks):
+    (right, first, owned, number), (other_right, second, others, _) = ranks(2, deferred, 0)
+    assert right
+    assert other_right
+    assert first == owned  # each rank holds all of them, so none is sent
+    assert second == others
+    assert 0 < len(first) < number
+    for right, seen, _, _ in ranks(2, deferred, 3):
+        assert right
+        assert len(seen) == len(set(seen))
 
 
 # ---------------------------------------------------------------------------- the rest of the API

@@ -9,9 +9,10 @@ A step of the matrices has three phases:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import torch
@@ -22,7 +23,7 @@ from torch.optim.optimizer import ParamsT
 
 from zeroshard.optim.checked import check_betas, check_number, dense
 from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.stepping.wholes import Key, Shape, Wholes, name_of, whole_shape, wholes_here
+from zeroshard.stepping.wholes import Deferred, Key, Shape, Wholes, name_of, whole_shape, wholes_here
 
 Split = int | tuple[int, ...] | None
 """The matrices that the rows of a fused one consist of: how many of equal size, or the rows of each."""
@@ -88,7 +89,7 @@ class _Matrix:
     parameter: Tensor
     shapes: tuple[Shape, ...]
     """The matrices, one after another in memory."""
-    update: Tensor
+    update: Deferred = field(init=False)
 
     @property
     def ratios(self) -> list[float]:
@@ -256,14 +257,13 @@ class Muon(Optimizer):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(grad)
         momenta = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        updates: Sequence[Tensor] = momenta
-        if group["nesterov"]:
-            updates = torch._foreach_lerp(grads, momenta, group["momentum"])
         matrices = []
-        for parameter, update in zip(parameters, updates, strict=True):
-            matrix = _Matrix(group, parameter, _matrices_of(whole_shape(parameter), group["split"]), update)
-            if matrix.ratio is not None:  # else the owner scales in the dtype of the parameter
-                matrix.update = update.to(torch.bfloat16)
+        for parameter, grad, momentum in zip(parameters, grads, momenta, strict=True):
+            matrix = _Matrix(group, parameter, _matrices_of(whole_shape(parameter), group["split"]))
+            # Where several factors scale its matrices, the owner does so in the dtype of the parameter.
+            dtype = momentum.dtype if matrix.ratio is None else torch.bfloat16
+            make = functools.partial(_update_of, grad, momentum, group, dtype)
+            matrix.update = Deferred(make, momentum, dtype)
             matrices.append(matrix)
         return matrices
 
@@ -312,6 +312,11 @@ class Muon(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def _update_of(grad: Tensor, momentum: Tensor, group: dict[str, Any], dtype: torch.dtype) -> Tensor:
+    """Return what is made orthogonal of a slice, from its momentum of this step."""
+    return (grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum).to(dtype)
 
 
 def _matrices_of(shape: Shape, split: Split) -> tuple[Shape, ...]:

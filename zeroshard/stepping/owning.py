@@ -15,6 +15,7 @@ receives all updates but its own.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -36,11 +37,14 @@ from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.stepping.wholes import (
     Compute,
     Cost,
+    Deferred,
+    Given,
     Key,
     Shape,
     checked_updates,
     divide,
     join,
+    made,
     shapes_asked,
     wholes_here,
 )
@@ -126,7 +130,7 @@ class WholesOverRanks:
     def __call__(
         self,
         parameters: Sequence[Tensor],
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Given],
         compute: Compute,
         *,
         shapes: Sequence[Sequence[Shape]] | None = None,
@@ -139,7 +143,7 @@ class WholesOverRanks:
         ignored = sorted(set(range(len(parameters))) - set(shared))
         for numbers, update in ((shared, self._update), (ignored, _update_here)):
             if numbers:
-                own, values = ([of[at] for at in numbers] for of in (parameters, tensors))
+                own, values = [parameters[at] for at in numbers], [tensors[at] for at in numbers]
                 forms = [asked[at] for at in numbers]
                 found = update(own, values, forms, _renumbered(compute, numbers), cost)
                 results |= zip(numbers, found, strict=True)
@@ -148,7 +152,7 @@ class WholesOverRanks:
     def _update(
         self,
         parameters: Sequence[Tensor],
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Given],
         shapes: Sequence[tuple[Shape, ...]],
         compute: Compute,
         cost: Cost,
@@ -157,8 +161,7 @@ class WholesOverRanks:
         agreed = self._agree(plan)
         if plan.inward is not None:
             agreed()
-        given = [moves.to_device(tensor.detach(), self._device) for tensor in tensors]
-        updates = self._compute(plan, given, compute)
+        updates = self._compute(plan, tensors, compute)
         if plan.inward is None:  # the agreement ran beside the computation
             agreed()
         pieces: list[list[_Piece]] = [[] for _ in parameters]
@@ -167,14 +170,15 @@ class WholesOverRanks:
             if part.own.size:
                 pieces[part.parameter].append(_Piece(part.place, updates[number][part.own.slice]))
         label = f"all-to-all of the updates of {plan.label}"
-        sizes = [values.element_size() for values in given]
+        sizes = [tensor.dtype.itemsize for tensor in tensors]
         outward = self._exchange(plan, plan.outward, lambda m: updates[m.item][m.span.slice], sizes, label)
         for move, values in outward:
             part = plan.parts[move.item]
             start = part.place.start + move.span.start - part.own.start
             pieces[part.parameter].append(_Piece(slice(start, start + move.span.size), values))
-        results = [_joined(values, own) for values, own in zip(given, pieces, strict=True)]
-        return [moves.beside(result, tensor) for result, tensor in zip(results, tensors, strict=True)]
+        results = [_joined(*own, self._device) for own in zip(tensors, pieces, strict=True)]
+        places = [tensor.like if isinstance(tensor, Deferred) else tensor for tensor in tensors]
+        return list(map(moves.beside, results, places))
 
     def _agree(self, plan: _Plan) -> Callable[[], object]:
         """Begin to compare the calls of all ranks.
@@ -189,23 +193,29 @@ class WholesOverRanks:
         self._axis.ledger.note(f"{WHOLES} {plan.label}", REDUCE)
         return self._axis.any([False], "agreement on whole tensors", compares=True)
 
-    def _compute(self, plan: _Plan, given: Sequence[Tensor], compute: Compute) -> dict[int, Tensor]:
+    def _compute(self, plan: _Plan, tensors: Sequence[Given], compute: Compute) -> dict[int, Tensor]:
         """Return the updates of the parts that this rank owns, [n] each, by number."""
         flat: dict[int, Tensor] = {}
+
+        @functools.cache
+        def given(number: int) -> Tensor:
+            return moves.to_device(made(tensors[number]), self._device)
+
         for number in plan.owned:
             part = plan.parts[number]
-            values = given[part.parameter]
+            values = given(part.parameter)
             flat[number] = values.new_empty(plan.sizes[number])
             flat[number][part.own.slice] = values[part.place]
 
         def source(move: Move) -> Tensor:
             part = plan.parts[move.item]
-            return given[part.parameter][part.place][move.span.shifted(-part.own.start).slice]
+            return given(part.parameter)[part.place][move.span.shifted(-part.own.start).slice]
 
         label = f"all-to-all of the slices of {plan.label}"
-        sizes = [values.element_size() for values in given]
+        sizes = [tensor.dtype.itemsize for tensor in tensors]
         for move, values in self._exchange(plan, plan.inward, source, sizes, label):
             flat[move.item][move.span.slice].view(torch.uint8).copy_(values)
+        given.cache_clear()
         wholes: list[Tensor] = []
         keys: list[Key] = []
         for number in plan.owned:
@@ -324,14 +334,15 @@ class WholesOverRanks:
         return place
 
 
-def _joined(like: Tensor, pieces: Sequence[_Piece]) -> Tensor:
-    """Return pieces as one tensor of the form of another; one piece that is all of it is not copied."""
+def _joined(given: Given, pieces: Sequence[_Piece], device: torch.device) -> Tensor:
+    """Return the update of a tensor from its pieces; one piece that is all of it is not copied."""
+    shape, dtype = given.shape, given.dtype
     if len(pieces) == 1:
-        values, size = pieces[0].values, like.element_size()
-        is_aligned = values.storage_offset() * values.element_size() % size == 0
-        if is_aligned and values.nbytes == like.nbytes:
-            return values.view(like.dtype).view(like.shape)
-    result = torch.empty_like(like)
+        values = pieces[0].values
+        is_aligned = values.storage_offset() * values.element_size() % dtype.itemsize == 0
+        if is_aligned and values.nbytes == shape.numel() * dtype.itemsize:
+            return values.view(dtype).view(shape)
+    result = torch.empty(shape, dtype=dtype, device=device)
     for place, values in pieces:
         result[place].view(torch.uint8).copy_(values.view(torch.uint8))
     return result
@@ -370,7 +381,7 @@ def _flat_of(updates: Sequence[Tensor], part: _Part) -> Tensor:
 
 def _update_here(
     parameters: Sequence[Tensor],
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Given],
     shapes: Sequence[tuple[Shape, ...]],
     compute: Compute,
     cost: Cost,
