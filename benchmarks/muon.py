@@ -26,8 +26,7 @@ import record
 import zeroshard
 from before import run_on_cpu
 from medians import median_of, median_ratio
-from zeroshard.optim import Muon, wholes_here
-from zeroshard.stepping.wholes import Given, made
+from zeroshard.optim import Deferred, Muon, wholes_here
 
 
 def parse() -> argparse.Namespace:
@@ -67,10 +66,12 @@ def start(args: argparse.Namespace) -> tuple[Any, Muon]:
     return engine, optimizer
 
 
-def everywhere(parameters: Sequence[Any], tensors: Sequence[Given], compute: Any, **_: Any) -> list[Tensor]:
+def everywhere(
+    parameters: Sequence[Any], tensors: Sequence[Deferred], compute: Any, **_: Any
+) -> list[Tensor]:
     """Gather all slices, compute with all matrices, keep this rank's slices."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    own = torch.cat([made(tensor) for tensor in tensors]).view(torch.uint8)
+    own = torch.cat([tensor.make() for tensor in tensors]).view(torch.uint8)
     sizes: list[Any] = [None] * size
     dist.all_gather_object(sizes, [tensor.shape.numel() for tensor in tensors])  # small beside the slices
     longest = 2 * max(map(sum, sizes))

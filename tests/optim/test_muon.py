@@ -16,12 +16,12 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import ALL_STAGES
-from zeroshard.optim import Muon, muon_groups
+from zeroshard.optim import Deferred, Muon, muon_groups
 from zeroshard.optim.adopt.takeover import check_optimizer
 from zeroshard.optim.muon import orthogonalize, orthogonalize_cost
 from zeroshard.plan.layout import Span
 from zeroshard.plan.owners import Item, choose_owners, inward, outward
-from zeroshard.stepping.wholes import Deferred, Key, UsesWholes
+from zeroshard.stepping.wholes import Key, UsesWholes
 
 NUM_STEPS = 10
 FUSED = (30, 10, 11)
