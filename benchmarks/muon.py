@@ -26,7 +26,7 @@ import record
 import zeroshard
 from before import run_on_cpu
 from medians import median_of, median_ratio
-from zeroshard.optim import Muon, wholes_here
+from zeroshard.optim import Deferred, Muon, wholes_here
 
 
 def parse() -> argparse.Namespace:
@@ -66,12 +66,14 @@ def start(args: argparse.Namespace) -> tuple[Any, Muon]:
     return engine, optimizer
 
 
-def everywhere(parameters: Sequence[Any], tensors: Sequence[Tensor], compute: Any, **_: Any) -> list[Tensor]:
+def everywhere(
+    parameters: Sequence[Any], tensors: Sequence[Deferred], compute: Any, **_: Any
+) -> list[Tensor]:
     """Gather all slices, compute with all matrices, keep this rank's slices."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    own = torch.cat(list(tensors)).view(torch.uint8)
+    own = torch.cat([tensor.make() for tensor in tensors]).view(torch.uint8)
     sizes: list[Any] = [None] * size
-    dist.all_gather_object(sizes, [len(tensor) for tensor in tensors])  # small beside the slices
+    dist.all_gather_object(sizes, [tensor.shape.numel() for tensor in tensors])  # small beside the slices
     longest = 2 * max(map(sum, sizes))
     padded = torch.cat([own, own.new_zeros(longest - len(own))])
     flat = own.new_empty(size * longest)
@@ -88,7 +90,7 @@ def everywhere(parameters: Sequence[Any], tensors: Sequence[Tensor], compute: An
     updates = compute(wholes, keys)
     starts = [sum(counts[number] for counts in sizes[:rank]) for number in range(len(wholes))]
     return [
-        update.reshape(-1)[first : first + len(tensor)]
+        update.reshape(-1)[first : first + tensor.shape.numel()]
         for update, first, tensor in zip(updates, starts, tensors, strict=True)
     ]
 

@@ -22,6 +22,8 @@ from tests.distributed.training import (
     start,
     token_loss,
     train,
+    train_replicated,
+    train_sharded,
 )
 from zeroshard import Config, Precision
 
@@ -243,6 +245,48 @@ def test_torchs_encoder_evaluates_as_it_trains(ranks, overrides):
     for trained, evaluated in ranks(2, encoded, overrides):
         assert trained.dtype == evaluated.dtype == torch.bfloat16
         assert (trained - evaluated).abs().max() <= 2**-5  # values up to 3, and bf16 has 8 bits
+
+
+class Routed(nn.Module):
+    """A router among layers to which autocast gives another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.router, self.down = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 8)
+
+    def forward(self, x):
+        return self.down(self.route(self.up(x)).softmax(-1))
+
+    def route(self, x):
+        return self.router(x)
+
+
+class RoutedByHand(Routed):
+    def route(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.router(x.float()).to(x.dtype)
+
+
+def loss_under_autocast(model, number):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(numbers(number, 5, 8)).float().square().sum()
+
+
+def under_autocast(stages, **config):
+    torch.manual_seed(0)
+    model, by_hand, found = Routed(), RoutedByHand(), []
+    by_hand.load_state_dict(model.state_dict())
+    want = train_replicated(by_hand, "AdamW", 3, loss_under_autocast)
+    config |= {"precision": {"overrides": {"router": "fp32"}}}
+    for stage in stages:
+        run = train_sharded(model, "AdamW", 3, loss_under_autocast, stage=stage, **config)
+        found += differences(f"stage {stage}", run, want)
+    return found
+
+
+@pytest.mark.parametrize("recompute", ["none", "unit"])
+def test_autocast_leaves_such_a_module_in_its_dtype(ranks, recompute):
+    assert ranks(2, under_autocast, STAGES, recompute=recompute) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------------ the rest

@@ -18,6 +18,7 @@ from tests.fuzz import tiers
 from tests.fuzz.blocks import Checkpointed, Gate
 from tests.fuzz.habits import Habits, draw_habits
 from tests.fuzz.models import Net, compute_in, random_model, unconditional
+from tests.fuzz.muon import MUON, draws_muon, make_muon
 from tests.fuzz.overrides import draw_overrides
 from zeroshard.optim import AdamW8bit
 
@@ -76,6 +77,7 @@ class Case:
     loop: str
     """The calls that make a step: "plain" (loss.backward()), "engine", or "train_batch"."""
     optimizer: str
+    """A key of OPTIMIZERS, or `MUON`."""
     is_factory: bool
     """Whether `initialize` is given a callable that makes the optimizer."""
     decay: float
@@ -113,6 +115,8 @@ class Case:
 
     def make_optimizer(self, parameters: list[nn.Parameter], num_dims: list[int]) -> Optimizer:
         """Matrices and the rest in groups of their own; `num_dims` of the original parameters."""
+        if self.optimizer == MUON:
+            return make_muon(self.seed, parameters, self.decay)
         pairs = list(zip(parameters, num_dims, strict=True))
         groups = [
             {"params": [p for p, dims in pairs if dims >= 2], "weight_decay": self.decay},
@@ -200,6 +204,8 @@ def build_case(seed: int) -> Case:
             config["precision"]["overrides"] = draw_overrides(seed, model, main_dtype, is_exact=is_exact)
     if habits.penalty is not None:  # derivatives of gradients have another graph on each rank then
         steps = [replace(step, cuts=((),) * num_ranks, num_forwards=1) for step in steps]
+    if draws_muon(seed):
+        case = replace(case, optimizer=MUON)
     return tiers.step_early(replace(case, steps=tuple(steps), habits=habits))
 
 

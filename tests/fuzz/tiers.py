@@ -7,6 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from tests.fuzz.acts import END, Read, SetGradients
+from tests.fuzz.muon import MUON
 
 if TYPE_CHECKING:
     from tests.fuzz.cases import Case
@@ -49,7 +50,7 @@ def step_early(case: Case) -> Case:
     config = case.config
     is_far = config["stage"] == 3 and config.get("offload", {}).get("optimizer", "none") != "none"
     is_judged = case.loop == "plain" or "loss_scale" in config["precision"]
-    if not is_far or is_judged or Random(f"early {case.seed}").random() < 0.5:
+    if not is_far or is_judged or case.optimizer == MUON or Random(f"early {case.seed}").random() < 0.5:
         return case
     config["offload"]["step_in_backward"] = True
     config.pop("clip_grad_norm", None)

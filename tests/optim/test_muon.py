@@ -7,6 +7,7 @@ import copy
 import math
 import warnings
 import zlib
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import ALL_STAGES
-from zeroshard.optim import Muon, muon_groups
+from zeroshard.optim import Deferred, Muon, muon_groups
 from zeroshard.optim.adopt.takeover import check_optimizer
 from zeroshard.optim.muon import orthogonalize, orthogonalize_cost
 from zeroshard.plan.layout import Span
@@ -222,6 +223,45 @@ def test_a_state_dict_goes_on_as_if_there_had_been_no_stop():
     assert unequal(dict(model.named_parameters()), plain(range(6))) == []
 
 
+def test_a_state_dict_of_torchs_muon_goes_on_here():
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in ((30, 50), (16, 16))]
+    theirs = copy.deepcopy(ours)
+    one, other = Muon(ours), torch.optim.Muon(theirs, lr=0.01, weight_decay=0.0)
+
+    def step(optimizer, parameters, number):
+        for p in parameters:
+            p.grad = gradient("x", number, p.shape)
+        optimizer.step()
+
+    step(other, theirs, 0)
+    one.load_state_dict(copy.deepcopy(other.state_dict()))
+    with torch.no_grad():
+        for p, q in zip(ours, theirs, strict=True):
+            p.copy_(q)
+    step(one, ours, 1)
+    step(other, theirs, 1)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_states_of_the_other_kind_of_group_are_refused_before_anything_changes(before):
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(4, 6)) for _ in range(2)]
+    optimizers = [Muon([{"params": [p], "use_muon": use} for p in weights]) for use in (before, not before)]
+    for p in weights:
+        p.grad = torch.randn(4, 6)
+    optimizers[0].step()
+    optimizers[1].state.update(optimizers[0].state)
+    values = [p.detach().clone() for p in weights]
+    key = "exp_avg" if before else "momentum_buffer"
+    where = f"in a group with use_muon={not before}"
+    expected = f"parameter 0 of group 0: expected the state '{key}' {where}, got"
+    with pytest.raises(RuntimeError, match=expected):
+        optimizers[1].step()
+    assert all(map(torch.equal, weights, values))
+
+
 def test_a_closure_is_run_with_gradients_and_its_loss_returned():
     weight = nn.Parameter(torch.randn(4, 6))
     optimizer = Muon([weight])
@@ -339,6 +379,36 @@ def test_embeddings_ties_convolutions_biases_and_output_embeddings_are_no_hidden
     for option in ({"exclude": ["hiden*"]}, {"split": {"hiden*": 2}}):
         with pytest.raises(ValueError, match=r"expected the name of a parameter, got 'hiden\*'"):
             muon_groups(Odd(), **option)
+
+
+def test_a_tied_parameter_has_all_of_its_names():
+    model = Odd()
+    model.twin = nn.Linear(4, 4, bias=False)
+    model.twin.weight = model.hidden.weight
+    assert "hidden.weight" in names_of(muon_groups(model, exclude=["twin.*"]))[-1]
+    assert [group.get("split") for group in muon_groups(model, split={"twin.*": 2})] == [2, None]
+    model.token_embed = model.hidden.weight
+    assert len(muon_groups(model)) == 1
+
+
+def test_a_split_is_refused_where_fused_matrices_lie_beside_each_other():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 12, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 16}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    with pytest.raises(ValueError, match=r"would cut 'transformer.h.0.attn.c_attn.weight' between inputs"):
+        muon_groups(model, split={"*.c_attn.weight": 3})
+    assert "transformer.h.0.attn.c_attn.weight" in names_of(muon_groups(model))[0]
+
+
+def test_the_last_layer_is_no_hidden_matrix_where_peft_trains_a_copy_of_it():
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=32, pad_token_id=0, **sizes)
+    model = transformers.LlamaForSequenceClassification(config)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS"))
+    hidden, others = names_of(muon_groups(model))
+    assert others == ["base_model.model.score.modules_to_save.default.weight"]
+    assert all(".lora_" in name for name in hidden)
 
 
 def test_matrices_of_lora_go_to_muon():
@@ -524,6 +594,62 @@ def test_only_an_optimizer_that_asks_for_whole_tensors_is_taken_over():
     advice = r"^Muon needs whole tensors .*zeroshard\.optim\.Muon gets whole ones"
     with pytest.raises(ValueError, match=advice):
         check_optimizer(torch.optim.Muon([parameter]), {parameter: "weight"})
+
+
+def without_one(rank, names):
+    """The error of a step in which one rank has dropped gradients that the others have."""
+    engine, optimizer = start(stage=3)
+    step_sharded(engine, optimizer, range(1))
+    for name, p in engine.named_parameters():
+        if p.requires_grad and is_used(name, 0):
+            engine.set_full_gradient(name, gradient(name, 0, p.full_shape))
+    for name, p in engine.named_parameters():
+        if dist.get_rank() == rank and name.endswith(names):
+            p.grad = None
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gradient_that_one_rank_has_dropped_is_an_error_on_all_ranks(ranks, rank):
+    for message in ranks(2, without_one, rank, "tall.weight"):
+        assert "is the computation with 17 whole tensors" in message
+        assert "is the computation with 19 whole tensors" in message
+        assert "a gradient must be there on all ranks or be None on all of them" in message
+
+
+def deferred(stage):
+    """The parameters for which this rank has made a deferred tensor, and those that it has computed."""
+    engine, optimizer = start(stage=stage)
+    parameters = [p for p in engine.parameters() if len(p.full_shape) == 2]
+    seen, owned = [], []
+
+    def make(number):
+        seen.append(number)
+        return parameters[number].detach().double()
+
+    def compute(wholes, keys):
+        owned.extend(key.parameter for key in keys)
+        return [whole.mul_(2) for whole in wholes]
+
+    tensors = [Deferred(partial(make, at), p, torch.float64) for at, p in enumerate(parameters)]
+    updates = optimizer.wholes_of(parameters, tensors, compute)
+    are_right = all(map(torch.equal, updates, [2 * p.detach().double() for p in parameters]))
+    return are_right, sorted(seen), sorted(owned), len(parameters)
+
+
+def test_deferred_tensors_are_made_once_and_only_where_they_are_needed(ranks):
+    (right, first, owned, number), (other_right, second, others, _) = ranks(2, deferred, 0)
+    assert right
+    assert other_right
+    assert first == owned  # each rank holds all of them, so none is sent
+    assert second == others
+    assert 0 < len(first) < number
+    for right, seen, _, _ in ranks(2, deferred, 3):
+        assert right
+        assert len(seen) == len(set(seen))
 
 
 # ---------------------------------------------------------------------------- the rest of the API

@@ -339,3 +339,20 @@ def test_pipeline_ranks_step_the_matrices_of_their_own_part(ranks, num_ranks):
             torch.testing.assert_close(value, want[name], rtol=0, atol=1e-9, msg=name)
         seen |= found.keys()
     assert seen == want.keys()
+
+
+def pipeline_groups(options):
+    config = {"stage": 1, "mesh": {"pp": 2}, "watchdog_s": 10.0}
+    model = pipelined.build("llama")
+    try:
+        engine = zeroshard.initialize(model, lambda _: optimizer_of(model, **options), config).engine
+    except ValueError as error:
+        return str(error)
+    return [group.get("split") for group in engine.optimizer.param_groups]
+
+
+def test_a_pattern_may_fit_parameters_of_another_pipeline_rank_alone(ranks):
+    options = {"split": {"*layers.0.*q_proj.weight": 2}, "exclude": ["lm_head.*"]}
+    assert ranks(2, pipeline_groups, options) == [[2, None, None], [None, None]]
+    for message in ranks(2, pipeline_groups, {"exclude": ["lm_heat.*"]}):
+        assert "exclude: expected the name of a parameter, got 'lm_heat.*', which fits none" in message

@@ -2,7 +2,8 @@
 
     x (bf16) --cast--> x (fp32) --forward, parameters in fp32--> y (fp32) --cast--> y (bf16)
 
-So the modules around go on in their own dtype. The functions are around the forwards, not in hooks: a
+So the modules around go on in their own dtype. Inside, autocast is off: it would compute a product of float32
+in its own dtype, whatever the parameters have. The functions are around the forwards, not in hooks: a
 recomputed forward casts again, and torch's encoder layers allow no hooks inside.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -49,9 +51,11 @@ def casting(
 
     @functools.wraps(method)
     def cast_around(*args: Any, **kwargs: Any) -> Any:
-        back = _first_dtype(args, kwargs) or without
+        first = _first_float(args, kwargs)
+        back = without if first is None else first.dtype
         args, kwargs = cast_inputs(module, args, kwargs, dtype=cast.dtype, in_lists=in_lists)
-        output = method(*args, **kwargs)
+        with _without_autocast((next(module.parameters()) if first is None else first).device.type):
+            output = method(*args, **kwargs)
         if back == cast.dtype:
             return output
         return copy_tensors(output, lambda t: t.dtype == cast.dtype, copying=lambda t: t.to(back))
@@ -59,10 +63,15 @@ def casting(
     return cast_around
 
 
-def _first_dtype(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype of the first floating-point tensor among arguments; None if there is none."""
+def _first_float(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The first floating-point tensor among arguments; None if there is none."""
     for value in (*args, *kwargs.values()):
         for leaf in (value,) if isinstance(value, Tensor) else pytree.tree_leaves(value):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                return leaf.dtype
+                return leaf
     return None
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """Turn autocast off for a type of device, where it is on."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

@@ -6,7 +6,7 @@ from zeroshard.optim.eightbit.trustratio import LAMB8bit, LARS8bit
 from zeroshard.optim.layerwise import LAMB, LARS
 from zeroshard.optim.muon import Muon
 from zeroshard.optim.muongroups import muon_groups
-from zeroshard.stepping.wholes import UsesWholes, wholes_here
+from zeroshard.stepping.wholes import Deferred, UsesWholes, wholes_here
 
 __all__ = [
     "LAMB",
@@ -14,6 +14,7 @@ __all__ = [
     "AdEMAMix8bit",
     "Adam8bit",
     "AdamW8bit",
+    "Deferred",
     "LAMB8bit",
     "LARS8bit",
     "Lion8bit",

@@ -9,9 +9,10 @@ A step of the matrices has three phases:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import torch
@@ -22,7 +23,7 @@ from torch.optim.optimizer import ParamsT
 
 from zeroshard.optim.checked import check_betas, check_number, dense
 from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.stepping.wholes import Key, Shape, Wholes, whole_shape, wholes_here
+from zeroshard.stepping.wholes import Deferred, Key, Shape, Wholes, name_of, whole_shape, wholes_here
 
 Split = int | tuple[int, ...] | None
 """The matrices that the rows of a fused one consist of: how many of equal size, or the rows of each."""
@@ -35,6 +36,8 @@ _RATIOS: dict[str, Callable[[int, int], float]] = {
 """The factors of the learning rate by the shape of a matrix, as `torch.optim.Muon` has them."""
 
 _OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "split")
+_STATES = {True: "momentum_buffer", False: "exp_avg"}
+"""The first state of a parameter of Muon, and of AdamW."""
 _OF_ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 """The hyperparameters of groups with `use_muon=False`, with the defaults of torch's AdamW."""
 _MOST_STEPS = 99
@@ -86,7 +89,7 @@ class _Matrix:
     parameter: Tensor
     shapes: tuple[Shape, ...]
     """The matrices, one after another in memory."""
-    update: Tensor
+    update: Deferred = field(init=False)
 
     @property
     def ratios(self) -> list[float]:
@@ -200,6 +203,12 @@ class Muon(Optimizer):
         for key in () if uses_muon else _OF_MUON:
             del added[key]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # a state of torch.optim.Muon does not have them
+            for key, value in (("use_muon", True), ("split", None)) if "momentum" in group else ():
+                group.setdefault(key, value)
+
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
@@ -209,12 +218,14 @@ class Muon(Optimizer):
         """Update all parameters that have a gradient.
 
         Raises:
-            RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known.
+            RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known; states
+                of Muon in a group of AdamW, or the reverse.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_states()
         matrices: list[_Matrix] = []
         for group in self.param_groups:
             if parameters := [p for p in group["params"] if p.grad is not None]:
@@ -226,6 +237,19 @@ class Muon(Optimizer):
         self._step_muon(matrices)
         return loss
 
+    def _check_states(self) -> None:
+        """Raise RuntimeError for states that were loaded for a parameter of the other kind of group."""
+        for number, group in enumerate(self.param_groups):
+            key = _STATES[group["use_muon"]]
+            for at, parameter in enumerate(group["params"]):
+                if (state := self.state.get(parameter)) and key not in state:
+                    which = name_of(parameter, f"parameter {at} of group {number}")
+                    raise RuntimeError(
+                        f"{which}: expected the state {key!r} in a group with use_muon={group['use_muon']}, "
+                        f"got {sorted(state)}. Keep the groups in which these states were made; or let it "
+                        "begin anew, by del optimizer.state[parameter]"
+                    )
+
     def _advance(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> list[_Matrix]:
         """Advance the momentum of a group; its matrices, with what is to be made orthogonal of each slice."""
         for parameter, grad in zip(parameters, grads, strict=True):
@@ -233,14 +257,13 @@ class Muon(Optimizer):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(grad)
         momenta = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        updates: Sequence[Tensor] = momenta
-        if group["nesterov"]:
-            updates = torch._foreach_lerp(grads, momenta, group["momentum"])
         matrices = []
-        for parameter, update in zip(parameters, updates, strict=True):
-            matrix = _Matrix(group, parameter, _matrices_of(whole_shape(parameter), group["split"]), update)
-            if matrix.ratio is not None:  # else the owner scales in the dtype of the parameter
-                matrix.update = update.to(torch.bfloat16)
+        for parameter, grad, momentum in zip(parameters, grads, momenta, strict=True):
+            matrix = _Matrix(group, parameter, _matrices_of(whole_shape(parameter), group["split"]))
+            # Where several factors scale its matrices, the owner does so in the dtype of the parameter.
+            dtype = momentum.dtype if matrix.ratio is None else torch.bfloat16
+            make = functools.partial(_update_of, grad, momentum, group, dtype)
+            matrix.update = Deferred(make, momentum, dtype)
             matrices.append(matrix)
         return matrices
 
@@ -289,6 +312,11 @@ class Muon(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def _update_of(grad: Tensor, momentum: Tensor, group: dict[str, Any], dtype: torch.dtype) -> Tensor:
+    """Return what is made orthogonal of a slice, from its momentum of this step."""
+    return (grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum).to(dtype)
 
 
 def _matrices_of(shape: Shape, split: Split) -> tuple[Shape, ...]:

@@ -15,6 +15,7 @@ receives all updates but its own.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from torch import Tensor
 from zeroshard.comm import moves
 from zeroshard.comm.alltoall import all_to_all
 from zeroshard.comm.mesh import Axes
+from zeroshard.comm.watch.ledger import REDUCE, WHOLES
 from zeroshard.parameters.parts import part_of, whole_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.cuts import Cut
@@ -35,11 +37,14 @@ from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.stepping.wholes import (
     Compute,
     Cost,
+    Deferred,
+    Given,
     Key,
     Shape,
     checked_updates,
     divide,
     join,
+    made,
     shapes_asked,
     wholes_here,
 )
@@ -75,6 +80,14 @@ class _Part(NamedTuple):
     """The range that this rank holds of them."""
     place: slice
     """The place of this range in the slice of the parameter."""
+
+
+class _Piece(NamedTuple):
+    """The update of a part of a slice."""
+
+    place: slice
+    values: Tensor
+    """[n], in the dtype of the slice; or its bytes."""
 
 
 class _Plan(NamedTuple):
@@ -117,7 +130,7 @@ class WholesOverRanks:
     def __call__(
         self,
         parameters: Sequence[Tensor],
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Given],
         compute: Compute,
         *,
         shapes: Sequence[Sequence[Shape]] | None = None,
@@ -130,7 +143,7 @@ class WholesOverRanks:
         ignored = sorted(set(range(len(parameters))) - set(shared))
         for numbers, update in ((shared, self._update), (ignored, _update_here)):
             if numbers:
-                own, values = ([of[at] for at in numbers] for of in (parameters, tensors))
+                own, values = [parameters[at] for at in numbers], [tensors[at] for at in numbers]
                 forms = [asked[at] for at in numbers]
                 found = update(own, values, forms, _renumbered(compute, numbers), cost)
                 results |= zip(numbers, found, strict=True)
@@ -139,43 +152,70 @@ class WholesOverRanks:
     def _update(
         self,
         parameters: Sequence[Tensor],
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Given],
         shapes: Sequence[tuple[Shape, ...]],
         compute: Compute,
         cost: Cost,
     ) -> list[Tensor]:
         plan = self._plan_of(parameters, shapes, cost)
-        given = [moves.to_device(tensor.detach(), self._device) for tensor in tensors]
-        updates = self._compute(plan, given, compute)
-        results = [torch.empty_like(values) for values in given]
-        del given
+        agreed = self._agree(plan)
+        if plan.inward is not None:
+            agreed()
+        updates = self._compute(plan, tensors, compute)
+        if plan.inward is None:  # the agreement ran beside the computation
+            agreed()
+        pieces: list[list[_Piece]] = [[] for _ in parameters]
         for number in plan.owned:
             part = plan.parts[number]
-            results[part.parameter][part.place] = updates[number][part.own.slice]
-
-        def target(move: Move) -> Tensor:
-            part = plan.parts[move.item]
-            return results[part.parameter][part.place][move.span.shifted(-part.own.start).slice]
-
+            if part.own.size:
+                pieces[part.parameter].append(_Piece(part.place, updates[number][part.own.slice]))
         label = f"all-to-all of the updates of {plan.label}"
-        self._exchange(plan.outward, lambda move: updates[move.item][move.span.slice], target, label)
-        return [moves.beside(result, tensor) for result, tensor in zip(results, tensors, strict=True)]
+        sizes = [tensor.dtype.itemsize for tensor in tensors]
+        outward = self._exchange(plan, plan.outward, lambda m: updates[m.item][m.span.slice], sizes, label)
+        for move, values in outward:
+            part = plan.parts[move.item]
+            start = part.place.start + move.span.start - part.own.start
+            pieces[part.parameter].append(_Piece(slice(start, start + move.span.size), values))
+        results = [_joined(*own, self._device) for own in zip(tensors, pieces, strict=True)]
+        places = [tensor.like if isinstance(tensor, Deferred) else tensor for tensor in tensors]
+        return list(map(moves.beside, results, places))
 
-    def _compute(self, plan: _Plan, given: Sequence[Tensor], compute: Compute) -> dict[int, Tensor]:
+    def _agree(self, plan: _Plan) -> Callable[[], object]:
+        """Begin to compare the calls of all ranks.
+
+        Without it ranks with other tensors or owners would take pieces of one tensor for those of another, or
+        expect other sizes than are sent, for which Gloo ends the process.
+
+        Returns:
+            A function that waits, to be called before anything is exchanged. It raises RuntimeError, on all
+            ranks, where their calls differ.
+        """
+        self._axis.ledger.note(f"{WHOLES} {plan.label}", REDUCE)
+        return self._axis.any([False], "agreement on whole tensors", compares=True)
+
+    def _compute(self, plan: _Plan, tensors: Sequence[Given], compute: Compute) -> dict[int, Tensor]:
         """Return the updates of the parts that this rank owns, [n] each, by number."""
         flat: dict[int, Tensor] = {}
+
+        @functools.cache
+        def given(number: int) -> Tensor:
+            return moves.to_device(made(tensors[number]), self._device)
+
         for number in plan.owned:
             part = plan.parts[number]
-            values = given[part.parameter]
+            values = given(part.parameter)
             flat[number] = values.new_empty(plan.sizes[number])
             flat[number][part.own.slice] = values[part.place]
 
         def source(move: Move) -> Tensor:
             part = plan.parts[move.item]
-            return given[part.parameter][part.place][move.span.shifted(-part.own.start).slice]
+            return given(part.parameter)[part.place][move.span.shifted(-part.own.start).slice]
 
         label = f"all-to-all of the slices of {plan.label}"
-        self._exchange(plan.inward, source, lambda move: flat[move.item][move.span.slice], label)
+        sizes = [tensor.dtype.itemsize for tensor in tensors]
+        for move, values in self._exchange(plan, plan.inward, source, sizes, label):
+            flat[move.item][move.span.slice].view(torch.uint8).copy_(values)
+        given.cache_clear()
         wholes: list[Tensor] = []
         keys: list[Key] = []
         for number in plan.owned:
@@ -191,34 +231,42 @@ class WholesOverRanks:
 
     def _exchange(
         self,
+        plan: _Plan,
         exchanged: Sequence[Move] | None,
         source: Callable[[Move], Tensor],
-        target: Callable[[Move], Tensor],
+        sizes: Sequence[int],
         label: str,
-    ) -> None:
+    ) -> list[tuple[Move, Tensor]]:
         """Send and receive ranges.
 
         Args:
+            plan: the call.
             exchanged: what this rank sends or receives; None where no rank does.
             source: gives the values of a range that this rank sends.
-            target: gives the memory of a range that it receives.
+            sizes: the bytes of an element of each parameter.
             label: the name of the exchange in errors.
+
+        Returns:
+            The ranges that this rank receives, [n] uint8 each.
         """
         if exchanged is None:
-            return
+            return []
         axis = self._axis
         sent: list[list[Tensor]] = [[] for _ in range(axis.size)]
-        targets: list[list[Tensor]] = [[] for _ in range(axis.size)]
+        expected: list[list[tuple[Move, int]]] = [[] for _ in range(axis.size)]
         for move in exchanged:
             if move.source == axis.rank:
                 sent[move.target].append(source(move))
             else:
-                targets[move.source].append(target(move).view(torch.uint8))
-        sizes = [sum(memory.numel() for memory in memories) for memories in targets]
-        received = all_to_all(axis, sent, sizes, label=label)
-        for memories, values in zip(targets, received, strict=True):
-            for memory, piece in zip(memories, values.split([m.numel() for m in memories]), strict=True):
-                memory.copy_(piece)
+                num_bytes = move.span.size * sizes[plan.parts[move.item].parameter]
+                expected[move.source].append((move, num_bytes))
+        totals = [sum(num_bytes for _, num_bytes in own) for own in expected]
+        received = all_to_all(axis, sent, totals, label=label)
+        return [
+            (move, piece)
+            for own, values in zip(expected, received, strict=True)
+            for (move, _), piece in zip(own, values.split([size for _, size in own]), strict=True)
+        ]
 
     # -- planning -------------------------------------------------------------------------------------
 
@@ -264,7 +312,7 @@ class WholesOverRanks:
         kept = {at: owner for at, key in enumerate(keys) if (owner := self._owners.get(key)) is not None}
         owners = choose_owners(items, self._axis.size, kept)
         self._owners |= zip(keys, owners, strict=True)
-        digest = crc32(repr(names).encode())
+        digest = crc32(repr((names, owners)).encode())
         return _Plan(
             parts=parts,
             sizes=[item.size for item in items],
@@ -284,6 +332,20 @@ class WholesOverRanks:
                 "module"
             )
         return place
+
+
+def _joined(given: Given, pieces: Sequence[_Piece], device: torch.device) -> Tensor:
+    """Return the update of a tensor from its pieces; one piece that is all of it is not copied."""
+    shape, dtype = given.shape, given.dtype
+    if len(pieces) == 1:
+        values = pieces[0].values
+        is_aligned = values.storage_offset() * values.element_size() % dtype.itemsize == 0
+        if is_aligned and values.nbytes == shape.numel() * dtype.itemsize:
+            return values.view(dtype).view(shape)
+    result = torch.empty(shape, dtype=dtype, device=device)
+    for place, values in pieces:
+        result[place].view(torch.uint8).copy_(values.view(torch.uint8))
+    return result
 
 
 def _runs(
@@ -319,7 +381,7 @@ def _flat_of(updates: Sequence[Tensor], part: _Part) -> Tensor:
 
 def _update_here(
     parameters: Sequence[Tensor],
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Given],
     shapes: Sequence[tuple[Shape, ...]],
     compute: Compute,
     cost: Cost,

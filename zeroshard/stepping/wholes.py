@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -31,6 +32,24 @@ Compute = Callable[[list[Tensor], list[Key]], Sequence[Tensor]]
 """(whole tensors, their keys) -> the update of each, of its shape and dtype. The tensors are contiguous
 copies on the device that computes, and may be changed."""
 
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """A tensor that is made only on ranks that compute with it, or send some of it."""
+
+    make: Callable[[], Tensor]
+    like: Tensor
+    """A tensor of its shape, on its device."""
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape."""
+        return self.like.shape
+
+
+Given = Tensor | Deferred
+
 Cost = Callable[[Shape], int]
 """(shape) -> the cost of the update of a tensor, in any unit."""
 
@@ -41,7 +60,7 @@ class Wholes(Protocol):
     def __call__(
         self,
         parameters: Sequence[Tensor],
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Given],
         compute: Compute,
         *,
         shapes: Sequence[Sequence[Shape]] | None = None,
@@ -51,8 +70,8 @@ class Wholes(Protocol):
 
         Args:
             parameters: the parameters. A rank may hold slices of them, [n].
-            tensors: for each slice a tensor of its shape, of the same dtype on all ranks. `compute` gets the
-                whole of it.
+            tensors: for each slice a tensor of its shape, of the same dtype on all ranks, or a deferred one.
+                `compute` gets the whole of it.
             compute: the computation. A rank calls it for the tensors that it owns.
             shapes: the tensors that each parameter consists of, one after another in its memory. Each of them
                 has an owner of its own. None: one, of the shape of the parameter.
@@ -84,7 +103,7 @@ class UsesWholes(Protocol):
 @torch.no_grad()
 def wholes_here(
     parameters: Sequence[Tensor],
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Given],
     compute: Compute,
     *,
     shapes: Sequence[Sequence[Shape]] | None = None,
@@ -100,7 +119,7 @@ def wholes_here(
     asked = shapes_asked(parameters, shapes)
     keys = [Key(number, part) for number, own in enumerate(asked) for part in range(len(own))]
     wholes = [
-        whole for tensor, own in zip(tensors, asked, strict=True) for whole in divide(tensor.detach(), own)
+        whole for tensor, own in zip(tensors, asked, strict=True) for whole in divide(made(tensor), own)
     ]
     updates = iter(checked_updates(compute, wholes, keys))
     return [
@@ -109,14 +128,19 @@ def wholes_here(
     ]
 
 
+def made(tensor: Given) -> Tensor:
+    """Return a tensor, which is made now if it is deferred."""
+    return tensor.make() if isinstance(tensor, Deferred) else tensor.detach()
+
+
 def whole_shape(parameter: Tensor) -> Shape:
     """Return the shape of the parameter of the model, of which a rank may hold a slice."""
     return tuple(parameter.full_shape if isinstance(parameter, ShardedParameter) else parameter.shape)
 
 
-def name_of(parameter: Tensor) -> str:
-    """Return the name of a parameter for messages."""
-    return f"'{parameter.fqn}'" if isinstance(parameter, ShardedParameter) else "a parameter"
+def name_of(parameter: Tensor, otherwise: str = "a parameter") -> str:
+    """Return the name of a parameter for messages, or something else if it has none."""
+    return f"'{parameter.fqn}'" if isinstance(parameter, ShardedParameter) else otherwise
 
 
 def shapes_asked(

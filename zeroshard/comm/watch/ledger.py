@@ -20,6 +20,9 @@ a tensor group exchange."""
 STEP = "step of the optimizer"
 """The label of a step, which is no collective: so ranks that have taken different steps differ."""
 
+WHOLES = "computation with"
+"""The beginning of the label of a call about whole tensors, which is no collective either."""
+
 KEPT = 64
 """Labels that are kept of each line. A rank that waits is at most a few units behind another; 64 labels are
 about 4 kB."""
@@ -128,6 +131,11 @@ def find_difference(by_rank: Mapping[int, Entries]) -> str | None:
             ": at stage 3 all ranks must call the same units in the same order, in forwards that may have a "
             "backward on all ranks or on none (keep loss.item(), or the loss on all ranks); if they choose "
             "between modules, config.units must name what holds the choice"
+        )
+    elif WHOLES in text:
+        text += (
+            ": all ranks must ask for the same whole tensors, at the same costs; a gradient must be there on "
+            "all ranks or be None on all of them"
         )
     elif STEP in text:
         text += (

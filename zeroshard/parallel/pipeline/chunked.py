@@ -33,11 +33,12 @@ class Absent(nn.Module):
         adds: True for an embedding, whose rows are added to values that a chunk before has made: it gives a
             zero.
         turn: the chunk that computes.
+        names: the names of the parameters of the module, in it.
     """
 
-    def __init__(self, *, adds: bool, turn: Turn) -> None:
+    def __init__(self, *, adds: bool, turn: Turn, names: Sequence[str]) -> None:
         super().__init__()
-        self._adds, self._turn = adds, turn
+        self._adds, self._turn, self.names = adds, turn, tuple(names)
 
     def forward(self, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return the value; or a zero for an embedding.
@@ -92,7 +93,8 @@ class Chunked:
             parent, _, attribute = name.rpartition(".")
             module, holder = model.get_submodule(name), model.get_submodule(parent)
             is_added = is_embedding(module) and not self._is_sequence
-            absent = Absent(adds=is_added, turn=self._turn)
+            names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+            absent = Absent(adds=is_added, turn=self._turn, names=names)
             if chunk_of[name] in own:
                 self._places.append(_Place(chunk_of[name], holder, attribute, module, absent))
             else:
