@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -118,10 +119,16 @@ def _penalty(seed: int, model: Net, config: dict[str, Any]) -> str | None:
 
 
 def _edit_some(random: Random, model: Net) -> tuple[str, ...]:
-    """Modules that all ranks call alike, so that the edits are those of a whole model."""
+    """Modules that all ranks call alike, so that the edits are those of a whole model.
+
+    A later module must not edit a weight of an earlier one too: a second forward would see the edit.
+    """
     own = {id(m) for m in unconditional(model) if next(m.parameters(recurse=False), None) is not None}
     names = [name for name, module in model.named_modules() if id(module) in own]
-    chosen = tuple(name for name in names if random.random() < 0.5)
+    holders = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    drawn = [name for name in names if random.random() < 0.5]
+    inner = {name: model.get_submodule(name).parameters(recurse=False) for name in drawn}
+    chosen = tuple(name for name in drawn if all(holders[id(p)] == 1 for p in inner[name]))
     for name in chosen:
         way = random.choice((_clamp_data, _set_data))
         model.get_submodule(name).register_forward_pre_hook(way)
