@@ -78,21 +78,27 @@ class Merging:
     def delta_of(layer: Any, name: str) -> Tensor:
         """Return the sum of what the active adapters of a layer add to its weight.
 
+        Adapters that are merged already add nothing, and neither do those that the layer does not have.
+
         Args:
             layer: a layer of peft; its parameters are shown.
             name: the name of the weight, for errors.
 
         Raises:
-            ValueError: an adapter that does more than to add.
+            ValueError: an adapter that does more than to add, or another thing.
         """
         deltas = []
         for adapter in layer.active_adapters:
-            if getattr(layer, "use_dora", {}).get(adapter) or not hasattr(layer, "get_delta_weight"):
+            if adapter in layer.merged_adapters or adapter not in layer._get_available_adapters():
+                continue
+            if not _only_adds(layer, adapter):
                 raise ValueError(
                     f"merge_adapters: adapter '{adapter}' does more than add to the weight '{name}', which "
-                    "is quantized: expected LoRA without DoRA"
+                    "is quantized: expected LoRA without DoRA and lora_bias, or VeRA"
                 )
             deltas.append(layer.get_delta_weight(adapter).detach())
+        if not deltas:
+            return torch.zeros((), device=layer.get_base_layer().weight.device)
         total: Tensor = functools.reduce(torch.add, deltas)
         return total
 
@@ -113,6 +119,18 @@ class Merging:
         finally:
             for layer, merged in zip(layers, before, strict=True):
                 layer.merged_adapters = merged
+
+
+_ADDING = frozenset(("LoraLayer", "VeraLayer"))
+"""Classes of peft whose `get_delta_weight` is a summand of the weight; HiRA and OFT return a factor."""
+
+
+def _only_adds(layer: Any, adapter: str) -> bool:
+    """True if an adapter of a layer adds its delta to the weight, and does nothing else."""
+    has_variant = adapter in getattr(layer, "lora_variant", {})  # DoRA and its like
+    has_bias = getattr(layer, "lora_bias", {}).get(adapter, False)
+    is_adding = not _ADDING.isdisjoint(base.__name__ for base in type(layer).__mro__)
+    return is_adding and not has_variant and not has_bias
 
 
 def _shown_by(wrapper: Any) -> str:
