@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.internals.dispatch import past_guards
+from zeroshard.parameters.attributes import carry_attributes
 from zeroshard.parameters.original import revive
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Phase, refuse_averages
@@ -125,7 +126,7 @@ def _give_back(original: Original, sharded: ShardedParameter, values: Tensor) ->
     parameter = original.parameter
     revive(parameter)
     if parameter.is_meta:
-        parameter = nn.Parameter(values)
+        parameter = _made_anew(parameter, values)
     else:
         parameter.data = values
     parameter.grad = None
@@ -135,3 +136,11 @@ def _give_back(original: Original, sharded: ShardedParameter, values: Tensor) ->
             owner._parameters[attribute] = parameter
         else:  # an RNN keeps a list of its weights beside
             setattr(owner, attribute, parameter)
+
+
+def _made_anew(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """A parameter with memory in place of one from the meta device, of its class and with its attributes."""
+    made = nn.Parameter(values, requires_grad=False)
+    made.__class__ = type(parameter)
+    carry_attributes(parameter, made)
+    return made
