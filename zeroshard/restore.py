@@ -126,11 +126,7 @@ def _give_back(original: Original, sharded: ShardedParameter, values: Tensor) ->
     parameter = original.parameter
     revive(parameter)
     if parameter.is_meta:
-        kind = type(parameter) if original.is_packed else nn.Parameter  # codes are of bitsandbytes' own class
-        made = Tensor._make_subclass(kind, values, False)
-        if original.is_packed:
-            carry_attributes(parameter, made)
-        parameter = made
+        parameter = _made_anew(parameter, values)
     else:
         parameter.data = values
     parameter.grad = None
@@ -140,3 +136,11 @@ def _give_back(original: Original, sharded: ShardedParameter, values: Tensor) ->
             owner._parameters[attribute] = parameter
         else:  # an RNN keeps a list of its weights beside
             setattr(owner, attribute, parameter)
+
+
+def _made_anew(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """A parameter with memory in place of one from the meta device, of its class and with its attributes."""
+    made = nn.Parameter(values, requires_grad=False)
+    made.__class__ = type(parameter)
+    carry_attributes(parameter, made)
+    return made

@@ -275,6 +275,48 @@ def test_a_rank_keeps_its_share_of_the_codes_and_all_scales(ranks, kind, stage):
         assert report.total == report.parameters + report.scales + report.gradients + report.optimizer
 
 
+# ----------------------------------------------------------------------------------------- several forwards
+
+
+def preferring(model, tokens, forward, step):
+    """Losses of two steps in which a forward without adapters and gradients runs before the backward."""
+    losses = []
+    for _ in range(2):
+        trained = forward(input_ids=tokens, labels=tokens).loss
+        with torch.no_grad(), model.disable_adapter():
+            reference = forward(input_ids=tokens, labels=tokens).loss
+        loss = -torch.nn.functional.logsigmoid(reference - trained)
+        step(loss)
+        losses.append(loss.item())
+    return losses
+
+
+def preferring_sharded(kind, config):
+    engine = zeroshard.initialize(build(kind), adamw, config).engine
+
+    def step(loss):
+        engine.backward(loss)
+        engine.step()
+
+    return preferring(engine.module, tokens_of(0), engine, step)
+
+
+@pytest.mark.parametrize("kind", ["int8", pytest.param("nf4 twice", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("unit", marks=pytest.mark.long)])
+def test_a_forward_without_gradients_may_run_before_the_backward(ranks, kind, recompute):
+    model = build(kind)
+    optimizer = adamw(model.parameters())
+
+    def step(loss):
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    want = preferring(model, tokens_of(0), model, step)
+    for losses in ranks(2, preferring_sharded, kind, {"stage": 3, "recompute": recompute}):
+        assert losses == want
+
+
 # --------------------------------------------------------------------------------------------- evaluation
 
 

@@ -300,12 +300,12 @@ def _forward(layer: Layer, x: Tensor) -> Tensor:
 
     state, bias = layer.state, layer.bias
     state.is_training = layer.training
-    state.CB = layer.weight.detach()  # its memory is that of the backward, too
+    before, state.CB = state.CB, layer.weight.detach()  # its memory is that of the backward, too
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
     output: Tensor = bitsandbytes.matmul(x, layer.weight, bias=bias, state=state)
     if not torch.is_grad_enabled():
-        state.CB = None
+        state.CB = before  # the backward of an earlier forward may be yet to come
     return output
 
 

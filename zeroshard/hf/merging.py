@@ -97,26 +97,30 @@ class Merging:
         Raises:
             ValueError: an adapter that does more.
         """
-        for adapter in layer.active_adapters:
-            if getattr(layer, "use_dora", {}).get(adapter) or not hasattr(layer, "get_delta_weight"):
+        for adapter in _unmerged(layer):
+            if not _only_adds(layer, adapter):
                 raise ValueError(
                     f"merge_adapters: adapter '{adapter}' does more than add to the weight '{name}', which "
-                    "is quantized: expected LoRA without DoRA"
+                    "is quantized: expected LoRA without DoRA and lora_bias, or VeRA"
                 )
 
     @staticmethod
     def delta_of(layer: Any, name: str) -> Tensor:
         """Return the sum of what the active adapters of a layer add to its weight.
 
+        Adapters that are merged already add nothing, and neither do those that the layer does not have.
+
         Args:
             layer: a layer of peft; its parameters are shown.
             name: the name of the weight, for errors.
 
         Raises:
-            ValueError: an adapter that does more than to add.
+            ValueError: an adapter that does more than to add, or another thing.
         """
         Merging.check_adds(layer, name)
-        deltas = [layer.get_delta_weight(adapter).detach() for adapter in layer.active_adapters]
+        deltas = [layer.get_delta_weight(adapter).detach() for adapter in _unmerged(layer)]
+        if not deltas:
+            return torch.zeros((), device=layer.get_base_layer().weight.device)
         total: Tensor = functools.reduce(torch.add, deltas)
         return total
 
@@ -137,6 +141,24 @@ class Merging:
         finally:
             for layer, merged in zip(layers, before, strict=True):
                 layer.merged_adapters = merged
+
+
+def _unmerged(layer: Any) -> list[str]:
+    """The active adapters that a layer of peft has, and that are not merged into its weight already."""
+    available = layer._get_available_adapters()
+    return [name for name in layer.active_adapters if name in available and name not in layer.merged_adapters]
+
+
+_ADDING = frozenset(("LoraLayer", "VeraLayer"))
+"""Classes of peft whose `get_delta_weight` is a summand of the weight; HiRA and OFT return a factor."""
+
+
+def _only_adds(layer: Any, adapter: str) -> bool:
+    """True if an adapter of a layer adds its delta to the weight, and does nothing else."""
+    has_variant = adapter in getattr(layer, "lora_variant", {})  # DoRA and its like
+    has_bias = getattr(layer, "lora_bias", {}).get(adapter, False)
+    is_adding = not _ADDING.isdisjoint(base.__name__ for base in type(layer).__mro__)
+    return is_adding and not has_variant and not has_bias
 
 
 def _shown_by(wrapper: Any) -> str:

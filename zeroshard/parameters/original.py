@@ -63,6 +63,11 @@ def retire(parameter: nn.Parameter, fqn: str) -> None:
     parameter.fqn, parameter.was = fqn, was
 
 
+def class_before(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """Return the class that a parameter had before `retire`, if there was one."""
+    return parameter.was if isinstance(parameter, OriginalParameter) else type(parameter)
+
+
 def revive(parameter: nn.Parameter) -> None:
     """Give a parameter the class that it had before `retire`; its data is still empty."""
     if isinstance(parameter, OriginalParameter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -69,6 +70,12 @@ class UnshardedParameter(nn.Parameter):
         self.note.is_taken = True
         with torch.no_grad():
             _GET_DATA(self).copy_(new)
+
+
+@functools.cache
+def unsharded_class(name: str) -> type[UnshardedParameter]:
+    """Return the subclass of `UnshardedParameter` with another name, for code that asks for a name."""
+    return type(name, (UnshardedParameter,), {"__module__": __name__})
 
 
 def refuse_gradient(fqn: str) -> Callable[[Tensor], None]:

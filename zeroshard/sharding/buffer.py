@@ -23,7 +23,7 @@ from zeroshard.comm.collectives import Axis, Part
 from zeroshard.comm.streams import Mark, mark_here
 from zeroshard.lazy.deferred import is_stored
 from zeroshard.parameters.attributes import carry_attributes
-from zeroshard.parameters.original import retire
+from zeroshard.parameters.original import class_before, retire
 from zeroshard.parameters.sharded import ShardedParameter, describe_unit
 from zeroshard.parameters.state import Phase
 from zeroshard.parameters.unsharded import DataNote, refuse_gradient
@@ -133,7 +133,9 @@ class FlatBuffer:
     def _make_unsharded(self) -> tuple[nn.Parameter, ...]:
         parameters = []
         for index, sharded in enumerate(self.sharded):
-            parameter = unsharded_over(self._view(index), sharded.fqn, self.data_note)
+            # peft asks for the name of the class before it dequantizes codes.
+            kind = class_before(self.originals[index].parameter).__name__ if self.plan.is_packed else None
+            parameter = unsharded_over(self._view(index), sharded.fqn, self.data_note, kind)
             if not self.trainable and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(refuse_gradient(sharded.fqn))
                 parameter.requires_grad_(False)

@@ -48,8 +48,8 @@ _MOVES = {
 _is_stale, _has_more = attrgetter("is_stale"), attrgetter("has_more")
 _is_reducing, _num_missing = attrgetter("is_reducing"), attrgetter("num_missing")
 
-_OWN_KINDS = (Tensor, nn.Parameter, UnshardedParameter)
-"""The types of the unsharded parameters and of their views."""
+_OWN_KINDS = (Tensor, nn.Parameter)
+"""The types of views of unsharded parameters."""
 
 NEVER = -1
 """The tick of an event that has not happened yet."""
@@ -283,7 +283,8 @@ class Unit:
         places = [(b.full.data_ptr(), b.full.data_ptr() + b.full_bytes) for b in self.buffers]
 
         def is_own(tensor: Tensor) -> bool:
-            has_place = type(tensor) in _OWN_KINDS and tensor.layout is torch.strided
+            is_own_kind = type(tensor) in _OWN_KINDS or isinstance(tensor, UnshardedParameter)
+            has_place = is_own_kind and tensor.layout is torch.strided
             at = tensor.data_ptr() if has_place else 0
             return any(start <= at < stop for start, stop in places)
 

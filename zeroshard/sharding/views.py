@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.lazy.deferred import values_of
-from zeroshard.parameters.unsharded import DataNote, UnshardedParameter, set_data
+from zeroshard.parameters.unsharded import DataNote, UnshardedParameter, set_data, unsharded_class
 
 
 def flat_of(original: Tensor) -> Tensor:
@@ -25,14 +25,20 @@ def shaped(flat: Tensor, shape: torch.Size) -> Tensor:
     return flat.view(shape)
 
 
-def unsharded_over(view: Tensor, fqn: str, note: DataNote) -> nn.Parameter:
+def unsharded_over(view: Tensor, fqn: str, note: DataNote, class_name: str | None = None) -> nn.Parameter:
     """The unsharded parameter over a `shaped` view, with a version counter of its own.
 
     A refill of the buffer is then no in-place change to autograd.
+
+    Args:
+        view: the values.
+        fqn: the name in the model.
+        note: the note of its buffer.
+        class_name: the name of its class; None: that of `UnshardedParameter`.
     """
     parameter = nn.Parameter(view.new_empty(0), requires_grad=view.is_floating_point())
     parameter.data = view
-    parameter.__class__ = UnshardedParameter
+    parameter.__class__ = UnshardedParameter if class_name is None else unsharded_class(class_name)
     unsharded = cast(UnshardedParameter, parameter)
     unsharded.fqn, unsharded.note = fqn, note
     return unsharded

@@ -1,0 +1,114 @@
+"""Adapters of peft around quantized weights: training with the weight itself, and merging."""
+
+import peft
+import pytest
+import torch
+import transformers
+
+import zeroshard
+from tests.sharding.test_quantized import adamw, base, llama, plain, same_state, tokens_of, train
+
+TARGETS = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+ADAPTERS = {
+    "dora": lambda: peft.LoraConfig(r=4, use_dora=True, init_lora_weights=False, **TARGETS),
+    "rslora": lambda: peft.LoraConfig(r=4, use_rslora=True, init_lora_weights=False, **TARGETS),
+    "lora_bias": lambda: peft.LoraConfig(r=4, lora_bias=True, init_lora_weights=False, **TARGETS),
+    "hira": lambda: peft.HiraConfig(r=4, init_weights=False, **TARGETS),
+    "shira": lambda: peft.ShiraConfig(r=4, init_weights=False, **TARGETS),
+    "miss": lambda: peft.MissConfig(r=4, init_weights=False, **TARGETS),
+    "oft": lambda: peft.OFTConfig(oft_block_size=8, init_weights=False, use_cayley_neumann=False, **TARGETS),
+}
+
+
+def build(kind, adapter):
+    model = marked(kind)
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, ADAPTERS[adapter]())
+
+
+def marked(kind):
+    """A quantized model with the marks of transformers, by which peft chooses its layers."""
+    model = base(kind)
+    object.__setattr__(model, f"is_loaded_in_{8 if kind == 'int8' else 4}bit", True)
+    return model
+
+
+def trained(kind, adapter, stage):
+    engine = zeroshard.initialize(build(kind, adapter), adamw, {"stage": stage}).engine
+    return train(engine, range(3)), engine.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [
+        *(("nf4 twice", "dora"), ("int8", "hira")),  # peft cannot build int8 with DoRA on a CPU
+        pytest.param("nf4 twice", "hira", marks=pytest.mark.long),
+        pytest.param("nf4 twice", "shira", marks=pytest.mark.long),
+        pytest.param("nf4 twice", "miss", marks=pytest.mark.long),
+        pytest.param("nf4 twice", "oft", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.long_where(stage=[0])
+def test_adapters_that_dequantize_the_weight_train_as_in_one_process(ranks, kind, adapter, stage):
+    model = build(kind, adapter)
+    want = plain(model, range(3), 2)
+    (losses, state), _ = ranks(2, trained, kind, adapter, stage)
+    assert losses == want
+    same_state(state, dict(model.state_dict()))
+
+
+# ------------------------------------------------------------------------------------------------- merging
+
+
+def scaled(kind):
+    return build(kind, "rslora")
+
+
+def merged_before(kind):
+    model = build(kind, "rslora")
+    model.merge_adapter()
+    return model
+
+
+def two_in_other_layers(kind):
+    torch.manual_seed(1)
+    lora = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    first = peft.LoraConfig(target_modules=["q_proj", "down_proj"], **lora)
+    second = peft.LoraConfig(target_modules=["v_proj", "down_proj"], **lora)
+    model = peft.get_peft_model(marked(kind), first, adapter_name="first")
+    model.add_adapter("second", second)
+    model.base_model.set_adapter(["first", "second"])
+    return model
+
+
+def streamed(make, kind):
+    engine = zeroshard.initialize(make(kind), adamw, {"stage": 3}).engine
+    return {name: value.clone() for name, value in engine.named_full_parameters(merge_adapters=True)}
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
+@pytest.mark.parametrize("make", [scaled, merged_before, two_in_other_layers])
+@torch.no_grad()
+def test_a_stream_with_merged_adapters_computes_what_the_model_computes(ranks, make, kind):
+    state, _ = ranks(2, streamed, make, kind)
+    model = transformers.LlamaForCausalLM(llama())
+    model.load_state_dict(state)
+    want = make(kind)(input_ids=tokens_of(0)).logits
+    torch.testing.assert_close(model(input_ids=tokens_of(0)).logits, want, rtol=1e-4, atol=1e-4)
+
+
+def refused(kind, adapter):
+    engine = zeroshard.initialize(build(kind, adapter), adamw, {"stage": 3}).engine
+    with pytest.raises(ValueError, match="merge_adapters") as caught:
+        list(engine.named_full_parameters(merge_adapters=True))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    ["lora_bias", "hira", *(pytest.param(a, marks=pytest.mark.long) for a in ("dora", "oft", "miss"))],
+)
+def test_adapters_that_do_more_than_add_are_not_merged(ranks, adapter):
+    for message in ranks(2, refused, "nf4 twice", adapter):
+        assert "adapter 'default' does more than add to the weight" in message
