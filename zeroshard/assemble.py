@@ -23,7 +23,7 @@ from zeroshard.config.sections import Config, refuse_pipeline, require_supported
 from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.casts import cast_forwards
 from zeroshard.forwards.composed import compare_forms, form_of, put_together, sharding_apart
-from zeroshard.forwards.quantized import Quantized
+from zeroshard.forwards.quantized import Quantized, change_forwards
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.guards.additions import guard_additions
 from zeroshard.guards.copies import guard_copies
@@ -101,6 +101,7 @@ def shard_over(
     changes, specs = Changes(), division.specs
     ignored = find_ignored(module, config.ignored)
     casts = _find_casts(module, config, ignored)
+    change_forwards(module, changes)
     _divide_and_cast(module, division, casts, axes, changes)
     record_resets(module)
     check_values(module)

@@ -15,7 +15,7 @@ the parameter. Shards know only one way, so sharded layers do not do this.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -126,6 +126,22 @@ class Quantized:
             for part, values in zip(ranges, everyone.cpu().split(longest), strict=True):
                 scales[part.slice] = values[: part.size]
         return scales
+
+
+def change_forwards(module: nn.Module, changes: Changes) -> None:
+    """Let the quantized layers of a model compute with unsharded parameters; before other forwards go around.
+
+    Args:
+        module: the model, before its parameters are taken over.
+        changes: undoes the changes of the layers.
+    """
+    for layer in module.modules():
+        if not is_quantized(layer):
+            continue
+        if _has_8_bits(layer):
+            changes.set(layer, "forward", functools.partial(_forward_of_8_bits, layer))
+        elif isinstance(layer, nn.Linear) and layer.bias is not None:
+            changes.set(layer, "forward", functools.partial(_forward_of_4_bits, layer, layer.forward))
 
 
 def is_of_bitsandbytes(layer: Layer) -> bool:
@@ -290,11 +306,25 @@ def _find_scb(layer: Layer) -> Tensor | None:
 
 def _let_go_of_codes(layer: Layer, changes: Changes) -> None:
     layer.weight.CB = layer.state.CB = None
-    changes.set(layer, "forward", functools.partial(_forward, layer))
     changes.when_undone(functools.partial(_take_codes_back, layer))
 
 
-def _forward(layer: Layer, x: Tensor) -> Tensor:
+def _forward_of_4_bits(layer: Layer, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The forward of Linear4bit, which would round the bias itself to the compute dtype."""
+    if not layer.compute_type_is_set:
+        layer.set_compute_type(x)
+        layer.compute_type_is_set = True
+    dtype = layer.compute_dtype or x.dtype
+    if layer.bias.dtype == dtype:
+        return forward(x)
+    layer.__dict__["bias"] = layer.bias.to(dtype)  # hides the parameter
+    try:
+        return forward(x)
+    finally:
+        del layer.__dict__["bias"]
+
+
+def _forward_of_8_bits(layer: Layer, x: Tensor) -> Tensor:
     """The forward of Linear8bitLt, with the codes of the unsharded parameter."""
     import bitsandbytes
 
