@@ -2,12 +2,12 @@
 # used, and only packages that it lacks are installed; otherwise .venv is made.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help python setup setup-dev setup-all setup-llm finetune finetune-llm test test-all fuzz kill-trials lint bench test-gpu bench-gpu clean
+.PHONY: help python setup setup-dev setup-all setup-llm finetune finetune-llm test test-all fuzz kill-trials lint bench test-gpu bench-gpu package clean
 
 NPROC ?= 2# ranks of `make finetune`
 LLM ?= $(HOME)/.cache/zeroshard/smollm2# folder for the model of `make finetune-llm`
 JOBS ?= 2# processes that take the test files in turns; each has ranks of its own
-ARGS ?=# further arguments of finetune, test, test-all, fuzz, kill-trials, bench
+ARGS ?=# further arguments of finetune, test, test-all, fuzz, kill-trials, bench, package
 
 # A Python that can make .venv, and the one that runs everything: of an active environment with torch, or of .venv.
 PYTHON3 := $(shell for python in python3.13 python3.12 python3.11 python3; do \
@@ -86,6 +86,10 @@ bench-gpu: setup-dev  ## Measure step time, optimizers and offload on GPUs
 	"$(PYTHON)" benchmarks/offload.py --device cuda --ranks 1 --precision bf16 --dim 2048 --depth 8 --heads 16
 	"$(PYTHON)" benchmarks/offload_gpu.py --sizes 1B,7B,13B
 	"$(PYTHON)" benchmarks/offload_gpu.py --sizes largest --steps 2 --name offload_gpu_largest
+
+package: python  ## Build the sdist and the wheel, and train with the wheel in an environment with torch alone
+	@$(INSTALL) publish
+	"$(PYTHON)" tools/package.py $(ARGS)
 
 clean:  ## Remove caches and build output (not .venv)
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache loss.png

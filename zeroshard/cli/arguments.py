@@ -44,6 +44,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "zeroshard plan --schedule gpipe --schedule varuna --stages 4 --microbatches 5 --recompute 1",
         "zeroshard plan --schedule 1f1b --stages 4 --microbatches 8 --list",
     ),
+    "doctor": (
+        "zeroshard doctor",
+        "zeroshard doctor --disk . --json",
+    ),
     "chat": (
         "zeroshard chat finetuned",
         "zeroshard chat finetuned 'Where is the key of the archive?' --temperature 0",
@@ -116,7 +120,7 @@ def build_parser() -> ArgumentParser:
     parser = _Parser(
         prog="zeroshard",
         description="Export, inspect and convert checkpoints, estimate memory, show groups of ranks, "
-        "plan pipelines: one process, no GPU.",
+        "plan pipelines: one process, no GPU. The doctor looks at this machine.",
         epilog="zeroshard COMMAND --help shows the options of a command, and examples.",
         allow_abbrev=False,
     )
@@ -266,6 +270,14 @@ def _add_plan(parser: ArgumentParser) -> None:
     )
 
 
+def _add_doctor(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--disk", metavar="PATH", type=Path, help="folder of a disk whose speed is measured, with 256 MiB"
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:1, as in a config (default: the one of the rank)")
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+
+
 def _add_chat(parser: ArgumentParser) -> None:
     parser.add_argument(
         "directory",
@@ -331,6 +343,13 @@ _COMMANDS: dict[str, tuple[str, str, Any]] = {
         "Simulate the schedules and print the time of a batch, the share of it in which ranks\n"
         "wait, and the activations that each rank holds. Times are in any unit.",
         _add_plan,
+    ),
+    "doctor": (
+        "show versions, devices, limits, and the features that work here",
+        "Print facts for a plan or a report of a bug. Under torchrun the collectives between the\n"
+        "ranks are timed too: torchrun --nproc-per-node 2 -m zeroshard doctor. Nothing is sent\n"
+        "anywhere else.",
+        _add_doctor,
     ),
     "chat": (
         "talk to a saved model in the terminal",

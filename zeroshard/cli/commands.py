@@ -13,6 +13,7 @@ from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.cli.chat import chat
 from zeroshard.cli.contents import describe, to_json
 from zeroshard.cli.convert import convert as rewrite
+from zeroshard.cli.doctor import examine
 from zeroshard.cli.pipelines import plan_pipeline
 from zeroshard.cli.planning import plan
 from zeroshard.cli.ranks import show_groups
@@ -71,6 +72,7 @@ COMMANDS = {
     "estimate": plan,
     "mesh": show_groups,
     "plan": plan_pipeline,
+    "doctor": examine,
     "chat": chat,
 }
 """The functions of the commands."""

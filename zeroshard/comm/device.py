@@ -138,3 +138,11 @@ def share_of_cores() -> int:
     torchrun sets OMP_NUM_THREADS to 1, which would leave all other cores idle in a step on the host.
     """
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def available_backends() -> tuple[str, ...]:
+    """Return the backends of torch.distributed that this torch was built with, of "gloo" and "nccl"."""
+    if not dist.is_available():
+        return ()
+    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return tuple(name for name, is_there in there.items() if is_there)

@@ -147,16 +147,30 @@ def limits_of_groups(groups: str, root: Path) -> Iterator[int]:
         groups: the content of /proc/self/cgroup.
         root: the folder of all groups.
     """
+    for folder, is_first_version in folders_of_groups(groups, root, "memory"):
+        left = _left_in(folder, _V1 if is_first_version else _V2)
+        if left is not None:
+            yield left
+
+
+def folders_of_groups(groups: str, root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of the groups of this process that may have a limit, inner ones first.
+
+    Args:
+        groups, root: as `limits_of_groups` has them.
+        controller: the kind of limit, such as "memory" or "cpu".
+
+    Yields:
+        The folder, which may be missing, and True under version 1.
+    """
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        base, files = (root / "memory", _V1) if controllers else (root, _V2)
+        base = root / controller if controllers else root
         folder = base / path.strip("/")
         while folder.is_relative_to(base):
-            left = _left_in(folder, files)
-            if left is not None:
-                yield left
+            yield folder, bool(controllers)
             folder = folder.parent
 
 

@@ -1,0 +1,97 @@
+"""The doctor of one process, and of the ranks that torchrun starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zeroshard.cli.main import main
+from zeroshard.comm.counter import Counter
+from zeroshard.comm.mesh import open_world
+from zeroshard.doctor import bandwidth
+from zeroshard.doctor.bandwidth import Bandwidth, measure_bandwidth
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_rank_sends_its_part_to_each_other_one() -> None:
+    assert Bandwidth("all-gather", 4000, 0.5).rate(4) == 6000  # 3 times 1000 bytes in half a second
+
+
+def measure() -> tuple[list[Bandwidth], dict[str, int]]:
+    """Measure small buffers; return the result and the bytes that this rank has sent."""
+    bandwidth.SIZES = (1200, 2400)
+    counter = Counter()
+    world = open_world(torch.device("cpu"), counter, 30.0)
+    return measure_bandwidth(world), counter.bytes_sent
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_collectives_are_timed_on_all_ranks(ranks: Any, num_ranks: int) -> None:
+    for found, sent in ranks(num_ranks, measure):
+        assert [(speed.collective, speed.num_bytes) for speed in found] == (
+            [
+                ("all-gather", 1200),
+                ("reduce-scatter", 1200),
+                ("all-gather", 2400),
+                ("reduce-scatter", 2400),
+                ("agreement of a step", 0),
+            ]
+            if num_ranks > 1
+            else []
+        )
+        assert all(speed.seconds > 0 for speed in found)
+        rounds = bandwidth.ROUNDS + 1
+        assert sent["all_gather"] == rounds * 3600 * (num_ranks - 1) // num_ranks
+
+
+def test_all_ranks_tell_the_time_of_the_slowest_one(ranks: Any) -> None:
+    results = [found for found, _ in ranks(2, measure)]
+    assert results[0] == results[1]
+
+
+def test_one_process_tells_programs_its_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    found = json.loads(out)
+    (facts,) = found["ranks"]
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["packages"]["torch"]["problem"] == ""
+    assert facts["features"]["ranks on CPUs (Gloo)"] is True
+    assert (found["differences"], found["disks"], found["bandwidth"]) == ([], [], [])
+
+
+def test_a_folder_that_is_not_there_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--disk", "/nowhere"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "/nowhere" in err
+
+
+def test_under_torchrun_rank_0_tells_for_all(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    arguments = ["-m", "zeroshard", "doctor", "--device", "cpu", "--disk", str(tmp_path)]
+    done = subprocess.run(
+        [*command, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    blocks = done.stdout.split("\n\n")
+    titles = [block.splitlines()[0] for block in blocks]
+    assert titles == [
+        "versions",
+        "machine",
+        "features",
+        f"disk of {tmp_path}, 256 MiB a rank, all at once",
+        "collectives of 2 ranks on cpu; each rank sends at this rate",
+    ]
+    assert [line.split()[0] for line in blocks[3].splitlines()[-2:]] == ["0", "1"]
+    assert len(blocks[4].splitlines()) == 3 + 7

@@ -1,0 +1,93 @@
+"""The files of a release: one version everywhere, and an environment that has what they require."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import Distribution, PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from tests.test_frame import imported
+from tools.package import link, required
+from tools.smoke import OPTIONAL
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_changelog_and_citation_have_the_version_of_the_package() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    newest = re.findall(r"^## ([\d.]+)", changelog, re.MULTILINE)[0]
+    assert newest == PROJECT["version"]
+    assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [PROJECT["version"]]
+    assert re.findall(r"^license: (.*)$", citation, re.MULTILINE) == [PROJECT["license"]]
+
+
+def test_no_package_that_the_smoke_test_expects_to_be_absent_is_required() -> None:
+    names = {re.match(r"[\w.-]+", line)[0] for line in PROJECT["dependencies"]}  # type: ignore[index]
+    assert names == {"torch", "numpy", "psutil", "rich"}
+    assert not names & OPTIONAL
+
+
+def test_each_package_that_a_module_imports_is_required_or_in_an_extra() -> None:
+    extras = [line for lines in PROJECT["optional-dependencies"].values() for line in lines]
+    known = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in (*PROJECT["dependencies"], *extras)}
+    roots = {
+        name.partition(".")[0]
+        for file in (ROOT / "zeroshard").rglob("*.py")
+        for name in imported(ast.parse(file.read_text(encoding="utf-8")))
+    }
+    with_them = {"llvmlite"}  # numba's own compiler
+    assert roots - known - set(sys.stdlib_module_names) - {"zeroshard"} == with_them
+
+
+class Installed(Distribution):
+    """A stand-in for an installed package: its requirements, and its files below a folder."""
+
+    def __init__(self, name: str, requires: tuple[str, ...], folder: Path = Path()) -> None:
+        self._name, self._requires, self._folder = name, requires, folder
+
+    def read_text(self, filename: str) -> str | None:
+        if filename == "RECORD":
+            return "a/b.py,,\na/gone.py,,\n../../bin/tool,,\n"
+        lines = [f"Name: {self._name}", *(f"Requires-Dist: {line}" for line in self._requires)]
+        return "\n".join(lines) if filename == "METADATA" else None
+
+    def locate_file(self, path: object) -> Path:
+        return self._folder / str(path)
+
+
+REQUIREMENTS = {
+    "Torch": ("kit[blas]; python_version >= '3'", "windows-only; sys_platform == 'win32'"),
+    "kit": ("blas; extra == 'blas'", "fft; extra == 'fft'", "Torch"),
+    "blas": (),
+}
+
+
+def find(name: str) -> Distribution:
+    if name not in REQUIREMENTS:
+        raise PackageNotFoundError(name)
+    return Installed(name, REQUIREMENTS[name])
+
+
+def test_requirements_are_followed_with_their_extras_and_markers() -> None:
+    assert required(["Torch>=1", "more; extra == 'more'"], find).keys() == {"torch", "kit", "blas"}
+
+
+def test_a_requirement_that_is_not_installed_is_an_error() -> None:
+    with pytest.raises(PackageNotFoundError, match="fft"):
+        required(["kit[fft]"], find)
+
+
+def test_links_lead_to_the_files_of_a_package_but_not_to_its_scripts(tmp_path: Path) -> None:
+    (tmp_path / "from" / "a").mkdir(parents=True)
+    (tmp_path / "from" / "a" / "b.py").write_text("x = 1")
+    link(Installed("a", (), tmp_path / "from"), tmp_path / "to" / "lib" / "site")
+    files = [path for path in (tmp_path / "to").rglob("*") if not path.is_dir()]
+    assert files == [tmp_path / "to" / "lib" / "site" / "a" / "b.py"]
+    assert files[0].read_text() == "x = 1"

@@ -1,0 +1,1 @@
+"""`zeroshard doctor`: facts about this installation and this machine."""
