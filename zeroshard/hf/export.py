@@ -175,17 +175,17 @@ def export_engine(
     on_first(axis, "start of an export", lambda: check_folder(folder, weights.tensors))
     slices = _gather(runtime, own.buffers.keys() - before, names)
 
+    def take() -> None:
+        for _ in slices:
+            pass
+
     def write() -> None:
         try:
             write_model(folder, weights, slices, how)
         finally:
-            for _ in slices:  # the ranks gather together, even if the writing has failed
-                pass
+            take()  # the ranks gather together, even if the writing has failed
 
-    if axis.rank:
-        for _ in slices:
-            pass
-    on_first(axis, "end of an export", write)
+    on_all(axis, "end of an export", take if axis.rank else write)
 
 
 def _refuse_codes(runtime: Runtime) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.tensors import read_model
 from zeroshard.forwards.quantized import dequantized, dequantized_form, has_codes, is_transposed
 from zeroshard.full.parameters import unsharded
@@ -30,12 +31,16 @@ def stream_parameters(
 
 
 def merging_of(runtime: Runtime) -> Merging | None:
-    """The adapters of the model, to be merged; None if it has none.
+    """The adapters of the model, to be merged; None if it has none. Collective.
 
     Raises:
-        ValueError: an adapter that no weight can take in.
+        ValueError: an adapter that no weight can take in, on all ranks.
     """
-    return Merging(runtime.module) if has_adapters(runtime.module) else None
+    if not has_adapters(runtime.module):
+        return None
+    merging = Merging(runtime.module)
+    on_all(runtime.context.axes.world, "check of adapters", merging.check)
+    return merging
 
 
 def _check_moment(runtime: Runtime) -> None:
@@ -165,8 +170,11 @@ def _merger(runtime: Runtime, unit: Unit, names: Mapping[str, str], layers: list
                     if original.is_packed:  # peft would quantize the sum again
                         values = dequantized(owner, values)
                         if owner in of_codes:
-                            values += Merging.delta_of(of_codes[owner], original.fqn)
+                            Merging.add_to_weight(of_codes[owner], values, original.fqn)
                         values = _as_plain(owner, values)
+                    elif owner in of_codes and attribute == "bias":
+                        values = values.clone()
+                        Merging.add_to_bias(of_codes[owner], values)
                     found[names[original.fqn]] = values
         return found
 

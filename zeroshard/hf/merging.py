@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -77,14 +76,22 @@ class Merging:
         ]
 
     def check(self) -> None:
-        """Check the adapters around quantized weights.
+        """Check the adapters around quantized weights, and the biases that adapters have.
 
         Raises:
-            ValueError: an adapter that does more than to add to such a weight.
+            ValueError: an adapter that does more than to add to such a weight; or one with a bias around a
+                layer without.
         """
         for name, layer in self._layers.items():
-            if has_codes(layer.get_base_layer()):
+            base = layer.get_base_layer()
+            if has_codes(base):
                 self.check_adds(layer, f"{name}.weight")
+            adapters = _added_by(layer)
+            if getattr(base, "bias", None) is None and any(_has_bias(layer, one) for one in adapters):
+                raise ValueError(
+                    f"merge_adapters: expected a bias in '{name}', which takes in that of its adapter "
+                    "(lora_bias=True), got none"
+                )
 
     @staticmethod
     def check_adds(layer: Any, name: str) -> None:
@@ -97,28 +104,40 @@ class Merging:
         Raises:
             ValueError: an adapter that does more.
         """
-        for adapter in layer.active_adapters:
-            if getattr(layer, "use_dora", {}).get(adapter) or not hasattr(layer, "get_delta_weight"):
+        from peft.tuners.lora.layer import LoraLayer
+        from peft.tuners.randlora.layer import RandLoraLayer
+        from peft.tuners.vera.layer import VeraLayer
+
+        only_adds = isinstance(layer, LoraLayer | RandLoraLayer | VeraLayer)
+        for adapter in _added_by(layer):
+            if not only_adds or adapter in getattr(layer, "lora_variant", ()):
                 raise ValueError(
                     f"merge_adapters: adapter '{adapter}' does more than add to the weight '{name}', which "
-                    "is quantized: expected LoRA without DoRA"
+                    "is quantized: expected LoRA without DoRA or another variant, AdaLoRA, VeRA or RandLoRA"
                 )
 
     @staticmethod
-    def delta_of(layer: Any, name: str) -> Tensor:
-        """Return the sum of what the active adapters of a layer add to its weight.
+    def add_to_weight(layer: Any, values: Tensor, name: str) -> None:
+        """Add what the active adapters of a layer add to its weight, one after the other as peft does.
 
         Args:
             layer: a layer of peft; its parameters are shown.
-            name: the name of the weight, for errors.
+            values: the weight, as numbers.
+            name: its name, for errors.
 
         Raises:
             ValueError: an adapter that does more than to add.
         """
         Merging.check_adds(layer, name)
-        deltas = [layer.get_delta_weight(adapter).detach() for adapter in layer.active_adapters]
-        total: Tensor = functools.reduce(torch.add, deltas)
-        return total
+        for adapter in _added_by(layer):
+            values += layer.get_delta_weight(adapter).detach()
+
+    @staticmethod
+    def add_to_bias(layer: Any, values: Tensor) -> None:
+        """Add what the active adapters of a layer add to its bias, as `add_to_weight` does."""
+        for adapter in _added_by(layer):
+            if _has_bias(layer, adapter):
+                values += layer.lora_B[adapter].bias.detach() * layer.scaling[adapter]
 
     @staticmethod
     @contextmanager
@@ -137,6 +156,16 @@ class Merging:
         finally:
             for layer, merged in zip(layers, before, strict=True):
                 layer.merged_adapters = merged
+
+
+def _added_by(layer: Any) -> list[str]:
+    """The active adapters that a layer has, but for those that peft has merged into its weight already."""
+    known = {adapter for names in layer.adapter_layer_names for adapter in getattr(layer, names)}
+    return [one for one in layer.active_adapters if one in known and one not in layer.merged_adapters]
+
+
+def _has_bias(layer: Any, adapter: str) -> bool:
+    return bool(getattr(layer, "lora_bias", {}).get(adapter))
 
 
 def _shown_by(wrapper: Any) -> str:
