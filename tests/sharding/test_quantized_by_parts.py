@@ -214,6 +214,19 @@ def test_a_quantized_folder_is_the_model_that_transformers_reads(
     assert "quantization_config" not in merged.config.to_dict()
 
 
+@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+def test_biases_of_a_quantized_folder_have_the_dtype_of_the_folder(tmp_path, kind):
+    config = llama(attention_bias=True)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "base")
+    how = {"quantization_config": config_of(kind), "device_map": "cpu"}
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", **how).save_pretrained(tmp_path)
+    want = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu")
+    found = zeroshard.from_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+    dtypes = {name: (p.dtype, p.requires_grad) for name, p in want.named_parameters()}
+    assert {name: (p.dtype, p.requires_grad) for name, p in found.named_parameters()} == dtypes
+    assert dtypes["model.layers.0.self_attn.q_proj.bias"][0] is torch.bfloat16
+
+
 def gpt2_exported(path):
     model = zeroshard.from_pretrained(transformers.AutoModelForCausalLM, path)
     engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine

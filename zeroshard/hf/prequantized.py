@@ -64,8 +64,13 @@ class Prequantized:
                 weight = found["weight"] or f"{found['layer']}.weight"
                 self._beside.setdefault(weight, {})[found["key"] or found["key8"]] = tensors.pop(name)
 
-    def prepare(self, model: Any) -> None:
-        """Replace the layers that transformers replaces, by layers of bitsandbytes without values."""
+    def prepare(self, model: Any, dtype: torch.dtype) -> None:
+        """Replace the layers that transformers replaces, by layers of bitsandbytes without values.
+
+        Args:
+            model: the model, without values.
+            dtype: of all that is not quantized.
+        """
         from transformers.integrations.bitsandbytes import replace_with_bnb_linear
         from transformers.quantizers.base import HfQuantizer
 
@@ -74,11 +79,13 @@ class Prequantized:
         replace_with_bnb_linear(
             model, modules_to_not_convert=left_out, quantization_config=self.config, pre_quantized=True
         )
-        if self.config.load_in_4bit:
-            for layer in filter(is_of_bitsandbytes, model.modules()):
-                dtype = layer.weight.dtype
-                num_codes = -(-layer.in_features * layer.out_features // (2 * dtype.itemsize))
-                codes = torch.empty(num_codes, 1, dtype=dtype, device="meta")
+        for layer in filter(is_of_bitsandbytes, model.modules()):
+            if layer.bias is not None:  # bitsandbytes makes it in float32
+                layer.bias = nn.Parameter(layer.bias.detach().to(dtype), requires_grad=False)
+            if self.config.load_in_4bit:
+                storage = layer.weight.dtype
+                num_codes = -(-layer.in_features * layer.out_features // (2 * storage.itemsize))
+                codes = torch.empty(num_codes, 1, dtype=storage, device="meta")
                 layer.weight = nn.Parameter(codes, requires_grad=False)
 
     def complete(self, model: Any) -> None:
