@@ -227,6 +227,19 @@ def with_numbers(model):
     return model
 
 
+def ignored_one():
+    model = base("int8")
+    model.model.norm.weight.requires_grad_(True)
+    engine = zeroshard.initialize(model, adamw, {"stage": 3, "ignored": ["*up_proj.weight"]}).engine
+    return streamed(engine)
+
+
+def test_weights_that_are_not_sharded_are_streamed_as_numbers(ranks):
+    want = numbers(base("int8"))
+    for found in ranks(2, ignored_one):
+        same_state(dict(sorted(found.items())), dict(sorted(want.items())))
+
+
 def streamed(engine):
     return {name: values.clone() for name, values in engine.named_full_parameters()}
 

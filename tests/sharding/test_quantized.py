@@ -461,6 +461,35 @@ def test_several_adapters_and_their_biases_are_merged_as_peft_merges_them(ranks)
         same_state(found, want)
 
 
+def ignored_codes(kind, names, folder):
+    model = base(kind)
+    model.model.norm.weight.requires_grad_(True)
+    engine = zeroshard.initialize(model, adamw, {"stage": 3, "ignored": names}).engine
+    engine.save_pretrained(folder, dequantize=True)
+    return {name: value.clone() for name, value in engine.named_full_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+def test_codes_that_are_not_sharded_are_exported_and_streamed_as_weights(ranks, tmp_path, kind):
+    want = dequantized_base(kind).state_dict()
+    for found in ranks(2, ignored_codes, kind, ["*up_proj.weight", "*.norm*"], tmp_path):
+        same_state(dict(sorted(found.items())), dict(sorted(want.items())))
+    same_state(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), want)
+
+
+def around_ignored():
+    config = {"stage": 3, "ignored": ["*q_proj.base_layer.weight"]}
+    engine = zeroshard.initialize(build("nf4"), adamw, config).engine
+    with pytest.raises(ValueError, match=r"q_proj.base_layer.weight', which is ignored, has an adapter"):
+        engine.named_full_parameters(merge_adapters=True)
+    return train(engine, range(1))
+
+
+def test_adapters_around_weights_that_are_not_sharded_are_not_left_out_of_a_merge(ranks):
+    one, other = ranks(2, around_ignored)
+    assert one == other == plain(build("nf4"), range(1), 2)
+
+
 TARGETS = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
 NOT_ADDED = {
     "DoRA": peft.LoraConfig(use_dora=True, **TARGETS),

@@ -106,6 +106,11 @@ def _take_apart(module: nn.Module, ignored: Sequence[str] | None) -> list[nn.Mod
     return layers
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """True for a tensor that wraps others; a DTensor does, but belongs to other ranks too."""
+    return hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "placements")
+
+
 def _take_layer_apart(layer: nn.Linear, codes: nn.Parameter, form: Form, others: dict[str, Tensor]) -> None:
     layer._parameters["weight"] = codes
     for name, tensor in others.items():
@@ -117,11 +122,11 @@ def _take_layer_apart(layer: nn.Linear, codes: nn.Parameter, form: Form, others:
 def _can_be_apart(layer: nn.Linear) -> bool:
     """True for a layer whose weight is a frozen tensor that wraps plain tensors.
 
-    A DTensor does, but belongs to other ranks too. A forward of the layer's own, as of accelerate's hooks,
-    may use the weight in any way. An attribute in the place of a buffer would be lost.
+    A forward of the layer's own, as of accelerate's hooks, may use the weight in any way. An attribute in the
+    place of a buffer would be lost.
     """
     weight: Any = layer.weight
-    if weight.requires_grad or not hasattr(weight, "__tensor_flatten__") or hasattr(weight, "placements"):
+    if weight.requires_grad or not is_wrapper(weight):
         return False
     names, _ = weight.__tensor_flatten__()
     if "forward" in vars(layer) or any(hasattr(layer, _buffer(name)) for name in names):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,15 +75,25 @@ class Merging:
             if layer.active_adapters and not set(layer.get_base_layer().modules()).isdisjoint(owners)
         ]
 
-    def check(self) -> None:
-        """Check the adapters around quantized weights, and the biases that adapters have.
+    def check(self, ignored: Mapping[nn.Parameter, str]) -> None:
+        """Check the adapters around quantized weights, the biases that adapters have, and ignored parameters.
+
+        Args:
+            ignored: the parameters that are not sharded, with their names.
 
         Raises:
-            ValueError: an adapter that does more than to add to such a weight; or one with a bias around a
-                layer without.
+            ValueError: an adapter that does more than to add to a quantized weight, one with a bias around a
+                layer without, or one around a parameter that is ignored.
         """
         for name, layer in self._layers.items():
             base = layer.get_base_layer()
+            theirs = (ignored[p] for p in base.parameters() if p in ignored and layer.active_adapters)
+            if (fqn := next(theirs, None)) is not None:  # peft would merge into the parameter itself
+                raise ValueError(
+                    f"merge_adapters: '{fqn}', which is ignored, has an adapter: expected adapters around "
+                    "sharded parameters. For frozen ones that are whole on each rank use frozen= in place of "
+                    "ignored="
+                )
             if has_codes(base):
                 self.check_adds(layer, f"{name}.weight")
             adapters = _added_by(layer)
