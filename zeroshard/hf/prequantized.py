@@ -31,6 +31,24 @@ _BESIDE = re.compile(
 )
 
 
+def read_quantization(path: object, config: Any) -> Any:
+    """Return the BitsAndBytesConfig of a folder or file, given the `quantization_config` of its config.
+
+    Raises:
+        ValueError: the weights are quantized by another library.
+    """
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    method = config.get("quant_method") if isinstance(config, Mapping) else config.quant_method
+    is_known = isinstance(config, Mapping) and any(config.get(f"load_in_{bits}bit") for bits in (4, 8))
+    if str(getattr(method, "value", method)) != "bitsandbytes" and not (method is None and is_known):
+        raise ValueError(
+            f"'{path}': expected weights that are not quantized, or quantized by bitsandbytes, got "
+            f"quant_method={str(getattr(method, 'value', method))!r}"
+        )
+    return AutoQuantizationConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config
+
+
 class Prequantized:
     """The quantized weights of a folder.
 
@@ -44,19 +62,8 @@ class Prequantized:
     """
 
     def __init__(self, path: object, config: Any, tensors: dict[str, FileTensor]) -> None:
-        from transformers.quantizers.auto import AutoQuantizationConfig
-
-        method = config.get("quant_method") if isinstance(config, Mapping) else config.quant_method
-        is_known = isinstance(config, Mapping) and any(config.get(f"load_in_{bits}bit") for bits in (4, 8))
-        if str(getattr(method, "value", method)) != "bitsandbytes" and not (method is None and is_known):
-            raise ValueError(
-                f"'{path}': expected weights that are not quantized, or quantized by bitsandbytes, got "
-                f"quant_method={str(getattr(method, 'value', method))!r}"
-            )
         self._path, self._tensors = path, tensors
-        self.config = (
-            AutoQuantizationConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config
-        )
+        self.config = read_quantization(path, config)
         self._beside: dict[str, dict[str, FileTensor]] = {}
         """By name of a weight in the folder."""
         for name in list(tensors):
