@@ -289,6 +289,25 @@ def write_config(folder: Path) -> nn.Module:
     return model.float()
 
 
+def test_estimate_of_a_quantized_model_counts_codes_and_scales(tmp_path, capsys):
+    pytest.importorskip("bitsandbytes")
+    transformers = pytest.importorskip("transformers")
+    how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = write_config(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": how.to_dict()}))
+    assert main(["estimate", str(tmp_path), "--stage", "3"]) == 0
+    out = capsys.readouterr().out
+    assert f"with {sum(p.numel() for p in model.parameters()):,} parameters" in out
+    expected = zeroshard.estimate(zeroshard.quantize(model, how), 8)
+    assert table(out)["parameters"] == [format_bytes(expected.parameters)]
+    assert table(out)["scales of codes"] == [format_bytes(expected.scales)]
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["estimate", str(tmp_path)]) == 2
+    assert "quantized by bitsandbytes, got quant_method='gptq'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", [".", "config.json"])
 def test_estimate_of_a_config_is_that_of_its_model(tmp_path, capsys, name):
     model = write_config(tmp_path)

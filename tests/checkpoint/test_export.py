@@ -254,6 +254,25 @@ def test_of_a_model_with_adapters_the_whole_is_written_as_peft_merges_it(ranks, 
     assert_equal(load("Llama", tmp_path / "merged").state_dict(), expected)
 
 
+def export_what_peft_does_not_merge(folder: str) -> tuple[str, list[str]]:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[1], task_type="CAUSAL_LM")
+    engine, _ = start(get_peft_model(build("Llama"), lora), stage=3)
+    with pytest.raises(RuntimeError) as caught:
+        engine.save_pretrained(Path(folder, "merged"), merge_adapters=True)
+    engine.save_pretrained(Path(folder, "adapters"))
+    return str(caught.value), sorted(os.listdir(Path(folder, "merged")))
+
+
+def test_adapters_that_peft_does_not_merge_are_an_error_on_all_ranks(ranks, tmp_path):
+    pytest.importorskip("peft")
+    for message, left in ranks(2, export_what_peft_does_not_merge, str(tmp_path)):
+        assert "does not support merging" in message
+        assert left == []
+    assert (tmp_path / "adapters" / "adapter_config.json").exists()
+
+
 def test_of_a_model_with_adapters_peft_loads_those(ranks, tmp_path, capsys):
     peft = pytest.importorskip("peft")
     state, _ = ranks(2, train_adapters, str(tmp_path))

@@ -191,12 +191,53 @@ def test_they_do_so_with_other_settings(ranks, config):
     assert ranks(2, with_options, "int8", config) == [want, want]
 
 
+class T5Like(nn.Module):
+    """T5 of transformers casts the input of its last layer so."""
+
+    def __init__(self):
+        super().__init__()
+        self.wi, self.wo = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        x = self.wi(x).relu()
+        if x.dtype != self.wo.weight.dtype and self.wo.weight.dtype != torch.int8:
+            x = x.to(self.wo.weight.dtype)
+        return self.wo(x)
+
+
+def cast_by_the_model():
+    torch.manual_seed(0)
+    model = T5Like()
+    for layer in model.children():
+        layer.weight = nn.Parameter(MAKES["float8"](layer.weight.detach()), requires_grad=False)
+    x = torch.randn(4, 16)
+    want = model(x)
+    return torch.equal(zeroshard.initialize(model).engine(x), want)
+
+
+def test_a_model_that_casts_inputs_to_the_dtype_of_a_weight_computes_as_before(ranks):
+    assert ranks(2, cast_by_the_model) == [True, True]
+
+
 def with_numbers(model):
     """The model, with weights as numbers."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and hasattr(layer.weight, "__tensor_flatten__"):
             layer.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
     return model
+
+
+def ignored_one():
+    model = base("int8")
+    model.model.norm.weight.requires_grad_(True)
+    engine = zeroshard.initialize(model, adamw, {"stage": 3, "ignored": ["*up_proj.weight"]}).engine
+    return streamed(engine)
+
+
+def test_weights_that_are_not_sharded_are_streamed_as_numbers(ranks):
+    want = numbers(base("int8"))
+    for found in ranks(2, ignored_one):
+        same_state(dict(sorted(found.items())), dict(sorted(want.items())))
 
 
 def streamed(engine):
@@ -250,13 +291,15 @@ def test_codes_without_adapters_are_not_exported_as_numbers(ranks, tmp_path):
 
 def refused(change, config, optimizer):
     model = base("int8")
-    before = [type(p) for p in model.parameters()]
     change(model, dist.get_rank())
+    before = [type(p) for p in model.parameters()]
+    names = set(model.state_dict())
     with pytest.raises((ValueError, RuntimeError)) as caught:
         zeroshard.initialize(model, adamw if optimizer is None else optimizer(model.parameters()), config)
-    if change is nothing:  # the model is as it was
-        assert [type(p) for p in model.parameters()] == before
-        assert "forward" not in vars(model.model.layers[0].mlp.up_proj)
+    assert [type(p) for p in model.parameters()] == before  # the model is as it was
+    assert set(model.state_dict()) == names
+    assert "forward" not in vars(model.model.layers[0].mlp.up_proj)
+    if change is nothing:
         model(input_ids=torch.zeros(1, 4, dtype=torch.long))
     return str(caught.value)
 
@@ -278,6 +321,16 @@ def other_kind(model, rank):
         layer.weight = nn.Parameter(OtherRows(layer.weight.codes, layer.weight.scale), requires_grad=False)
 
 
+def own_forward(model, _):
+    layer = model.model.layers[1].mlp.up_proj
+    before = layer.forward
+    layer.forward = lambda x: 2 * before(x)  # as hooks of accelerate are
+
+
+def own_buffer(model, _):
+    model.model.layers[1].mlp.up_proj.register_buffer("weight_scale", torch.ones(1))
+
+
 class OtherRows(Rows):
     pass
 
@@ -294,6 +347,8 @@ class OtherRows(Rows):
         ),
         (nothing, {}, torch.optim.AdamW, "without frozen weights that wrap other tensors"),
         (elsewhere, {}, None, "'model.embed_tokens.weight' is a Rows with operations of its own"),
+        (own_forward, {}, None, "'model.layers.1.mlp.up_proj.weight' is a Rows with operations of its own"),
+        (own_buffer, {}, None, "'model.layers.1.mlp.up_proj.weight' is a Rows with operations of its own"),
         (other_kind, {}, None, "'model.layers.0.mlp.up_proj.weight' is"),
     ],
 )

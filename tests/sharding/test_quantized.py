@@ -472,18 +472,105 @@ def test_the_weights_of_an_export_are_those_that_peft_dequantizes():
     torch.testing.assert_close(weight_of(layer), want, rtol=2**-22, atol=0)
 
 
-def test_an_adapter_that_does_more_than_add_is_refused_before_a_file_is_there(ranks, tmp_path):
-    for message in ranks(2, exported_with_dora, tmp_path):
+def several(model):
+    """Two adapters with biases, of which only one is around each MLP's last layer."""
+    for name, layer in model.named_modules():
+        if name.endswith("q_proj"):
+            layer.bias = nn.Parameter(torch.linspace(-1, 1, 64), requires_grad=False)
+    options = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    torch.manual_seed(1)
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], **options), "one"
+    )
+    model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"], lora_bias=True, **options))
+    model.base_model.set_adapter(["one", "other"])
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(sorted(model.named_parameters())):
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+    return model
+
+
+def several_merged():
+    engine = zeroshard.initialize(several(base("nf4")), adamw, {"stage": 3}).engine
+    return {name: value.clone() for name, value in engine.named_full_parameters(merge_adapters=True)}
+
+
+def test_several_adapters_and_their_biases_are_merged_as_peft_merges_them(ranks):
+    want = dict(several(dequantized_base("nf4")).merge_and_unload().named_parameters())
+    assert (want["model.layers.0.self_attn.q_proj.bias"] - torch.linspace(-1, 1, 64)).abs().max() > 0.1
+    for found in ranks(2, several_merged):
+        same_state(found, want)
+
+
+def ignored_codes(kind, names, folder):
+    model = base(kind)
+    model.model.norm.weight.requires_grad_(True)
+    engine = zeroshard.initialize(model, adamw, {"stage": 3, "ignored": names}).engine
+    with pytest.raises(ValueError, match="holds codes of a quantized weight"):
+        engine.save_pretrained(folder)
+    engine.save_pretrained(folder, dequantize=True)
+    return {name: value.clone() for name, value in engine.named_full_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+def test_codes_that_are_not_sharded_are_exported_and_streamed_as_weights(ranks, tmp_path, kind):
+    want = dequantized_base(kind).state_dict()
+    for found in ranks(2, ignored_codes, kind, ["*_proj.weight"], tmp_path):
+        same_state(dict(sorted(found.items())), dict(sorted(want.items())))
+    same_state(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), want)
+
+
+def around_ignored():
+    config = {"stage": 3, "ignored": ["*q_proj.base_layer.weight"]}
+    engine = zeroshard.initialize(build("nf4"), adamw, config).engine
+    with pytest.raises(ValueError, match=r"q_proj.base_layer.weight', which is ignored, has an adapter"):
+        engine.named_full_parameters(merge_adapters=True)
+    return train(engine, range(1))
+
+
+def test_adapters_around_weights_that_are_not_sharded_are_not_left_out_of_a_merge(ranks):
+    one, other = ranks(2, around_ignored)
+    assert one == other == plain(build("nf4"), range(1), 2)
+
+
+TARGETS = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+NOT_ADDED = {
+    "DoRA": peft.LoraConfig(use_dora=True, **TARGETS),
+    "activated LoRA": peft.LoraConfig(alora_invocation_tokens=[1], **TARGETS),
+    "OFT": peft.OFTConfig(oft_block_size=4, **TARGETS),
+    "HiRA": peft.HiraConfig(r=4, **TARGETS),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_ADDED)
+def test_an_adapter_that_does_more_than_add_is_refused_before_a_file_is_there(ranks, tmp_path, kind):
+    for message in ranks(2, not_exported, kind, tmp_path):
         assert "q_proj.weight', which is quantized: expected LoRA without DoRA" in message
     assert not (tmp_path / "out").exists()
 
 
-def exported_with_dora(folder):
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM")
-    engine = zeroshard.initialize(peft.get_peft_model(base("nf4"), config), adamw, {"stage": 3}).engine
+def not_exported(kind, folder):
+    model = peft.get_peft_model(base("nf4"), NOT_ADDED[kind])
+    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
     with pytest.raises(ValueError, match="merge_adapters") as caught:
         engine.save_pretrained(folder / "out", merge_adapters=True)
     return str(caught.value)
+
+
+def without_biases(folder):
+    model = peft.get_peft_model(base("nf4"), peft.LoraConfig(lora_bias=True, **TARGETS))
+    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
+    with pytest.raises(ValueError, match=r"expected a bias in '.*q_proj', which takes in that"):
+        engine.save_pretrained(folder / "out", merge_adapters=True)
+    with pytest.raises(ValueError, match=r"expected a bias in '.*q_proj', which takes in that"):
+        engine.named_full_parameters(merge_adapters=True)
+    return train(engine, range(1))
+
+
+def test_the_bias_of_an_adapter_needs_one_of_its_layer(ranks, tmp_path):
+    one, other = ranks(2, without_biases, tmp_path)
+    assert one == other
 
 
 # ------------------------------------------------------------------------------------------------- errors

@@ -242,6 +242,38 @@ def test_a_quantized_folder_is_the_model_that_transformers_reads(
     assert "quantization_config" not in merged.config.to_dict()
 
 
+@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+def test_biases_of_a_quantized_folder_have_the_dtype_of_the_folder(tmp_path, kind):
+    config = llama(attention_bias=True)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "base")
+    how = {"quantization_config": config_of(kind), "device_map": "cpu"}
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", **how).save_pretrained(tmp_path)
+    want = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu")
+    found = zeroshard.from_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+    dtypes = {name: (p.dtype, p.requires_grad) for name, p in want.named_parameters()}
+    assert {name: (p.dtype, p.requires_grad) for name, p in found.named_parameters()} == dtypes
+    assert dtypes["model.layers.0.self_attn.q_proj.bias"][0] is torch.bfloat16
+
+
+def biases_trained(folder, kind):
+    model = zeroshard.from_pretrained(
+        transformers.AutoModelForCausalLM, folder, quantization_config=config_of(kind)
+    )
+    engine = zeroshard.initialize(model.train(), adamw, {"stage": 3}).engine
+    return train(engine, range(2))
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+def test_biases_of_quantized_layers_are_trained_as_those_of_transformers(ranks, tmp_path, kind):
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(llama(attention_bias=True)).save_pretrained(tmp_path)
+    how = {"quantization_config": config_of(kind), "device_map": "cpu"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **how).train()
+    assert model.model.layers[0].self_attn.q_proj.bias.requires_grad
+    want = plain(model, range(2), 2)
+    assert ranks(2, biases_trained, tmp_path, kind) == [want, want]
+
+
 def gpt2_exported(path):
     model = zeroshard.from_pretrained(transformers.AutoModelForCausalLM, path)
     engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
@@ -389,7 +421,8 @@ def test_a_model_with_memory_is_quantized_at_once_as_by_bitsandbytes():
     model = zeroshard.quantize(nn.Sequential(layer), config)
     assert torch.equal(model[0].weight, want)
     assert model[0].bias is layer.bias
-    assert not any(p.requires_grad for p in model.parameters())
+    assert not model[0].weight.requires_grad
+    assert model[0].bias.requires_grad  # as transformers leaves it
 
 
 def test_a_config_without_bits_is_refused():

@@ -13,6 +13,7 @@ from zeroshard.config.sections import Config
 from zeroshard.hf.skeleton import build_skeleton
 from zeroshard.memory.estimate import Estimate, estimate, side_by_side
 from zeroshard.memory.typical import typical_sizes
+from zeroshard.parameters.counts import count
 from zeroshard.tables import format_bytes, format_count, render
 
 _STAGES = range(4)
@@ -75,7 +76,7 @@ def _of(num_ranks: int) -> str:
 
 def _about(model: nn.Module | int) -> str:
     if isinstance(model, nn.Module):
-        num = sum(parameter.numel() for parameter in model.parameters())
+        num = count(model.parameters())
         return f"{type(model).__name__} with {num:,} parameters"
     sizes = typical_sizes(model)
     if not sizes.depth:

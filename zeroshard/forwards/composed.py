@@ -89,26 +89,48 @@ def _take_apart(module: nn.Module, ignored: Sequence[str] | None) -> list[nn.Mod
     layers: list[nn.Module] = []
     left_out = find_ignored(module, ignored)
     done: dict[Tensor, tuple[nn.Parameter, Form, dict[str, Tensor]]] = {}
-    for layer in module.modules():
-        weight = layer._parameters.get("weight")
-        if type(layer) is not nn.Linear or weight is None or weight in left_out or not _can_be_apart(weight):
-            continue
-        if weight not in done:
-            done[weight] = _parts_of(weight)
-        layer._parameters["weight"], form, others = done[weight]
-        for name, tensor in others.items():
-            layer.register_buffer(f"weight_{name}", tensor)
-        setattr(layer, _FORM, form)
-        object.__setattr__(layer, "forward", functools.partial(_forward, layer))
-        layers.append(layer)
+    try:
+        for layer in module.modules():
+            weight = layer._parameters.get("weight")
+            if type(layer) is not nn.Linear or weight is None or weight in left_out:
+                continue
+            if not _can_be_apart(layer):
+                continue
+            if weight not in done:
+                done[weight] = _parts_of(weight)
+            _take_layer_apart(layer, *done[weight])
+            layers.append(layer)
+    except BaseException:
+        put_together(layers)
+        raise
     return layers
 
 
-def _can_be_apart(weight: Any) -> bool:
-    """True for a frozen tensor that wraps plain tensors; a DTensor does, but belongs to other ranks too."""
-    if weight.requires_grad or not hasattr(weight, "__tensor_flatten__") or hasattr(weight, "placements"):
+def is_wrapper(tensor: Tensor) -> bool:
+    """True for a tensor that wraps others; a DTensor does, but belongs to other ranks too."""
+    return hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "placements")
+
+
+def _take_layer_apart(layer: nn.Linear, codes: nn.Parameter, form: Form, others: dict[str, Tensor]) -> None:
+    layer._parameters["weight"] = codes
+    for name, tensor in others.items():
+        layer.register_buffer(_buffer(name), tensor)
+    setattr(layer, _FORM, form)
+    object.__setattr__(layer, "forward", functools.partial(_forward, layer))
+
+
+def _can_be_apart(layer: nn.Linear) -> bool:
+    """True for a layer whose weight is a frozen tensor that wraps plain tensors.
+
+    A forward of the layer's own, as of accelerate's hooks, may use the weight in any way. An attribute in the
+    place of a buffer would be lost.
+    """
+    weight: Any = layer.weight
+    if weight.requires_grad or not is_wrapper(weight):
         return False
     names, _ = weight.__tensor_flatten__()
+    if "forward" in vars(layer) or any(hasattr(layer, _buffer(name)) for name in names):
+        return False
     inner = [getattr(weight, name) for name in names]
     are_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in inner)
     return bool(inner) and are_plain and all(tensor.is_contiguous() for tensor in inner)
@@ -130,25 +152,37 @@ def _parts_of(weight: Any) -> tuple[nn.Parameter, Form, dict[str, Tensor]]:
         stride=weight.stride(),
         dtype=weight.dtype,
     )
-    values = codes.view(torch.uint8) if codes.is_floating_point() else codes  # numbers would be cast
+    # Numbers would be cast. T5 of transformers casts inputs to the dtype of a weight, unless that is int8.
+    values = codes.view(torch.int8) if codes.is_floating_point() else codes
     parameter: Any = nn.Parameter(values, requires_grad=False)
     parameter.coded_shape = form.shape
     return parameter, form, inner
+
+
+def _buffer(name: str) -> str:
+    """The name of the buffer of a layer that has a tensor of its weight."""
+    return f"weight_{name}"
+
+
+def buffers_of(layer: Any) -> list[str]:
+    """The names of the buffers that a layer has beside the codes of its weight, which was taken apart."""
+    form = form_of(layer)
+    return [] if form is None else [_buffer(name) for name in form.others]
 
 
 def put_together(layers: Iterable[Any]) -> None:
     """Give layers that were taken apart their weights back, with the values that their codes have now."""
     done: dict[Tensor, nn.Parameter] = {}
     for layer in layers:
-        if (form := form_of(layer)) is None:  # it was put together already
+        if form_of(layer) is None:  # it was put together already
             continue
         codes = layer.weight
         if type(codes) is nn.Parameter:  # not a slice that an engine has left
             if codes not in done:
                 done[codes] = nn.Parameter(compose(layer, codes), requires_grad=False)
             layer._parameters["weight"] = done[codes]
-        for name in form.others:
-            delattr(layer, f"weight_{name}")
+        for name in buffers_of(layer):
+            delattr(layer, name)
         delattr(layer, _FORM)
         object.__delattr__(layer, "forward")
 
@@ -162,7 +196,7 @@ def compose(layer: Any, codes: Tensor) -> Any:
     """
     form = form_of(layer)
     assert form is not None, "the layer was taken apart"
-    inner = {name: getattr(layer, f"weight_{name}") for name in form.others}
+    inner = {name: getattr(layer, _buffer(name)) for name in form.others}
     inner[form.codes] = codes.detach().view(form.codes_dtype).view(form.codes_shape)
     return form.kind.__tensor_unflatten__(inner, form.context, form.shape, form.stride)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.forwards.composed import compose, form_of
+from zeroshard.forwards.composed import buffers_of, compose, form_of
 from zeroshard.lazy.codes import Codes
 from zeroshard.lazy.deferred import deferred_of
 from zeroshard.sharding.buffer import FlatBuffer
@@ -184,8 +184,8 @@ def dequantized(layer: Layer, codes: Tensor) -> Tensor:
 def scales_in(module: nn.Module) -> Iterator[Tensor]:
     """The tensors that the quantized layers of a sharded module keep beside their codes."""
     for layer in filter(has_codes, module.modules()):
-        if (form := form_of(layer)) is not None:
-            yield from (getattr(layer, f"weight_{name}") for name in form.others)
+        if form_of(layer) is not None:
+            yield from (getattr(layer, name) for name in buffers_of(layer))
             continue
         for owner, attribute in _scales(layer):
             if isinstance(values := getattr(owner, attribute), Tensor):
@@ -194,8 +194,8 @@ def scales_in(module: nn.Module) -> Iterator[Tensor]:
 
 def num_scale_bytes(layer: Layer) -> int:
     """Bytes of these for a layer, quantized already or as its weight is read; 0 for any other module."""
-    if (form := form_of(layer)) is not None:
-        return sum(getattr(layer, f"weight_{name}").nbytes for name in form.others)
+    if form_of(layer) is not None:
+        return sum(getattr(layer, name).nbytes for name in buffers_of(layer))
     if not is_quantized(layer):
         return 0
     if _has_8_bits(layer):
@@ -215,8 +215,11 @@ def names_beside(module: nn.Module) -> set[str]:
     for name, layer in module.named_modules(remove_duplicate=False):
         if has_codes(layer):
             prefix = f"{name}." if name else ""
-            state = layer.state_dict(keep_vars=True)
-            found |= {prefix + key for key in state if key.startswith(("weight.", "weight_", "SCB"))}
+            beside = buffers_of(layer)
+            if not beside:
+                names = layer.state_dict(keep_vars=True)
+                beside = [key for key in names if key.startswith(("weight.", "weight_format", "SCB"))]
+            found |= {prefix + key for key in beside}
     return found
 
 

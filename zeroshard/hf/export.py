@@ -23,10 +23,12 @@ from zeroshard.checkpoint.quantized import is_beside_codes
 from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, read_model
 from zeroshard.comm.mesh import Axes
+from zeroshard.forwards.composed import is_wrapper
 from zeroshard.hf.format import Format
 from zeroshard.hf.parts import collect
 from zeroshard.hf.weights import check_folder, write_weights
 from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.plan.originals import is_packed
 from zeroshard.safetensors import TensorInfo
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
@@ -175,23 +177,24 @@ def export_engine(
     on_first(axis, "start of an export", lambda: check_folder(folder, weights.tensors))
     slices = _gather(runtime, own.buffers.keys() - before, names)
 
+    def take() -> None:
+        for _ in slices:
+            pass
+
     def write() -> None:
         try:
             write_model(folder, weights, slices, how)
         finally:
-            for _ in slices:  # the ranks gather together, even if the writing has failed
-                pass
+            take()  # the ranks gather together, even if the writing has failed
 
-    if axis.rank:
-        for _ in slices:
-            pass
-    on_first(axis, "end of an export", write)
+    on_all(axis, "end of an export", take if axis.rank else write)
 
 
 def _refuse_codes(runtime: Runtime) -> None:
     """Refuse codes: the layout of transformers would need the config of their quantization."""
     packed = (p.fqn for buffer in runtime.buffers if buffer.plan.is_packed for p in buffer.sharded)
-    if (name := next(packed, None)) is not None:
+    ignored = (name for p, name in runtime.ignored.items() if is_packed(p) or is_wrapper(p))
+    if (name := next(chain(packed, ignored), None)) is not None:
         raise ValueError(
             f"save_pretrained(): '{name}' holds codes of a quantized weight: expected a model that is not "
             "quantized, or one with adapters, which are saved alone; or dequantize=True, which writes the "

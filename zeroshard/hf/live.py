@@ -8,13 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.tensors import read_model
+from zeroshard.forwards.composed import is_wrapper
 from zeroshard.forwards.quantized import dequantized, dequantized_form, has_codes, is_transposed
 from zeroshard.full.parameters import unsharded
 from zeroshard.full.parts import spread
 from zeroshard.hf.adapters import has_adapters
 from zeroshard.hf.export import own_parameters
 from zeroshard.hf.merging import Merging
+from zeroshard.plan.originals import is_packed
 from zeroshard.safetensors import TensorInfo
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -30,12 +33,16 @@ def stream_parameters(
 
 
 def merging_of(runtime: Runtime) -> Merging | None:
-    """The adapters of the model, to be merged; None if it has none.
+    """The adapters of the model, to be merged; None if it has none. Collective.
 
     Raises:
-        ValueError: an adapter that no weight can take in.
+        ValueError: an adapter that no weight can take in, on all ranks.
     """
-    return Merging(runtime.module) if has_adapters(runtime.module) else None
+    if not has_adapters(runtime.module):
+        return None
+    merging = Merging(runtime.module)
+    on_all(runtime.context.axes.world, "check of adapters", lambda: merging.check(runtime.ignored))
+    return merging
 
 
 def _check_moment(runtime: Runtime) -> None:
@@ -94,8 +101,10 @@ def streamed_tensors(runtime: Runtime, merging: Merging | None) -> dict[str, Str
                 info = TensorInfo(dtype, form[::-1] if is_transposed(owner) else form)
             every = (original.fqn, *aliases.get(original.fqn, ()))
             found[names[original.fqn]] = Streamed(info, _renamed(every, merging))
-    for name, parameter in _ignored(runtime, merging).items():
-        found[name] = Streamed(TensorInfo(parameter.dtype, tuple(parameter.shape)), [name])
+    for name, (owner, parameter) in _ignored(runtime, merging).items():
+        dtype, form = dequantized_form(owner, parameter.dtype, tuple(parameter.shape))
+        is_turned = is_packed(parameter) and is_transposed(owner)
+        found[name] = Streamed(TensorInfo(dtype, form[::-1] if is_turned else form), [name])
     return found
 
 
@@ -105,10 +114,11 @@ def _renamed(names: Iterable[str], merging: Merging | None) -> list[str]:
     return [name for name in known if name is not None]
 
 
-def _ignored(runtime: Runtime, merging: Merging | None) -> dict[str, nn.Parameter]:
-    """The parameters that are not sharded, by their names in the stream."""
+def _ignored(runtime: Runtime, merging: Merging | None) -> dict[str, tuple[nn.Module, nn.Parameter]]:
+    """The parameters that are not sharded, by their names in the stream, with a module that has each."""
+    owners = {p: module for module in runtime.module.modules() for p in module._parameters.values()}
     pairs = ((_renamed([fqn], merging), parameter) for parameter, fqn in runtime.ignored.items())
-    return {names[0]: parameter for names, parameter in pairs if names}
+    return {names[0]: (owners[parameter], parameter) for names, parameter in pairs if names}
 
 
 _Step = Callable[[], dict[str, Tensor]]
@@ -123,8 +133,16 @@ def _steps(runtime: Runtime, names: Mapping[str, str], merging: Merging | None) 
             layers = [] if merging is None else merging.layers_of(unit.slots.owners)
             steps.append(_merger(runtime, unit, names, layers) if layers else _gatherer(runtime, unit, names))
     if own := _ignored(runtime, merging):
-        steps.append(lambda: {name: p.detach().clone() for name, p in own.items()})
+        steps.append(lambda: {name: _as_it_is(owner, p) for name, (owner, p) in own.items()})
     return steps
+
+
+def _as_it_is(owner: nn.Module, parameter: nn.Parameter) -> Tensor:
+    """A copy of a parameter that is not sharded; numbers for codes, and for a tensor that wraps others."""
+    values = parameter.detach()
+    if is_packed(parameter):
+        return _as_plain(owner, dequantized(owner, values))
+    return values.dequantize() if is_wrapper(values) else values.clone()
 
 
 def _gatherer(runtime: Runtime, unit: Unit, names: Mapping[str, str]) -> _Step:
@@ -165,8 +183,11 @@ def _merger(runtime: Runtime, unit: Unit, names: Mapping[str, str], layers: list
                     if original.is_packed:  # peft would quantize the sum again
                         values = dequantized(owner, values)
                         if owner in of_codes:
-                            values += Merging.delta_of(of_codes[owner], original.fqn)
+                            Merging.add_to_weight(of_codes[owner], values, original.fqn)
                         values = _as_plain(owner, values)
+                    elif owner in of_codes and attribute == "bias":
+                        values = values.clone()
+                        Merging.add_to_bias(of_codes[owner], values)
                     found[names[original.fqn]] = values
         return found
 

@@ -56,8 +56,6 @@ def export_merged(
     runtime.require_slices("save_pretrained()")
     axes = runtime.context.axes
     merging = merging_of(runtime)
-    if merging is not None:
-        on_all(axes.world, "start of an export", merging.check)
     folder = on_first(axes.world, "start of an export", lambda: as_folder(dir))
     part = _plan(runtime, merging, how.dtype, _plainly(runtime.module, described))
     weights, before = join(axes, part.weights)
@@ -65,17 +63,17 @@ def export_merged(
     on_first(axes.world, "start of an export", lambda: check_folder(folder, weights.tensors))
     slices = _slices(runtime, part, names, before)
 
+    def take() -> None:
+        for _ in slices:
+            pass
+
     def write() -> None:
         try:
             write_model(folder, weights, slices, how)
         finally:
-            for _ in slices:  # the ranks gather together, even if the writing has failed
-                pass
+            take()  # the ranks gather together, even if the writing has failed
 
-    if axes.world.rank:
-        for _ in slices:
-            pass
-    on_first(axes.world, "end of an export", write)
+    on_all(axes.world, "end of an export", take if axes.world.rank else write)
 
 
 def _plainly(module: Any, described: Mapping[str, Any] | None) -> dict[str, Any]:

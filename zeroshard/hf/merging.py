@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,15 +75,33 @@ class Merging:
             if layer.active_adapters and not set(layer.get_base_layer().modules()).isdisjoint(owners)
         ]
 
-    def check(self) -> None:
-        """Check the adapters around quantized weights.
+    def check(self, ignored: Mapping[nn.Parameter, str]) -> None:
+        """Check the adapters around quantized weights, the biases that adapters have, and ignored parameters.
+
+        Args:
+            ignored: the parameters that are not sharded, with their names.
 
         Raises:
-            ValueError: an adapter that does more than to add to such a weight.
+            ValueError: an adapter that does more than to add to a quantized weight, one with a bias around a
+                layer without, or one around a parameter that is ignored.
         """
         for name, layer in self._layers.items():
-            if has_codes(layer.get_base_layer()):
+            base = layer.get_base_layer()
+            theirs = (ignored[p] for p in base.parameters() if p in ignored and layer.active_adapters)
+            if (fqn := next(theirs, None)) is not None:  # peft would merge into the parameter itself
+                raise ValueError(
+                    f"merge_adapters: '{fqn}', which is ignored, has an adapter: expected adapters around "
+                    "sharded parameters. For frozen ones that are whole on each rank use frozen= in place of "
+                    "ignored="
+                )
+            if has_codes(base):
                 self.check_adds(layer, f"{name}.weight")
+            adapters = _added_by(layer)
+            if getattr(base, "bias", None) is None and any(_has_bias(layer, one) for one in adapters):
+                raise ValueError(
+                    f"merge_adapters: expected a bias in '{name}', which takes in that of its adapter "
+                    "(lora_bias=True), got none"
+                )
 
     @staticmethod
     def check_adds(layer: Any, name: str) -> None:
@@ -97,32 +114,40 @@ class Merging:
         Raises:
             ValueError: an adapter that does more.
         """
-        for adapter in _unmerged(layer):
-            if not _only_adds(layer, adapter):
+        from peft.tuners.lora.layer import LoraLayer
+        from peft.tuners.randlora.layer import RandLoraLayer
+        from peft.tuners.vera.layer import VeraLayer
+
+        only_adds = isinstance(layer, LoraLayer | RandLoraLayer | VeraLayer)
+        for adapter in _added_by(layer):
+            if not only_adds or adapter in getattr(layer, "lora_variant", ()):
                 raise ValueError(
                     f"merge_adapters: adapter '{adapter}' does more than add to the weight '{name}', which "
-                    "is quantized: expected LoRA without DoRA and lora_bias, or VeRA"
+                    "is quantized: expected LoRA without DoRA or another variant, AdaLoRA, VeRA or RandLoRA"
                 )
 
     @staticmethod
-    def delta_of(layer: Any, name: str) -> Tensor:
-        """Return the sum of what the active adapters of a layer add to its weight.
-
-        Adapters that are merged already add nothing, and neither do those that the layer does not have.
+    def add_to_weight(layer: Any, values: Tensor, name: str) -> None:
+        """Add what the active adapters of a layer add to its weight, one after the other as peft does.
 
         Args:
             layer: a layer of peft; its parameters are shown.
-            name: the name of the weight, for errors.
+            values: the weight, as numbers.
+            name: its name, for errors.
 
         Raises:
-            ValueError: an adapter that does more than to add, or another thing.
+            ValueError: an adapter that does more than to add.
         """
         Merging.check_adds(layer, name)
-        deltas = [layer.get_delta_weight(adapter).detach() for adapter in _unmerged(layer)]
-        if not deltas:
-            return torch.zeros((), device=layer.get_base_layer().weight.device)
-        total: Tensor = functools.reduce(torch.add, deltas)
-        return total
+        for adapter in _added_by(layer):
+            values += layer.get_delta_weight(adapter).detach()
+
+    @staticmethod
+    def add_to_bias(layer: Any, values: Tensor) -> None:
+        """Add what the active adapters of a layer add to its bias, as `add_to_weight` does."""
+        for adapter in _added_by(layer):
+            if _has_bias(layer, adapter):
+                values += layer.lora_B[adapter].bias.detach() * layer.scaling[adapter]
 
     @staticmethod
     @contextmanager
@@ -143,22 +168,14 @@ class Merging:
                 layer.merged_adapters = merged
 
 
-def _unmerged(layer: Any) -> list[str]:
-    """The active adapters that a layer of peft has, and that are not merged into its weight already."""
-    available = layer._get_available_adapters()
-    return [name for name in layer.active_adapters if name in available and name not in layer.merged_adapters]
+def _added_by(layer: Any) -> list[str]:
+    """The active adapters that a layer has, but for those that peft has merged into its weight already."""
+    known = {adapter for names in layer.adapter_layer_names for adapter in getattr(layer, names)}
+    return [one for one in layer.active_adapters if one in known and one not in layer.merged_adapters]
 
 
-_ADDING = frozenset(("LoraLayer", "VeraLayer"))
-"""Classes of peft whose `get_delta_weight` is a summand of the weight; HiRA and OFT return a factor."""
-
-
-def _only_adds(layer: Any, adapter: str) -> bool:
-    """True if an adapter of a layer adds its delta to the weight, and does nothing else."""
-    has_variant = adapter in getattr(layer, "lora_variant", {})  # DoRA and its like
-    has_bias = getattr(layer, "lora_bias", {}).get(adapter, False)
-    is_adding = not _ADDING.isdisjoint(base.__name__ for base in type(layer).__mro__)
-    return is_adding and not has_variant and not has_bias
+def _has_bias(layer: Any, adapter: str) -> bool:
+    return bool(getattr(layer, "lora_bias", {}).get(adapter))
 
 
 def _shown_by(wrapper: Any) -> str:

@@ -31,6 +31,24 @@ _BESIDE = re.compile(
 )
 
 
+def read_quantization(path: object, config: Any) -> Any:
+    """Return the BitsAndBytesConfig of a folder or file, given the `quantization_config` of its config.
+
+    Raises:
+        ValueError: the weights are quantized by another library.
+    """
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    method = config.get("quant_method") if isinstance(config, Mapping) else config.quant_method
+    is_known = isinstance(config, Mapping) and any(config.get(f"load_in_{bits}bit") for bits in (4, 8))
+    if str(getattr(method, "value", method)) != "bitsandbytes" and not (method is None and is_known):
+        raise ValueError(
+            f"'{path}': expected weights that are not quantized, or quantized by bitsandbytes, got "
+            f"quant_method={str(getattr(method, 'value', method))!r}"
+        )
+    return AutoQuantizationConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config
+
+
 class Prequantized:
     """The quantized weights of a folder.
 
@@ -44,19 +62,8 @@ class Prequantized:
     """
 
     def __init__(self, path: object, config: Any, tensors: dict[str, FileTensor]) -> None:
-        from transformers.quantizers.auto import AutoQuantizationConfig
-
-        method = config.get("quant_method") if isinstance(config, Mapping) else config.quant_method
-        is_known = isinstance(config, Mapping) and any(config.get(f"load_in_{bits}bit") for bits in (4, 8))
-        if str(getattr(method, "value", method)) != "bitsandbytes" and not (method is None and is_known):
-            raise ValueError(
-                f"'{path}': expected weights that are not quantized, or quantized by bitsandbytes, got "
-                f"quant_method={str(getattr(method, 'value', method))!r}"
-            )
         self._path, self._tensors = path, tensors
-        self.config = (
-            AutoQuantizationConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config
-        )
+        self.config = read_quantization(path, config)
         self._beside: dict[str, dict[str, FileTensor]] = {}
         """By name of a weight in the folder."""
         for name in list(tensors):
@@ -64,8 +71,13 @@ class Prequantized:
                 weight = found["weight"] or f"{found['layer']}.weight"
                 self._beside.setdefault(weight, {})[found["key"] or found["key8"]] = tensors.pop(name)
 
-    def prepare(self, model: Any) -> None:
-        """Replace the layers that transformers replaces, by layers of bitsandbytes without values."""
+    def prepare(self, model: Any, dtype: torch.dtype) -> None:
+        """Replace the layers that transformers replaces, by layers of bitsandbytes without values.
+
+        Args:
+            model: the model, without values.
+            dtype: of all that is not quantized.
+        """
         from transformers.integrations.bitsandbytes import replace_with_bnb_linear
         from transformers.quantizers.base import HfQuantizer
 
@@ -74,11 +86,13 @@ class Prequantized:
         replace_with_bnb_linear(
             model, modules_to_not_convert=left_out, quantization_config=self.config, pre_quantized=True
         )
-        if self.config.load_in_4bit:
-            for layer in filter(is_of_bitsandbytes, model.modules()):
-                dtype = layer.weight.dtype
-                num_codes = -(-layer.in_features * layer.out_features // (2 * dtype.itemsize))
-                codes = torch.empty(num_codes, 1, dtype=dtype, device="meta")
+        for layer in filter(is_of_bitsandbytes, model.modules()):
+            if layer.bias is not None:  # bitsandbytes makes it in float32
+                layer.bias = nn.Parameter(layer.bias.detach().to(dtype), requires_grad=False)
+            if self.config.load_in_4bit:
+                storage = layer.weight.dtype
+                num_codes = -(-layer.in_features * layer.out_features // (2 * storage.itemsize))
+                codes = torch.empty(num_codes, 1, dtype=storage, device="meta")
                 layer.weight = nn.Parameter(codes, requires_grad=False)
 
     def complete(self, model: Any) -> None:

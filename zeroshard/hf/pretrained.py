@@ -89,7 +89,7 @@ def from_pretrained(
     with recording(draw=False), torch.no_grad():
         model: Any = build(model_config, dtype=dtype, **options)
         if prequantized is not None:
-            prequantized.prepare(model)
+            prequantized.prepare(model, dtype)
         _load(model, tensors, path, dtype)
     if (Path(path) / GENERATION_CONFIG_NAME).is_file() and hasattr(model, "generation_config"):
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)

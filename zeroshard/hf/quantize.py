@@ -15,7 +15,7 @@ from zeroshard.lazy.deferred import defer, has_memory
 
 @torch.no_grad()
 def quantize(model: nn.Module, config: Any) -> nn.Module:
-    """Replace the linear layers of a model by frozen ones of bitsandbytes, in place.
+    """Replace the linear layers of a model by those of bitsandbytes, with frozen weights, in place.
 
     Weights without memory (`deferred_init`, `from_pretrained`) stay so: `initialize` has each rank read and
     quantize its own part of them, on the CPU. The codes and scales are those of bitsandbytes there for the
@@ -46,7 +46,6 @@ def quantize(model: nn.Module, config: Any) -> nn.Module:
         new = (_with_4_bits if config.load_in_4bit else _with_8_bits)(layer, config)
         new.bias = layer.bias
         new.train(layer.training)
-        new.requires_grad_(False)
         model.set_submodule(name, new)
     name_bits(model, config)
     return model
