@@ -298,7 +298,10 @@ def main() -> None:
         when = f"after step {first}" if first else "before training"
         report.show_answer(console, when, args.ask, answer(engine, tokenizer, args.ask))
 
-    trainer = Trainer(engine, dataloader, held_out, args, steps, console)
+    try:
+        trainer = Trainer(engine, dataloader, held_out, args, steps, console)
+    except (RuntimeError, ValueError) as error:  # of --log
+        sys.exit(f"finetune.py: {error}")
     history, memory = trainer.train(history)
     console.print(f"held-out loss after training: {history.evaluations[-1][1]:.3f} nats per {args.unit}")
     if args.output:  # first of all: nothing that follows may lose the model

@@ -80,6 +80,9 @@ class Trainer:
         self._engine, self._dataloader, self._held_out = engine, dataloader, held_out
         self._args, self._steps = args, steps
         self._eval_every = args.eval_every or max(1, steps // 5)
+        self._log = zeroshard.StepLog(
+            engine, *args.log, every=args.log_every, num_steps=steps, config=vars(args)
+        )
         self._progress = report.TrainingProgress(console, steps, args.unit)
         engine.reset_memory_report()  # an answer before training had gathered the whole model
         self._memory = engine.memory_report()
@@ -93,7 +96,7 @@ class Trainer:
         first = len(history.losses)
         losses = torch.zeros(self._steps, device=self._engine.device)  # of this rank, from `first` on
         batches, start, begin = self._forever(), time.perf_counter(), first
-        with self._progress as progress:
+        with self._progress as progress, self._log as log:
             progress.begin(first)
             for step in range(first, self._steps):
                 num_tokens = self._step(batches, losses, step, is_told=progress.is_due(step))
@@ -101,7 +104,9 @@ class Trainer:
                 done = step + 1
                 if self._is_due(done, self._eval_every):
                     begin_evaluation = time.perf_counter()
-                    evaluation = (done, evaluate(self._engine, self._held_out))
+                    with log.pause():
+                        evaluation = (done, evaluate(self._engine, self._held_out))
+                    log.note(held_out_loss=evaluation[1])
                     progress.leave_out(time.perf_counter() - begin_evaluation)
                     history = history._replace(evaluations=[*history.evaluations, evaluation])
                 saves = self._args.checkpoint_dir and self._is_due(done, self._args.save_every)
@@ -140,4 +145,5 @@ class Trainer:
             if is_told:
                 self._memory = self._engine.memory_report()  # before step() frees the gradients
             self._engine.step()
+            self._log.step(loss, batch["input_ids"].numel())
         return num_tokens

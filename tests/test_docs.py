@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import json
 import re
 import runpy
 from dataclasses import fields, is_dataclass
@@ -128,6 +130,31 @@ def test_the_examples_of_averages_and_streams_run(ranks: Any, tmp_path: Path) ->
         assert sorted(sent) == sorted(names)
     assert found[0][2], "expected averages in full_state_dict(), not the trained values"
     assert (tmp_path / "latest").is_file()
+
+
+def log_steps(folder: Path) -> list[dict[str, float]]:
+    """Run the example of the log; return the lines of its file."""
+    torch.manual_seed(0)
+    inputs = torch.randn(16, 8)
+    model = nn.Linear(8, 3)
+    dataset = torch.utils.data.TensorDataset(inputs, inputs[:, :3].argmax(1))
+    config = {"micro_batch_size": 4}
+    made = zeroshard.initialize(
+        model, torch.optim.SGD(model.parameters(), 0.1), config, training_data=dataset
+    )
+    (example,) = re.findall(r"```python\n# a log of steps\n(.*?)```", REFERENCE, re.DOTALL)
+    names = {"zeroshard": zeroshard, "engine": made.engine, "dataloader": made.dataloader}
+    with contextlib.chdir(folder):
+        exec(example, names | {"loss_fn": nn.functional.cross_entropy})
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def test_the_example_of_the_log_runs(ranks: Any, tmp_path: Path) -> None:
+    noted, report = ranks(2, log_steps, tmp_path)[0]
+    assert noted == {"step": 2, "held_out_loss": 2.3}  # before the report of the last steps, at the end
+    assert report["step"] == 2  # 16 samples, 2 ranks, 4 in a micro-batch
+    assert 0 < report["loss"] < 3
 
 
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")

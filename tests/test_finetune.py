@@ -167,7 +167,8 @@ def test_two_tensor_ranks_learn_what_one_process_does(run: Callable[..., Ended],
 def test_two_ranks_learn_and_show_the_memory_they_held(
     run: Callable[..., Ended], text: Path, tmp_path: Path
 ) -> None:
-    ended = run(2, *TINY, "--data", str(text), "--steps", "25", "--accumulate", "2", "--output", "out")
+    log = ("--log", "jsonl:log/metrics.jsonl", "--log-every", "10")
+    ended = run(2, *TINY, "--data", str(text), "--steps", "25", "--accumulate", "2", "--output", "out", *log)
     assert ended.code is None, ended
     before, after = held_out_losses(ended.printed)
     assert before == pytest.approx(math.log(256), abs=0.1)
@@ -183,12 +184,23 @@ def test_two_ranks_learn_and_show_the_memory_they_held(
     evaluations, losses = ended.drawn
     assert len(losses) == 25
     assert [step for step, _ in evaluations] == [0, 5, 10, 15, 20, 25]
+    logged = [json.loads(line) for line in (tmp_path / "log/metrics.jsonl").read_text().splitlines()]
+    noted = [(values["step"], values["held_out_loss"]) for values in logged if "held_out_loss" in values]
+    assert noted == evaluations[1:]
+    reports = {values["step"]: values["loss"] for values in logged if "loss" in values}
+    means = {step: sum(losses[begin:step]) / (step - begin) for begin, step in ((0, 10), (10, 20), (20, 25))}
+    assert reports == pytest.approx(means, rel=1e-5)
     last = re.findall(r"^step 25/25: (.*)", ended.printed, re.MULTILINE)[0]
     assert re.fullmatch(
         r"loss [\d.]+, held-out [\d.]+, lr [\d.e-]+, grad norm [\d.]+, [\d,]+ bytes/s, [\d:]+ in all", last
     )
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 32
     assert "NOT be kept" not in ended.printed
+
+
+def test_a_log_that_cannot_be_opened_ends_the_run_in_one_line(run: Callable[..., Ended], text: Path) -> None:
+    ended = run(2, *TINY, "--data", str(text), "--steps", "2", "--log", "csv:metrics.csv")
+    assert str(ended.code).startswith("finetune.py: log target: expected one of terminal, jsonl:FILE")
 
 
 def test_a_run_that_leaves_nothing_warns(run: Callable[..., Ended], text: Path) -> None:

@@ -21,7 +21,7 @@ LAYERS = (
     {"assemble", "optim"},
     {"checkpoint", "hf", "byname", "memory", "sharded"},
     {"engine", "batches", "checkpointing", "modulelike", "reports"},
-    {"averaging", "doctor", "entry", "profiling", "taking"},
+    {"averaging", "doctor", "entry", "logs", "profiling", "taking"},
     {"cli", "integrations"},
     {"__init__", "__main__"},
 )

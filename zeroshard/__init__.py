@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zeroshard.hf.pretrained import from_pretrained
     from zeroshard.hf.quantize import quantize
     from zeroshard.lazy.recorder import deferred_init
+    from zeroshard.logs.steplog import StepLog
     from zeroshard.memory.estimate import Estimate, estimate
     from zeroshard.memory.report import MemoryReport
     from zeroshard.parallel.tensor.losses import cross_entropy
@@ -39,6 +40,7 @@ __all__ = [
     "Precision",
     "Profile",
     "Sharded",
+    "StepLog",
     "cross_entropy",
     "data",
     "deferred_init",
@@ -63,6 +65,7 @@ _HOMES = {
     "quantize": "hf.quantize",
     "deferred_init": "lazy.recorder",
     **dict.fromkeys(("Estimate", "estimate"), "memory.estimate"),
+    "StepLog": "logs.steplog",
     "MemoryReport": "memory.report",
     "cross_entropy": "parallel.tensor.losses",
     "profile": "profiling.profiler",

@@ -1,0 +1,253 @@
+"""The metrics of a log are those of all ranks, and a log changes nothing of a training."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+import zeroshard
+from tests.distributed.models import Tiny
+from tests.distributed.training import square_loss, start
+from zeroshard.logs.metrics import Share, combine
+
+
+class Kept:
+    """A target that keeps what it gets; its methods raise on demand."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.metrics: list[dict[str, float]] = []
+        """The values of each call, with its step."""
+        self.num_closed, self._fails_at = 0, fails_at
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step == self._fails_at:
+            raise OSError("disk full")
+        self.metrics.append({"step": step, **values})
+
+    @property
+    def steps(self) -> list[float]:
+        return [values["step"] for values in self.metrics]
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+class Trained(NamedTuple):
+    """The metrics of a rank's log, and the same values noted by hand."""
+
+    metrics: list[dict[str, float]]
+    num_closed: int
+    losses: list[float]
+    norms: list[float]
+    lrs: list[float]
+    parameters: dict[str, torch.Tensor]
+
+
+def train(num_steps: int, every: int, is_logged: bool = True, **config: Any) -> Trained:
+    """Train with a schedule; note by hand the loss, norm and learning rate of each step."""
+    torch.manual_seed(0)
+    model = Tiny()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    schedule = LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    engine = zeroshard.initialize(model, optimizer, config, lr_scheduler=schedule).engine
+    num_micro, kept = engine.config.gradient_accumulation_steps, Kept()
+    losses, norms, lrs = [], [], []
+    targets = [kept] if is_logged else []
+    with zeroshard.StepLog(engine, *targets, every=every, num_steps=num_steps) as log:
+        for number in range(num_steps):
+            lrs.append(engine.get_lr()[0])
+            for micro in range(num_micro):
+                loss = square_loss(engine, 10 * number + micro)
+                engine.backward(loss)
+                engine.step()
+                log.step(loss, num_tokens=5 + engine.dp_rank)
+                losses.append(loss.item())
+            assert engine.grad_norm is not None
+            norms.append(engine.grad_norm.item())
+    return Trained(kept.metrics, kept.num_closed, losses, norms, lrs, engine.full_state_dict())
+
+
+@pytest.mark.long_where(num_ranks=[3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_micro", [1, 2])
+def test_metrics_are_those_of_all_ranks(ranks: Any, num_ranks: int, num_micro: int) -> None:
+    config = {"stage": 3, "clip_grad_norm": 1.0, "gradient_accumulation_steps": num_micro}
+    first, *others = ranks(num_ranks, train, 5, 2, **config)
+    assert not any(other.metrics for other in others)
+    assert [metrics["step"] for metrics in first.metrics] == [2, 4, 5]
+    assert first.num_closed == 1
+    for begin, metrics in zip((0, 2, 4), first.metrics, strict=True):
+        steps = slice(begin * num_micro, metrics["step"] * num_micro)
+        losses = [loss for rank in (first, *others) for loss in rank.losses[steps]]
+        assert metrics["loss"] == pytest.approx(math.fsum(losses) / len(losses), rel=1e-12)
+        assert metrics["grad_norm"] == first.norms[metrics["step"] - 1]
+        assert metrics["lr"] == first.lrs[metrics["step"] - 1] == pytest.approx(0.1 / metrics["step"])
+        assert metrics["tokens_per_s"] > 0
+        assert (metrics["skipped_steps"], metrics["loss_scale"]) == (0, 1.0)
+        assert metrics["memory_bytes"] > 1 << 20
+
+
+def test_a_log_changes_no_bit_of_a_training(ranks: Any) -> None:
+    for stage in (1, 3):
+        config = {"stage": stage, "clip_grad_norm": 1.0}
+        logged, plain = ranks(2, train, 4, 1, **config), ranks(2, train, 4, 1, False, **config)
+        assert not plain[0].metrics
+        for one, other in zip(logged, plain, strict=True):
+            assert one.losses == other.losses
+            assert all(torch.equal(one.parameters[name], other.parameters[name]) for name in one.parameters)
+
+
+def train_with_divided_layers() -> tuple[list[dict[str, float]], float, int]:
+    """Train two tensor ranks times two data ranks; return metrics, the mean loss, and tokens in all."""
+    torch.manual_seed(0)
+    model, kept = Tiny(), Kept()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    plan = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
+    config = {"mesh": {"tp": 2}}
+    engine = zeroshard.initialize(model, optimizer, config, tp_plan=plan).engine
+    log = zeroshard.StepLog(engine, kept, every=1)
+    inputs = torch.randn(5, 7, generator=torch.Generator().manual_seed(engine.dp_rank))
+    loss = engine(inputs).square().mean()
+    engine.backward(loss)
+    engine.step()
+    log.step(loss, num_tokens=5)
+    losses: list[float] = [0.0] * 4
+    dist.all_gather_object(losses, loss.item())
+    return kept.metrics, sum(losses) / 4, engine.dp_world_size
+
+
+def test_tensor_ranks_count_once(ranks: Any) -> None:
+    (metrics,), mean, num_data = ranks(4, train_with_divided_layers)[0]
+    assert num_data == 2
+    assert metrics["loss"] == pytest.approx(mean, rel=1e-6)
+
+
+@given(
+    st.lists(st.tuples(st.integers(-99, 99), st.integers(0, 9)), min_size=1, max_size=4), st.integers(1, 3)
+)
+def test_the_ranks_of_a_model_part_count_as_one(data: list[tuple[int, int]], copies: int) -> None:
+    shares = [Share(loss, 1, tokens, 7, None, None) for loss, tokens in data for _ in range(copies)]
+    sums = combine(shares, len(data))
+    assert sums.loss == pytest.approx(sum(loss for loss, _ in data) / len(data))
+    assert sums.num_tokens == sum(tokens for _, tokens in data)
+
+
+def test_the_largest_memory_and_the_first_values_are_taken() -> None:
+    shares = [Share(1.0, 1, None, 5, None, None), Share(2.0, 1, None, 9, 0.1, 0.5)]
+    assert combine(shares, 2) == (1.5, None, 9, 0.1, 0.5)
+
+
+def skip_a_step() -> list[dict[str, float]]:
+    """Train three steps; the gradients of the second are not finite."""
+    engine, _ = start(Tiny(), "SGD", nonfinite="skip", clip_grad_norm=1.0)
+    kept = Kept()
+    log = zeroshard.StepLog(engine, kept, every=1)
+    for number in range(3):
+        loss = square_loss(engine, number)
+        loss = loss * float("inf") if number == 1 else loss
+        engine.backward(loss)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine.step()
+        log.step(loss)
+    return kept.metrics
+
+
+def test_a_skipped_step_is_a_step_of_the_log(ranks: Any) -> None:
+    found = ranks(2, skip_a_step)[0]
+    assert [metrics["step"] for metrics in found] == [1, 2, 3]
+    assert [metrics["skipped_steps"] for metrics in found] == [0, 1, 1]
+    assert found[1]["loss"] == math.inf
+    assert not math.isfinite(found[1]["grad_norm"])
+    assert not any("tokens_per_s" in metrics for metrics in found)
+
+
+def resume(folder: str) -> list[float]:
+    """Train three steps, save, and go on with two more; return the steps of the second log."""
+    for first in (True, False):
+        engine, _ = start(Tiny(), "SGD")
+        if not first:
+            engine.load_checkpoint(folder)
+        kept = Kept()
+        log = zeroshard.StepLog(engine, kept, every=2)
+        for number in range(3 if first else 2):
+            loss = square_loss(engine, number)
+            engine.backward(loss)
+            engine.step()
+            log.step(loss)
+        if first:
+            engine.save_checkpoint(folder)
+    return kept.steps
+
+
+def test_steps_go_on_after_a_checkpoint(ranks: Any, tmp_path: Any) -> None:
+    assert ranks(2, resume, str(tmp_path))[0] == [5]
+
+
+def fail_later() -> tuple[list[str], list[float], list[float], int]:
+    """Train with a target that fails at step 2; return warnings, steps of both targets, and the closes."""
+    engine, _ = start(Tiny(), "SGD")
+    failing, sound = Kept(fails_at=2), Kept()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with zeroshard.StepLog(engine, failing, sound, every=1) as log:
+            for number in range(3):
+                loss = square_loss(engine, number)
+                engine.backward(loss)
+                engine.step()
+                if number == 1:
+                    with log.pause():
+                        log.note(held_out=2.5)
+                log.step(loss.item())
+        log.close()
+        log.step(loss)
+    told = [str(warning.message) for warning in caught if "log target" in str(warning.message)]
+    noted = [metrics for metrics in sound.metrics if "held_out" in metrics]
+    assert noted == ([{"step": 1, "held_out": 2.5}] if engine.dp_rank == 0 else [])
+    return told, failing.steps, sound.steps, sound.num_closed
+
+
+def test_a_target_that_fails_is_dropped_and_training_goes_on(ranks: Any) -> None:
+    first, second = ranks(2, fail_later)
+    told = ["log target Kept: OSError: disk full. It gets no more metrics"]
+    assert first == (told, [1, 1], [1, 1, 2, 3], 1)
+    assert second == ([], [], [], 0)
+
+
+def open_log(*targets: object, every: int = 1) -> str:
+    engine, _ = start(Tiny(), "SGD")
+    try:
+        zeroshard.StepLog(engine, *targets, every=every)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("targets", "error"),
+    [
+        (("csv:file",), r"ValueError: log target: expected one of terminal, jsonl:FILE, .*, got 'csv:file'"),
+        (("jsonl",), "ValueError: log target: expected jsonl:FILE, got 'jsonl'"),
+        (("terminal:red",), "ValueError: log target: expected terminal without a place"),
+        ((7,), r"ValueError: log target: expected a text, or an object with log\(\) and close\(\), got 7"),
+        (("jsonl:/proc/none/file",), r"RuntimeError: .*No such file or directory.*\(rank 0\)"),
+    ],
+)
+def test_all_ranks_refuse_a_target_that_cannot_be_opened(ranks: Any, targets: Any, error: str) -> None:
+    for found in ranks(2, open_log, *targets):
+        assert re.match(error, found), found
+
+
+def test_every_is_a_number_of_steps(ranks: Any) -> None:
+    assert ranks(1, open_log, every=0) == ["ValueError: every: expected an integer >= 1, got 0"]

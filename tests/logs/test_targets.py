@@ -1,0 +1,221 @@
+"""Each target gets the metrics.
+
+TensorBoard is in the extra dev, and its files are read. Weights & Biases and MLflow are large: stand-ins note
+the calls, always. Where the packages are installed (the extra logging), real runs are made and read as well.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from zeroshard.logs.metrics import StepMetrics
+from zeroshard.logs.targets import KINDS, Run, Target, flat, parse_target
+from zeroshard.logs.terminal import Terminal
+
+RUN = Run({"lr": 0.1, "zeroshard": {"stage": 3, "mesh": {"tp": 2}}}, first_step=0, num_steps=20)
+INSTALLED = {name for name, kind in KINDS.items() if kind.package is None or find_spec(kind.package)}
+
+
+VALUES = StepMetrics(
+    step=10,
+    seconds=1.5,
+    loss=2.25,
+    grad_norm=0.5,
+    lr=3e-4,
+    tokens_per_s=12345.0,
+    memory_bytes=3 << 30,
+    skipped_steps=0,
+    loss_scale=1.0,
+).values()
+
+
+def write(target: Target) -> None:
+    """Send a report, a value of the user's with the same step, and a report with a metric less; close."""
+    target.log(10, VALUES)
+    target.log(10, {"held_out": 3.5})
+    target.log(20, {**{name: VALUES[name] for name in VALUES if name != "grad_norm"}, "loss": 1.75})
+    target.close()
+
+
+def test_the_terminal_has_a_line_for_each_report() -> None:
+    out = io.StringIO()
+    terminal = Terminal(RUN, Console(file=out, width=20))
+    write(terminal)
+    terminal.log(21, {**VALUES, "skipped_steps": 2, "loss": float("nan"), "loss_scale": 1024.0})
+    assert out.getvalue().splitlines() == [
+        "step 10/20  loss 2.2500  norm 0.5  lr 3.00e-04  12,345 tokens/s  3.00 GiB",
+        "step 10/20  held_out 3.5",
+        "step 20/20  loss 1.7500  lr 3.00e-04  12,345 tokens/s  3.00 GiB",
+        "step 21/20  loss nan  norm 0.5  lr 3.00e-04  12,345 tokens/s  3.00 GiB  2 skipped  scale 1024",
+    ]
+
+
+def test_the_terminal_shows_new_skipped_steps_and_wrong_losses_in_colour() -> None:
+    out = io.StringIO()
+    terminal = Terminal(RUN, Console(file=out, force_terminal=True, color_system="standard"))
+    for step in (1, 2):
+        terminal.log(step, {**VALUES, "skipped_steps": 1, "loss": float("nan") if step == 1 else 2.0})
+    first, second = out.getvalue().splitlines()
+    assert "\x1b[33m1 skipped" in first
+    assert "\x1b[31mloss nan" in first
+    assert "\x1b[33m" not in second
+    assert "\x1b[31m" not in second
+
+
+def test_json_lines_are_there_at_once_and_a_second_run_appends(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "metrics.jsonl"
+    target = parse_target(f"jsonl:{file}")(RUN)
+    target.log(10, {**VALUES, "loss": float("inf"), "grad_norm": float("nan")})
+    (line,) = file.read_text().splitlines()
+    assert json.loads(line) == {"step": 10, **VALUES, "loss": "inf", "grad_norm": "nan"}
+    target.close()
+    write(parse_target(f"jsonl:{file}")(RUN))
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [values["step"] for values in found] == [10, 10, 10, 20]
+    assert found[2] == {"step": 10, "held_out": 3.5}
+    assert found[3].keys() == VALUES.keys() - {"grad_norm"} | {"step"}
+
+
+def test_tensorboard_hides_points_that_a_resumed_run_repeats(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(parse_target(f"tensorboard:{tmp_path}")(RUN))
+    again = parse_target(f"tensorboard:{tmp_path}")(RUN._replace(first_step=15))
+    again.log(20, {"loss": 1.5})
+    again.close()
+    points = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [(point.step, point.value) for point in points] == [(10, 2.25), (20, 1.5)]
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
+    """Put a module in the place of a package's."""
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    vars(module).update(attributes)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+class Calls(list[tuple[str, tuple[Any, ...], dict[str, Any]]]):
+    """Notes the calls of an object with any method; each returns what `answers` has for it."""
+
+    def __init__(self, **answers: Any) -> None:
+        self._answers = answers
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.append((name, args, kwargs))
+            return self._answers.get(name)
+
+        return call
+
+
+def test_weights_and_biases_gets_config_metrics_and_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls()
+    package = Calls(init=calls)
+    stand_in(monkeypatch, "wandb", init=package.init)
+    write(parse_target("wandb:demo")(RUN))
+    assert package == [("init", (), {"project": "demo", "config": dict(RUN.config)})]
+    first, second, third, end = calls
+    assert first == ("log", ({f"train/{name}": value for name, value in VALUES.items()},), {"step": 10})
+    assert second == ("log", ({"train/held_out": 3.5},), {"step": 10})
+    assert third[2] == {"step": 20}
+    assert end == ("finish", (), {})
+
+
+def test_mlflow_gets_parameters_metrics_and_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str | None] = []
+    run = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
+    client = Calls(create_experiment="7", create_run=run)
+
+    def build(tracking_uri: str | None) -> Calls:
+        made.append(tracking_uri)
+        return client
+
+    stand_in(monkeypatch, "mlflow")
+    stand_in(monkeypatch, "mlflow.tracking", MlflowClient=build)
+    stand_in(monkeypatch, "mlflow.entities", Param=lambda *it: it, Metric=lambda *it: it)
+    write(parse_target("mlflow:sqlite:///mlflow.db")(RUN))
+    write(parse_target("mlflow")(RUN._replace(config={f"key{n}": n for n in range(150)})))
+    assert made == ["sqlite:///mlflow.db", None]
+    names = [name for name, _, _ in client]
+    begin = ["get_experiment_by_name", "create_experiment", "create_run"]
+    assert names == [
+        *begin,
+        *["log_batch"] * 4,
+        "set_terminated",
+        *begin,
+        *["log_batch"] * 5,
+        "set_terminated",
+    ]
+    params = client[3][2]["params"]
+    assert params == [("lr", "0.1"), ("zeroshard.stage", "3"), ("zeroshard.mesh.tp", "2")]
+    assert [(name, value, step) for name, value, _, step in client[4][2]["metrics"]] == [
+        (name, value, 10) for name, value in VALUES.items()
+    ]
+    assert [len(call[2].get("params", ())) for call in client[11:13]] == [100, 50]
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroshard.logs.targets.find_spec", lambda name: None)
+    with pytest.raises(
+        ImportError, match=r"log target 'wandb': expected the package wandb: pip install wandb"
+    ):
+        parse_target("wandb")
+
+
+def test_nested_values_get_dotted_names() -> None:
+    assert flat({"a": {"b": 1, "c": {"d": 2}}, "e": {}}) == {"a.b": 1, "a.c.d": 2, "e": {}}
+
+
+def read_tensorboard(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(parse_target(f"tensorboard:{folder}")(RUN))
+    events = EventAccumulator(str(folder)).Reload()
+    points = [(point.step, point.value) for point in events.Scalars("train/loss")]
+    assert points == [(10, 2.25), (20, 1.75)]
+    assert [point.step for point in events.Scalars("train/held_out")] == [10]
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert '"stage": 3' in text
+
+
+def read_mlflow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{folder}/mlflow.db"
+    write(parse_target(f"mlflow:{uri}")(RUN))
+    client = MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("zeroshard").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"lr": "0.1", "zeroshard.stage": "3", "zeroshard.mesh.tp": "2"}
+    points = client.get_metric_history(run.info.run_id, "loss")
+    assert [(point.step, point.value) for point in points] == [(10, 2.25), (20, 1.75)]
+
+
+def read_wandb(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(folder))
+    write(parse_target("wandb:demo")(RUN))
+    (file,) = folder.rglob("*.wandb")
+    content = file.read_bytes()
+    assert b"train/loss" in content
+    assert content.index(b"2.25") < content.index(b"1.75")
+
+
+READERS = {"tensorboard": read_tensorboard, "mlflow": read_mlflow, "wandb": read_wandb}
+
+
+@pytest.mark.parametrize("name", [name for name in READERS if name in INSTALLED or name == "tensorboard"])
+def test_a_real_run_has_the_metrics(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    READERS[name](tmp_path, monkeypatch)

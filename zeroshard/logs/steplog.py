@@ -1,0 +1,236 @@
+"""The log of an engine's steps."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint.agreed import on_all, on_first
+from zeroshard.engine import Engine
+from zeroshard.logs.metrics import Share, StepMetrics, combine
+from zeroshard.logs.targets import Opener, Run, Target, parse_target
+from zeroshard.memory.process import measure_process
+
+
+class _Open(NamedTuple):
+    """A target that is open, with its name for warnings."""
+
+    name: str
+    target: Target
+
+
+class StepLog:
+    """Sends loss, gradient norm, learning rate, speed, memory and skipped steps to some targets.
+
+        with zeroshard.StepLog(engine, "terminal", "jsonl:metrics.jsonl", every=10) as log:
+            for batch in dataloader:
+                loss = engine(**batch).loss
+                engine.backward(loss)
+                engine.step()
+                log.step(loss, num_tokens=batch["input_ids"].numel())
+
+    All ranks make the log and call its methods; rank 0 alone has the targets. Between two reports nothing is
+    exchanged, and the host waits for no device. A report is one small exchange. A target that fails after its
+    opening gets no more metrics, with a warning, and training goes on. Without targets nothing happens.
+
+    Its construction is collective. Make it after `load_checkpoint`, so that the steps of a run go on.
+
+    Args:
+        engine: the engine.
+        targets: the places for the metrics: "terminal", "jsonl:FILE", "tensorboard:FOLDER",
+            "wandb:PROJECT", "mlflow:URI", or an object with the methods `log` and `close` of `Target`.
+        every: steps from one report to the next.
+        num_steps: steps of the whole run, for the terminal.
+        config: values that belong to the run, beside the config of the engine.
+
+    Raises:
+        ValueError: `every` is below 1, or there is no such target; on all ranks.
+        RuntimeError: a target's package is not installed, or rank 0 could not open it; on all ranks.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *targets: str | Target,
+        every: int = 10,
+        num_steps: int | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        if type(every) is not int or every < 1:
+            raise ValueError(f"every: expected an integer >= 1, got {every!r}")
+        self._engine, self._every, self._has_targets = engine, every, bool(targets)
+        self._targets: list[_Open] = []
+        self._losses: list[Tensor] = []
+        self._num_tokens: int | None = None
+        self._seen = self._reported = self._num_attempts
+        self._lr = self._used_lr = self._next_lr
+        if targets:
+            self._open(targets, Run(_plain(engine, config or {}), self._seen, num_steps))
+        self._begin = self._since = time.perf_counter()  # the opening of targets takes seconds
+
+    def __enter__(self) -> StepLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.report()
+        self.close()
+
+    def step(self, loss: Tensor | float, num_tokens: int | None = None) -> None:
+        """Note a micro-batch, after `engine.step()` or `engine.train_batch()`.
+
+        A report follows each `every`-th step. In the middle of a step, while micro-batches accumulate, the
+        loss is only noted.
+
+        Args:
+            loss: the loss of the micro-batch, or the mean of the step; one element, on any device. It
+                is averaged over the ranks.
+            num_tokens: tokens of the micro-batch on this rank, or of all micro-batches of the step.
+        """
+        if not self._has_targets:
+            return
+        value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+        self._losses.append(value.reshape(()))
+        if num_tokens is not None:
+            self._num_tokens = (self._num_tokens or 0) + num_tokens
+        now = self._num_attempts
+        if now == self._seen:
+            return
+        self._seen, self._used_lr, self._lr = now, self._lr, self._next_lr
+        if now - self._reported >= self._every:
+            self.report()
+
+    def note(self, **values: float) -> None:
+        """Send values of your own at once, with the present step: `log.note(held_out_loss=2.3)`.
+
+        Nothing is exchanged; rank 0's values count.
+        """
+        self._send(self._seen, values)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave the time inside out of the speed: an evaluation, for example."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - begin
+
+    def report(self) -> None:
+        """Send the metrics of the steps since the last report, if there are any; collective."""
+        if not self._losses:
+            return
+        metrics = self._collect()
+        self._send(metrics.step, metrics.values())
+
+    def _send(self, step: int, values: Mapping[str, float]) -> None:
+        for opened in list(self._targets):
+            self._guarded(opened, opened.target.log, step, values)
+
+    def close(self) -> None:
+        """Close the targets; nothing is exchanged. A second call does nothing."""
+        for opened in list(self._targets):
+            self._guarded(opened, opened.target.close)
+        self._targets, self._has_targets = [], False
+
+    def _open(self, targets: Sequence[str | Target], run: Run) -> None:
+        world = self._engine._axes.world
+        openers: list[Opener] = []
+
+        def parse_all() -> None:
+            openers.extend(parse_target(it) if isinstance(it, str) else _given(it) for it in targets)
+
+        def open_all() -> None:
+            for target, opener in zip(targets, openers, strict=True):
+                name = target if isinstance(target, str) else type(target).__name__
+                self._targets.append(_Open(name, opener(run)))
+
+        on_all(world, "names of log targets", parse_all)
+        try:
+            on_first(world, "opening of log targets", open_all)
+        except BaseException:
+            self.close()
+            raise
+
+    def _collect(self) -> StepMetrics:
+        """Exchange the shares of the ranks; return the metrics of all, and begin anew."""
+        engine, world = self._engine, self._engine._axes.world
+        losses = torch.stack(self._losses).tolist()
+        process, norm = measure_process(engine.device), engine.grad_norm
+        own = Share(
+            losses=sum(losses),
+            num_losses=len(losses),
+            num_tokens=self._num_tokens,
+            memory=process.peak_allocated or process.rss or 0,
+            lr=self._used_lr,
+            grad_norm=None if norm is None else norm.item(),
+        )
+        sums = combine(world.all_gather_object(own, "metrics of steps"), engine.dp_world_size)
+        now = time.perf_counter()
+        speed = None if sums.num_tokens is None else sums.num_tokens / (now - self._since)
+        metrics = StepMetrics(
+            step=self._seen,
+            seconds=now - self._begin,
+            loss=sums.loss,
+            grad_norm=sums.grad_norm,
+            lr=sums.lr,
+            tokens_per_s=speed,
+            memory_bytes=sums.memory,
+            skipped_steps=engine.skipped_steps,
+            loss_scale=engine.loss_scale,
+        )
+        self._losses, self._num_tokens = [], None
+        self._since, self._reported = now, self._seen
+        return metrics
+
+    def _guarded(self, opened: _Open, call: Any, *args: Any) -> None:
+        """Call a target; drop it with a warning if it fails, as training is worth more than its log."""
+        try:
+            call(*args)
+        except Exception as error:  # of somebody else's package: a network, a full disk
+            self._targets.remove(opened)
+            warnings.warn(
+                f"log target {opened.name}: {type(error).__name__}: {error}. It gets no more metrics",
+                stacklevel=4,
+            )
+
+    @property
+    def _num_attempts(self) -> int:
+        return self._engine.global_step + self._engine.skipped_steps
+
+    @property
+    def _next_lr(self) -> float | None:
+        return next(iter(self._engine.get_lr()), None)
+
+
+def _given(target: object) -> Opener:
+    """Return the opener of a target that is given as an object.
+
+    Raises:
+        ValueError: it does not have the methods.
+    """
+    if not isinstance(target, Target):
+        raise ValueError(f"log target: expected a text, or an object with log() and close(), got {target!r}")
+    return lambda run: target
+
+
+def _plain(engine: Engine, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a run as plain values."""
+    try:
+        own = engine.config.to_dict()
+    except ValueError:  # `units` is a function
+        own = {"stage": engine.config.stage}
+    return {**{name: _text(value) for name, value in config.items()}, "zeroshard": own}
+
+
+def _text(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
