@@ -303,9 +303,20 @@ def test_a_bad_config_and_an_unknown_unit_are_refused_as_they_are_by_initialize(
     assert "parameter 'count' has dtype torch.int64" in refusal(model, 2)
 
 
-def test_a_pipeline_is_refused_rather_than_left_out_of_the_sums():
-    for model in (Tiny(), 1000):
-        assert refusal(model, 4, {"mesh": {"pp": 2}}).startswith("estimate: expected mesh.pp=1, got 2")
+def test_a_pipeline_divides_the_blocks_and_adds_up_whole_gradients():
+    pipeline = {"mesh": {"pp": 4}, "pipeline": {"num_microbatches": 8}}
+    whole = zeroshard.estimate(1 << 30, 1, {"stage": 0})
+    divided = zeroshard.estimate(1 << 30, 4, {"stage": 0, **pipeline})
+    # The table is tied: the first and the last rank hold it, beside their blocks.
+    assert whole.total / 4 < divided.total < whole.total / 2
+    sharded = zeroshard.estimate(1 << 30, 8, {"stage": 1, **pipeline})
+    assert sharded.optimizer == pytest.approx(divided.optimizer / 2, rel=1e-3)
+    assert sharded.gradients == pytest.approx(divided.gradients, rel=1e-3)
+
+
+def test_a_pipeline_that_cannot_be_cut_is_refused():
+    assert refusal(Tiny(), 4, {"mesh": {"pp": 2}}).startswith("mesh.pp: expected a torch.nn.Sequential")
+    assert "at most 16 chunks" in refusal(1 << 30, 32, {"mesh": {"pp": 32}})
 
 
 def test_a_part_of_the_ranks_that_cannot_be_is_refused_as_it_is_by_initialize():
