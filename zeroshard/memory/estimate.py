@@ -11,12 +11,12 @@ from torch import nn
 
 from zeroshard.config.sections import Config, require_supported
 from zeroshard.memory.activations import Blocks, MicroBatch, Tokens
-from zeroshard.memory.dryrun import LossOf, dry_run, loss_of_tokens
+from zeroshard.memory.dryrun import DryRun, LossOf, dry_run, loss_of_tokens
 from zeroshard.memory.inflight import Usage, costs_of_blocks, costs_of_run, usage_of_ranks
 from zeroshard.memory.planned import Planned, plan_model, plan_number, setting_of
 from zeroshard.memory.report import ModelStates
 from zeroshard.memory.tiered import States, bytes_on_tiers
-from zeroshard.memory.typical import typical_sizes
+from zeroshard.memory.typical import Sizes, typical_sizes
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan import traffic
 from zeroshard.plan.buffers import UnitPlan
@@ -111,39 +111,102 @@ def estimate(
             parameters with `precision.overrides`; `num_tokens` with a model that is not of transformers; a
             forward or a backward that does not run without values.
     """
-    config = Config.parse(config)
-    require_supported(config)
-    if type(world_size) is not int or world_size < 1:
-        raise ValueError(f"world_size: expected an integer >= 1, got {world_size!r}")
-    if optimizer_bits not in (8, 32):
-        raise ValueError(f"optimizer_bits: expected 8 or 32, got {optimizer_bits!r}")
-    if isinstance(model_or_num_params, float) and model_or_num_params.is_integer():
-        model_or_num_params = int(model_or_num_params)
-    is_number = isinstance(model_or_num_params, int) and not isinstance(model_or_num_params, bool)
-    if not (isinstance(model_or_num_params, nn.Module) or (is_number and model_or_num_params > 0)):
-        raise ValueError(f"expected a model or a number of parameters, got {model_or_num_params!r}")
-    tokens = num_tokens if isinstance(num_tokens, Tokens) else Tokens(num_tokens)
-    setting = setting_of(config, world_size, host_computes=host_computes)
-    if isinstance(model_or_num_params, nn.Module):
-        if loss_of is None and tokens.num:
-            loss_of = loss_of_tokens(model_or_num_params, tokens)
-        planned = plan_model(model_or_num_params, config, setting, tp_plan)
-        usages = _usages_of_model(model_or_num_params, config, planned, loss_of, tp_plan)
-    else:
-        sizes = typical_sizes(int(model_or_num_params))
-        planned = plan_number(sizes, config, setting)
-        batch = MicroBatch(
-            num_tokens=tokens.num,
-            itemsize=(config.precision.param_dtype or torch.float32).itemsize,
-            tp=config.mesh.tp,
-            sequence=config.mesh.sequence,
-            recomputes=config.recompute == "unit",
-            scores_of=tokens.length if tokens.keeps_scores else 0,
-        )
-        usages = _usages_of_blocks(Blocks.of(sizes), batch, planned)
-    states = States(bits=optimizer_bits)
-    ranks = zip(planned.units, usages, strict=True)
-    return max((_of_rank(units, planned, config, states, use) for units, use in ranks), key=lambda e: e.peak)
+    counted = Counted(model_or_num_params, num_tokens, loss_of, tp_plan)
+    return counted.on(world_size, config, optimizer_bits=optimizer_bits, host_computes=host_computes)
+
+
+class Counted:
+    """A model whose estimates are asked for several times; its activations are counted once for each way.
+
+    Args:
+        model_or_num_params, num_tokens, loss_of, tp_plan: see `estimate`.
+
+    Raises:
+        ValueError: see `estimate`.
+    """
+
+    def __init__(
+        self,
+        model_or_num_params: nn.Module | float,
+        num_tokens: int | Tokens = 0,
+        loss_of: LossOf | None = None,
+        tp_plan: Plan | None = None,
+    ) -> None:
+        self._tokens = num_tokens if isinstance(num_tokens, Tokens) else Tokens(num_tokens)
+        self._tp_plan, self._loss_of = tp_plan, loss_of
+        self._model: nn.Module | None = None
+        self._sizes: Sizes | None = None
+        self._runs: dict[str, DryRun] = {}
+        if isinstance(model_or_num_params, nn.Module):
+            self._model = model_or_num_params
+            if loss_of is None and self._tokens.num:
+                self._loss_of = loss_of_tokens(model_or_num_params, self._tokens)
+        else:
+            self._sizes = typical_sizes(_checked_number(model_or_num_params))
+
+    def on(
+        self,
+        world_size: int,
+        config: Config | Mapping[str, Any] | None = None,
+        *,
+        optimizer_bits: int = 32,
+        host_computes: bool = False,
+    ) -> Estimate:
+        """Return the estimate for some ranks and a config, see `estimate`."""
+        config = Config.parse(config)
+        require_supported(config)
+        if type(world_size) is not int or world_size < 1:
+            raise ValueError(f"world_size: expected an integer >= 1, got {world_size!r}")
+        if optimizer_bits not in (8, 32):
+            raise ValueError(f"optimizer_bits: expected 8 or 32, got {optimizer_bits!r}")
+        setting = setting_of(config, world_size, host_computes=host_computes)
+        if self._model is not None:
+            planned = plan_model(self._model, config, setting, self._tp_plan)
+            usages = self._usages_of_model(self._model, config, planned)
+        else:
+            assert self._sizes is not None, "it is a model or a number"
+            planned = plan_number(self._sizes, config, setting)
+            usages = _usages_of_blocks(Blocks.of(self._sizes), _micro_batch(self._tokens, config), planned)
+        states = States(bits=optimizer_bits)
+        ranks = zip(planned.units, usages, strict=True)
+        estimates = (_of_rank(units, planned, config, states, usage) for units, usage in ranks)
+        return max(estimates, key=lambda found: found.peak)
+
+    def _usages_of_model(self, model: nn.Module, config: Config, planned: Planned) -> list[Usage]:
+        if self._loss_of is None:
+            return [Usage()] * len(planned.units)
+        run, pipelined = self._run(model, config, planned, self._loss_of), planned.pipelined
+        if pipelined is None:
+            return [Usage(held=run.peak, sent=run.sent)]
+        assert pipelined.cut is not None, "a model was cut"
+        whole = self._run(model, replace(config, recompute="none"), planned, self._loss_of)
+        return usage_of_ranks(pipelined, costs_of_run(whole, run, pipelined.cut.outline))
+
+    def _run(self, model: nn.Module, config: Config, planned: Planned, loss_of: LossOf) -> DryRun:
+        """A dry run depends neither on the stage nor on tiers."""
+        key = repr((config.precision, config.recompute, config.mesh, config.units, config.ignored))
+        if key not in self._runs:
+            self._runs[key] = dry_run(model, config, planned.setting, loss_of, self._tp_plan)
+        return self._runs[key]
+
+
+def _checked_number(given: object) -> int:
+    if isinstance(given, float) and given.is_integer():
+        given = int(given)
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given
+    raise ValueError(f"expected a model or a number of parameters, got {given!r}")
+
+
+def _micro_batch(tokens: Tokens, config: Config) -> MicroBatch:
+    return MicroBatch(
+        num_tokens=tokens.num,
+        itemsize=(config.precision.param_dtype or torch.float32).itemsize,
+        tp=config.mesh.tp,
+        sequence=config.mesh.sequence,
+        recomputes=config.recompute == "unit",
+        scores_of=tokens.length if tokens.keeps_scores else 0,
+    )
 
 
 def _of_rank(
@@ -166,22 +229,6 @@ def _of_rank(
         activations=usage.held,
         wire_bytes_per_step=traffic.wire_bytes(units, setting, steps) + sent,
     )
-
-
-def _usages_of_model(
-    model: nn.Module, config: Config, planned: Planned, loss_of: LossOf | None, tp_plan: Plan | None
-) -> list[Usage]:
-    if loss_of is None:
-        return [Usage()] * len(planned.units)
-    run = dry_run(model, config, planned.setting, loss_of, tp_plan)
-    pipelined = planned.pipelined
-    if pipelined is None:
-        return [Usage(held=run.peak, sent=run.sent)]
-    assert pipelined.cut is not None, "a model was cut"
-    whole = run
-    if config.recompute != "none":
-        whole = dry_run(model, replace(config, recompute="none"), planned.setting, loss_of, tp_plan)
-    return usage_of_ranks(pipelined, costs_of_run(whole, run, pipelined.cut.outline))
 
 
 def _usages_of_blocks(blocks: Blocks, batch: MicroBatch, planned: Planned) -> list[Usage]:
