@@ -187,6 +187,8 @@ def _about_training(config: Config, options: Namespace) -> str:
     main = config.precision.main_dtype
     main_name = "float32" if main is None else str(main).removeprefix("torch.")
     divided = f", layers divided over {config.mesh.tp} tensor ranks" if config.mesh.tp > 1 else ""
+    if config.mesh.pp > 1:
+        divided += f", blocks divided over {config.mesh.pp} pipeline ranks"
     tokens = f", {options.tokens:,} tokens in a micro-batch" if options.tokens else ""
     states = f"Adam's states in {options.optimizer_bits} bits"
     others = {str(dtype).removeprefix("torch.") for dtype in dict(config.precision.overrides or ()).values()}
