@@ -57,6 +57,7 @@ def side_by_side(title: str, estimates: Mapping[str, Estimate]) -> str:
     columns = estimates.values()
     rows = [
         *row("parameters", (e.parameters for e in columns)),
+        *row("scales of codes", (e.scales for e in columns)),
         *row("gradients", (e.gradients for e in columns)),
         *row("optimizer states", (e.optimizer for e in columns)),
         *row("gathered at the peak", (e.peak_unsharded for e in columns)),
@@ -168,8 +169,11 @@ class Counted:
             planned = plan_number(self._sizes, config, setting)
             usages = _usages_of_blocks(Blocks.of(self._sizes), _micro_batch(self._tokens, config), planned)
         states = States(bits=optimizer_bits)
-        ranks = zip(planned.units, usages, strict=True)
-        estimates = (_of_rank(units, planned, config, states, usage) for units, usage in ranks)
+        ranks = zip(planned.units, planned.scales, usages, strict=True)
+        estimates = (
+            replace(_of_rank(units, planned, config, states, usage), scales=scales)
+            for units, scales, usage in ranks
+        )
         return max(estimates, key=lambda found: found.peak)
 
     def _usages_of_model(self, model: nn.Module, config: Config, planned: Planned) -> list[Usage]:

@@ -11,6 +11,8 @@ from torch import nn
 
 from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config
+from zeroshard.forwards.composed import taken_apart
+from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory.dryrun import without_memory
 from zeroshard.memory.typical import Sizes
 from zeroshard.parallel.pipeline.actions import Schedule
@@ -49,6 +51,8 @@ class Planned:
     setting: Setting
     units: tuple[list[UnitPlan], ...]
     """For each pipeline rank its units in order, the root first."""
+    scales: tuple[int, ...]
+    """For each pipeline rank the bytes beside the codes of quantized weights, which each rank keeps."""
     pipelined: Pipelined | None = None
 
 
@@ -76,9 +80,15 @@ def plan_model(model: nn.Module, config: Config, setting: Setting, tp_plan: Plan
     Raises:
         ValueError: a parameter that cannot be sharded or divided; a model that cannot be cut.
     """
+    with taken_apart(model, config.ignored):
+        return _plan_apart(model, config, setting, tp_plan)
+
+
+def _plan_apart(model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None) -> Planned:
+    """Plan a model whose weights wrap no others."""
     if config.mesh.pp == 1:
         units = _units_of(model, specify_units(model, config), config, setting, tp_plan)
-        return Planned(setting=setting, units=(units,))
+        return Planned(setting=setting, units=(units,), scales=(_scale_bytes(model),))
     if config.pipeline.trace:
         raise ValueError(
             "pipeline.trace: an estimate cannot trace a model, whose samples it does not have: expected False"
@@ -86,16 +96,21 @@ def plan_model(model: nn.Module, config: Config, setting: Setting, tp_plan: Plan
     chosen = without_memory(model)
     cut = cut_model(chosen, outline_of(chosen), config, Source(), _CPU, measures=False)
     config = with_schedule(config, cut.schedule)
-    ranks = []
+    ranks, scales = [], []
     for rank in range(config.mesh.pp):
         whole = without_memory(model)
         names = find_chosen(whole, config)
         part = take_part(whole, config, cut, rank)
         own = narrowed(part.config, whole, names)
         ranks.append(_units_of(whole, part.named(specify_units(whole, own)), own, setting, tp_plan))
+        scales.append(_scale_bytes(whole))
     schedule = schedule_of(config, config.pipeline.num_microbatches)
     pipelined = Pipelined(schedule=schedule, runs=cut.runs, cut=cut)
-    return Planned(setting=setting, units=tuple(ranks), pipelined=pipelined)
+    return Planned(setting=setting, units=tuple(ranks), scales=tuple(scales), pipelined=pipelined)
+
+
+def _scale_bytes(model: nn.Module) -> int:
+    return sum(map(num_scale_bytes, model.modules()))
 
 
 def _units_of(
@@ -121,7 +136,8 @@ def plan_number(sizes: Sizes, config: Config, setting: Setting) -> Planned:
         )
     tp = setting.sizes[TP]
     if config.mesh.pp == 1:
-        return Planned(setting=setting, units=(_units(_counts(sizes, range(sizes.depth), tp=tp), setting),))
+        units = _units(_counts(sizes, range(sizes.depth), tp=tp), setting)
+        return Planned(setting=setting, units=(units,), scales=(0,))
     config = with_schedule(config, read_schedule(config))
     if config.pipeline.split is not None or config.pipeline.trace:
         raise ValueError("pipeline.split: expected a model, whose blocks have names, got a number")
@@ -136,7 +152,8 @@ def plan_number(sizes: Sizes, config: Config, setting: Setting) -> Planned:
         _units(_counts(sizes, *(runs[chunk] for chunk in schedule.chunks[rank]), tp=tp), setting)
         for rank in range(schedule.num_ranks)
     )
-    return Planned(setting=setting, units=ranks, pipelined=Pipelined(schedule=schedule, runs=runs))
+    pipelined = Pipelined(schedule=schedule, runs=runs)
+    return Planned(setting=setting, units=ranks, scales=(0,) * len(ranks), pipelined=pipelined)
 
 
 def _weights(sizes: Sizes) -> list[Block]:
