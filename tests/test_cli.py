@@ -158,15 +158,15 @@ def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
         (("export", folder), "DIR"),
         (("estimate",), "MODEL"),
         (("estimate", "7X"), "such as 7B"),
-        (("estimate", "0"), "a whole number of parameters"),
-        (("estimate", "1.5"), "a whole number of parameters"),
+        (("estimate", "0"), "a whole number above 0"),
+        (("estimate", "1.5"), "a whole number above 0"),
         (("estimate", "9000T"), "at most"),
         (("estimate", "7e9", "--ranks", "0"), "--ranks"),
         (("estimate", "7e9", "--ranks", "2,,4"), "such as 8 or 1,2,4,8"),
         (("estimate", "7e9", "--stage", "9"), "stage"),
         (("estimate", "7e9", "--optimizer-bits", "4"), "optimizer-bits"),
         (("estimate", "7e9", "--precision", "int8"), "int8"),
-        (("estimate", "7e9", "--config", "a.toml", "--stage", "1"), "--stage, --precision and --tp"),
+        (("estimate", "7e9", "--config", "a.toml", "--stage", "1"), "leave out --stage, --precision"),
         (("estimate", tmp_path), "config.json"),
         (("estimate", folder / "second.0" / "zeroshard.json"), "transformers builds no model of it"),
     ):
@@ -358,6 +358,10 @@ def test_the_examples_of_the_help_work(tmp_path, capsys, monkeypatch, ranks):
     (tmp_path / "zeroshard.toml").write_text("stage = 2\n")
     save_tokenizer(tmp_path / "base-model")
     save_tiny_llama(tmp_path / "finetuned")
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package/models.py").write_text(
+        "import torch\ndef build(): return torch.nn.Linear(3, 3)\n"
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))  # of `zeroshard chat finetuned`
     monkeypatch.chdir(tmp_path)
     for command, examples in EXAMPLES.items():

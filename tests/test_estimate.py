@@ -5,14 +5,22 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import zeroshard
 from tests.distributed.models import GPT, Llama, Tiny
 from tests.distributed.training import ALL_STAGES, numbers, square_loss, start, token_loss
 from zeroshard.comm.counter import KINDS
+from zeroshard.config.sections import Config
+from zeroshard.memory.planned import setting_of
+from zeroshard.memory.tiered import States, bytes_on_tiers
 from zeroshard.memory.typical import typical_sizes
 from zeroshard.optim import AdamW8bit
+from zeroshard.plan.buffers import UnitPlan, plan_buffer
+from zeroshard.plan.originals import Original
+from zeroshard.plan.tiers import Tier
 
 PRECISIONS = {"fp32": {}, "bf16": {"precision": {"param_dtype": "bf16"}}}
 
@@ -303,11 +311,79 @@ def test_a_bad_config_and_an_unknown_unit_are_refused_as_they_are_by_initialize(
     assert "parameter 'count' has dtype torch.int64" in refusal(model, 2)
 
 
-def test_a_pipeline_is_refused_rather_than_left_out_of_the_sums():
-    for model in (Tiny(), 1000):
-        assert refusal(model, 4, {"mesh": {"pp": 2}}).startswith("estimate: expected mesh.pp=1, got 2")
+def test_a_pipeline_divides_the_blocks_and_adds_up_whole_gradients():
+    pipeline = {"mesh": {"pp": 4}, "pipeline": {"num_microbatches": 8}}
+    whole = zeroshard.estimate(1 << 30, 1, {"stage": 0})
+    divided = zeroshard.estimate(1 << 30, 4, {"stage": 0, **pipeline})
+    # The table is tied: the first and the last rank hold it, beside their blocks.
+    assert whole.total / 4 < divided.total < whole.total / 2
+    sharded = zeroshard.estimate(1 << 30, 8, {"stage": 1, **pipeline})
+    assert sharded.optimizer == pytest.approx(divided.optimizer / 2, rel=1e-3)
+    assert sharded.gradients == pytest.approx(divided.gradients, rel=1e-3)
+
+
+def test_a_pipeline_that_cannot_be_cut_is_refused():
+    assert refusal(Tiny(), 4, {"mesh": {"pp": 2}}).startswith("mesh.pp: expected a torch.nn.Sequential")
+    assert "at most 16 chunks" in refusal(1 << 30, 32, {"mesh": {"pp": 32}})
 
 
 def test_a_part_of_the_ranks_that_cannot_be_is_refused_as_it_is_by_initialize():
     config = {"stage": 3, "reshard_after_forward": 3}
     assert "reshard_after_forward=3: expected a divisor of the 4 ranks" in refusal(1000, 4, config)
+
+
+class Pictures(nn.Module):
+    """A model that is no transformer, with tensors that two operations need."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, pictures):
+        return self.last(torch.relu(self.norm(self.first(pictures))).mean((2, 3)))
+
+
+def test_the_activations_of_any_model_are_counted_with_a_loss():
+    def loss_of(model):
+        return model(torch.empty(4, 3, 16, 16)).square().sum()
+
+    model, of_channel = Pictures(), 4 * 4 * 16 * 16
+    found = zeroshard.estimate(model, 2, loss_of=loss_of).activations
+    # The input, the outputs of the convolution and of the norm's relu, and what is small beside them. The
+    # output of the norm is there while relu computes, at which no module ends.
+    assert 0 < found - (3 + 8 + 8) * of_channel < 2 * of_channel
+    assert next(model.parameters()).device.type == "cpu"
+    assert zeroshard.estimate(model, 2).activations == 0
+
+
+def test_a_loss_that_needs_values_is_refused_with_its_error():
+    with pytest.raises(ValueError, match=r"activations of Tiny: .* raise RuntimeError: .*item"):
+        zeroshard.estimate(Tiny(), 2, loss_of=lambda model: model(torch.ones(2, 7)).sum().item())
+
+
+def test_a_dry_run_leaves_random_numbers_alone():
+    model, state = Tiny(), torch.get_rng_state()
+    zeroshard.estimate(model, 2, loss_of=lambda model: model(torch.rand(2, 7)).sum())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+sizes = st.lists(st.integers(0, 20_000), min_size=1, max_size=6)
+
+
+@given(sizes, st.integers(1, 40), st.sampled_from([8, 32]), st.integers(0, 3))
+def test_states_of_the_rank_that_holds_most_are_those_of_a_count_of_every_rank(sizes, num_ranks, bits, stage):
+    setting = setting_of(Config.parse({"stage": stage}), num_ranks, host_computes=False)
+    originals = [Original(nn.Parameter(torch.empty(n, device="meta")), str(n), ()) for n in sizes]
+    buffer = plan_buffer(originals, setting)
+    counted = bytes_on_tiers([UnitPlan("", (buffer,))], setting, 1, States(bits=bits))[Tier.DEVICE].optimizer
+
+    def of_rank(rank):
+        total = 0
+        for index, whole in enumerate(sizes):
+            num = buffer.layout.owned(index, rank).size if buffer.is_partial else whole
+            is_codes = bits == 8 and whole >= 4096
+            total += num + 4 * -(-num // 256) if is_codes else 4 * num
+        return 2 * total
+
+    assert counted == max(map(of_rank, range(num_ranks)))

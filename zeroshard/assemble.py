@@ -100,9 +100,10 @@ def shard_over(
     """Shard a module in the units of a division; return its runtime, and the replaced parameters."""
     changes, specs = Changes(), division.specs
     ignored = find_ignored(module, config.ignored)
-    casts = _find_casts(module, config, ignored)
+    casts = find_module_casts(module, config, ignored)
+    over = Activations(axes.activations, _TAG_OF_ACTIVATIONS) if axes.tp.size > 1 else None
     change_forwards(module, changes)
-    _divide_and_cast(module, division, casts, axes, changes)
+    divide_and_cast(module, division, casts, over, changes)
     record_resets(module)
     check_values(module)
     setting = read_setting(config, axes.sizes, host_computes=not streams.has_streams(device))
@@ -161,21 +162,33 @@ def shard_over(
     return runtime, replacements
 
 
-def _divide_and_cast(
-    module: nn.Module, division: Division, casts: Mapping[nn.Module, Cast], axes: Axes, changes: Changes
+def divide_and_cast(
+    module: nn.Module,
+    division: Division,
+    casts: Mapping[nn.Module, Cast],
+    over: Activations | None,
+    changes: Changes,
 ) -> None:
-    """Give modules the forwards of divided layers, and those that compute in a dtype of their own."""
+    """Give modules the forwards of divided layers, and those that compute in a dtype of their own.
+
+    Args:
+        module: the model.
+        division: its layers that are divided.
+        casts: see `find_module_casts`.
+        over: the exchanges of the tensor ranks; None for one rank.
+        changes: the changes of the model.
+    """
     # A divided layer has another forward, which is cast as well; a norm gathers what it has cast back.
     divided = {layer.module for layer in division.layers if layer.has_other_forward}
     cast_forwards(module, {m: cast for m, cast in casts.items() if m not in divided}, changes)
-    if axes.tp.size > 1:
-        install(module, division.layers, Activations(axes.activations, _TAG_OF_ACTIVATIONS), changes)
+    if over is not None:
+        install(module, division.layers, over, changes)
     cast_forwards(module, {m: cast for m, cast in casts.items() if m in divided}, changes)
     leave_fast_paths(module, casts, changes)
 
 
-def _find_casts(module: nn.Module, config: Config, ignored: Ignored) -> dict[nn.Module, Cast]:
-    """The modules of this rank that compute in a dtype of their own."""
+def find_module_casts(module: nn.Module, config: Config, ignored: Ignored) -> dict[nn.Module, Cast]:
+    """Return the modules of this rank that compute in a dtype of their own."""
     overrides = find_overrides(module, config.precision.overrides, ignored)
     if not overrides:
         return {}

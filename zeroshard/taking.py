@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,14 +19,12 @@ from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import record_resets
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.pipeline.cut import Cut, cut_model
+from zeroshard.parallel.pipeline.narrowed import find_chosen, narrowed
 from zeroshard.parallel.pipeline.outline import Outline, outline_of
 from zeroshard.parallel.pipeline.part import Part, take_part
 from zeroshard.parallel.pipeline.sample import Source, sample_of
 from zeroshard.parallel.pipeline.traced import TracedModel, trace
 from zeroshard.plan.arrangement import Arrangement
-from zeroshard.plan.ignored import find_ignored
-from zeroshard.plan.overrides import find_overrides
-from zeroshard.plan.replicated import find_replicated
 
 
 class Taken(NamedTuple):
@@ -74,11 +69,7 @@ def take(model: nn.Module, optimizer: object, config: Config, world: Axis, sourc
     else:
         outline = outline_of(model)
         record_resets(model)  # before modules are taken out: each reset draws random numbers after the last
-    ignored = find_ignored(model, config.ignored)
-    chosen = _Chosen(
-        find_overrides(model, config.precision.overrides, ignored),
-        find_replicated(model, config.frozen, ignored),
-    )
+    chosen = find_chosen(model, config)
     specs = specify_units(model, config)
     check_agreement(world, model, config, specs, None, {}, source.training_data)
 
@@ -90,7 +81,7 @@ def take(model: nn.Module, optimizer: object, config: Config, world: Axis, sourc
     arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
     part = take_part(model, config, made, arrangement.coordinates(world.rank).pp)
     part = replace(part, is_frozen=part.is_frozen and optimizer is not None)
-    return Taken(part, model, _narrowed(config, model, chosen), described)
+    return Taken(part, model, narrowed(config, model, chosen), described)
 
 
 def _traced(model: nn.Module, config: Config, world: Axis, source: Source) -> tuple[TracedModel, Outline]:
@@ -121,31 +112,3 @@ def _traced(model: nn.Module, config: Config, world: Axis, source: Source) -> tu
 
     on_all(world, "trace of the model", trace_it)
     return found[0], Outline((), ("beginning", *names), ())
-
-
-class _Chosen(NamedTuple):
-    """The parameters of the whole model that patterns fit."""
-
-    overrides: Mapping[nn.Parameter, torch.dtype]
-    replicated: Container[nn.Parameter]
-
-
-def _narrowed(config: Config, model: nn.Module, chosen: _Chosen) -> Config:
-    """Leave out names that other parts of the model have; the whole model has all of them.
-
-    Each parameter that is chosen is named by itself: a tied one may have the name that fits on another rank.
-    """
-    named = dict(model.named_parameters(remove_duplicate=False))
-    ignored = [pattern for pattern in config.ignored or () if any(fnmatchcase(n, pattern) for n in named)]
-    units = config.units
-    if units is not None and not callable(units):
-        kinds = {type(module).__name__ for module in model.modules()}
-        units = [unit for unit in units if not isinstance(unit, str) or unit in kinds]
-    own = {name: chosen.overrides[p] for name, p in named.items() if p in chosen.overrides}
-    return replace(
-        config,
-        ignored=ignored or None,
-        units=units,
-        precision=replace(config.precision, overrides=own or None),
-        frozen=[name for name, p in named.items() if p in chosen.replicated] or "shard",
-    )

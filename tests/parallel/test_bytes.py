@@ -1,11 +1,13 @@
 """Bytes of divided models: those that `estimate` foretells are those that ranks hold and send."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
 
 import zeroshard
-from zeroshard.memory.activations import Blocks
+from zeroshard.memory.activations import Blocks, MicroBatch
 
 CONFIG = {
     "hidden_size": 256,
@@ -64,27 +66,41 @@ def test_sums_over_tensor_ranks_are_counted(ranks, recompute):
     config = {"stage": 1, "mesh": {"tp": 2}, "recompute": recompute}
     foretold = zeroshard.estimate(build(), 2, config, num_tokens=BATCH * LENGTH)
     without = zeroshard.estimate(build(), 2, config)
-    of_blocks = foretold.wire_bytes_per_step - without.wire_bytes_per_step
+    of_sums = foretold.wire_bytes_per_step - without.wire_bytes_per_step
     of_a_sum = 4 * BATCH * LENGTH * CONFIG["hidden_size"]  # 2 (tp - 1) / tp of it are sent
-    assert of_blocks == CONFIG["num_hidden_layers"] * (5 if recompute == "unit" else 4) * of_a_sum
+    of_blocks = CONFIG["num_hidden_layers"] * (5 if recompute == "unit" else 4) * of_a_sum
     ends = 2 * of_a_sum  # of the embedding and the gradient of the head
+    assert of_sums == pytest.approx(of_blocks + ends, rel=0.02)
     for *_, wire in ranks(2, measured, config):
-        assert wire - without.wire_bytes_per_step == pytest.approx(of_blocks + ends, rel=0.02)
+        assert wire - without.wire_bytes_per_step == pytest.approx(of_sums, rel=0.001)
 
 
 def test_activations_follow_the_formulas_of_the_source():
-    tokens, width, depth = 2048, 4096, 32
-    one = tokens * width
-    blocks = Blocks(depth, width)
-    assert blocks.bytes_held(tokens, 2) == depth * 34 * one
-    assert blocks.bytes_held(tokens, 2, tp=8) == depth * (10 + 24 / 8) * one
-    assert blocks.bytes_held(tokens, 2, tp=8, sequence=True) == depth * 34 / 8 * one
-    assert blocks.bytes_held(tokens, 2, recomputes=True) == (2 * depth + 34) * one
-    assert blocks.bytes_sent(tokens, 2, tp=8) == depth * 4 * 2 * 7 / 8 * 2 * one
+    samples, length, width, heads, depth = 4, 2048, 4096, 32, 32
+    one = samples * length * width
+    blocks = Blocks(depth, width, heads)
+    plain = MicroBatch(num_tokens=samples * length, itemsize=2)
+    scores = 5 * heads * length / width  # 5 a s / h
+    assert blocks.bytes_held(replace(plain, scores_of=length)) == depth * (34 + scores) * one  # equation 1
+    assert blocks.bytes_held(plain) == depth * 34 * one
+    divided = replace(plain, tp=8, scores_of=length)
+    assert blocks.bytes_held(divided) == depth * (10 + (24 + scores) / 8) * one  # equation 2
+    assert blocks.bytes_held(replace(divided, sequence=True)) == depth * (34 + scores) / 8 * one  # equation 4
+    assert blocks.bytes_held(replace(plain, tp=8, sequence=True)) == depth * 34 / 8 * one  # equation 6
+    assert blocks.bytes_held(replace(plain, recomputes=True)) == (2 * depth + 34) * one
+    assert blocks.bytes_sent(replace(plain, tp=8)) == depth * 4 * 2 * 7 / 8 * 2 * one
+
+
+def test_the_head_keeps_two_inputs_and_float32_logits():
+    """Section 4.3 of the source: 4 s b h (1 + v / h) bytes over the tensor ranks."""
+    tokens, width, vocabulary = 2048, 4096, 32_000
+    batch = MicroBatch(num_tokens=tokens, itemsize=2, tp=4, sequence=True)
+    expected = 4 * tokens * (width + vocabulary) / 4
+    assert Blocks(1, width, 32, vocabulary).bytes_of_head(batch) == expected
 
 
 def test_an_estimate_refuses_what_it_cannot_know():
-    with pytest.raises(ValueError, match="num_tokens: expected a model whose config has num_hidden_layers"):
+    with pytest.raises(ValueError, match="num_tokens: expected a causal language model of transformers"):
         zeroshard.estimate(torch.nn.Linear(4, 4), 2, num_tokens=8)
     with pytest.raises(ValueError, match=r"mesh\.tp=2: Linear has no plan of its own"):
         zeroshard.estimate(torch.nn.Linear(4, 4), 2, {"mesh": {"tp": 2}})

@@ -33,6 +33,9 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "zeroshard estimate 7B --precision bf16 --tp 4 --tokens 8192",
         "zeroshard estimate base-model --precision bf16",
         "zeroshard estimate base-model/config.json --config zeroshard.toml",
+        "zeroshard estimate my_package.models:build --stage 3",
+        "zeroshard estimate 13B --gpu h100 --host 1TiB --ranks 8 --precision bf16 --tokens 8192",
+        "zeroshard estimate 175B --ranks 1024 --stage 3 --tflops 140 --train-tokens 300B",
     ),
     "mesh": (
         "zeroshard mesh --ranks 32 --tp 4 --pp 4",
@@ -56,6 +59,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
 """The examples at the end of each command's help."""
 
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?i?B)?", re.IGNORECASE)
+_IMPORT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _COUNT = re.compile(r"(?P<number>\d[\d_,]*(\.\d+)?(e\+?\d{1,2})?)\s*(?P<unit>[KMBT])?", re.IGNORECASE)
 
 
@@ -75,24 +79,37 @@ def parse_size(text: str) -> int:
     return int(float(match["number"]) * (1024 if "I" in unit else 1000) ** "BKMGT".index(unit[0]))
 
 
-def parse_model(text: str) -> int | Path:
-    """Return the number that 7B, 125M, 7e9 or 135_000_000 means; any other text is a path.
+def parse_model(text: str) -> int | Path | str:
+    """Return the number that 7B, 125M, 7e9 or 135_000_000 means, an import path, or the path of a file.
 
     Raises:
         ArgumentTypeError: there is no such path, or the number is no whole number above 0.
     """
+    if _COUNT.fullmatch(text.strip()):
+        return parse_count(text)
+    if Path(text).exists():
+        return Path(text)
+    if _IMPORT.fullmatch(text):
+        return text
+    raise ArgumentTypeError(
+        "expected a number of parameters such as 7B, a config.json of transformers or its folder, or an "
+        f"import path such as my_package.models:build, got {text!r}"
+    )
+
+
+def parse_count(text: str) -> int:
+    """Return the number that 7B, 125M, 7e9 or 135_000_000 means.
+
+    Raises:
+        ArgumentTypeError: it is no whole number above 0.
+    """
     match = _COUNT.fullmatch(text.strip())
     if match is None:
-        if not Path(text).exists():
-            raise ArgumentTypeError(
-                "expected a number of parameters such as 7B, or a config.json of transformers or its folder, "
-                f"got {text!r}"
-            )
-        return Path(text)
+        raise ArgumentTypeError(f"expected a number such as 300B or 3e11, got {text!r}")
     factor = 1000 ** " KMBT".index((match["unit"] or " ").upper())
     number = Decimal(match["number"].replace(",", "")) * factor
     if number < 1 or number != int(number):
-        raise ArgumentTypeError(f"expected a whole number of parameters, got {text!r}")
+        raise ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(number)
 
 
@@ -174,7 +191,8 @@ def _add_estimate(parser: ArgumentParser) -> None:
         metavar="MODEL",
         type=parse_model,
         help="number of parameters, such as 7B, 125M or 7e9, for a typical language model of that size; "
-        "or a config.json of transformers, or the folder of one",
+        "or a config.json of transformers, or the folder of one; or the import path of a function that "
+        "builds the model, package.module:function",
     )
     parser.add_argument(
         "--ranks",
@@ -199,17 +217,46 @@ def _add_estimate(parser: ArgumentParser) -> None:
         "--config",
         metavar="FILE",
         type=Path,
-        help="config of zeroshard, .json or .toml, in place of --stage, --precision and --tp",
+        help="config of zeroshard, .json or .toml, in place of --stage, --precision, --tp, --pp, "
+        "--microbatches and --recompute",
     )
     parser.add_argument(
         "--tp", metavar="N", type=int, help="tensor ranks that divide each layer (default: none, 1)"
     )
+    parser.add_argument("--pp", metavar="N", type=int, help="ranks of the pipeline (default: none, 1)")
+    parser.add_argument("--microbatches", metavar="M", type=int, help="micro-batches of a pipeline's batch")
+    parser.add_argument("--recompute", choices=("none", "unit"), help="recompute the activations of units")
     parser.add_argument(
         "--tokens",
         metavar="N",
         type=int,
         default=0,
         help="tokens of a micro-batch of a rank, samples x length, to count activations (default: none are)",
+    )
+    parser.add_argument(
+        "--length", metavar="N", type=int, default=0, help="tokens of a sample (default: all)"
+    )
+    parser.add_argument(
+        "--attention",
+        choices=("fused", "eager"),
+        default="fused",
+        help="eager keeps the scores, for a number of parameters (default: fused)",
+    )
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument(
+        "--gpu", metavar="NAME", help="list the settings that fit it, such as h100 or a100-40"
+    )
+    memory.add_argument("--memory", metavar="SIZE", type=parse_size, help="the same for a size such as 80GiB")
+    parser.add_argument("--host", metavar="SIZE", type=parse_size, help="host memory of a node, for offload")
+    parser.add_argument("--nvme", metavar="SIZE", type=parse_size, help="disk space of a node, for offload")
+    parser.add_argument(
+        "--ranks-per-node", metavar="N", type=int, default=8, help="ranks that share them (default: 8)"
+    )
+    parser.add_argument(
+        "--train-tokens", metavar="N", type=parse_count, help="tokens of the whole training, for its time"
+    )
+    parser.add_argument(
+        "--tflops", metavar="X", type=float, help="10**12 operations per second that a rank reaches"
     )
 
 
@@ -328,7 +375,7 @@ _COMMANDS: dict[str, tuple[str, str, Any]] = {
     "estimate": (
         "compute the memory that training a model takes on each rank",
         "Print the bytes that each rank holds and sends, for an optimizer of Adam's kind.\n"
-        "Activations are not counted.",
+        "With --gpu or --memory, list the settings that fit.",
         _add_estimate,
     ),
     "mesh": (

@@ -7,15 +7,14 @@ import sys
 from collections.abc import Sequence
 
 from zeroshard.cli.arguments import FAILURE, USAGE, build_parser
+from zeroshard.cli.commands import load_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code."""
     options = build_parser().parse_args(arguments)
     try:
-        from zeroshard.cli.commands import COMMANDS  # imports torch, which takes seconds
-
-        COMMANDS[options.command](options)
+        load_command(options.command)(options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe; Python would complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from torch import nn
 
+from zeroshard.cli.modelpath import build_model
 from zeroshard.config.sections import Config
 from zeroshard.hf.skeleton import build_skeleton
-from zeroshard.memory.estimate import Estimate, estimate, side_by_side
+from zeroshard.memory.activations import Tokens
+from zeroshard.memory.devices import memory_of
+from zeroshard.memory.duration import training_seconds
+from zeroshard.memory.estimate import Counted, Estimate, side_by_side
+from zeroshard.memory.fit import SHARE, Fit, Room, find_fits, least
 from zeroshard.memory.typical import typical_sizes
 from zeroshard.parameters.counts import count
 from zeroshard.tables import format_bytes, format_count, render
@@ -19,34 +25,49 @@ from zeroshard.tables import format_bytes, format_count, render
 _STAGES = range(4)
 _NO_BREAK = "\u00a0"
 _LINE = 79  # characters of a line of text
+_MOST_FITS = 8
 _NOTE = (
     "The peak is the time at which most parameters are gathered: a unit that computes, those that are "
     "prefetched, and the root."
 )
 _NOT_COUNTED = "Activations and temporary buffers come on top and are not counted."
+_ORDER = (
+    "The order is by the cost of a step: first without offload, then without recomputation, then by the "
+    "bytes sent, then with states of 32 bits, then by memory."
+)
 
 
 def plan(options: Namespace) -> None:
     """Run `zeroshard estimate`."""
-    given = {name: getattr(options, name) for name in ("stage", "precision", "tp")}
-    if options.config is not None and any(value is not None for value in given.values()):
-        raise ValueError("--config has stage, precision and mesh: leave out --stage, --precision and --tp")
-    model = build_skeleton(options.model) if isinstance(options.model, Path) else options.model
-    configs = _configs(options)
-    found = {
-        (num_ranks, config.stage): estimate(
-            model,
-            num_ranks,
-            config,
-            optimizer_bits=options.optimizer_bits,
-            num_tokens=options.tokens,
+    names = ("stage", "precision", "tp", "pp", "microbatches", "recompute")
+    if options.config is not None and any(getattr(options, name) is not None for name in names):
+        raise ValueError(
+            "--config has stage, precision, mesh, pipeline and recompute: leave out --stage, --precision, "
+            "--tp, --pp, --microbatches and --recompute"
         )
-        for num_ranks in options.ranks
-        for config in configs
-    }
-    note = _NOTE if options.tokens else f"{_NOTE} {_NOT_COUNTED}"
-    lines = fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options)
-    print(*lines, "", _table(found), "", fill(note, _LINE), sep="\n")
+    model = _model(options.model)
+    tokens = Tokens(options.tokens, options.length, options.attention == "eager")
+    counted, configs = Counted(model, tokens), _configs(options)
+    lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
+    if options.gpu is None and options.memory is None:
+        found = {
+            (num_ranks, config.stage): counted.on(num_ranks, config, optimizer_bits=options.optimizer_bits)
+            for num_ranks in options.ranks
+            for config in configs
+        }
+        lines += [_table(found), "", fill(_NOTE if options.tokens else f"{_NOTE} {_NOT_COUNTED}", _LINE)]
+    else:
+        lines += [_fits(counted, num_ranks, configs, options) for num_ranks in options.ranks]
+        lines += ["", fill(_ORDER if options.tokens else f"{_ORDER} {_NOT_COUNTED}", _LINE)]
+    if options.train_tokens is not None or options.tflops is not None:
+        lines += ["", _duration(_num_params(model), configs[0], options)]
+    print(*lines, sep="\n")
+
+
+def _model(given: int | Path | str) -> nn.Module | int:
+    if isinstance(given, Path):
+        return build_skeleton(given)
+    return build_model(given) if isinstance(given, str) else given
 
 
 def _configs(options: Namespace) -> list[Config]:
@@ -54,9 +75,75 @@ def _configs(options: Namespace) -> list[Config]:
         return [Config.from_file(options.config)]
     stages = _STAGES if options.stage is None else [options.stage]
     given: dict[str, Any] = {} if options.precision is None else {"precision": options.precision}
-    if options.tp is not None:
-        given["mesh"] = {"tp": options.tp}
+    mesh = {"tp": options.tp, "pp": options.pp}
+    given["mesh"] = {name: number for name, number in mesh.items() if number is not None}
+    if options.microbatches is not None:
+        given["pipeline"] = {"num_microbatches": options.microbatches}
+    if options.recompute is not None:
+        given["recompute"] = options.recompute
     return [Config.parse({"stage": stage, **given}) for stage in stages]
+
+
+def _fits(counted: Counted, num_ranks: int, configs: Sequence[Config], options: Namespace) -> str:
+    """Return the settings that fit, as a table."""
+    device = options.memory if options.gpu is None else memory_of(options.gpu)
+    room = Room(
+        device=device,
+        host=options.host or 0,
+        nvme=options.nvme or 0,
+        ranks_per_node=min(num_ranks, options.ranks_per_node),
+    )
+    fits = find_fits(counted, num_ranks, configs[-1], room)
+    title = f"{_of(num_ranks)}: settings that take at most {SHARE:.0%} of {format_bytes(device)}, best first"
+    if not fits:
+        nearest = least(counted, num_ranks, configs[-1], room)
+        need = f"{format_bytes(nearest.estimate.peak)} with {_setting(nearest)}"
+        limit = f"{SHARE:.0%} of {format_bytes(device)}"
+        return f"{_of(num_ranks)}: no setting fits into {limit}; the least is {need}"
+    rows = [_row(fit) for fit in fits[:_MOST_FITS]]
+    columns = ("setting", "peak", "host", "NVMe", "sent in a step", "costs")
+    used = [0, 1, *(at for at in (2, 3) if any(row[at] for row in rows)), 4, 5]
+    table = render(title, [columns[at] for at in used], [[row[at] for at in used] for row in rows], 120)
+    more = len(fits) - len(rows)
+    return f"{table}\n and {more} more" if more else table
+
+
+def _row(fit: Fit) -> tuple[str, ...]:
+    found = fit.estimate
+    far = [format_bytes(number) if number else "" for number in (found.host, found.nvme)]
+    costs = ", ".join(fit.costs) or "nothing"
+    return (_setting(fit), format_bytes(found.peak), *far, format_bytes(found.wire_bytes_per_step), costs)
+
+
+def _setting(fit: Fit) -> str:
+    config, offload = fit.config, fit.config.offload
+    parts = [f"stage {config.stage}", f"{fit.bits}-bit states"]
+    if config.recompute == "unit":
+        parts.append("recompute")
+    if offload.optimizer != "none":
+        parts.append(f"optimizer={offload.optimizer}")
+    if offload.parameters != "none":
+        parts.append(f"parameters={offload.parameters}")
+    return ", ".join(parts)
+
+
+def _num_params(model: nn.Module | int) -> int:
+    return sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else model
+
+
+def _duration(num_params: int, config: Config, options: Namespace) -> str:
+    """Return the time of a training for each number of ranks."""
+    if options.train_tokens is None or options.tflops is None:
+        raise ValueError("--train-tokens and --tflops: expected both, or none")
+    recomputes = config.recompute == "unit"
+    lines = []
+    for num_ranks in options.ranks:
+        flops = options.tflops * 1e12
+        seconds = training_seconds(num_params, options.train_tokens, num_ranks, flops, recomputes=recomputes)
+        lines.append(f"{seconds / 86400:,.1f} days on {_of(num_ranks)}")
+    how = f"{8 if recomputes else 6} operations for each parameter and token"
+    text = f"{format_count(options.train_tokens)} tokens, {how}, {options.tflops:g} TFLOP/s of each rank:"
+    return f"{fill(text, _LINE)} {', '.join(lines)}"
 
 
 def _table(found: dict[tuple[int, int], Estimate]) -> str:
@@ -101,6 +188,8 @@ def _about_training(config: Config, options: Namespace) -> str:
     main = config.precision.main_dtype
     main_name = "float32" if main is None else str(main).removeprefix("torch.")
     divided = f", layers divided over {config.mesh.tp} tensor ranks" if config.mesh.tp > 1 else ""
+    if config.mesh.pp > 1:
+        divided += f", blocks divided over {config.mesh.pp} pipeline ranks"
     tokens = f", {options.tokens:,} tokens in a micro-batch" if options.tokens else ""
     states = f"Adam's states in {options.optimizer_bits} bits"
     others = {str(dtype).removeprefix("torch.") for dtype in dict(config.precision.overrides or ()).values()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,7 +37,7 @@ def compile_forwards(units: Sequence[Unit], changes: Changes) -> None:
         changes: the changes of their modules.
     """
     with_hooks = {module: unit for unit in units for module in unit.modules}
-    for module in _branches(units):
+    for module in branches(units[0].modules[0], _modules_of(units)):
         if with_hooks.keys().isdisjoint(set(module.modules()) - {module}):
             changes.set(module, "forward", torch.compile(module.forward))
             with_hooks[module].is_compiled = True
@@ -66,24 +66,32 @@ def recompute_forwards(units: Sequence[Unit], changes: Changes) -> None:
         changes: the changes of their modules.
     """
     with_hooks = {module: unit for unit in units for module in unit.modules}
+    for module in outermost(units[0].modules[0], _modules_of(units)):
+        for part in set(module.modules()) & with_hooks.keys() - {module}:
+            with_hooks[part].recomputed_in.append(with_hooks[module])
+        changes.set(module, "forward", checkpointed(module))
+
+
+def _modules_of(units: Sequence[Unit]) -> set[nn.Module]:
+    return {module for unit in units[1:] if unit.buffers for module in unit.modules}
+
+
+def branches(root: nn.Module, modules: Container[nn.Module]) -> Iterator[nn.Module]:
+    """Yield those of the modules that have modules inside, from the outside in."""
+    return (module for module in root.modules() if module in modules and any(module.children()))
+
+
+def outermost(root: nn.Module, modules: Container[nn.Module]) -> Iterator[nn.Module]:
+    """Yield those of the `branches` that are not inside of another one."""
     inside: set[nn.Module] = set()
-    for module in _branches(units):
+    for module in branches(root, modules):
         if module not in inside:
-            for part in set(module.modules()) & with_hooks.keys() - {module}:
-                with_hooks[part].recomputed_in.append(with_hooks[module])
             inside.update(module.modules())
-            changes.set(module, "forward", _checkpointed(module))
+            yield module
 
 
-def _branches(units: Sequence[Unit]) -> Iterator[nn.Module]:
-    """The modules of units that have modules inside, from the outside in."""
-    modules = {module for unit in units[1:] if unit.buffers for module in unit.modules}
-    return (
-        module for module in units[0].modules[0].modules() if module in modules and any(module.children())
-    )
-
-
-def _checkpointed(module: nn.Module) -> Callable[..., Any]:
+def checkpointed(module: nn.Module) -> Callable[..., Any]:
+    """Return a forward of a module that keeps its inputs alone, and runs again in the backward."""
     forward, name = module.forward, type(module).__name__
 
     @functools.wraps(forward)

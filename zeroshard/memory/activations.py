@@ -4,77 +4,122 @@ The backward of a block needs so many tensors of tokens x width elements, in the
 
     whole on each rank    5    the inputs of both norms and of both divided pairs, and dropout masks
     divided over tp      12    queries, keys, values and attention (4), and twice 4 x width behind it
+    attention scores    2.5    tokens x heads x length elements: softmax, its dropout and the mask; over tp
 
-In 16 bits that is 10 + 24 / tp bytes for each element, as the source has it. Attention scores are left out:
-fused kernels compute them again. With recomputation of each block only its input is kept, and one block is
-there whole.
+In 16 bits that is s b h (10 + 24 / tp + 5 a s / (h tp)) bytes. Fused kernels compute attention scores again
+in the backward, and so does selective recomputation: then the last row is not there. If parts of the sequence
+lie on the tensor ranks, the first row is divided, too. With recomputation of each block only its input is
+kept, and one block is there whole. Behind the blocks come the inputs of the last norm and of the head, and
+the logits in float32.
 
-Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equations 2,
-4 and 6.
+Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equations 1
+to 6, and section 4.3 for the embedding and the head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from torch import nn
+from zeroshard.memory.typical import Sizes
 
-from zeroshard.memory.typical import typical_sizes
-
-_WHOLE, _DIVIDED = 5, 12
+_WHOLE, _DIVIDED, _HALVES_OF_SCORES = 5, 12, 5
 _EXCHANGES = 4
 """Sums over the tensor ranks for each block: 2 in the forward, 2 in the backward."""
+_LOGIT = 4
+"""Bytes of a logit: the loss is computed in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of a micro-batch of a rank.
+
+    Raises:
+        ValueError: no whole number of samples.
+    """
+
+    num: int
+    """Samples x length."""
+    length: int = 0
+    """Tokens of a sample; 0: all of them are one sample."""
+    keeps_scores: bool = False
+    """True if the scores of attention are kept, in a typical model; False for fused kernels."""
+
+    def __post_init__(self) -> None:
+        if type(self.num) is not int or self.num < 0:
+            raise ValueError(f"num_tokens: expected an integer >= 0, got {self.num!r}")
+        if type(self.length) is not int or self.length < 0 or (self.length and self.num % self.length):
+            raise ValueError(f"length: expected a divisor of the {self.num} tokens, got {self.length!r}")
+        if not self.length:
+            object.__setattr__(self, "length", self.num)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """A micro-batch of a rank, and the way in which blocks compute it."""
+
+    num_tokens: int
+    """Samples x sequence length."""
+    itemsize: int
+    """Bytes of an element in the compute dtype."""
+    tp: int = 1
+    """Tensor ranks."""
+    sequence: bool = False
+    """True if the values between divided pairs are divided along the sequence."""
+    recomputes: bool = False
+    """True if only the inputs of blocks are kept."""
+    scores_of: int = 0
+    """The sequence length, if attention scores are kept; 0 if they are not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of a transformer."""
+    """The blocks of a transformer, and its head."""
 
     depth: int
     width: int
+    num_heads: int = 0
+    vocabulary: int = 0
+    """Logits of a token."""
 
     @staticmethod
-    def of(model_or_num_params: nn.Module | float) -> Blocks:
-        """Read the sizes of a model of transformers, or take those of a typical one.
+    def of(sizes: Sizes) -> Blocks:
+        """Return the blocks of a typical model."""
+        vocabulary = sizes.embedding // sizes.width if sizes.width else 0
+        return Blocks(sizes.depth, sizes.width, sizes.num_heads, vocabulary)
 
-        Raises:
-            ValueError: the config of the model does not tell them.
-        """
-        if not isinstance(model_or_num_params, nn.Module):
-            sizes = typical_sizes(int(model_or_num_params))
-            return Blocks(sizes.depth, sizes.width)
-        config: Any = getattr(model_or_num_params, "config", None)
-        depth, width = (getattr(config, key, None) for key in ("num_hidden_layers", "hidden_size"))
-        if not isinstance(depth, int) or not isinstance(width, int):
-            raise ValueError(
-                "num_tokens: expected a model whose config has num_hidden_layers and hidden_size, got "
-                f"{type(model_or_num_params).__name__}"
-            )
-        return Blocks(depth, width)
+    def bytes_of_input(self, batch: MicroBatch) -> int:
+        """Bytes of the input of a block on one rank."""
+        one = batch.num_tokens * self.width * batch.itemsize
+        return -(-one // batch.tp) if batch.sequence else one
 
-    def bytes_held(
-        self, num_tokens: int, itemsize: int, *, tp: int = 1, sequence: bool = False, recomputes: bool = False
-    ) -> int:
-        """Bytes of activations of a rank between the forward and the backward of a micro-batch.
+    def bytes_of_block(self, batch: MicroBatch) -> int:
+        """Bytes that the backward of a block needs on one rank."""
+        one = batch.num_tokens * self.width * batch.itemsize
+        scores = batch.num_tokens * self.num_heads * batch.scores_of * batch.itemsize * _HALVES_OF_SCORES // 2
+        divided = one * _DIVIDED + scores
+        if batch.sequence:
+            return -(-(one * _WHOLE + divided) // batch.tp)
+        return one * _WHOLE + -(-divided // batch.tp)
 
-        Args:
-            num_tokens: tokens of the micro-batch.
-            itemsize: bytes of an element.
-            tp: tensor ranks.
-            sequence: True if the values between divided pairs are divided along the sequence.
-            recomputes: True if only the inputs of blocks are kept.
-        """
-        one = num_tokens * self.width * itemsize
-        block = -(-one * (_WHOLE + _DIVIDED) // tp) if sequence else one * _WHOLE + -(-one * _DIVIDED // tp)
-        if not recomputes:
-            return self.depth * block
-        return self.depth * (-(-one // tp) if sequence else one) + min(1, self.depth) * block
+    def bytes_kept(self, batch: MicroBatch) -> int:
+        """Bytes that a block keeps from its forward to its backward: its input alone if it is recomputed."""
+        return self.bytes_of_input(batch) if batch.recomputes else self.bytes_of_block(batch)
 
-    def bytes_sent(self, num_tokens: int, itemsize: int, *, tp: int = 1, recomputes: bool = False) -> int:
-        """Bytes that a rank sends to its tensor ranks in a micro-batch.
+    def bytes_of_head(self, batch: MicroBatch) -> int:
+        """Bytes of the inputs of the last norm and of the head, and of the logits."""
+        logits = -(-_LOGIT * batch.num_tokens * self.vocabulary // batch.tp)
+        return 2 * self.bytes_of_input(batch) + logits if self.vocabulary else 0
+
+    def bytes_held(self, batch: MicroBatch) -> int:
+        """Bytes of activations of a rank with all blocks, at most, for one micro-batch."""
+        again = self.bytes_of_block(batch) if batch.recomputes and self.depth else 0
+        return self.depth * self.bytes_kept(batch) + max(again, self.bytes_of_head(batch))
+
+    def bytes_sent(self, batch: MicroBatch, depth: int | None = None) -> int:
+        """Bytes that a rank sends to its tensor ranks in a micro-batch, for some or all of the blocks.
 
         A sum sends 2 (tp - 1) / tp of its bytes, as a reduce-scatter and an all-gather in its place do.
         """
-        num = self.depth * (_EXCHANGES + recomputes)  # it ends before the last sum of a block
-        return num * 2 * (num_tokens * self.width * itemsize) * (tp - 1) // tp
+        # A recomputation ends before the last sum of a block.
+        num = (self.depth if depth is None else depth) * (_EXCHANGES + batch.recomputes)
+        return num * 2 * (batch.num_tokens * self.width * batch.itemsize) * (batch.tp - 1) // batch.tp

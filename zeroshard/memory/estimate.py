@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeroshard.assemble import read_setting, specify_units
-from zeroshard.config.sections import Config, refuse_pipeline, require_supported
-from zeroshard.forwards.composed import taken_apart
-from zeroshard.forwards.quantized import num_scale_bytes
-from zeroshard.memory.activations import Blocks
+from zeroshard.config.sections import Config, require_supported
+from zeroshard.memory.activations import Blocks, MicroBatch, Tokens
+from zeroshard.memory.dryrun import DryRun, LossOf, dry_run, loss_of_tokens
+from zeroshard.memory.inflight import Usage, costs_of_blocks, costs_of_run, usage_of_ranks
+from zeroshard.memory.planned import Planned, plan_model, plan_number, setting_of
 from zeroshard.memory.report import ModelStates
 from zeroshard.memory.tiered import States, bytes_on_tiers
-from zeroshard.memory.typical import typical_sizes
-from zeroshard.parallel.tensor.division import plan_division
+from zeroshard.memory.typical import Sizes, typical_sizes
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan import traffic
-from zeroshard.plan.arrangement import Arrangement
-from zeroshard.plan.buffers import Setting, UnitPlan, plan_buffer, plan_units, units_on_device
-from zeroshard.plan.originals import Original
-from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, TP
+from zeroshard.plan.buffers import UnitPlan
 from zeroshard.plan.tiers import Tier
 from zeroshard.tables import LINE, format_bytes, render
 
@@ -34,7 +29,7 @@ class Estimate(ModelStates):
     """Bytes per rank by kind, and on the wire. `unsharded` is 0: nothing is gathered between steps."""
 
     activations: int = 0
-    """Bytes between the forward and the backward of a micro-batch; 0 where `num_tokens` was not given."""
+    """The most bytes of activations at a time; 0 where neither `num_tokens` nor `loss_of` was given."""
     wire_bytes_per_step: int
     """Bytes that each rank sends per optimizer step, all micro-batches together."""
 
@@ -84,140 +79,163 @@ def estimate(
     *,
     optimizer_bits: int = 32,
     host_computes: bool = False,
-    num_tokens: int = 0,
+    num_tokens: int | Tokens = 0,
+    loss_of: LossOf | None = None,
     tp_plan: Plan | None = None,
 ) -> Estimate:
     """Bytes per rank for training with an optimizer of Adam's kind (two states).
+
+    With a pipeline these are the bytes of the pipeline rank whose peak is the highest. Its blocks are cut by
+    their parameters, as `initialize` does where it cannot measure their times.
 
     Args:
         model_or_num_params: a model, on the meta device if need be; or a number of float32 parameters, taken
             as a decoder-only transformer of a typical depth and width, see `zeroshard.memory.typical`.
         world_size: number of ranks.
-        config: stage, precision, units, accumulation, prefetch.
+        config: stage, precision, units, accumulation, prefetch, mesh, pipeline, tiers.
         optimizer_bits: 32 for states in the main dtype, as torch's AdamW has them; 8 for `AdamW8bit`. Counted
             without padding, on the rank that holds most.
         host_computes: True for ranks on the CPU, for which host memory is the device.
-        num_tokens: tokens of a micro-batch of a rank (samples x sequence length), for the activations of a
-            decoder-only transformer and the bytes that tensor ranks exchange; 0 leaves both out.
+        num_tokens: tokens of a micro-batch of a rank (samples x length), or `Tokens` with a length, for the
+            activations and the bytes that tensor ranks exchange; 0 leaves both out. The forward and the
+            backward of a causal language model of transformers run without memory, see
+            `zeroshard.memory.dryrun`. For a number of parameters the formulas of
+            `zeroshard.memory.activations` hold.
+        loss_of: computes the loss of a micro-batch of any other model, in place of `num_tokens`. It is called
+            with a copy of the model on the meta device, where tensors are made, too.
         tp_plan: the plan by which `config.mesh.tp` ranks divide the layers of a model, as `initialize` takes
             it; None for the model's own. A number of parameters is divided evenly.
 
     Raises:
-        ValueError: a pipeline; fewer than 1 rank, or no multiple of the mesh; other bits than 8 and 32; a
-            parameter that cannot be sharded or divided; more than 10**15 parameters; a number of parameters
-            with `precision.overrides`; `num_tokens` with a model that does not tell its sizes.
+        ValueError: fewer than 1 rank, or no multiple of the mesh; other bits than 8 and 32; a parameter that
+            cannot be sharded or divided; a model that cannot be cut; more than 10**15 parameters; a number of
+            parameters with `precision.overrides`; `num_tokens` with a model that is not of transformers; a
+            forward or a backward that does not run without values.
     """
-    config = Config.parse(config)
-    require_supported(config)
-    refuse_pipeline(config, "estimate")
-    if type(world_size) is not int or world_size < 1:
-        raise ValueError(f"world_size: expected an integer >= 1, got {world_size!r}")
-    if optimizer_bits not in (8, 32):
-        raise ValueError(f"optimizer_bits: expected 8 or 32, got {optimizer_bits!r}")
-    if isinstance(model_or_num_params, float) and model_or_num_params.is_integer():
-        model_or_num_params = int(model_or_num_params)
-    is_number = isinstance(model_or_num_params, int) and not isinstance(model_or_num_params, bool)
-    if not (isinstance(model_or_num_params, nn.Module) or (is_number and model_or_num_params > 0)):
-        raise ValueError(f"expected a model or a number of parameters, got {model_or_num_params!r}")
-    if type(num_tokens) is not int or num_tokens < 0:
-        raise ValueError(f"num_tokens: expected an integer >= 0, got {num_tokens!r}")
-    setting = _setting(config, world_size, host_computes)
-    with _without_wrappers(model_or_num_params, config):
-        units = _units(model_or_num_params, config, setting, tp_plan)
-        scales = _scale_bytes(model_or_num_params)
-    steps = config.gradient_accumulation_steps
+    counted = Counted(model_or_num_params, num_tokens, loss_of, tp_plan)
+    return counted.on(world_size, config, optimizer_bits=optimizer_bits, host_computes=host_computes)
+
+
+class Counted:
+    """A model whose estimates are asked for several times; its activations are counted once for each way.
+
+    Args:
+        model_or_num_params, num_tokens, loss_of, tp_plan: see `estimate`.
+
+    Raises:
+        ValueError: see `estimate`.
+    """
+
+    def __init__(
+        self,
+        model_or_num_params: nn.Module | float,
+        num_tokens: int | Tokens = 0,
+        loss_of: LossOf | None = None,
+        tp_plan: Plan | None = None,
+    ) -> None:
+        self._tokens = num_tokens if isinstance(num_tokens, Tokens) else Tokens(num_tokens)
+        self._tp_plan, self._loss_of = tp_plan, loss_of
+        self._model: nn.Module | None = None
+        self._sizes: Sizes | None = None
+        self._runs: dict[str, DryRun] = {}
+        if isinstance(model_or_num_params, nn.Module):
+            self._model = model_or_num_params
+            if loss_of is None and self._tokens.num:
+                self._loss_of = loss_of_tokens(model_or_num_params, self._tokens)
+        else:
+            self._sizes = typical_sizes(_checked_number(model_or_num_params))
+
+    def on(
+        self,
+        world_size: int,
+        config: Config | Mapping[str, Any] | None = None,
+        *,
+        optimizer_bits: int = 32,
+        host_computes: bool = False,
+    ) -> Estimate:
+        """Return the estimate for some ranks and a config, see `estimate`."""
+        config = Config.parse(config)
+        require_supported(config)
+        if type(world_size) is not int or world_size < 1:
+            raise ValueError(f"world_size: expected an integer >= 1, got {world_size!r}")
+        if optimizer_bits not in (8, 32):
+            raise ValueError(f"optimizer_bits: expected 8 or 32, got {optimizer_bits!r}")
+        setting = setting_of(config, world_size, host_computes=host_computes)
+        if self._model is not None:
+            planned = plan_model(self._model, config, setting, self._tp_plan)
+            usages = self._usages_of_model(self._model, config, planned)
+        else:
+            assert self._sizes is not None, "it is a model or a number"
+            planned = plan_number(self._sizes, config, setting)
+            usages = _usages_of_blocks(Blocks.of(self._sizes), _micro_batch(self._tokens, config), planned)
+        states = States(bits=optimizer_bits)
+        ranks = zip(planned.units, planned.scales, usages, strict=True)
+        estimates = (
+            replace(_of_rank(units, planned, config, states, usage), scales=scales)
+            for units, scales, usage in ranks
+        )
+        return max(estimates, key=lambda found: found.peak)
+
+    def _usages_of_model(self, model: nn.Module, config: Config, planned: Planned) -> list[Usage]:
+        if self._loss_of is None:
+            return [Usage()] * len(planned.units)
+        run, pipelined = self._run(model, config, planned, self._loss_of), planned.pipelined
+        if pipelined is None:
+            return [Usage(held=run.peak, sent=run.sent)]
+        assert pipelined.cut is not None, "a model was cut"
+        whole = self._run(model, replace(config, recompute="none"), planned, self._loss_of)
+        return usage_of_ranks(pipelined, costs_of_run(whole, run, pipelined.cut.outline))
+
+    def _run(self, model: nn.Module, config: Config, planned: Planned, loss_of: LossOf) -> DryRun:
+        """A dry run depends neither on the stage nor on tiers."""
+        key = repr((config.precision, config.recompute, config.mesh, config.units, config.ignored))
+        if key not in self._runs:
+            self._runs[key] = dry_run(model, config, planned.setting, loss_of, self._tp_plan)
+        return self._runs[key]
+
+
+def _checked_number(given: object) -> int:
+    if isinstance(given, float) and given.is_integer():
+        given = int(given)
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given
+    raise ValueError(f"expected a model or a number of parameters, got {given!r}")
+
+
+def _micro_batch(tokens: Tokens, config: Config) -> MicroBatch:
+    return MicroBatch(
+        num_tokens=tokens.num,
+        itemsize=(config.precision.param_dtype or torch.float32).itemsize,
+        tp=config.mesh.tp,
+        sequence=config.mesh.sequence,
+        recomputes=config.recompute == "unit",
+        scores_of=tokens.length if tokens.keeps_scores else 0,
+    )
+
+
+def _of_rank(
+    units: list[UnitPlan], planned: Planned, config: Config, states: States, usage: Usage
+) -> Estimate:
+    """The estimate of a rank with some units."""
+    setting, steps = planned.setting, config.gradient_accumulation_steps * config.pipeline.num_microbatches
     together = 1 + config.num_prefetch if setting.placements.kept else len(units)
-    tiers = bytes_on_tiers(units, setting, steps, States(bits=optimizer_bits))
+    tiers = bytes_on_tiers(units, setting, steps, states)
     device = tiers[Tier.DEVICE]
-    held, sent = _activations(model_or_num_params, num_tokens, config) if num_tokens else (0, 0)
+    sent = usage.sent * config.gradient_accumulation_steps
     return Estimate(
         parameters=device.parameters,
         gradients=device.gradients,
         optimizer=device.optimizer,
-        scales=scales,
         unsharded=0,
         peak_unsharded=traffic.peak_unsharded_bytes(units, together),
         host=tiers[Tier.HOST].total,
         nvme=tiers[Tier.DISK].total,
-        activations=held,
-        wire_bytes_per_step=traffic.wire_bytes(units, setting, steps) + steps * sent,
+        activations=usage.held,
+        wire_bytes_per_step=traffic.wire_bytes(units, setting, steps) + sent,
     )
 
 
-def _setting(config: Config, world_size: int, host_computes: bool) -> Setting:
-    mesh, inner = config.mesh, config.reshard_after_forward
-    along = Arrangement(world_size, mesh.pp, mesh.tp, config.shard_group_size).sizes
-    num_inner = 1 if isinstance(inner, bool) else inner
-    if along.dp_shard % num_inner:
-        raise ValueError(
-            f"reshard_after_forward={inner}: expected a divisor of the {along.dp_shard} ranks over which "
-            "parameters are sharded"
-        )
-    sizes = {DP_SHARD: along.dp_shard, DP_REPLICATE: along.dp_replicate, DP_INNER: num_inner, TP: along.tp}
-    return read_setting(config, sizes, host_computes=host_computes)
-
-
-def _without_wrappers(model_or_num_params: nn.Module | float, config: Config) -> AbstractContextManager[None]:
-    """A context in which weights that wrap other tensors are apart, as sharding takes them."""
-    if isinstance(model_or_num_params, nn.Module):
-        return taken_apart(model_or_num_params, config.ignored)
-    return nullcontext()
-
-
-def _scale_bytes(model_or_num_params: nn.Module | float) -> int:
-    """Bytes beside the codes of quantized weights, which each rank keeps whole."""
-    if not isinstance(model_or_num_params, nn.Module):
-        return 0
-    return sum(num_scale_bytes(module) for module in model_or_num_params.modules())
-
-
-def _activations(model_or_num_params: nn.Module | float, num_tokens: int, config: Config) -> tuple[int, int]:
-    """Bytes that a rank holds for a micro-batch, and sends to its tensor ranks."""
-    blocks, tp, recomputes = Blocks.of(model_or_num_params), config.mesh.tp, config.recompute == "unit"
-    itemsize = (config.precision.param_dtype or torch.float32).itemsize
-    held = blocks.bytes_held(
-        num_tokens, itemsize, tp=tp, sequence=config.mesh.sequence, recomputes=recomputes
-    )
-    return held, blocks.bytes_sent(num_tokens, itemsize, tp=tp, recomputes=recomputes)
-
-
-def _units(
-    model_or_num_params: nn.Module | float, config: Config, setting: Setting, tp_plan: Plan | None
-) -> list[UnitPlan]:
-    """The units in order, the root first."""
-    tp = setting.sizes[TP]
-    if isinstance(model_or_num_params, nn.Module):
-        specs = specify_units(model_or_num_params, config)
-        if tp > 1:
-            is_sequence = config.mesh.sequence
-            specs = plan_division(model_or_num_params, specs, tp_plan, tp, by_sequence=is_sequence).specs
-        return plan_units(specs, setting)
-    if config.precision.overrides:
-        patterns = ", ".join(dict(config.precision.overrides))
-        raise ValueError(
-            f"precision.overrides: expected a model, whose parameters have names, got a number of parameters "
-            f"for the patterns {patterns}"
-        )
-    sizes = typical_sizes(int(model_or_num_params))
-    if not sizes.depth:  # neither the root nor the last: it is not kept
-        return [_unit(0, setting), _unit(-(-sizes.num_params // tp), setting), _unit(0, setting)]
-    around = [sizes.embedding] if sizes.is_tied else [0, sizes.embedding]
-    counts = [
-        -(-count // tp) for count in (*around, *sizes.blocks, *([] if sizes.is_tied else [sizes.embedding]))
-    ]
-    on_device = replace(setting, tiers=setting.tiers.on_device)
-    planned: dict[tuple[int, bool], UnitPlan] = {}
-    plans = []
-    for key in zip(counts, units_on_device(counts, setting.device_fraction), strict=True):
-        if key not in planned:
-            planned[key] = _unit(key[0], on_device if key[1] else setting)
-        plans.append(planned[key])
-    if not sizes.is_tied:  # else the root holds what the embedding and the head share
-        plans[1] = replace(plans[1], needs_parameters_in_backward=False)
-    return plans
-
-
-def _unit(num_params: int, setting: Setting) -> UnitPlan:
-    """Plan a unit of one float32 parameter with so many elements, or of none."""
-    weight = nn.Parameter(torch.empty(num_params, device="meta"))
-    return UnitPlan("", (plan_buffer([Original(weight, "", ())], setting),) if num_params else ())
+def _usages_of_blocks(blocks: Blocks, batch: MicroBatch, planned: Planned) -> list[Usage]:
+    if planned.pipelined is not None:
+        return usage_of_ranks(planned.pipelined, costs_of_blocks(blocks, batch))
+    return [Usage(held=blocks.bytes_held(batch), sent=blocks.bytes_sent(batch))]

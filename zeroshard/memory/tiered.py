@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -91,24 +92,40 @@ def _staging_bytes(units: Sequence[UnitPlan], setting: Setting, states: States) 
 
 def _state_bytes(buffers: Iterable[BufferPlan], setting: Setting, states: States) -> int:
     """Optimizer states of the rank that holds most."""
-    totals = [0] * setting.sizes[DP_SHARD]
+    num_ranks = setting.sizes[DP_SHARD]
+    steps = [0] * (num_ranks + 1)
+    """The bytes of each rank beyond those of the rank before it, so that a run of ranks takes two entries."""
+
+    def add(first: int, end: int, num: int) -> None:
+        steps[first] += num
+        steps[end] -= num
+
     for buffer in buffers:
         for index, whole in enumerate(buffer.layout.sizes) if buffer.trainable else ():
-            for rank in _steppers(buffer, index):
-                num = buffer.layout.owned(index, rank).size if buffer.is_partial else whole
-                if states.bits == 32:
-                    totals[rank] += num * buffer.wide_dtype.itemsize
-                elif whole < MIN_8BIT_SIZE:
-                    totals[rank] += num * torch.float32.itemsize
-                else:
-                    totals[rank] += num + num_blocks(num) * torch.float32.itemsize
-    return states.num * max(totals)
+            if not buffer.is_partial:
+                add(0, num_ranks, _bytes_of_a_state(buffer, whole, whole, states))
+                continue
+            ranks, layout = _steppers(buffer, index), buffer.layout
+            ends = {rank for rank in (ranks.start, ranks.stop - 1) if rank in ranks}
+            for rank in ends:
+                num = layout.owned(index, rank).size
+                add(rank, rank + 1, _bytes_of_a_state(buffer, num, whole, states))
+            if len(ranks) > len(ends):
+                inside = _bytes_of_a_state(buffer, layout.shard_size, whole, states)
+                add(ranks.start + 1, ranks.stop - 1, inside)
+    return states.num * max(accumulate(steps))
+
+
+def _bytes_of_a_state(buffer: BufferPlan, num: int, whole: int, states: States) -> int:
+    """Bytes of one state for some elements of a parameter that has `whole` elements."""
+    if states.bits == 32:
+        return num * buffer.wide_dtype.itemsize
+    if whole < MIN_8BIT_SIZE:
+        return num * torch.float32.itemsize
+    return num + num_blocks(num) * torch.float32.itemsize
 
 
 def _steppers(buffer: BufferPlan, index: int) -> range:
-    """The ranks that step a part of a parameter."""
-    layout = buffer.layout
-    if not buffer.is_partial:
-        return range(layout.num_ranks)
-    span, size = layout.parameter(index), max(1, layout.shard_size)
+    """The ranks that hold a part of a parameter, and step it."""
+    span, size = buffer.layout.parameter(index), max(1, buffer.layout.shard_size)
     return range(span.start // size, -(-span.stop // size))

@@ -4,6 +4,7 @@ The rule is a decoder-only transformer in the manner of Llama 3:
 
     blocks        12 * depth * width**2 parameters: Kaplan et al. 2020, "Scaling Laws for Neural Language
                   Models", section 2.1
+    heads         of 128 elements: the same table of Llama 3
     width         128 * depth: Llama 3 has 32 x 4096 at 8 B and 126 x 16384 at 405 B; GPT-3 has 96 x 12288.
                   Grattafiori et al. 2024, "The Llama 3 Herd of Models", table 3; Brown et al. 2020, table 2.1
     embedding     128256 * width parameters, the vocabulary of Llama 3, but at most a half of all
@@ -18,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WIDTH_PER_BLOCK = 128
+SIZE_OF_HEAD = 128
 VOCABULARY = 128_256
 TIED_BELOW = 4 * 10**9
 SMALLEST = 1 << 20
@@ -37,6 +39,11 @@ class Sizes:
     """Parameters of the embedding."""
     is_tied: bool
     """True if the head is the embedding; otherwise the head is as large again."""
+
+    @property
+    def num_heads(self) -> int:
+        """The heads of attention, of 128 elements each as in Llama 3."""
+        return self.width // SIZE_OF_HEAD
 
     @property
     def blocks(self) -> list[int]:

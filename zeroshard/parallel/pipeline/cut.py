@@ -41,7 +41,13 @@ class Cut(NamedTuple):
 
 
 def cut_model(
-    model: nn.Module, outline: Outline, config: Config, source: Source, device: torch.device
+    model: nn.Module,
+    outline: Outline,
+    config: Config,
+    source: Source,
+    device: torch.device,
+    *,
+    measures: bool = True,
 ) -> Cut:
     """Return the cut that a config asks for; the blocks are measured if it depends on their times.
 
@@ -51,6 +57,7 @@ def cut_model(
         config: the config.
         source: the samples of a micro-batch, and the loss.
         device: the device on which blocks are measured, one at a time.
+        measures: False takes numbers of parameters in place of times.
 
     Raises:
         ValueError: there is no such schedule or no such block, their numbers do not fit, or the model
@@ -71,7 +78,8 @@ def cut_model(
     if config.pipeline.split is not None:
         return Cut(outline, schedule, split_at(config.pipeline.split, outline, num_chunks), weighed, False)
     balance = cast(Balance, config.pipeline.balance)
-    measured = None if balance == "memory" else _measure(model, outline, config, source, device)
+    is_by_time = measures and balance != "memory"
+    measured = _measure(model, outline, config, source, device) if is_by_time else None
     blocks = measured or weighed
     return Cut(outline, schedule, partition(blocks, num_chunks, balance), blocks, measured is not None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind, Schedule
@@ -68,6 +69,25 @@ def count_activations(schedule: Schedule) -> Held:
         inputs.of("chunk", chunks),
         inputs.of("rank", ranks),
     )
+
+
+def most_bytes(schedule: Schedule, per_chunk: Sequence[int]) -> tuple[int, ...]:
+    """Return for each pipeline rank the most bytes of activations that it holds at a time.
+
+    Args:
+        schedule: a schedule without recomputation of its own.
+        per_chunk: the bytes of a micro-batch in each chunk, from its forward to the end of its backward.
+    """
+    now, most = [0] * schedule.num_ranks, [0] * schedule.num_ranks
+    for rank, action in schedule:
+        if action.chunk is None:
+            continue
+        if action.kind is Kind.FORWARD:
+            now[rank] += per_chunk[action.chunk]
+            most[rank] = max(most[rank], now[rank])
+        elif action.kind in END_BACKWARD:
+            now[rank] -= per_chunk[action.chunk]
+    return tuple(most)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from zeroshard.parallel.pipeline.simulate import validate
 from zeroshard.parallel.pipeline.transfers import Exchange, Transfer, plan_exchanges
 from zeroshard.parallel.pipeline.weights import Waiting
 
-_AHEAD = 2
+AHEAD = 2
 """The receives that are posted ahead of the one that an action needs, from each rank."""
 
 _MOST_FORMS = 64
@@ -339,7 +339,7 @@ class _Posting:
 
     def post(self, number: int) -> None:
         """Post the receives of an action, and some of later ones."""
-        ahead = _AHEAD
+        ahead = AHEAD
         while self._left and (self._left[-1][0] <= number or ahead):
             place, leg = self._left.pop()
             ahead -= place > number

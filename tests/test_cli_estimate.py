@@ -1,0 +1,129 @@
+"""`zeroshard estimate`: settings that fit, import paths, pipelines, and the time of a training."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import zeroshard
+from zeroshard.cli.main import main
+from zeroshard.memory.activations import Tokens
+from zeroshard.tables import format_bytes
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch, tmp_path):
+    """Modules are found in the current directory, and not afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def shown(capsys, *arguments: object) -> str:
+    assert main(["estimate", *map(str, arguments)]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    return out
+
+
+def refused(capsys, *arguments: object) -> str:
+    assert main(["estimate", *map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.count("\n") == 1
+    return err
+
+
+def rows_of_fits(out: str) -> list[str]:
+    return [line.strip() for line in out.splitlines() if line.startswith(" stage ")]
+
+
+def test_the_settings_that_fit_a_device_are_listed_best_first(capsys):
+    out = shown(capsys, "13B", "--precision", "bf16", "--tokens", 8192, "--gpu", "h100", "--host", "1TiB")
+    assert "8 ranks: settings that take at most 90% of 74.51 GiB, best first" in out
+    first, *others = rows_of_fits(out)
+    assert first.startswith("stage 1, 32-bit states, recompute")
+    assert first.endswith("a forward more")
+    config = {"stage": 1, "precision": "bf16", "recompute": "unit"}
+    assert format_bytes(zeroshard.estimate(13e9, 8, config, num_tokens=8192).peak) in first
+    assert any("optimizer=cpu" in row and "steps on the host" in row for row in others)
+    assert "first without offload, then without recomputation" in " ".join(out.split())
+    assert out.splitlines()[-5].startswith(" and ")
+
+
+def test_a_size_in_place_of_a_device_gives_the_same(capsys):
+    options = ("1B", "--precision", "bf16", "--tokens", 4096)
+    by_name = shown(capsys, *options, "--gpu", "h100")
+    assert shown(capsys, *options, "--memory", "80GB") == by_name
+
+
+def test_the_least_setting_is_told_where_none_fits(capsys):
+    out = shown(capsys, "70B", "--precision", "bf16", "--tokens", 4096, "--memory", "24GiB", "--ranks", "4,8")
+    assert out.count("no setting fits into 90% of 24.00 GiB; the least is") == 2
+    assert "stage 3, 8-bit states, recompute" in out
+
+
+def test_attention_scores_and_recomputation_are_counted(capsys):
+    options = ("1B", "--precision", "bf16", "--tokens", 8192, "--length", 4096, "--stage", 3)
+    eager = zeroshard.estimate(1e9, 8, {"precision": "bf16"}, num_tokens=Tokens(8192, 4096, True))
+    assert format_bytes(eager.activations) in shown(capsys, *options, "--attention", "eager")
+    config = {"precision": "bf16", "recompute": "unit"}
+    again = zeroshard.estimate(1e9, 8, config, num_tokens=8192)
+    assert format_bytes(again.activations) in shown(capsys, *options, "--recompute", "unit")
+    assert again.activations < eager.activations
+
+
+def test_a_pipeline_is_estimated(capsys):
+    out = shown(capsys, "7B", "--pp", 4, "--microbatches", 8, "--stage", 1, "--tokens", 2048)
+    config = {"stage": 1, "mesh": {"pp": 4}, "pipeline": {"num_microbatches": 8}}
+    found = zeroshard.estimate(7e9, 8, config, num_tokens=2048)
+    for number in (found.parameters, found.gradients, found.activations, found.peak):
+        assert format_bytes(number) in out
+    assert "blocks divided over 4 pipeline ranks" in " ".join(out.split())
+
+
+def test_the_time_of_a_training_is_told(capsys):
+    options = ("175B", "--stage", 3, "--recompute", "unit", "--tflops", 140, "--train-tokens", "300B")
+    out = " ".join(shown(capsys, *options, "--ranks", "512,1024").split())
+    assert "300 B tokens, 8 operations for each parameter and token, 140 TFLOP/s of each rank:" in out
+    assert "67.8 days on 512 ranks, 33.9 days on 1,024 ranks" in out
+    assert "expected both, or none" in refused(capsys, "7B", "--tflops", 140)
+
+
+def test_a_model_is_built_by_a_function_of_the_user(capsys, tmp_path):
+    text = "from torch import nn\ndef build():\n    return nn.Sequential(nn.Linear(1000, 1000))\n"
+    (tmp_path / "own_models.py").write_text(text + "class Holder:\n    small = nn.Linear(10, 10)\n")
+    out = shown(capsys, "own_models:build", "--ranks", 1)
+    assert "Sequential with 1,001,000 parameters" in out
+    assert "Linear with 110 parameters" in shown(capsys, "own_models:Holder.small", "--ranks", 1)
+    assert "no_such" in refused(capsys, "no_such:build")
+    assert "AttributeError" in refused(capsys, "own_models:other")
+    assert "expected a function that returns a model, got Holder" in refused(capsys, "own_models:Holder")
+
+
+def test_the_examples_of_the_documentation_are_what_is_printed(capsys):
+    page = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```\n\$ zeroshard estimate ([^\n]*)\n(.*?)```", page, re.DOTALL)
+    assert len(examples) == 2
+    for arguments, printed in examples:
+        # The first one leaves out the note below the table.
+        assert shown(capsys, *arguments.split()).startswith(printed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("7B", "--gpu", "h10"), "did you mean 'h100'"),
+        (("7B", "--tokens", "100", "--length", "3"), "expected a divisor of the 100 tokens, got 3"),
+        (("7B", "--tokens", "-1"), "num_tokens: expected an integer >= 0, got -1"),
+        (("7B", "--pp", "3"), "mesh.pp=3"),
+        (("7B", "--pp", "64", "--ranks", "64"), "expected at most 31 chunks"),
+        (("7B", "--tflops", "0", "--train-tokens", "1B"), "flops_per_second: expected a number above 0"),
+    ],
+)
+def test_impossible_arguments_are_refused_in_one_line(capsys, arguments, expected):
+    assert expected in refused(capsys, *arguments)

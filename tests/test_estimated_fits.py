@@ -1,0 +1,130 @@
+"""Settings that fit a device, the time of a training, and the time that an estimate takes itself."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zeroshard
+from zeroshard.config.sections import Config
+from zeroshard.memory.activations import Tokens
+from zeroshard.memory.devices import DEVICES, memory_of
+from zeroshard.memory.duration import training_seconds
+from zeroshard.memory.estimate import Counted
+from zeroshard.memory.fit import SHARE, Room, find_fits, least
+
+ROOT = Path(__file__).parents[1]
+GIB = 1 << 30
+BF16 = Config.parse({"precision": "bf16"})
+
+
+def fits(num_params: float, device: int, host: int = 0, nvme: int = 0, tokens: int = 8192):
+    return find_fits(
+        Counted(num_params, tokens), 8, BF16, Room(device=device, host=host, nvme=nvme, ranks_per_node=8)
+    )
+
+
+def kinds(found):
+    return [
+        (f.config.offload.optimizer, f.config.offload.parameters, f.config.recompute, f.config.stage, f.bits)
+        for f in found
+    ]
+
+
+def test_with_room_for_everything_plain_data_parallelism_comes_first():
+    first = fits(1e8, 80 * GIB)[0]
+    assert kinds([first]) == [("none", "none", "none", 1, 32)]
+    assert first.costs == ()
+
+
+def test_settings_are_in_the_order_of_their_costs_and_fit():
+    found = fits(13e9, 80 * GIB, host=1 << 40, nvme=1 << 42)
+    assert len(found) > 8
+    tiers = [(f.config.offload.optimizer, f.config.offload.parameters) for f in found]
+    order = [("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")]
+    assert tiers == sorted(tiers, key=order.index)
+    assert set(tiers) == set(order)
+    on_device = [f for f in found if f.config.offload.optimizer == "none"]
+    assert [f.config.recompute for f in on_device] == sorted(f.config.recompute for f in on_device)
+    assert all(f.estimate.peak <= SHARE * 80 * GIB for f in found)
+    assert len({(f.estimate, f.costs) for f in found}) == len(found)
+
+
+def test_a_setting_is_the_estimate_of_its_config():
+    for fit in fits(13e9, 80 * GIB, host=1 << 40)[:4]:
+        own = zeroshard.estimate(13e9, 8, fit.config, optimizer_bits=fit.bits, num_tokens=8192)
+        assert fit.estimate == own
+
+
+def test_values_lie_on_the_host_only_where_the_node_has_room():
+    assert all(f.config.offload.optimizer == "none" for f in fits(13e9, 80 * GIB))
+    # 8 bytes a parameter for two float32 states, 4 for main parameters, and bf16 gradients at least
+    needed = 14 * 13 * 10**9
+    assert all(f.bits == 8 for f in fits(13e9, 80 * GIB, host=needed // 2) if f.estimate.host)
+
+
+def test_nothing_fits_into_too_little_and_the_least_setting_is_told():
+    assert fits(70e9, 24 * GIB) == []
+    nearest = least(Counted(70e9, 8192), 8, BF16, Room(device=24 * GIB))
+    assert (nearest.config.stage, nearest.bits, nearest.config.recompute) == (3, 8, "unit")
+    assert nearest.estimate.peak > 24 * GIB
+
+
+def test_stages_that_a_config_rules_out_are_left_out():
+    base = Config.parse({"precision": "bf16", "shard_group_size": 4})
+    found = find_fits(Counted(1e9), 8, base, Room(device=80 * GIB))
+    assert {f.config.stage for f in found} == {1, 3}  # stage 2 holds what stage 1 holds
+
+
+@given(st.integers(10**8, 10**11), st.integers(1, 200))
+def test_more_memory_never_takes_a_setting_away(num_params, gib):
+    few, many = (kinds(fits(num_params, size * GIB, host=1 << 40)) for size in (gib, 2 * gib))
+    assert set(few) <= set(many)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("h100", 80), ("H200", 141), ("A100-40", 40), ("a100_40", 40), ("RTX 4090", 24)]
+)
+def test_devices_are_found_by_their_names(name, expected):
+    assert memory_of(name) == expected * 10**9
+
+
+def test_an_unknown_device_is_refused_with_the_nearest_name():
+    with pytest.raises(ValueError, match="got 'h10'; did you mean 'h100'"):
+        memory_of("h10")
+    assert all(size >= 10**9 for size in DEVICES.values())
+
+
+def test_the_time_of_a_training_is_that_of_the_source():
+    days = training_seconds(175e9, 300e9, 1024, 140e12) / 86400
+    assert days == pytest.approx(33.9, abs=0.05)  # Narayanan et al. 2021, section 5.1: 34 days
+    # The same source: 1e12 parameters, 450e9 tokens, 3072 GPUs at 163 TFLOP/s take 84 days.
+    assert training_seconds(1e12, 450e9, 3072, 163e12) / 86400 == pytest.approx(84, abs=1)
+    without = training_seconds(175e9, 300e9, 1024, 140e12, recomputes=False)
+    assert without / 86400 == pytest.approx(33.9 * 6 / 8, abs=0.05)
+    with pytest.raises(ValueError, match=r"num_ranks: expected a number above 0, got 0"):
+        training_seconds(1e9, 1e9, 0, 1e12)
+
+
+def test_a_trillion_parameters_on_4096_ranks_take_less_than_5_seconds():
+    started = time.perf_counter()
+    for stage in range(4):
+        found = zeroshard.estimate(1e12, 4096, {"stage": stage}, num_tokens=Tokens(8192, 4096))
+    assert found.parameters == pytest.approx(4e12 / 4096, rel=1e-3)
+    assert time.perf_counter() - started < 5
+
+
+def test_the_command_takes_less_than_3_seconds_of_processor_time():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "zeroshard", "estimate", "1T", "--ranks", "4096"]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, stdout=-3)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 3

@@ -1,0 +1,283 @@
+"""The activations of a model, found by running its forward and backward on the meta device.
+
+The copy of the model that runs has no memory. Its parameters have the compute dtype, divided layers have the
+shapes of one tensor rank, and units are recomputed if the config says so. All of it is done by the code that
+an engine uses. The storages of the tensors that stay alive are counted: those that autograd saves, and those
+that the model itself holds, each once.
+
+    forward  | embedding | unit | unit | unit | head, loss |        bytes alive are read where a module ends
+    backward                            | unit again | ...          and here, if units are recomputed
+
+Attention is fused, as on GPUs and CPUs: `scaled_dot_product_attention` saves its inputs, its output and a
+float32 for each query and head (Dao et al. 2022, "FlashAttention", section 3.1). A model that computes
+attention by other operations is counted with these.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeroshard.assemble import divide_and_cast, find_module_casts, specify_units
+from zeroshard.comm.activations import Activations
+from zeroshard.config.sections import Config
+from zeroshard.forwards.wrapped import checkpointed, outermost
+from zeroshard.internals.nested import cast_inputs, cast_outputs
+from zeroshard.memory.activations import Tokens
+from zeroshard.memory.live import LiveBytes
+from zeroshard.parallel.tensor.division import plan_division
+from zeroshard.parallel.tensor.styles import Plan
+from zeroshard.plan.buffers import Setting
+from zeroshard.plan.ignored import find_ignored
+from zeroshard.plan.originals import computes_in_own_dtype
+from zeroshard.plan.placement import TP
+from zeroshard.sharding.changes import Changes
+
+_META = torch.device("meta")
+_Value = TypeVar("_Value")
+
+LossOf = Callable[[nn.Module], Tensor]
+"""(model on the meta device) -> the loss of a micro-batch. Tensors that it makes are on the meta device."""
+
+
+class Call(NamedTuple):
+    """The forward of a module."""
+
+    before: int
+    """Bytes of activations when it began."""
+    after: int
+    """Bytes when it ended, its output included."""
+    output: int
+    """Bytes of its output, if this is a tensor or has one first; else 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """Bytes of activations of a micro-batch on one rank."""
+
+    held: int
+    """Bytes between the forward and the backward."""
+    peak: int
+    """The most bytes at the end of a module's forward, in a recomputation too; at least `held`."""
+    calls: Mapping[str, Call]
+    """The first forward of each module."""
+    sent: int
+    """Bytes that the rank sends to the other tensor ranks, in forward and backward."""
+
+
+def dry_run(
+    model: nn.Module, config: Config, setting: Setting, loss_of: LossOf, tp_plan: Plan | None = None
+) -> DryRun:
+    """Run the forward and the backward of a micro-batch of a model, without memory.
+
+    Args:
+        model: the model; it does not change, and is not read.
+        config: the config.
+        setting: the setting of its plans.
+        loss_of: computes the loss.
+        tp_plan: see `plan_division`.
+
+    Raises:
+        ValueError: the model has quantized weights; or the forward or backward raises an error without
+            values.
+    """
+    runs, over = without_memory(model), _OneOfMany(setting.sizes[TP])
+    with torch.random.fork_rng(devices=[]):  # divided layers set the generator
+        _prepare(runs, config, setting, tp_plan, over)
+        live = LiveBytes([*runs.parameters(), *runs.buffers()])
+        watch = _Watch(runs, live)
+        try:
+            with _META, torch.enable_grad(), _FusedAttention(), _Assumed(), live:  # type: ignore[no-untyped-call]
+                loss = loss_of(runs)
+                held = watch.sample()
+                loss.backward()
+        except Exception as error:  # of any kind, as the model and the loss are the user's
+            raise ValueError(
+                f"activations of {type(model).__name__}: the forward and backward run without memory, and "
+                f"raise {type(error).__name__}: {error}"
+            ) from error
+    return DryRun(held, watch.peak, watch.calls, over.sent)
+
+
+def loss_of_tokens(model: nn.Module, tokens: Tokens) -> LossOf:
+    """Return the loss of a causal language model of transformers over a micro-batch of tokens.
+
+    Raises:
+        ValueError: it is no model of transformers.
+    """
+    if getattr(model, "config", None) is None or not hasattr(model, "get_input_embeddings"):
+        raise ValueError(
+            f"num_tokens: expected a causal language model of transformers, got {type(model).__name__}: give "
+            "loss_of= in its place, which computes a loss with the model"
+        )
+
+    def loss_of(runs: nn.Module) -> Tensor:
+        ids = torch.zeros(tokens.num // tokens.length, tokens.length, dtype=torch.long)
+        loss: Tensor = runs(input_ids=ids, labels=ids, use_cache=False).loss
+        return loss
+
+    return loss_of
+
+
+class _Watch:
+    """Reads the bytes that are alive at the end of each module's forward."""
+
+    def __init__(self, model: nn.Module, live: LiveBytes) -> None:
+        self._live = live
+        self._before: dict[nn.Module, int] = {}
+        self.peak = 0
+        self.calls: dict[str, Call] = {}
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda module, _: self._begin(module), prepend=True)
+            module.register_forward_hook(
+                lambda module, args, output, name=name: self._end(module, output, name)
+            )
+
+    def sample(self) -> int:
+        self.peak = max(self.peak, self._live.now)
+        return self._live.now
+
+    def _begin(self, module: nn.Module) -> None:
+        self._before[module] = self._live.now
+
+    def _end(self, module: nn.Module, output: Any, name: str) -> None:
+        now = self.sample()
+        first = output[0] if isinstance(output, tuple) and output else output
+        size = first.nbytes if isinstance(first, Tensor) else 0
+        self.calls.setdefault(name, Call(self._before[module], now, size))
+
+
+def without_memory(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device=_META)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device=_META)
+    return copy.deepcopy(model, memo)
+
+
+def _prepare(
+    model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None, over: _OneOfMany
+) -> None:
+    """Give a model the dtypes, the parts and the forwards that it has in an engine."""
+    specs, changes = specify_units(model, config), Changes()
+    division = plan_division(model, specs, tp_plan, over.size, by_sequence=config.mesh.sequence)
+    casts = find_module_casts(model, config, find_ignored(model, config.ignored))
+    originals = [original for spec in division.specs for original in spec.originals]
+    if packed := [original.fqn for original in originals if original.is_packed]:
+        raise ValueError(
+            f"activations: expected a model without quantized weights, got codes in '{packed[0]}'"
+        )
+    for original in originals:
+        given = original.parameter
+        dtype = setting.dtypes.of(original).param_dtype or given.dtype
+        local = nn.Parameter(
+            torch.empty(original.shape, dtype=dtype, device=_META), requires_grad=given.requires_grad
+        )
+        local.register_post_accumulate_grad_hook(_drop_gradient) if local.requires_grad else None
+        for module, attribute in original.owners:
+            module._parameters[attribute] = local
+    divide_and_cast(model, division, casts, over if over.size > 1 else None, changes)
+    if config.recompute == "unit":
+        for module in outermost(model, {m for spec in specs[1:] if spec.originals for m in spec.modules}):
+            changes.set(module, "forward", _with_fused_attention(module.forward))
+            changes.set(module, "forward", checkpointed(module))
+    precision = config.precision
+    if precision.param_dtype is not None:
+        for spec in specs:
+            cast = functools.partial(cast_inputs, dtype=precision.param_dtype, in_lists=spec is specs[0])
+            for module in spec.modules:
+                if module not in casts and not computes_in_own_dtype(module):
+                    module.register_forward_pre_hook(cast, with_kwargs=True)
+    model.register_forward_hook(lambda module, args, output: cast_outputs(output, precision.output_dtype))
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    """Gradients are no activations."""
+    parameter.grad = None
+
+
+class _OneOfMany(Activations):
+    """The exchanges of a tensor rank without the others: results have their shapes, and memory of their own.
+
+    Args:
+        size: the ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size, self.device, self.last = 0, size, torch.device("cpu"), None
+        self.sent = 0
+        """Bytes that have been sent."""
+
+    def sum(self, value: Tensor, label: str) -> Tensor:
+        self.sent += 2 * value.nbytes * (self.size - 1) // self.size
+        return value.contiguous().clone()
+
+    def gather(self, value: Tensor, dim: int, label: str) -> Tensor:
+        self.sent += value.nbytes * (self.size - 1)
+        return torch.cat([value] * self.size, dim)
+
+    def scatter(self, value: Tensor, dim: int, label: str) -> Tensor:
+        self.sent += value.nbytes * (self.size - 1) // self.size
+        return self.split(value, dim).clone()
+
+    def first(self, value: _Value, label: str) -> _Value:
+        return value
+
+
+class _Assumed(TorchDispatchMode):
+    """A condition on values, of which there are none, is true: no token is padding, for example."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention without scores in memory; the meta device has only the kernel that keeps them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            query, key, value = args[:3]
+            return _Attention.apply(query, key, value)
+        return func(*args, **(kwargs or {}))
+
+
+def _with_fused_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Autograd runs a recomputation outside of the mode."""
+
+    @functools.wraps(forward)
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        with _FusedAttention():
+            return forward(*args, **kwargs)
+
+    return fused
+
+
+class _Attention(torch.autograd.Function):
+    """[..., heads, queries, size], [..., heads or fewer, keys, size] twice -> [..., heads, queries, size]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        *batch, heads, length, _ = query.shape
+        output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-3, -2)  # as kernels do
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
