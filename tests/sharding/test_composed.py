@@ -271,6 +271,22 @@ def test_a_checkpoint_has_the_codes_and_scales_and_is_not_exported_as_numbers(ra
         export_checkpoint(checkpoint, tmp_path / "out", Format())
 
 
+def loaded_as_float8(folder):
+    model = build("int8")
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    layer.weight = nn.Parameter(MAKES["float8"](layer.weight.dequantize()), requires_grad=False)
+    want = numbers(model)
+    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
+    with pytest.raises(ValueError, match=r"up_proj.weight' is quantized as .*int8.*float8"):
+        engine.load_checkpoint(folder)
+    same_state(streamed(engine), want)
+
+
+def test_a_checkpoint_with_codes_of_another_kind_is_refused(ranks, tmp_path):
+    ranks(2, saved, tmp_path)
+    ranks(1, loaded_as_float8, tmp_path)
+
+
 def frozen_base(folder):
     model = base("int8")
     model.model.norm.weight.requires_grad_(True)

@@ -1,8 +1,9 @@
-"""The description of a weight of bitsandbytes with 4 bits, which is a tensor of JSON in its state_dict.
+"""The description of a weight with codes, which is a tensor of JSON in its state_dict.
 
-Its scales are tensors of the state_dict, too, and are saved and loaded like buffers. The description is
-computed anew each time. It tells the kind of the codes, which must be that of the model, and the offset of
-the scales, which belongs to the values.
+Weights of bitsandbytes with 4 bits have one, and those of other libraries that were taken apart. Scales are
+tensors of the state_dict, too, and are saved and loaded like buffers. The description is computed anew each
+time. It tells the kind of the codes, which must be that of the model, and with 4 bits the offset of the
+scales, which belongs to the values.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from zeroshard.checkpoint.reader import Stored, TensorReader
 from zeroshard.checkpoint.tensors import TensorSlice
+from zeroshard.forwards.composed import DESCRIPTION
 from zeroshard.sharding.runtime import Runtime
 
 _MARK = ".quant_state.bitsandbytes__"
@@ -26,7 +28,7 @@ Offsets = dict[str, float | None]
 
 def is_description(name: str) -> bool:
     """True for the name of a description in a state_dict."""
-    return _MARK in name
+    return _MARK in name or name.rpartition(".")[2] == DESCRIPTION
 
 
 def is_beside_codes(name: str) -> bool:
@@ -58,7 +60,7 @@ def read_offsets(stored: Stored, runtime: Runtime, buffers: dict[str, Tensor]) -
             own.pop(_OFFSET, None)
             if saved != own:
                 raise ValueError(
-                    f"'{stored.directory}': '{name.partition(_MARK)[0]}' is quantized as {saved}; the model "
+                    f"'{stored.directory}': '{_weight_of(name)}' is quantized as {saved}; the model "
                     f"has {own}: expected the same kind of codes"
                 )
     return offsets
@@ -67,8 +69,13 @@ def read_offsets(stored: Stored, runtime: Runtime, buffers: dict[str, Tensor]) -
 def set_offset(model: nn.Module, name: str, offset: float | None) -> None:
     """Give the weight that a description belongs to the offset of its scales."""
     if offset is not None:
-        weight: Any = model.get_parameter(name.partition(_MARK)[0])
+        weight: Any = model.get_parameter(_weight_of(name))
         weight.quant_state.offset.fill_(offset)
+
+
+def _weight_of(name: str) -> str:
+    """The name of the weight that a description belongs to."""
+    return name.partition(_MARK)[0].removesuffix(DESCRIPTION.removeprefix("weight"))
 
 
 def _unpack(values: Tensor) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
     weight    Int8Tensor      qdata      the largest tensor: codes, a frozen parameter in the weight's place
                               scale, ... buffers of the layer, `weight_scale` and so on, whole on each rank
+                                         beside `weight_zeroshard_form`, a description of the codes
     forward   composes the weight of the unsharded codes and the buffers, by `__tensor_unflatten__`
 
 Sharding knows only the codes, as integers of bytes, which are never cast. A layer is put together again when
@@ -11,6 +12,7 @@ its model is closed.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +26,9 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.plan.ignored import find_ignored
 
 _FORM = "_zeroshard_form"
+
+DESCRIPTION = "weight_zeroshard_form"
+"""The buffer of a layer that tells what its codes are: JSON, compared when a checkpoint is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +120,15 @@ def _take_layer_apart(layer: nn.Linear, codes: nn.Parameter, form: Form, others:
     layer._parameters["weight"] = codes
     for name, tensor in others.items():
         layer.register_buffer(_buffer(name), tensor)
+    layer.register_buffer(DESCRIPTION, _describe(form))
     setattr(layer, _FORM, form)
     object.__setattr__(layer, "forward", functools.partial(_forward, layer))
+
+
+def _describe(form: Form) -> Tensor:
+    """The JSON of `DESCRIPTION`, padded: ranks with other forms are told so, and not of another size."""
+    text = json.dumps({"kind": form.kind.__name__, "codes": str(form.codes_dtype), "dtype": str(form.dtype)})
+    return torch.frombuffer(bytearray(text.ljust(256).encode()), dtype=torch.uint8)
 
 
 def _can_be_apart(layer: nn.Linear) -> bool:
@@ -129,7 +141,7 @@ def _can_be_apart(layer: nn.Linear) -> bool:
     if weight.requires_grad or not is_wrapper(weight):
         return False
     names, _ = weight.__tensor_flatten__()
-    if "forward" in vars(layer) or any(hasattr(layer, _buffer(name)) for name in names):
+    if "forward" in vars(layer) or any(hasattr(layer, name) for name in (*map(_buffer, names), DESCRIPTION)):
         return False
     inner = [getattr(weight, name) for name in names]
     are_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in inner)
@@ -181,7 +193,7 @@ def put_together(layers: Iterable[Any]) -> None:
             if codes not in done:
                 done[codes] = nn.Parameter(compose(layer, codes), requires_grad=False)
             layer._parameters["weight"] = done[codes]
-        for name in buffers_of(layer):
+        for name in (*buffers_of(layer), DESCRIPTION):
             delattr(layer, name)
         delattr(layer, _FORM)
         object.__delattr__(layer, "forward")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.forwards.composed import buffers_of, compose, form_of
+from zeroshard.forwards.composed import DESCRIPTION, buffers_of, compose, form_of
 from zeroshard.lazy.codes import Codes
 from zeroshard.lazy.deferred import deferred_of
 from zeroshard.sharding.buffer import FlatBuffer
@@ -215,8 +215,9 @@ def names_beside(module: nn.Module) -> set[str]:
     for name, layer in module.named_modules(remove_duplicate=False):
         if has_codes(layer):
             prefix = f"{name}." if name else ""
-            beside = buffers_of(layer)
-            if not beside:
+            if form_of(layer) is not None:
+                beside = [*buffers_of(layer), DESCRIPTION]
+            else:
                 names = layer.state_dict(keep_vars=True)
                 beside = [key for key in names if key.startswith(("weight.", "weight_format", "SCB"))]
             found |= {prefix + key for key in beside}
