@@ -300,7 +300,7 @@ def main() -> None:
 
     try:
         trainer = Trainer(engine, dataloader, held_out, args, steps, console)
-    except (RuntimeError, ValueError) as error:  # of --log
+    except (RuntimeError, ValueError) as error:  # of --metrics
         sys.exit(f"finetune.py: {error}")
     history, memory = trainer.train(history)
     console.print(f"held-out loss after training: {history.evaluations[-1][1]:.3f} nats per {args.unit}")

@@ -99,15 +99,17 @@ def build_parser() -> argparse.ArgumentParser:
     result = parser.add_argument_group("result")
     result.add_argument("--output", metavar="DIR", help="folder for the model (none; finetuned)")
     result.add_argument("--ask", metavar="TEXT", help="a question for the model, before and after training")
-    result.add_argument(
-        "--log",
+    result.add_argument(  # not --log, which torchrun takes for one of its own
+        "--metrics",
         action="append",
         default=[],
         metavar="TARGET",
         help="also send metrics to jsonl:FILE, tensorboard:FOLDER, wandb:PROJECT, mlflow:URI or terminal; "
         "may be given several times",
     )
-    result.add_argument("--log-every", type=at_least(1), default=10, metavar="N", help="steps (%(default)s)")
+    result.add_argument(
+        "--metrics-every", type=at_least(1), default=10, metavar="N", help="steps (%(default)s)"
+    )
     result.add_argument("--plot", default="loss.png", metavar="FILE", help="(%(default)s)")
     checkpoints = parser.add_argument_group("checkpoints")
     checkpoints.add_argument("--checkpoint-dir", metavar="DIR", help="where the last step is saved")

@@ -81,7 +81,7 @@ class Trainer:
         self._args, self._steps = args, steps
         self._eval_every = args.eval_every or max(1, steps // 5)
         self._log = zeroshard.StepLog(
-            engine, *args.log, every=args.log_every, num_steps=steps, config=vars(args)
+            engine, *args.metrics, every=args.metrics_every, num_steps=steps, config=vars(args)
         )
         self._progress = report.TrainingProgress(console, steps, args.unit)
         engine.reset_memory_report()  # an answer before training had gathered the whole model

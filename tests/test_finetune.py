@@ -167,7 +167,7 @@ def test_two_tensor_ranks_learn_what_one_process_does(run: Callable[..., Ended],
 def test_two_ranks_learn_and_show_the_memory_they_held(
     run: Callable[..., Ended], text: Path, tmp_path: Path
 ) -> None:
-    log = ("--log", "jsonl:log/metrics.jsonl", "--log-every", "10")
+    log = ("--metrics", "jsonl:log/metrics.jsonl", "--metrics-every", "10")
     ended = run(2, *TINY, "--data", str(text), "--steps", "25", "--accumulate", "2", "--output", "out", *log)
     assert ended.code is None, ended
     before, after = held_out_losses(ended.printed)
@@ -199,7 +199,7 @@ def test_two_ranks_learn_and_show_the_memory_they_held(
 
 
 def test_a_log_that_cannot_be_opened_ends_the_run_in_one_line(run: Callable[..., Ended], text: Path) -> None:
-    ended = run(2, *TINY, "--data", str(text), "--steps", "2", "--log", "csv:metrics.csv")
+    ended = run(2, *TINY, "--data", str(text), "--steps", "2", "--metrics", "csv:metrics.csv")
     assert str(ended.code).startswith("finetune.py: log target: expected one of terminal, jsonl:FILE")
 
 
@@ -540,3 +540,18 @@ def test_with_states_of_8_bits_it_learns_as_much_within_a_hundredth(
         assert ended.code is None, ended
         _, after[optimizer] = held_out_losses(ended.printed)
     assert after["adamw8bit"] <= 1.01 * after["adamw"]
+
+
+def test_torchrun_takes_no_option_of_the_example_for_its_own() -> None:
+    """Its parser reads the options of a script too, and refuses one that begins several of its own."""
+    from torch.distributed.run import get_args_parser
+
+    with example_modules():
+        from options import build_parser
+
+        ours = {option for action in build_parser()._actions for option in action.option_strings} - {
+            "-h",
+            "--help",
+        }
+    theirs = {option for action in get_args_parser()._actions for option in action.option_strings}
+    assert not {one for one in ours for other in theirs if other.startswith(one)}

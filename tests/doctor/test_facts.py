@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from zeroshard.doctor.disk import measure_disk
 from zeroshard.doctor.features import Found, judge
-from zeroshard.doctor.machine import Device, Machine, cpu_limit, memory_limit, read_machine
+from zeroshard.doctor.machine import Device, Machine, cpu_limit, memory_limit, read_devices, read_machine
 from zeroshard.doctor.report import Facts, describe, differences
 from zeroshard.doctor.versions import BEFORE, LEAST, Package, numbers, read_packages
 
@@ -163,6 +164,19 @@ def test_the_machine_is_this_one() -> None:
     assert 0 < machine.memory_free <= machine.memory
     assert len(machine.devices) == torch.accelerator.device_count()
     assert bool(machine.why_none) != bool(machine.devices)
+
+
+def test_one_rank_of_a_node_asks_devices_for_their_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="H100", total_memory=80 * GIB, major=9, minor=0)
+    module = SimpleNamespace(
+        get_device_properties=lambda index: properties, mem_get_info=lambda index: (70 * GIB, 80 * GIB)
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert read_devices("cuda") == (GPU, GPU)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert read_devices("cuda") == (GPU._replace(free=None),) * 2
+    assert read_devices(None) == ()
 
 
 def test_devices_and_limits_are_shown() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -15,8 +17,7 @@ import torch
 from zeroshard.cli.main import main
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import open_world
-from zeroshard.doctor import bandwidth
-from zeroshard.doctor.bandwidth import Bandwidth, measure_bandwidth
+from zeroshard.doctor.bandwidth import ROUNDS, Bandwidth, measure_bandwidth
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,10 +28,9 @@ def test_a_rank_sends_its_part_to_each_other_one() -> None:
 
 def measure() -> tuple[list[Bandwidth], dict[str, int]]:
     """Measure small buffers; return the result and the bytes that this rank has sent."""
-    bandwidth.SIZES = (1200, 2400)
     counter = Counter()
     world = open_world(torch.device("cpu"), counter, 30.0)
-    return measure_bandwidth(world), counter.bytes_sent
+    return measure_bandwidth(world, (1200, 2400)), counter.bytes_sent
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -48,7 +48,7 @@ def test_collectives_are_timed_on_all_ranks(ranks: Any, num_ranks: int) -> None:
             else []
         )
         assert all(speed.seconds > 0 for speed in found)
-        rounds = bandwidth.ROUNDS + 1
+        rounds = ROUNDS + 1
         assert sent["all_gather"] == rounds * 3600 * (num_ranks - 1) // num_ranks
 
 
@@ -76,7 +76,35 @@ def test_a_folder_that_is_not_there_is_refused_at_once(capsys: pytest.CaptureFix
     assert "/nowhere" in err
 
 
-def test_under_torchrun_rank_0_tells_for_all(tmp_path: Path) -> None:
+def examine(folder: str) -> str:
+    """Run the doctor on a rank as torchrun has started it; return what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main(["doctor", "--device", "cpu", "--disk", folder]) == 0
+    return printed.getvalue()
+
+
+def check(text: str, folder: Path) -> None:
+    blocks = text.split("\n\n")
+    assert [block.splitlines()[0] for block in blocks] == [
+        "versions",
+        "machine",
+        "features",
+        f"disk of {folder}, 256 MiB a rank, all at once",
+        "collectives of 2 ranks on cpu; each rank sends at this rate",
+    ]
+    assert [line.split()[0] for line in blocks[3].splitlines()[-2:]] == ["0", "1"]
+    assert len(blocks[4].splitlines()) == 3 + 7
+
+
+def test_rank_0_tells_for_all(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2, examine, str(tmp_path), process_group=False)
+    assert not second
+    check(first, tmp_path)
+
+
+@pytest.mark.long
+def test_torchrun_starts_the_doctor(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     arguments = ["-m", "zeroshard", "doctor", "--device", "cpu", "--disk", str(tmp_path)]
@@ -84,14 +112,4 @@ def test_under_torchrun_rank_0_tells_for_all(tmp_path: Path) -> None:
         [*command, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    blocks = done.stdout.split("\n\n")
-    titles = [block.splitlines()[0] for block in blocks]
-    assert titles == [
-        "versions",
-        "machine",
-        "features",
-        f"disk of {tmp_path}, 256 MiB a rank, all at once",
-        "collectives of 2 ranks on cpu; each rank sends at this rate",
-    ]
-    assert [line.split()[0] for line in blocks[3].splitlines()[-2:]] == ["0", "1"]
-    assert len(blocks[4].splitlines()) == 3 + 7
+    check(done.stdout, tmp_path)

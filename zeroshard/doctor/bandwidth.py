@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -35,16 +35,17 @@ class Bandwidth(NamedTuple):
         return self.num_bytes * (num_ranks - 1) / num_ranks / self.seconds
 
 
-def measure_bandwidth(world: Axis) -> list[Bandwidth]:
+def measure_bandwidth(world: Axis, sizes: Sequence[int] = SIZES) -> list[Bandwidth]:
     """Time all-gather and reduce-scatter of each size, and a small agreement; collective.
 
     Args:
         world: the axis of all ranks; with one rank the result is empty.
+        sizes: bytes of the whole buffers.
     """
     if world.size == 1:
         return []
     found = []
-    for num_bytes in SIZES:
+    for num_bytes in sizes:
         each = num_bytes // 4 // world.size
         flat = torch.ones(each * world.size, device=world.device)
         own, pool = torch.ones(each, device=world.device), BufferPool(world.device)

@@ -22,8 +22,8 @@ class Device(NamedTuple):
     """An accelerator that this process sees."""
 
     name: str
-    free: int
-    """Bytes that no process has taken."""
+    free: int | None
+    """Bytes that no process has taken; None on ranks other than the first one of a node."""
     total: int
     """Bytes of the device."""
     capability: str
@@ -78,7 +78,7 @@ def read_machine() -> Machine:
         shared_memory=shared,
         accelerator=accelerator,
         why_none=why_none,
-        devices=_read_devices(accelerator),
+        devices=read_devices(accelerator),
     )
 
 
@@ -102,19 +102,21 @@ def _find_accelerator() -> tuple[str | None, str]:
     return None, "torch sees no device"
 
 
-def _read_devices(accelerator: str | None) -> tuple[Device, ...]:
+def read_devices(accelerator: str | None) -> tuple[Device, ...]:
+    """Return the devices of a type that this process sees; none for None."""
     if accelerator is None:
         return ()
     import torch
 
-    module = torch.get_device_module(accelerator)
+    # To ask for free memory makes a context on the device, of hundreds of MB: one rank of a node does.
+    module, asks = torch.get_device_module(accelerator), os.environ.get("LOCAL_RANK", "0") == "0"
     found = []
     for index in range(torch.accelerator.device_count()):
         properties = module.get_device_properties(index)
-        free, total = module.mem_get_info(index)
+        free = module.mem_get_info(index)[0] if asks else None
         numbers = (getattr(properties, "major", None), getattr(properties, "minor", None))
         capability = "" if None in numbers else f"{numbers[0]}.{numbers[1]}"
-        found.append(Device(properties.name, free, total, capability))
+        found.append(Device(properties.name, free, properties.total_memory, capability))
     return tuple(found)
 
 

@@ -107,7 +107,8 @@ def _machine(machine: Machine) -> Iterator[tuple[str, str]]:
         yield "accelerators", f"none: {machine.why_none}"
     for number, device in enumerate(machine.devices):
         capability = f", compute capability {device.capability}" if device.capability else ""
-        memory = f"{format_bytes(device.total)}, {format_bytes(device.free)} free"
+        free = "" if device.free is None else f", {format_bytes(device.free)} free"
+        memory = format_bytes(device.total) + free
         yield f"{machine.accelerator}:{number}", f"{device.name}, {memory}{capability}"
 
 

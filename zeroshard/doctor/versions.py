@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 from collections.abc import Mapping
 from importlib import import_module
@@ -34,7 +35,8 @@ BEFORE: Mapping[str, str] = {"torch": "2.16"}
 """The version from which on a package is too new: nobody has tried it."""
 
 _BINARY = ("bitsandbytes", "numba")
-"""Packages with machine code of their own, which may be installed and yet not load: they are imported."""
+"""Packages with machine code of their own, which may be installed and yet not load. One rank of a node
+imports them, as that takes seconds."""
 
 
 class Package(NamedTuple):
@@ -60,7 +62,7 @@ def _read(name: str, least: str) -> Package:
         return Package(found, f"expected {name} {least} or newer, got {found}")
     if name in BEFORE and numbers(found) >= numbers(BEFORE[name]):
         return Package(found, f"expected {name} before {BEFORE[name]}, got {found}")
-    if name in _BINARY:
+    if name in _BINARY and os.environ.get("LOCAL_RANK", "0") == "0":
         logging.getLogger(name).setLevel(logging.ERROR)  # bitsandbytes logs parts that it goes without
         try:
             import_module(name)
