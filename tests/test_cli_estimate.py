@@ -86,6 +86,19 @@ def test_a_pipeline_is_estimated(capsys):
     assert "blocks divided over 4 pipeline ranks" in " ".join(out.split())
 
 
+def test_adapters_over_codes_are_estimated(capsys):
+    options = ("300M", "--precision", "bf16", "--stage", 3, "--ranks", 4)
+    out = shown(capsys, *options, "--lora", 8, "--weight-bits", 4, "--tokens", 256)
+    (number,) = re.findall(r"PeftModel with ([\d,]+) parameters", out)
+    assert int(number.replace(",", "")) == pytest.approx(3e8, rel=0.05)  # a Llama of about that size
+    assert re.search(r"of which \d\.\d\d M are trained", out)
+    assert "scales of codes" in out
+    found = {line.split("  ")[0].strip(): line.split("  ")[-1].strip() for line in out.splitlines()}
+    whole = zeroshard.estimate(3e8, 4, {"precision": "bf16"})
+    assert found["gradients"].endswith("MiB")
+    assert float(found["gradients"].split()[0]) < whole.gradients / (1 << 20) / 20
+
+
 def test_the_time_of_a_training_is_told(capsys):
     options = ("175B", "--stage", 3, "--recompute", "unit", "--tflops", 140, "--train-tokens", "300B")
     out = " ".join(shown(capsys, *options, "--ranks", "512,1024").split())

@@ -10,12 +10,15 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import peft
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import zeroshard
+from zeroshard.hf.skeleton import with_codes
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.memory.activations import Tokens
 from zeroshard.memory.live import LiveBytes
@@ -36,16 +39,23 @@ SAMPLES, LENGTH = 2, 64
 MICROBATCHES = 4
 
 
-def build() -> transformers.LlamaForCausalLM:
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-
-
 class Case(NamedTuple):
     """A training."""
 
     config: dict[str, Any]
     bits: int = 32
+    weight_bits: int | None = None
+    """16 for frozen weights with adapters, 4 or 8 for codes in their place; None trains all."""
+
+
+def build(weight_bits: int | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    if weight_bits in (4, 8):
+        model = with_codes(model, weight_bits)
+    if weight_bits is None:
+        return model
+    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
 
 
 class Measured(NamedTuple):
@@ -107,6 +117,13 @@ CASES = {
         *(Case({"stage": 1, **pipeline(name)}) for name in ("gpipe", "1f1b", "interleaved", "zb-h1")),
         Case({"stage": 3, **pipeline(), **BF16}, 8),
         Case({"stage": 0, **pipeline(), **RECOMPUTE}),
+    ],
+    (2, "adapters"): [
+        Case({"stage": 3, **BF16}, 32, 16),
+        Case({"stage": 3, **BF16}, 32, 4),
+        Case({"stage": 1, **BF16, **RECOMPUTE}, 32, 4),
+        Case({"stage": 3, **BF16}, 8, 8),
+        Case({"stage": 1, **pipeline(), **BF16}, 32, 16),
     ],
     (4, "hybrid"): [
         *(Case({"stage": stage, **HALVES}) for stage in (1, 2, 3)),
@@ -176,12 +193,12 @@ class Peak(LiveBytes):
 
 
 def measured(cases: list[Case], path: str) -> list[Measured]:
-    return [measure(with_path(case.config, path), case.bits) for case in cases]
+    return [measure(with_path(case.config, path), case.bits, case.weight_bits) for case in cases]
 
 
-def measure(config: dict[str, Any], bits: int) -> Measured:
+def measure(config: dict[str, Any], bits: int, weight_bits: int | None) -> Measured:
     make = AdamW8bit if bits == 8 else torch.optim.AdamW
-    engine, optimizer, *_ = zeroshard.initialize(build(), lambda p: make(p, lr=1e-3), config)
+    engine, optimizer, *_ = zeroshard.initialize(build(weight_bits), lambda p: make(p, lr=1e-3), config)
     before = []
     optimizer.register_step_pre_hook(lambda *_: before.append(engine.memory_report()))
 
@@ -203,7 +220,8 @@ def measure(config: dict[str, Any], bits: int) -> Measured:
     hooks = [module.register_forward_hook(live.sample) for module in engine.module.modules()]
     if engine.config.recompute == "unit" and engine.config.mesh.pp == 1:
         # The last block is recomputed first, when no block has gradients yet, whose buffers come and go.
-        *_, last_but_one, _ = engine.module.model.layers
+        blocks = (m for m in engine.module.modules() if isinstance(m, LlamaDecoderLayer))
+        *_, last_but_one, _ = blocks
         hooks.append(
             last_but_one.input_layernorm.register_forward_pre_hook(lambda *_: live.end_in_backward())
         )
@@ -214,7 +232,7 @@ def measure(config: dict[str, Any], bits: int) -> Measured:
     report, after = before[-1], engine.memory_report()
     # Micro-batches of a pipeline add up whole gradients, which are reduced before the step.
     gradients = max(report.gradients, live.gradients) if engine.config.mesh.pp > 1 else report.gradients
-    states = after.parameters + after.optimizer + gradients
+    states = after.parameters + after.scales + after.optimizer + gradients
     with suppress(RuntimeError):
         engine.close(restore=False)
     return Measured(states, after.host + after.nvme, live.peak)
@@ -223,7 +241,7 @@ def measure(config: dict[str, Any], bits: int) -> Measured:
 def wrong(num_ranks: int, case: Case, of_ranks: list[Measured], path: str) -> list[str]:
     """The differences of a case, for the rank that holds most."""
     foretold = zeroshard.estimate(
-        build(),
+        build(case.weight_bits),
         num_ranks,
         with_path(case.config, path),
         optimizer_bits=case.bits,
@@ -241,7 +259,7 @@ def wrong(num_ranks: int, case: Case, of_ranks: list[Measured], path: str) -> li
     ]
 
 
-@pytest.mark.long_where(name=["stages", "tiers", "hybrid", "together"])
+@pytest.mark.long_where(name=["stages", "tiers", "adapters", "hybrid", "together"])
 @pytest.mark.parametrize(("num_ranks", "name"), CASES)
 def test_model_states_are_within_1_percent_and_activations_within_10(ranks, num_ranks, name, tmp_path):
     cases, path = CASES[num_ranks, name], str(tmp_path)

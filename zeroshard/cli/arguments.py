@@ -35,6 +35,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "zeroshard estimate base-model/config.json --config zeroshard.toml",
         "zeroshard estimate my_package.models:build --stage 3",
         "zeroshard estimate 13B --gpu h100 --host 1TiB --ranks 8 --precision bf16 --tokens 8192",
+        "zeroshard estimate 7B --lora 16 --weight-bits 4 --precision bf16 --tokens 2048",
         "zeroshard estimate 175B --ranks 1024 --stage 3 --tflops 140 --train-tokens 300B",
     ),
     "mesh": (
@@ -241,6 +242,10 @@ def _add_estimate(parser: ArgumentParser) -> None:
         choices=("fused", "eager"),
         default="fused",
         help="eager keeps the scores, for a number of parameters (default: fused)",
+    )
+    parser.add_argument("--lora", metavar="RANK", type=int, help="train adapters of this rank; needs peft")
+    parser.add_argument(
+        "--weight-bits", type=int, choices=(4, 8), help="bits of the frozen weights; needs bitsandbytes"
     )
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument(

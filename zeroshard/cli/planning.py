@@ -12,7 +12,7 @@ from torch import nn
 
 from zeroshard.cli.modelpath import build_model
 from zeroshard.config.sections import Config
-from zeroshard.hf.skeleton import build_skeleton
+from zeroshard.hf.skeleton import build_skeleton, typical_skeleton, with_adapters, with_codes
 from zeroshard.memory.activations import Tokens
 from zeroshard.memory.devices import memory_of
 from zeroshard.memory.duration import training_seconds
@@ -45,7 +45,7 @@ def plan(options: Namespace) -> None:
             "--config has stage, precision, mesh, pipeline and recompute: leave out --stage, --precision, "
             "--tp, --pp, --microbatches and --recompute"
         )
-    model = _model(options.model)
+    model = _model(options)
     tokens = Tokens(options.tokens, options.length, options.attention == "eager")
     counted, configs = Counted(model, tokens), _configs(options)
     lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
@@ -64,10 +64,21 @@ def plan(options: Namespace) -> None:
     print(*lines, sep="\n")
 
 
-def _model(given: int | Path | str) -> nn.Module | int:
-    if isinstance(given, Path):
-        return build_skeleton(given)
-    return build_model(given) if isinstance(given, str) else given
+def _model(options: Namespace) -> nn.Module | int:
+    given, is_adapted = options.model, options.lora is not None or options.weight_bits is not None
+    if isinstance(given, int):
+        if not is_adapted:
+            return given
+        sizes = typical_sizes(given)
+        if not sizes.depth:
+            raise ValueError(f"--lora: expected a number of parameters with blocks, got {given:,}")
+        vocabulary, is_tied = sizes.embedding // sizes.width, sizes.is_tied
+        model = typical_skeleton(sizes.depth, sizes.width, sizes.num_heads, vocabulary, is_tied=is_tied)
+    else:
+        model = build_skeleton(given) if isinstance(given, Path) else build_model(given)
+    if options.weight_bits is not None:
+        model = with_codes(model, options.weight_bits)
+    return model if options.lora is None else with_adapters(model, options.lora)
 
 
 def _configs(options: Namespace) -> list[Config]:
@@ -128,7 +139,9 @@ def _setting(fit: Fit) -> str:
 
 
 def _num_params(model: nn.Module | int) -> int:
-    return sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else model
+    if not isinstance(model, nn.Module):
+        return model
+    return count(model.parameters())
 
 
 def _duration(num_params: int, config: Config, options: Namespace) -> str:
@@ -163,8 +176,9 @@ def _of(num_ranks: int) -> str:
 
 def _about(model: nn.Module | int) -> str:
     if isinstance(model, nn.Module):
-        num = count(model.parameters())
-        return f"{type(model).__name__} with {num:,} parameters"
+        num, trained = _num_params(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
+        of_these = "" if trained == num else f", of which {format_count(trained)} are trained"
+        return f"{type(model).__name__} with {num:,} parameters{of_these}"
     sizes = typical_sizes(model)
     if not sizes.depth:
         return f"{model:,} parameters, gathered all at once"

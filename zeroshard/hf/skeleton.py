@@ -56,3 +56,67 @@ def _builder(transformers: Any, config: Any) -> Any:
             build: Any = named._from_config  # type: ignore[attr-defined]
             return build
     return transformers.AutoModelForCausalLM.from_config
+
+
+def typical_skeleton(depth: int, width: int, num_heads: int, vocabulary: int, *, is_tied: bool) -> nn.Module:
+    """Return the float32 model of a Llama on the meta device, whose blocks have 12 * width**2 parameters.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError("a model of layers needs transformers: pip install zeroshard[hf]") from None
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=8 * width // 3,
+        num_hidden_layers=depth,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        tie_word_embeddings=is_tied,
+    )
+    with torch.device("meta"):
+        model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def with_codes(model: nn.Module, bits: int) -> nn.Module:
+    """Quantize the linear layers of a model without memory as bitsandbytes does, and freeze all of it.
+
+    Args:
+        model: the model, which changes.
+        bits: 4, with scales that are quantized, too (QLoRA, Dettmers et al. 2023, section 3); or 8.
+
+    Raises:
+        ImportError: transformers or bitsandbytes is not installed.
+    """
+    from transformers import BitsAndBytesConfig
+
+    from zeroshard.hf.quantize import quantize
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_use_double_quant=True
+    )
+    return quantize(model.requires_grad_(False), config)
+
+
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Add adapters of LoRA to all linear layers of a model without memory but the head, and freeze the rest.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: peft cannot add them.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ImportError("adapters need peft: pip install zeroshard[hf]") from None
+    try:
+        with torch.device("meta"):
+            adapted: Any = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
+    except Exception as error:  # of any kind
+        raise ValueError(f"peft adds no adapters of rank {rank} to {type(model).__name__}: {error}") from None
+    whole: nn.Module = adapted
+    return whole

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.assemble import divide_and_cast, find_module_casts, specify_units
 from zeroshard.comm.activations import Activations
 from zeroshard.config.sections import Config
+from zeroshard.forwards.quantized import has_codes
 from zeroshard.forwards.wrapped import checkpointed, outermost
 from zeroshard.internals.nested import cast_inputs, cast_outputs
 from zeroshard.memory.activations import Tokens
@@ -87,10 +88,9 @@ def dry_run(
         tp_plan: see `plan_division`.
 
     Raises:
-        ValueError: the model has quantized weights; or the forward or backward raises an error without
-            values.
+        ValueError: the forward or backward raises an error without values.
     """
-    runs, over = without_memory(model), _OneOfMany(setting.sizes[TP])
+    runs, over = without_memory(model, _with_numbers), _OneOfMany(setting.sizes[TP])
     with torch.random.fork_rng(devices=[]):  # divided layers set the generator
         _prepare(runs, config, setting, tp_plan, over)
         live = LiveBytes([*runs.parameters(), *runs.buffers()])
@@ -156,15 +156,31 @@ class _Watch:
         self.calls.setdefault(name, Call(self._before[module], now, size))
 
 
-def without_memory(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device."""
+def without_memory(
+    model: nn.Module, standing_for: Callable[[nn.Module], nn.Module] = lambda m: m
+) -> nn.Module:
+    """Return a copy of a model on the meta device.
+
+    Args:
+        model: the model.
+        standing_for: gives the layer that stands in the copy for a layer with codes.
+    """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device=_META)
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=_META)
+    for module in filter(has_codes, model.modules()):
+        memo[id(module)] = standing_for(module)
     return copy.deepcopy(model, memo)
+
+
+def _with_numbers(layer: Any) -> nn.Module:
+    """Return a frozen layer of plain numbers: it keeps what one with codes keeps, which it needs no more."""
+    has_bias = layer.bias is not None
+    plain = nn.Linear(layer.in_features, layer.out_features, bias=has_bias, device=_META)
+    return plain.requires_grad_(False)
 
 
 def _prepare(
@@ -175,10 +191,6 @@ def _prepare(
     division = plan_division(model, specs, tp_plan, over.size, by_sequence=config.mesh.sequence)
     casts = find_module_casts(model, config, find_ignored(model, config.ignored))
     originals = [original for spec in division.specs for original in spec.originals]
-    if packed := [original.fqn for original in originals if original.is_packed]:
-        raise ValueError(
-            f"activations: expected a model without quantized weights, got codes in '{packed[0]}'"
-        )
     for original in originals:
         given = original.parameter
         dtype = setting.dtypes.of(original).param_dtype or given.dtype

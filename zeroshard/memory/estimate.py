@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeroshard.config.sections import Config, require_supported
+from zeroshard.forwards.composed import taken_apart
 from zeroshard.memory.activations import Blocks, MicroBatch, Tokens
 from zeroshard.memory.dryrun import DryRun, LossOf, dry_run, loss_of_tokens
 from zeroshard.memory.inflight import Usage, costs_of_blocks, costs_of_run, usage_of_ranks
@@ -190,7 +191,8 @@ class Counted:
         """A dry run depends neither on the stage nor on tiers."""
         key = repr((config.precision, config.recompute, config.mesh, config.units, config.ignored))
         if key not in self._runs:
-            self._runs[key] = dry_run(model, config, planned.setting, loss_of, self._tp_plan)
+            with taken_apart(model, config.ignored):
+                self._runs[key] = dry_run(model, config, planned.setting, loss_of, self._tp_plan)
         return self._runs[key]
 
 

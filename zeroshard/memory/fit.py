@@ -4,7 +4,8 @@ The order is by what a setting costs in each step, without a measurement:
 
     1. tier           values on the host move over its bus in each step, those in files over a disk
     2. recompute      a forward more: 8 operations in place of 6 for each parameter and token
-    3. bytes sent     stages 1 and 2 send what stage 0 sends, stage 3 up to half as much again
+    3. bytes sent     stages 1 and 2 send what stage 0 sends, stage 3 up to half as much again; where one
+                      rank sends nothing, stage 3 still makes parameters in the compute dtype again
     4. bits           states of 8 bits cost no time, but precision: they come after those of 32 bits
     5. memory         of what is left, the setting that leaves the most
 """
@@ -116,12 +117,13 @@ def _tier(config: Config) -> int:
     return _TIERS.index((config.offload.optimizer, config.offload.parameters))
 
 
-def _place(fit: Fit) -> tuple[int, bool, int, int, int]:
+def _place(fit: Fit) -> tuple[int, bool, int, bool, int, int]:
     estimate = fit.estimate
     return (
         _tier(fit.config),
         fit.config.recompute == "unit",
         estimate.wire_bytes_per_step,
+        fit.config.stage == 3,
         -fit.bits,
         estimate.peak,
     )
