@@ -661,3 +661,19 @@ def test_a_stream_has_weights_and_not_codes(ranks, kind, merge_adapters):
         want = {plain_names[name]: value for name, value in want.items() if "lora_" not in name}
     for found in ranks(2, streamed, kind, merge_adapters):
         same_state(found, want)
+
+
+def dropped(kind, stage):
+    """Close without restoring, while the gathers that follow a step are under way."""
+    config = {"stage": stage, "precision": "bf16"}
+    engine = zeroshard.initialize(build(kind), adamw, config).engine
+    losses = train(engine, range(2))
+    engine.close(restore=False)
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_closing_without_restoring_waits_for_no_gather(ranks, kind, stage):
+    one, other = ranks(2, dropped, kind, stage)
+    assert one == other

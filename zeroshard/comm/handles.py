@@ -94,9 +94,13 @@ class Pending:
             then()
 
     def drain(self, timeout: timedelta) -> None:
-        """Let the exchange end, with or without an error: peers may still read this rank's buffers."""
+        """Let the exchange end, with or without an error: peers may still read this rank's buffers.
+
+        Nobody waits for it again: Gloo's second wait for a message would not return.
+        """
+        works, self._works = self._works, ()
         try:
-            for work in self._works:
+            for work in works:
                 if work is not None:
                     work.wait(timeout)
         except RuntimeError:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from zeroshard.forwards.composed import DESCRIPTION, buffers_of, compose, form_of
 from zeroshard.lazy.codes import Codes
 from zeroshard.lazy.deferred import deferred_of
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context
@@ -345,5 +346,7 @@ def _forward_of_8_bits(layer: Layer, x: Tensor) -> Tensor:
 
 def _take_codes_back(layer: Layer) -> None:
     """Give a layer its codes as it has them before its first forward, which then moves them."""
+    if isinstance(layer.weight, ShardedParameter):  # closed with restore=False: the model cannot be used
+        return
     layer.weight.CB, layer.weight.SCB = layer.weight.data, layer.state.SCB
     layer.state.CB = layer.state.SCB = None
