@@ -122,9 +122,14 @@ def test_a_trillion_parameters_on_4096_ranks_take_less_than_5_seconds():
     assert time.perf_counter() - started < 5
 
 
-def test_the_command_takes_less_than_3_seconds_of_processor_time():
+def processor_time(*command):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "zeroshard", "estimate", "1T", "--ranks", "4096"]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, stdout=-3)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 3
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+def test_the_command_takes_little_more_processor_time_than_to_import_torch():
+    torch_alone = processor_time("-c", "import torch")  # about 1.6 s; the command then takes 2.0 s
+    assert processor_time("-m", "zeroshard", "estimate", "1T", "--ranks", "4096") < 2 * torch_alone
