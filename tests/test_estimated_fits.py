@@ -132,4 +132,4 @@ def processor_time(*command):
 
 def test_the_command_takes_little_more_processor_time_than_to_import_torch():
     torch_alone = processor_time("-c", "import torch")  # about 1.6 s; the command then takes 2.0 s
-    assert processor_time("-m", "zeroshard", "estimate", "1T", "--ranks", "4096") < 2 * torch_alone
+    assert processor_time("-m", "zeroshard", "estimate", "1T", "--ranks", "4096") < 1.8 * torch_alone

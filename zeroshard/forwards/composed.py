@@ -33,7 +33,7 @@ DESCRIPTION = "weight_zeroshard_form"
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a weight that was taken apart looks like."""
+    """The form of a weight that was taken apart."""
 
     kind: Any
     """Its class."""

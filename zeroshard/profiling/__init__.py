@@ -1,1 +1,1 @@
-"""Where the time and the memory of steps go, by phase and by unit."""
+"""Profiles: the time and the memory of steps by phase and by unit."""

@@ -22,7 +22,7 @@ outside."""
 
 @dataclass
 class Profile:
-    """Where the time and the memory of steps went on this rank; filled when the profile ends.
+    """The time and the memory of steps on this rank, by phase and by unit; filled when the profile ends.
 
     All times are in seconds, all memory in bytes. `str(profile)` has the tables.
     """

@@ -91,12 +91,10 @@ def _local_hooks(runtime: Runtime, unit: Unit) -> _Hooks:
     begin, end = runtime.local.begin, runtime.local.end
 
     def before(module: nn.Module, args: Any) -> None:
-        if not runtime.is_bare:
-            begin(unit)
+        begin(unit)
 
     def at_last(module: nn.Module, args: Any, output: Any) -> None:
-        if not runtime.is_bare:
-            end(unit)
+        end(unit)
 
     return _Hooks(before, None, at_last)
 

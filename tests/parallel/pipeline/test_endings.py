@@ -69,6 +69,6 @@ def test_a_rank_that_fails_in_the_middle_ends_the_other_with_its_error(run: Fork
 def test_a_rank_that_hangs_in_the_middle_ends_all_with_its_action(run: Forks):
     [(waiting, hanging)] = run(script("time.sleep(60)", 1))
     assert waiting.seconds < 30
-    assert "rank 1 is in a batch, action 1F2 of pipeline rank 1" in waiting.last_line  # it runs bare
+    assert "rank 1 is in the forward of unit '4', action 1F2 of pipeline rank 1" in waiting.last_line
     assert "collective" not in waiting.last_line  # other parts of the model have other collectives
     assert hanging.code != 0
