@@ -117,7 +117,7 @@ def shard_over(
         meter=Meter(),
         state=ModuleState(),
     )
-    quantized = Quantized(module, context, changes)
+    quantized = Quantized(module, context, changes, ignored)
     compare_forms(module, axes)
     apart = [layer for layer in module.modules() if form_of(layer) is not None]
     changes.when_undone(functools.partial(put_together, apart))

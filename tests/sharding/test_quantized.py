@@ -275,6 +275,19 @@ def test_a_rank_keeps_its_share_of_the_codes_and_all_scales(ranks, kind, stage):
         assert report.total == report.parameters + report.scales + report.gradients + report.optimizer
 
 
+def with_its_own_weight(kind):
+    name, seed = "base_model.model.model.layers.0.mlp.up_proj", 10 * dist.get_rank()
+    model = build(kind, seed)
+    zeroshard.initialize(model, adamw, {"stage": 3, "ignored": ["*.up_proj.weight"]})
+    x = torch.randn(4, 64)
+    return torch.equal(model.get_submodule(name)(x), build(kind, seed).get_submodule(name)(x))
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+def test_an_ignored_weight_keeps_the_codes_and_scales_of_its_rank(ranks, kind):
+    assert ranks(2, with_its_own_weight, kind) == [True, True]
+
+
 # ----------------------------------------------------------------------------------------- several forwards
 
 

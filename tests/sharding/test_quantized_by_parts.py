@@ -174,6 +174,17 @@ def _is_of_values(name):
     return name.endswith((".weight", ".absmax", "nested_absmax", "SCB", "nf4"))
 
 
+@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+def test_ignored_weights_are_quantized_whole_by_each_rank(ranks, folder, kind):
+    model = theirs(folder, kind)
+    state = copy.deepcopy(model.state_dict())
+    want = plain(model, range(3), 2)
+    ignored = {"ignored": ["*.up_proj.weight", "*.q_proj.base_layer.weight"]}
+    (losses, found), _ = ranks(2, trained, from_file, 3, folder, kind, ignored)
+    same_state(found, state)
+    assert losses == want
+
+
 # ------------------------------------------------------------------------------------ quantized folders
 
 

@@ -15,7 +15,7 @@ the parameter. Shards know only one way, so sharded layers do not do this.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,13 +50,16 @@ class Quantized:
         module: the model, before its parameters are taken over.
         context: the objects that its buffers share.
         changes: undoes the changes of the layers.
+        ignored: parameters that each rank keeps for itself, and so their scales.
 
     Raises:
         ValueError: a weight is not quantized yet, or is packed for inference.
         RuntimeError: ranks have quantized a weight in other ways.
     """
 
-    def __init__(self, module: nn.Module, context: Context, changes: Changes) -> None:
+    def __init__(
+        self, module: nn.Module, context: Context, changes: Changes, ignored: Container[nn.Parameter] = ()
+    ) -> None:
         self._context = context
         layers: dict[str, Layer] = {name: one for name, one in module.named_modules() if is_quantized(one)}
         self._pending: dict[nn.Parameter, tuple[str, Layer, Codes]] = {}
@@ -73,7 +76,7 @@ class Quantized:
             return_freed_memory()
         self._compare([(name, _describe(layer)) for name, layer in layers.items()])
         for name, layer in layers.items():
-            if layer.weight not in self._pending:
+            if layer.weight not in self._pending and layer.weight not in ignored:
                 self._share_scales(name, layer)
             if _has_8_bits(layer):
                 _let_go_of_codes(layer, changes)
@@ -103,11 +106,16 @@ class Quantized:
             for index, original in enumerate(buffer.originals):
                 if original.parameter in self._pending:
                     name, layer, codes = self._pending.pop(original.parameter)
-                    scales = self._collect(name, codes, buffer, index).to(self._context.device)
-                    if _has_8_bits(layer):
-                        layer.state.SCB = scales
-                    else:
-                        _describe_codes(layer.quant_state, scales, original.parameter)
+                    self._give_scales(layer, self._collect(name, codes, buffer, index), original.parameter)
+        for weight, (_, layer, codes) in self._pending.items():  # it is ignored: this rank has read all of it
+            self._give_scales(layer, codes.scales, weight)
+
+    def _give_scales(self, layer: Layer, scales: Tensor, weight: nn.Parameter) -> None:
+        scales = scales.to(self._context.device)
+        if _has_8_bits(layer):
+            layer.state.SCB = scales
+        else:
+            _describe_codes(layer.quant_state, scales, weight)
 
     def _collect(self, name: str, codes: Codes, buffer: FlatBuffer, index: int) -> Tensor:
         """[blocks]: the scales of a whole weight, from the ranks that have quantized parts of it."""

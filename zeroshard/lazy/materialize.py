@@ -86,6 +86,12 @@ def materialize_others(root: nn.Module) -> None:
 def place_ignored(ignored: Iterable[nn.Parameter], device: torch.device) -> None:
     """Move ignored parameters to the device; each rank computes the values of deferred ones."""
     for parameter in ignored:
-        data = parameter.detach() if has_memory(parameter) else values_of(parameter.detach())
-        if data.device != parameter.device or data.device != device:
-            parameter.data = data.to(device)
+        if parameter.device == device:
+            continue
+        if has_memory(parameter):
+            parameter.data = parameter.detach().to(device)
+        else:  # an optimizer may hold the object
+            made = nn.Parameter(values_of(parameter.detach()).to(device), requires_grad=False)
+            made.__class__ = type(parameter)
+            vars(made).update(vars(parameter))
+            torch.utils.swap_tensors(parameter, made.requires_grad_(parameter.requires_grad))
