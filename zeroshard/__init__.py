@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from zeroshard.entry import Initialized, initialize
     from zeroshard.hf.pretrained import from_pretrained
     from zeroshard.hf.quantize import quantize
-    from zeroshard.lazy.recorder import deferred_init
+    from zeroshard.lazy.recording import deferred_init
     from zeroshard.logs.steplog import StepLog
     from zeroshard.memory.estimate import Estimate, estimate
     from zeroshard.memory.report import MemoryReport
@@ -63,7 +63,7 @@ _HOMES = {
     **dict.fromkeys(("Initialized", "initialize"), "entry"),
     "from_pretrained": "hf.pretrained",
     "quantize": "hf.quantize",
-    "deferred_init": "lazy.recorder",
+    "deferred_init": "lazy.recording",
     **dict.fromkeys(("Estimate", "estimate"), "memory.estimate"),
     "StepLog": "logs.steplog",
     "MemoryReport": "memory.report",

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm import streams
 from zeroshard.comm.activations import Activations
+from zeroshard.comm.agreed import on_all
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import share_of_cores, use_device
@@ -23,14 +24,16 @@ from zeroshard.config.sections import Config, refuse_pipeline, require_supported
 from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.casts import cast_forwards
 from zeroshard.forwards.composed import compare_forms, form_of, put_together, sharding_apart
-from zeroshard.forwards.quantized import Quantized, change_forwards
+from zeroshard.forwards.described import compare_layers, describe_layers
+from zeroshard.forwards.quantized import Quantized, change_forwards, is_of_bitsandbytes
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.guards.additions import guard_additions
 from zeroshard.guards.copies import guard_copies
 from zeroshard.guards.inputs import guard_inputs
+from zeroshard.guards.merges import guard_merges
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
-from zeroshard.lazy.recorder import refuse_recording
+from zeroshard.lazy.recording import refuse_recording
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.division import Division, plan_division
 from zeroshard.parallel.tensor.layers import install
@@ -117,6 +120,7 @@ def shard_over(
         meter=Meter(),
         state=ModuleState(),
     )
+    _agree_on_quantized(module, axes, ignored)
     quantized = Quantized(module, context, changes, ignored)
     compare_forms(module, axes)
     apart = [layer for layer in module.modules() if form_of(layer) is not None]
@@ -158,6 +162,7 @@ def shard_over(
     guard_copies(runtime)
     guard_additions(runtime)
     guard_inputs(runtime)
+    guard_merges(runtime)
     refuse_wrappers(module.modules(), changes.set)
     return runtime, replacements
 
@@ -219,6 +224,14 @@ def read_setting(config: Config, sizes: Mapping[str, int], *, host_computes: boo
         num_threads=offload.num_threads or (None if host_computes else share_of_cores()),
         steps_in_backward=offload.step_in_backward,
     )
+
+
+def _agree_on_quantized(module: nn.Module, axes: Axes, ignored: Ignored) -> None:
+    """Refuse quantized layers that cannot be sharded, or that ranks have quantized in other ways."""
+    if any(is_of_bitsandbytes(layer) for layer in module.modules()):
+        describe = functools.partial(describe_layers, module, ignored)
+        described = on_all(axes.everyone, "agreement on quantized weights", describe)
+        compare_layers(described, described[axes.everyone.rank])
 
 
 def _take_over_buffers(module: nn.Module, context: Context) -> None:

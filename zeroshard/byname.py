@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.blockwise import is_codes, is_scales
 from zeroshard.checkpoint.tensors import read_model
+from zeroshard.comm.agreed import on_all
 from zeroshard.comm.collectives import Axis
 from zeroshard.full.parts import spread
 from zeroshard.full.place import Place

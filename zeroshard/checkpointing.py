@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts, Progress, capture
 from zeroshard.checkpoint.load import load
 from zeroshard.checkpoint.save import Saver
+from zeroshard.comm.agreed import on_all
 from zeroshard.config.rules import parse_dtype
 from zeroshard.hf.adapters import export_adapters, has_adapters
 from zeroshard.hf.export import export_engine

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.agreement import check_agreement
 from zeroshard.assemble import open_data_parallel, shard_over, specify_units
-from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.capture import Parts
 from zeroshard.checkpoint.save import Saver
+from zeroshard.comm.agreed import on_all
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import use_device
@@ -31,7 +31,7 @@ from zeroshard.data.loader import EpochLoader
 from zeroshard.data.losses import LossFunction
 from zeroshard.engine import Engine
 from zeroshard.forwards.composed import sharding_apart
-from zeroshard.lazy.recorder import refuse_recording
+from zeroshard.lazy.recording import refuse_recording
 from zeroshard.memory.room import check_room, states_of
 from zeroshard.optim.adopt.overrides import forget, read_overrides
 from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, take_over

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from zeroshard.agreement import check_agreement
 from zeroshard.assemble import specify_units
-from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.description import describe_model
+from zeroshard.comm.agreed import on_all
 from zeroshard.comm.collectives import Axis
 from zeroshard.config.sections import Config
 from zeroshard.forwards.composed import form_of

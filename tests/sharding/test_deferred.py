@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import zeroshard
 from zeroshard.lazy.deferred import values_of
 from zeroshard.lazy.materialize import check_values, materialize_others, record_resets
-from zeroshard.lazy.recorder import is_recording
+from zeroshard.lazy.recording import is_recording
 
 
 class Layers(nn.Module):
@@ -112,6 +113,62 @@ def test_deferred_values_are_those_of_an_ordinary_init_to_the_bit(make):
     assert got.keys() == expected.keys()
     for name, value in got.items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [Layers, Inits, Buffers, MetaParts])
+def test_a_copy_has_the_values_of_its_model(make):
+    plain, deferred = both(make)
+    twin = copy.deepcopy(deferred)
+    with zeroshard.deferred_init(), torch.no_grad():
+        for parameter in deferred.parameters():
+            parameter.zero_()
+    expected, got = tensors(plain), tensors(copy.deepcopy(twin))
+    assert got.keys() == expected.keys()
+    for name, value in got.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+    check_values(twin)
+    parameters = dict(deferred.named_parameters())
+    for name, parameter in twin.named_parameters():
+        assert parameter is not parameters[name]
+        assert type(parameter) is type(parameters[name])
+        assert parameter.requires_grad == parameters[name].requires_grad
+
+
+def test_ties_and_plain_attributes_are_copied_once():
+    twin = copy.deepcopy(both(Layers)[1])
+    assert twin.head.weight is twin.embedding.weight
+    plain, deferred = both(Buffers)
+    twin = copy.deepcopy(deferred)
+    materialize_others(twin)
+    assert twin.same is twin.frequencies
+    assert torch.equal(twin.mask, plain.mask)
+
+
+def test_a_part_of_a_model_can_be_copied():
+    plain, deferred = both(Layers)
+    twin = copy.deepcopy(deferred.attention)
+    for name, value in tensors(twin).items():
+        torch.testing.assert_close(value, plain.attention.state_dict()[name], rtol=0, atol=0)
+
+
+def test_a_change_of_a_copy_is_refused_as_one_of_its_model():
+    _, deferred = both(Inits)
+    twin = copy.deepcopy(deferred)
+    nn.init.zeros_(twin.a.bias)
+    assert refusal(twin).startswith("parameter 'a.bias' was changed after zeroshard.deferred_init()")
+    check_values(deferred)
+
+
+def test_a_model_without_memory_is_not_pickled_and_one_that_has_it_is():
+    plain, deferred = both(Inits)
+    with pytest.raises(RuntimeError, match="a model without memory cannot be pickled"):
+        pickle.dumps(deferred)
+    engine = zeroshard.initialize(deferred).engine
+    engine.close()
+    found = tensors(pickle.loads(pickle.dumps(deferred)))
+    for name, value in tensors(copy.deepcopy(deferred)).items():
+        assert torch.equal(value, found[name])
+        assert torch.equal(value, plain.state_dict()[name])
 
 
 def test_ties_stay():

@@ -5,7 +5,10 @@ scaled by a power of 2, and sums are taken in the order in which one process acc
 """
 
 import copy
+import functools
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import bitsandbytes
 import peft
@@ -19,6 +22,7 @@ from torch import nn
 import zeroshard
 from zeroshard.hf.export import export_checkpoint
 from zeroshard.hf.format import Format
+from zeroshard.hf.quantize import name_bits
 
 VOCABULARY, ROWS, LENGTH = 128, 4, 16
 KINDS = {
@@ -603,6 +607,26 @@ def not_yet(model, _):
     model.set_submodule(name, layer)
 
 
+class Doubled(bitsandbytes.nn.Linear8bitLt):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def with_another_forward(model, _):
+    linear = nn.Linear(64, 96)
+    layer = quantized(linear, "int8")
+    layer.__class__ = Doubled
+    model.set_submodule("base_model.model.model.layers.0.mlp.up_proj", layer)
+
+
+def with_an_embedding(model, _, kind=bitsandbytes.nn.EmbeddingNF4):
+    model.base_model.model.model.embed_tokens = kind(VOCABULARY, 64).to("cpu")
+
+
+def with_an_embedding_of_8_bits(model, rank):
+    with_an_embedding(model, rank, bitsandbytes.nn.Embedding8bit)
+
+
 def other_blocks(model, rank):
     model.get_submodule("base_model.model.model.layers.0.mlp.up_proj").weight.quant_state.blocksize = 64 * (
         1 + rank
@@ -615,6 +639,11 @@ def packed(model, _):
     ).weight.quant_state.packing_format_for_cpu = True
 
 
+def packed_on_rank_1(model, rank):
+    if rank == 1:
+        packed(model, rank)
+
+
 def nothing(model, _):
     pass
 
@@ -623,6 +652,14 @@ def nothing(model, _):
     ("change", "config", "text"),
     [
         (not_yet, {}, "layers.0.mlp.up_proj.weight' is not quantized yet"),
+        (packed_on_rank_1, {}, "layers.0.mlp.up_proj.weight' was packed for inference"),
+        (with_another_forward, {}, "layers.0.mlp.up_proj' is a Doubled with a forward of its own"),
+        (with_an_embedding, {}, "embed_tokens' is an EmbeddingNF4, whose forward needs the scales"),
+        (
+            with_an_embedding_of_8_bits,
+            {},
+            "embed_tokens' is an Embedding8bit, whose forward needs the scales",
+        ),
         (other_blocks, {}, "layers.0.mlp.up_proj' is quantized in another way on rank"),
         (packed, {}, "layers.0.mlp.up_proj.weight' was packed for inference"),
         (nothing, {"mesh": {"tp": 2}}, "holds codes of a quantized weight, which tensor ranks cannot divide"),
@@ -631,6 +668,38 @@ def nothing(model, _):
 def test_mistakes_are_named_on_all_ranks(ranks, change, config, text):
     for message in ranks(2, refused, change, config):
         assert text in message
+
+
+def with_layers_of_peft(kind):
+    """Adapters of the classes that peft has for codes."""
+    model = base(kind)
+    name_bits(model, SimpleNamespace(load_in_4bit=kind != "int8", load_in_8bit=kind == "int8"))
+    torch.manual_seed(1)
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    )
+
+
+def merged_inside(kind):
+    model = with_layers_of_peft(kind)
+    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
+    losses = train(engine, range(1))
+    for shown in (nullcontext, functools.partial(engine.unsharded, write_back=True)):
+        with shown(), pytest.raises(RuntimeError, match=r"merge\(\) of the adapter of .* holds codes"):
+            model.merge_adapter()
+    losses += train(engine, range(1, 3))
+    engine.close()
+    losses += plain(model, range(3, 4), 2)
+    model.merge_adapter()
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4 twice"])
+def test_adapters_are_not_merged_into_the_codes_of_an_engine(ranks, kind):
+    model = with_layers_of_peft(kind)
+    want = plain(model, range(3), 2)
+    want += plain(model, range(3, 4), 2)
+    assert ranks(2, merged_inside, kind) == [want, want]
 
 
 def test_codes_that_are_to_be_trained_are_refused():

@@ -436,6 +436,39 @@ def test_a_model_with_memory_is_quantized_at_once_as_by_bitsandbytes():
     assert model[0].bias.requires_grad  # as transformers leaves it
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_layer_with_two_names_is_quantized_under_both_or_neither(bits):
+    def twice():
+        layer = nn.Linear(64, 64)
+        return nn.ModuleDict(
+            {"first": layer, "second": nn.ModuleDict({"again": layer}), "last": nn.Linear(64, 64)}
+        )
+
+    config = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    model = zeroshard.quantize(twice(), config)
+    assert type(model.first).__module__.startswith("bitsandbytes")
+    assert model.first is model.second.again
+    config.llm_int8_skip_modules = ["second"]
+    model = zeroshard.quantize(twice(), config)
+    assert type(model.first) is nn.Linear
+    assert model.first is model.second.again
+    assert type(model.last).__module__.startswith("bitsandbytes")
+
+
+def copied(build, stage, *arguments):
+    """The losses of a model and of a copy that was made of it before it had memory."""
+    model = build(*arguments)
+    twin = copy.deepcopy(model)
+    return [train(zeroshard.initialize(m, adamw, {"stage": stage}).engine, range(2)) for m in (model, twin)]
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+@pytest.mark.parametrize("build", [from_file, from_init])
+def test_a_copy_of_a_model_without_memory_has_its_codes_and_scales(ranks, folder, kind, build):
+    for own, of_copy in ranks(2, copied, build, 3, folder, kind):
+        assert own == of_copy
+
+
 def test_a_config_without_bits_is_refused():
     config = SimpleNamespace(load_in_4bit=False, load_in_8bit=False, llm_int8_has_fp16_weight=False)
     with pytest.raises(ValueError, match="expected load_in_4bit or load_in_8bit"):

@@ -12,7 +12,6 @@ import torch
 from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
-from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.averages import averaged_buffers, with_averages
 from zeroshard.checkpoint.blockwise import own_blocks
 from zeroshard.checkpoint.clientstate import to_plain
@@ -25,6 +24,7 @@ from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.tensors import ModelState, cuts_of, dtype_name, read_model, written_slices
 from zeroshard.checkpoint.union import PartFacts, join
 from zeroshard.checkpoint.values import check_plain, to_files
+from zeroshard.comm.agreed import on_all
 from zeroshard.config.sections import Config
 from zeroshard.data.loader import EpochLoader
 from zeroshard.internals.pytree import tree_leaves

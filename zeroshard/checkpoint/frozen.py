@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.reader import Stored
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, parameter_slices
+from zeroshard.comm.agreed import on_all
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.tiers.places import TierMemory
 

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
-from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.averages import check_averages, read_averages
 from zeroshard.checkpoint.capture import NUM_PARTS, Parts, Progress
 from zeroshard.checkpoint.checks import MAX_STEPS, check_group, check_schedule, naming_file
@@ -35,6 +34,7 @@ from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
 from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, match_states, read_converted
 from zeroshard.checkpoint.tensors import TensorSlice, cuts_of, held_slices, read_model
 from zeroshard.checkpoint.values import read_values
+from zeroshard.comm.agreed import on_all
 from zeroshard.data.loader import parse_state
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.layerwise import LayerWise

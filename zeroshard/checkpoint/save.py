@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.agreed import on_all, on_first
 from zeroshard.checkpoint.files import MANIFEST, Place, write_synced
 from zeroshard.checkpoint.hostcopies import HostCopies
 from zeroshard.checkpoint.manifest import FileRecord, Manifest
 from zeroshard.checkpoint.tensors import TensorSlice
+from zeroshard.comm.agreed import on_all, on_first
 from zeroshard.comm.background import BackgroundGroup, open_background_group
 from zeroshard.comm.collectives import Axis
 from zeroshard.tiers.places import TierMemory

@@ -52,46 +52,23 @@ class Quantized:
         changes: undoes the changes of the layers.
         ignored: parameters that each rank keeps for itself, and so their scales.
 
-    Raises:
-        ValueError: a weight is not quantized yet, or is packed for inference.
-        RuntimeError: ranks have quantized a weight in other ways.
     """
 
     def __init__(
-        self, module: nn.Module, context: Context, changes: Changes, ignored: Container[nn.Parameter] = ()
+        self, module: nn.Module, context: Context, changes: Changes, ignored: Container[nn.Parameter]
     ) -> None:
         self._context = context
-        layers: dict[str, Layer] = {name: one for name, one in module.named_modules() if is_quantized(one)}
-        self._pending: dict[nn.Parameter, tuple[str, Layer, Codes]] = {}
+        self._pending = {layer.weight: (name, layer, codes) for name, layer, codes in pending_layers(module)}
         """By weight: the layers that are quantized as their weights are read."""
-        for name, layer in layers.items():
-            deferred = deferred_of(layer.weight)
-            if deferred is not None and isinstance(deferred.source, Codes):
-                self._pending[layer.weight] = name, layer, deferred.source
-            else:
-                _check(name, layer)
-        if not layers:
-            return
         if self._pending:  # large pieces of weights come and go
             return_freed_memory()
-        self._compare([(name, _describe(layer)) for name, layer in layers.items()])
-        for name, layer in layers.items():
+        for name, layer in quantized_layers(module):
             if layer.weight not in self._pending and layer.weight not in ignored:
                 self._share_scales(name, layer)
-            if _has_8_bits(layer):
+            if has_8_bits(layer):
                 _let_go_of_codes(layer, changes)
             else:
                 changes.set(layer, "support_avx512bf16_for_cpu", False)
-
-    def _compare(self, own: list[tuple[str, tuple[Any, ...]]]) -> None:
-        everyone = self._context.axes.everyone.all_gather_object(own, "agreement on quantized weights")
-        for rank, other in enumerate(everyone):
-            if other != own:
-                name = next((a[0] for a, b in zip(own, other, strict=False) if a != b), own[-1][0])
-                raise RuntimeError(
-                    f"'{name}' is quantized in another way on rank {rank}: expected the same layers, kinds "
-                    "of codes and sizes of blocks on all ranks"
-                )
 
     def _share_scales(self, name: str, layer: Layer) -> None:
         """Give all ranks the scales of rank 0, on the device."""
@@ -112,7 +89,7 @@ class Quantized:
 
     def _give_scales(self, layer: Layer, scales: Tensor, weight: nn.Parameter) -> None:
         scales = scales.to(self._context.device)
-        if _has_8_bits(layer):
+        if has_8_bits(layer):
             layer.state.SCB = scales
         else:
             _describe_codes(layer.quant_state, scales, weight)
@@ -147,7 +124,7 @@ def change_forwards(module: nn.Module, changes: Changes) -> None:
     for layer in module.modules():
         if not is_quantized(layer):
             continue
-        if _has_8_bits(layer):
+        if has_8_bits(layer):
             changes.set(layer, "forward", functools.partial(_forward_of_8_bits, layer))
         elif isinstance(layer, nn.Linear) and layer.bias is not None:
             changes.set(layer, "forward", functools.partial(_forward_of_4_bits, layer, layer.forward))
@@ -163,7 +140,7 @@ def is_quantized(layer: Layer) -> bool:
     if not is_of_bitsandbytes(layer):
         return False
     weight = layer._parameters.get("weight")
-    return weight is not None and (hasattr(weight, "quant_state") or _has_8_bits(layer))
+    return weight is not None and (hasattr(weight, "quant_state") or has_8_bits(layer))
 
 
 def has_codes(layer: Layer) -> bool:
@@ -182,7 +159,7 @@ def dequantized(layer: Layer, codes: Tensor) -> Tensor:
         return plain
     if not is_quantized(layer):
         return codes
-    if _has_8_bits(layer):
+    if has_8_bits(layer):
         return codes.float().mul_(layer.state.SCB.unsqueeze(1).mul(1.0 / 127.0))
     from bitsandbytes.functional import dequantize_4bit
 
@@ -207,7 +184,7 @@ def num_scale_bytes(layer: Layer) -> int:
         return sum(getattr(layer, name).nbytes for name in buffers_of(layer))
     if not is_quantized(layer):
         return 0
-    if _has_8_bits(layer):
+    if has_8_bits(layer):
         return int(layer.out_features) * _SCALE_BYTES
     weight = layer.weight
     blocks = -(-int(layer.in_features * layer.out_features) // int(weight.blocksize))
@@ -241,7 +218,7 @@ def dequantized_form(
         return form.dtype, tuple(form.shape)
     if not is_quantized(layer):
         return dtype, shape
-    if _has_8_bits(layer):
+    if has_8_bits(layer):
         return torch.float32, shape
     quant_state = layer.weight.quant_state
     return quant_state.dtype, tuple(quant_state.shape)
@@ -252,39 +229,28 @@ def is_transposed(layer: Layer) -> bool:
     return getattr(vars(layer).get("source_cls"), "__name__", "") == "Conv1D"
 
 
-def _has_8_bits(layer: Layer) -> bool:
+def has_8_bits(layer: Layer) -> bool:
     """True for Linear8bitLt with codes of 8 bits; it may also keep its weight in float16."""
     state = getattr(layer, "state", None)
     return state is not None and hasattr(state, "SCB") and not state.has_fp16_weights
 
 
-def _check(name: str, layer: Layer) -> None:
-    scales = _find_scb(layer) if _has_8_bits(layer) else layer.weight.quant_state
-    if scales is None:
-        raise ValueError(
-            f"'{name}.weight' is not quantized yet: a {type(layer).__name__} quantizes it when it is moved "
-            "to a device. Call model.to(device), also for the CPU, before initialize"
-        )
-    if getattr(scales, "packing_format_for_cpu", False):
-        raise ValueError(
-            f"'{name}.weight' was packed for inference on this CPU by an evaluation, and cannot be trained "
-            "in this form: set its support_avx512bf16_for_cpu=False before the evaluation"
-        )
+def quantized_layers(module: nn.Module) -> Iterator[tuple[str, Layer]]:
+    """The quantized layers of a module, with their names."""
+    return ((name, layer) for name, layer in module.named_modules() if is_quantized(layer))
 
 
-def _describe(layer: Layer) -> tuple[Any, ...]:
-    quant_state = getattr(layer.weight, "quant_state", None)
-    if quant_state is None:
-        return type(layer).__name__, tuple(layer.weight.shape)
-    return (
-        *(type(layer).__name__, quant_state.quant_type, quant_state.blocksize, str(quant_state.dtype)),
-        *(tuple(quant_state.shape), layer.weight.compress_statistics, str(layer.weight.dtype)),
-    )
+def pending_layers(module: nn.Module) -> Iterator[tuple[str, Layer, Codes]]:
+    """The layers that are quantized as their weights are read, with these codes."""
+    for name, layer in quantized_layers(module):
+        deferred = deferred_of(layer.weight)
+        if deferred is not None and isinstance(deferred.source, Codes):
+            yield name, layer, deferred.source
 
 
 def _scales(layer: Layer) -> Iterator[tuple[Any, str]]:
     """The tensors beside the codes: (the object that holds it, its attribute)."""
-    if _has_8_bits(layer):
+    if has_8_bits(layer):
         yield layer.state, "SCB"
         return
     quant_state = layer.weight.quant_state
@@ -308,7 +274,7 @@ def _describe_codes(quant_state: Any, scales: Tensor, weight: Any) -> None:
         quant_state.nested = True
 
 
-def _find_scb(layer: Layer) -> Tensor | None:
+def find_scb(layer: Layer) -> Tensor | None:
     """The scales of 8-bit codes: of the weight until the first forward, of the layer after it."""
     weight, state = layer.weight, layer.state
     if weight.SCB is not None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.agreed import on_all, on_first
 from zeroshard.checkpoint.files import as_folder
 from zeroshard.checkpoint.tensors import TensorSlice
+from zeroshard.comm.agreed import on_all, on_first
 from zeroshard.hf.format import Format
 from zeroshard.hf.parts import collect
 from zeroshard.sharding.runtime import Runtime

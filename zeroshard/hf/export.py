@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.agreed import on_all, on_first
 from zeroshard.checkpoint.description import describe_model, saved_names
 from zeroshard.checkpoint.files import as_folder, write_synced
 from zeroshard.checkpoint.manifest import check_sums
@@ -22,6 +21,7 @@ from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.quantized import is_beside_codes
 from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, read_model
+from zeroshard.comm.agreed import on_all, on_first
 from zeroshard.comm.mesh import Axes
 from zeroshard.forwards.composed import is_wrapper
 from zeroshard.hf.format import Format

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.agreed import on_all
 from zeroshard.checkpoint.tensors import read_model
+from zeroshard.comm.agreed import on_all
 from zeroshard.forwards.composed import is_wrapper
 from zeroshard.forwards.quantized import dequantized, dequantized_form, has_codes, is_transposed
 from zeroshard.full.parameters import unsharded

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.agreed import on_all, on_first
 from zeroshard.checkpoint.description import describe_model, saved_names
 from zeroshard.checkpoint.files import as_folder
 from zeroshard.checkpoint.tensors import TensorSlice, read_model
+from zeroshard.comm.agreed import on_all, on_first
 from zeroshard.forwards.quantized import names_beside
 from zeroshard.full.parts import Named, collect
 from zeroshard.hf.export import Weights, cast, info_of, join, write_model

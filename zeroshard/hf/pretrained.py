@@ -16,7 +16,7 @@ from zeroshard.hf.prequantized import Prequantized
 from zeroshard.hf.quantize import quantize
 from zeroshard.hf.safetensors import find_tensors
 from zeroshard.lazy.deferred import defer
-from zeroshard.lazy.recorder import recording
+from zeroshard.lazy.recording import recording
 from zeroshard.safetensors import FileTensor
 
 _IMPOSSIBLE = frozenset(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.lazy.codes import Codes
+from zeroshard.lazy.copies import guard_copies
 from zeroshard.lazy.deferred import defer, has_memory
 
 
@@ -42,11 +43,14 @@ def quantize(model: nn.Module, config: Any) -> nn.Module:
             f"quantize: expected layers of torch.nn.Linear in {type(model).__name__}, got none beside those "
             "that are skipped or tied"
         )
-    for name, layer in chosen:
+    for layer, names in chosen:
         new = (_with_4_bits if config.load_in_4bit else _with_8_bits)(layer, config)
         new.bias = layer.bias
+        if not has_memory(new.weight):
+            guard_copies([new])
         new.train(layer.training)
-        model.set_submodule(name, new)
+        for name in names:
+            model.set_submodule(name, new)
     name_bits(model, config)
     return model
 
@@ -57,8 +61,8 @@ def name_bits(model: nn.Module, config: Any) -> None:
         object.__setattr__(model, f"is_loaded_in_{bits}bit", bool(getattr(config, f"load_in_{bits}bit")))
 
 
-def _chosen(model: Any, skipped: list[str] | None) -> Iterator[tuple[str, nn.Linear]]:
-    """The layers to quantize, with their names: those that transformers chooses, but for tied ones."""
+def _chosen(model: Any, skipped: list[str] | None) -> Iterator[tuple[nn.Linear, list[str]]]:
+    """The layers to quantize, with all their names: those that transformers chooses, but for tied ones."""
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -67,10 +71,13 @@ def _chosen(model: Any, skipped: list[str] | None) -> Iterator[tuple[str, nn.Lin
     else:  # it is no model of transformers
         left_out = skipped or []
     owners = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
-    for name, module in model.named_modules():
-        is_linear = type(module) is nn.Linear and owners[module.weight] == 1
-        if is_linear and should_convert_module(name, left_out):
-            yield name, module
+    names: dict[nn.Linear, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if type(module) is nn.Linear and owners[module.weight] == 1:
+            names.setdefault(module, []).append(name)
+    for layer, of_layer in names.items():
+        if all(should_convert_module(name, left_out) for name in of_layer):
+            yield layer, of_layer
 
 
 def _with_4_bits(layer: nn.Linear, config: Any) -> Any:
@@ -124,7 +131,9 @@ def _with_8_bits(layer: nn.Linear, config: Any) -> Any:
             width, layer.out_features, bias=False, has_fp16_weights=False, threshold=config.llm_int8_threshold
         )
     if has_memory(weight):
-        new.weight = Int8Params(weight, has_fp16_weights=False, requires_grad=False).to(weight.device)
+        # It quantizes on the way from the CPU to a device, and nowhere else.
+        on_host = Int8Params(weight.cpu(), has_fp16_weights=False, requires_grad=False)
+        new.weight = on_host.to(weight.device)
         return new
 
     def codes_of(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -138,7 +138,7 @@ def is_changed(parameter: nn.Parameter) -> bool:
 
 def describe_origin(tensor: Tensor) -> str:
     """Return a text about the origin of the values of a meta tensor, the same on all ranks."""
-    source = _readable(tensor)
+    source = readable(tensor)
     if source is not None:
         return str(source)
     if is_stored(tensor):
@@ -148,13 +148,13 @@ def describe_origin(tensor: Tensor) -> str:
 
 def read_part(tensor: Tensor, *spans: Span) -> Tensor:
     """Return ranges of a flattened tensor: [elements], on the CPU. Reads no other elements if possible."""
-    if (source := _readable(tensor)) is not None:
+    if (source := readable(tensor)) is not None:
         return source.read(*spans)
     values = values_of(tensor).reshape(-1)
     return values[spans[0].slice] if len(spans) == 1 else torch.cat([values[span.slice] for span in spans])
 
 
-def _readable(tensor: Tensor) -> ValueSource | None:
+def readable(tensor: Tensor) -> ValueSource | None:
     """Return the source of a tensor that no operation has changed."""
     deferred = deferred_of(tensor)
     if (

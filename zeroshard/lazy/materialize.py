@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.lazy.copies import release_copies
 from zeroshard.lazy.deferred import deferred_of, has_memory, is_changed, is_known, values_of
-from zeroshard.lazy.recorder import recording
+from zeroshard.lazy.recording import recording
 
 
 def record_resets(root: nn.Module) -> None:
@@ -67,7 +68,11 @@ def check_values(root: nn.Module) -> None:
 
 
 def materialize_others(root: nn.Module) -> None:
-    """Give memory to deferred buffers, and to tensors that modules hold as plain attributes."""
+    """Give memory to deferred buffers, and to tensors that modules hold as plain attributes.
+
+    Parameters have a place in buffers of units by now, so torch copies the modules again.
+    """
+    release_copies(root)
     made: dict[int, Tensor] = {}
 
     def materialize(tensors: dict[str, Any]) -> None:

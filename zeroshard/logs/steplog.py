@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.agreed import on_all, on_first
+from zeroshard.comm.agreed import on_all, on_first
 from zeroshard.engine import Engine
 from zeroshard.logs.metrics import Share, StepMetrics, combine
 from zeroshard.logs.targets import Opener, Run, Target, parse_target

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from zeroshard.internals.autograd import tracer_around
-from zeroshard.lazy.recorder import refuse_recording
+from zeroshard.lazy.recording import refuse_recording
 
 
 def refuse_tracers() -> None:
