@@ -95,7 +95,9 @@ class BatchScaledLR(_Ramp):
 
     Args:
         optimizer: its learning rates are those for `base_batch_size`.
-        batch_size, base_batch_size, rule: as `scaled_lr` has them.
+        batch_size: as `scaled_lr` has it.
+        base_batch_size: as `scaled_lr` has it.
+        rule: as `scaled_lr` has it.
         num_warmup_steps: in which it gets there, in equal increments; 0: at once.
 
     Raises:

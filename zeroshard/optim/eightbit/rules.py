@@ -242,8 +242,8 @@ class AdEMAMix8bit(ElementWise8bit):
     Args:
         betas: decay of the fast average, of the squares, and of the slow average.
         alpha: weight of the slow average.
-        t_alpha, t_beta3: steps over which alpha and the slow average's decay grow to their values; None: at
-            once.
+        t_alpha: steps over which alpha grows to its value; None: at once.
+        t_beta3: steps over which the slow average's decay grows to its value; None: at once.
 
     Other arguments as `AdamW8bit`.
     """
