@@ -2,7 +2,7 @@
 # used, and only packages that it lacks are installed; otherwise .venv is made.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help python setup setup-dev setup-all setup-llm finetune finetune-llm test test-all fuzz kill-trials lint bench test-gpu bench-gpu package clean
+.PHONY: help python setup setup-dev setup-all setup-llm finetune finetune-llm test test-all fuzz kill-trials lint bench test-gpu bench-gpu docs package clean
 
 NPROC ?= 2# ranks of `make finetune`
 LLM ?= $(HOME)/.cache/zeroshard/smollm2# folder for the model of `make finetune-llm`
@@ -87,10 +87,15 @@ bench-gpu: setup-dev  ## Measure step time, optimizers and offload on GPUs
 	"$(PYTHON)" benchmarks/offload_gpu.py --sizes 1B,7B,13B
 	"$(PYTHON)" benchmarks/offload_gpu.py --sizes largest --steps 2 --name offload_gpu_largest
 
+docs: python  ## Build the pages of docs/ into site/, and check their links
+	@$(INSTALL) docs
+	NO_MKDOCS_2_WARNING=1 "$(PYTHON)" -m mkdocs build --strict
+	"$(PYTHON)" tools/links.py site
+
 package: python  ## Build the sdist and the wheel, and train with the wheel in an environment with torch alone
 	@$(INSTALL) publish
 	"$(PYTHON)" tools/package.py $(ARGS)
 
 clean:  ## Remove caches and build output (not .venv)
-	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache loss.png
+	rm -rf build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache loss.png
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,220 @@
+"""The Python blocks of the pages run, and drawings and messages are those of the code.
+
+All blocks of a page run one after another, with the same names, on as many ranks as `PAGES` says. A comment
+before a block of Markdown says more about it:
+
+    <!-- prints -->                    what rank 0 prints in the Python block before, to the letter
+    <!-- prints, with another loss --> the same, where the numbers after "loss" may be others
+    <!-- raises ValueError -->         the block ends with this error; the text after it has the message
+    <!-- not run: reason -->           the block does not run
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import re
+import warnings
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import zeroshard
+from zeroshard.parallel.pipeline.schedules import build_schedule
+from zeroshard.parallel.pipeline.simulate import simulate
+from zeroshard.plan.arrangement import Arrangement
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = {"index.md": 2, "concepts.md": 4, "troubleshooting.md": 2}
+"""The pages whose Python blocks run, with the number of ranks."""
+
+MOST_NOT_RUN = 2
+"""Blocks of all pages together that may be left out."""
+
+
+class Block(NamedTuple):
+    """A block of code."""
+
+    mark: str
+    language: str
+    code: str
+
+
+def blocks(page: str) -> list[Block]:
+    """The blocks of a page, in order, each with the comment before it."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    found = re.findall(r"(?:^<!-- (.*?) -->\n)?^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert text.count("\n```") == 2 * len(found), "each block begins with its language"
+    return [Block(*parts) for parts in found]
+
+
+def run_page(page: str, folder: Path) -> list[str]:
+    """Run the Python blocks of a page on this rank; return what each of them printed, or its error."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    printed = []
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        for block in blocks(page):
+            if block.language != "python" or block.mark.startswith("not run"):
+                continue
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                error = _run(block, names)
+            printed.append((error or output.getvalue()).replace(f"{folder}/", ""))
+    finally:
+        os.chdir(before)
+    return printed
+
+
+def _run(block: Block, names: dict[str, Any]) -> str | None:
+    """Run a block; return the error that it is expected to raise."""
+    code = compile(block.code, "<block>", "exec")
+    if not block.mark.startswith("raises "):
+        exec(code, names)
+        return None
+    try:
+        exec(code, names)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError(f"expected an error, got none:\n{block.code}")
+
+
+def expected_of(page: str) -> list[tuple[Block, Block | None]]:
+    """The Python blocks that run, each with the text that it prints or raises, where the page shows it."""
+    pairs: list[tuple[Block, Block | None]] = []
+    for block in blocks(page):
+        if block.language == "python" and not block.mark.startswith("not run"):
+            pairs.append((block, None))
+        elif block.mark.startswith("prints") or (block.language == "text" and pairs[-1][0].mark):
+            pairs[-1] = pairs[-1][0], block
+    return pairs
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_blocks_of_a_page_run_and_print_what_it_shows(page: str, ranks: Any, tmp_path: Path) -> None:
+    printed = ranks(PAGES[page], run_page, page, tmp_path, timeout=120)[0]
+    pairs = expected_of(page)
+    assert len(printed) == len(pairs) > 0
+    for output, (block, shown) in zip(printed, pairs, strict=True):
+        if block.mark.startswith("raises "):
+            assert shown is not None, "a block that raises is followed by the message"
+            kind = block.mark.removeprefix("raises ")
+            assert words(output) == words(f"{kind}: {shown.code}")
+        elif shown is not None and shown.mark == "prints, with another loss":
+            assert re.sub(r"loss [\d.]+", "loss", output) == re.sub(r"loss [\d.]+", "loss", shown.code)
+        elif shown is not None:
+            assert output == shown.code
+
+
+def test_few_blocks_are_left_out_and_each_has_a_reason() -> None:
+    left_out = [block for page in PAGES for block in blocks(page) if block.mark.startswith("not run")]
+    assert len(left_out) <= MOST_NOT_RUN
+    assert all(re.fullmatch(r"not run: .{10,}", block.mark) for block in left_out)
+
+
+# -------------------------------------------------------------------------------------------- the messages
+
+MESSAGES = re.findall(
+    r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE
+)
+
+
+def templates() -> list[str]:
+    """All strings of the package, with a NUL in place of each value that is formatted into them."""
+    found = []
+    for path in sorted((ROOT / "zeroshard").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(_part(value) for value in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def _part(value: ast.expr) -> str:
+    return str(value.value) if isinstance(value, ast.Constant) else "\0"
+
+
+def test_each_message_of_the_page_is_one_of_the_package() -> None:
+    """An ellipsis stands for a value, or for the end of the message."""
+    package = templates()
+    unknown = []
+    for message in MESSAGES:
+        parts = [part for part in re.split(r"\s*…\s*", message) if part]
+        pattern = re.compile(r"\s*.*?\0.*?\s*".join(map(re.escape, parts)), re.DOTALL)
+        if not any(pattern.search(template) for template in package):
+            unknown.append(message)
+    assert not unknown
+    assert len(set(MESSAGES)) == len(MESSAGES) >= 25
+
+
+# -------------------------------------------------------------------------------------------- the drawings
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "drawings").glob("*.svg")), ids=lambda path: path.stem)
+def test_a_drawing_is_shown_has_a_title_and_loads_nothing(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    root = ET.fromstring(text)
+    name = {"svg": "http://www.w3.org/2000/svg"}
+    assert root.findtext("svg:title", "", name)
+    assert root.findtext("svg:desc", "", name)
+    assert "href" not in text
+    assert "url(http" not in text
+    assert f"](drawings/{path.name})" in (DOCS / "concepts.md").read_text(encoding="utf-8")
+
+
+def test_the_drawing_of_1f1b_is_the_schedule() -> None:
+    root = ET.parse(DOCS / "drawings/pipeline_1f1b.svg")
+    drawn = [
+        (int(group.attrib["data-rank"]), group.attrib["data-action"], float(group.attrib["data-start"]))
+        for group in root.iter("{http://www.w3.org/2000/svg}g")
+    ]
+    spans = simulate(build_schedule("1f1b", 4, 6)).spans
+    assert drawn == [(rank, str(span.action), span.start) for rank, each in enumerate(spans) for span in each]
+
+
+def test_the_drawing_of_the_mesh_has_its_groups() -> None:
+    root = ET.parse(DOCS / "drawings/mesh.svg")
+    drawn: dict[str, list[list[int]]] = {"tp": [], "dp": [], "pp": []}
+    for path in root.iter("{http://www.w3.org/2000/svg}path"):
+        if "data-axis" in path.attrib:
+            drawn[path.attrib["data-axis"]].append(
+                [int(rank) for rank in path.attrib["data-ranks"].split(",")]
+            )
+    mesh = Arrangement(8, pp=2, tp=2)
+    axes = {"tp": "tp", "dp": "dp_shard", "pp": "pp"}
+    assert {axis: sorted(groups) for axis, groups in drawn.items()} == {
+        axis: mesh.groups(name) for axis, name in axes.items()
+    }
+
+
+# ------------------------------------------------------------------------------------------------- the site
+
+
+def test_the_site_has_all_pages() -> None:
+    """`make docs` fails at a page that is in no menu; this test tells so without mkdocs."""
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +- [^:]+: (\w+\.md)", site, re.MULTILINE)
+    outer = {"overview.md", "contributing.md", "changelog.md"}
+    assert sorted({*listed} - outer) == sorted(path.name for path in DOCS.glob("*.md"))
+    assert len(set(listed)) == len(listed)
+
+
+def test_the_page_of_the_api_has_all_public_names() -> None:
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^::: (zeroshard\.[\w.]+)$", text, re.MULTILINE)
+    public = {f"zeroshard.{name}" for name in zeroshard.__all__} - {"zeroshard.data", "zeroshard.optim"}
+    public |= {f"zeroshard.optim.{name}" for name in zeroshard.optim.__all__}
+    public |= {f"zeroshard.data.{name}" for name in zeroshard.data.__all__}
+    assert sorted(shown) == sorted(public)
