@@ -30,7 +30,7 @@ from zeroshard.plan.arrangement import Arrangement
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = {"index.md": 2, "concepts.md": 4, "troubleshooting.md": 2}
+PAGES = {"index.md": 2, "concepts.md": 4, "troubleshooting.md": 2, "extending.md": 2}
 """The pages whose Python blocks run, with the number of ranks."""
 
 MOST_NOT_RUN = 2
