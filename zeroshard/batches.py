@@ -95,7 +95,8 @@ class Batches:
         """Return the mean loss of a batch, without gradients, in evaluation mode (no dropout); collective.
 
         Args:
-            inputs, targets: as in `train_batch`.
+            inputs: as in `train_batch`.
+            targets: as in `train_batch`.
 
         Returns:
             The mean loss over all ranks and micro-batches; 0-dim.

@@ -30,11 +30,14 @@ class DynamicLossScale(Checked):
     """The adaptation of the float16 loss scale to overflows; defaults are those of torch.amp.GradScaler."""
 
     _prefix = "precision.loss_scale."
-    start: Annotated[float, rules.POSITIVE] = 65536.0  # the scale of the first step
-    window: Annotated[int, rules.integer(1)] = 2000  # steps without overflow after which the scale is doubled
-    minimum: Annotated[float, rules.POSITIVE] = 1.0  # an overflow halves the scale, but not below this
-    # Overflows are counted since the scale was last doubled; from this number on, each one halves the scale.
+    start: Annotated[float, rules.POSITIVE] = 65536.0
+    """The scale of the first step."""
+    window: Annotated[int, rules.integer(1)] = 2000
+    """Steps without overflow after which the scale is doubled."""
+    minimum: Annotated[float, rules.POSITIVE] = 1.0
+    """An overflow halves the scale, but not below this."""
     hysteresis: Annotated[int, rules.integer(1)] = 1
+    """Overflows since the scale was last doubled, from which number on each one halves the scale."""
 
     def _requirements(self) -> list[Requirement]:
         needed = f">= minimum={self.minimum:g}"
@@ -63,23 +66,30 @@ class Precision(Checked):
 
     _prefix = "precision."
     _short = ", or a dtype such as 'bf16', which stands for param_dtype"
-    # Dtype of parameters and float inputs in forward and backward. None: as the model has them.
     param_dtype: Annotated[torch.dtype | None, rules.DTYPE] = None
-    # Other dtypes in forward and backward, by names of parameters or modules; the first that fits holds.
-    # A module all of whose parameters have one gets its float inputs in it. None: param_dtype for all.
+    """Dtype of parameters and float inputs in forward and backward. None: as the model has them."""
     overrides: Annotated[
         Mapping[str, torch.dtype] | tuple[tuple[str, torch.dtype], ...] | None, rules.DTYPES_BY_NAME
     ] = None
-    # Dtype in which gradients are summed over ranks. None: the compute dtype, but at least float32.
+    """Other dtypes in forward and backward, by names of parameters or modules; the first that fits holds.
+
+    A module all of whose parameters have one gets its float inputs in it. None: param_dtype for all.
+    """
     reduce_dtype: Annotated[torch.dtype | None, rules.DTYPE] = None
-    # Dtype of main parameters and their gradients. None: the model's, but at least float32. Optimizer states
-    # and updates have at least float32; updates of bfloat16 parameters are rounded stochastically.
+    """Dtype in which gradients are summed over ranks. None: the compute dtype, but at least float32."""
     main_dtype: Annotated[torch.dtype | None, rules.DTYPE] = None
-    # Dtype to which the model's float outputs are cast. None: they stay as they are.
+    """Dtype of main parameters and their gradients.
+
+    None: the model's, but at least float32. Optimizer states and updates have at least float32; updates of
+    bfloat16 parameters are rounded stochastically.
+    """
     output_dtype: Annotated[torch.dtype | None, rules.DTYPE] = None
-    # Factor on the loss against underflow of float16 gradients. None: "dynamic", which adapts it. A dict of
-    # start, window, minimum and hysteresis is a dynamic scale too.
+    """Dtype to which the model's float outputs are cast. None: they stay as they are."""
     loss_scale: Annotated[float | str | DynamicLossScale | None, _LOSS_SCALE] = None
+    """Factor on the loss against underflow of float16 gradients.
+
+    None: "dynamic", which adapts it. A dict of start, window, minimum and hysteresis is a dynamic scale too.
+    """
 
     @classmethod
     def _from_short(cls, value: Any) -> Any:
@@ -105,21 +115,30 @@ class Offload(Checked):
     """Values outside of the device: "none" (they stay on it), "cpu" (host memory) or "nvme" (files)."""
 
     _prefix = "offload."
-    # Tier of main parameters and optimizer states; the optimizer step runs there.
     optimizer: Annotated[str, rules.TIER] = "none"
-    parameters: Annotated[str, rules.TIER] = "none"  # tier of the sharded parameters between uses
-    # True steps each unit in the backward, as soon as its gradient is there: one backward for each
-    # micro-batch, and no gradients afterwards. With False all gradients are there until the step.
+    """Tier of main parameters and optimizer states; the optimizer step runs there."""
+    parameters: Annotated[str, rules.TIER] = "none"
+    """Tier of the sharded parameters between uses."""
     step_in_backward: bool = False
-    # "cpu": tensors that backward needs are on the host between forward and backward of their unit; with
-    # recompute="unit", its inputs.
+    """True steps each unit in the backward, as soon as its gradient is there.
+
+    This means one backward for each micro-batch, and no gradients afterwards. With False all gradients are
+    there until the step.
+    """
     activations: Annotated[str, rules.choice("none", "cpu")] = "none"
-    # Part of the offloaded optimizer states that stays on the device, 0 to 1.
+    """Tier of the tensors that backward needs, between forward and backward of their unit.
+
+    With recompute="unit" these are the inputs of the unit.
+    """
     device_fraction: Annotated[float, rules.FRACTION] = 0.0
-    nvme_path: Annotated[str | None, rules.PATH] = None  # directory for the files of the nvme tier
-    # Threads of an optimizer step on the host. None: beside a GPU this rank's share of the cores, on CPU
-    # ranks as many as torch uses.
+    """Part of the offloaded optimizer states that stays on the device, 0 to 1."""
+    nvme_path: Annotated[str | None, rules.PATH] = None
+    """Directory for the files of the nvme tier."""
     num_threads: Annotated[int | None, rules.integer(1)] = None
+    """Threads of an optimizer step on the host.
+
+    None: beside a GPU this rank's share of the cores, on CPU ranks as many as torch uses.
+    """
 
     def _requirements(self) -> list[Requirement]:
         has_path, tiers = self.nvme_path is not None, ("optimizer", "parameters")
@@ -132,11 +151,12 @@ class Checkpoint(Checked):
     """The checkpoints of an engine."""
 
     _prefix = "checkpoint."
-    # Number of checkpoints that are kept, the newest ones. None: all.
     keep_last: Annotated[int | None, rules.integer(1)] = None
-    verify: bool = True  # True compares checksums on load
-    # False leaves out frozen parameters: such a checkpoint loads over the same frozen parameters.
+    """Number of checkpoints that are kept, the newest ones. None: all."""
+    verify: bool = True
+    """True compares checksums on load."""
     frozen: bool = True
+    """False leaves out frozen parameters: such a checkpoint loads over the same frozen parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +164,12 @@ class Loader(Checked):
     """The DataLoader that `initialize` builds from `training_data`."""
 
     _prefix = "loader."
-    num_workers: Annotated[int, rules.integer(0)] = 0  # processes that load samples; 0: this process loads
-    # True collates batches in pinned memory. None: True for an accelerator.
+    num_workers: Annotated[int, rules.integer(0)] = 0
+    """Processes that load samples; 0: this process loads."""
     pin_memory: Annotated[bool | None, rules.BOOLEAN] = None
-    drop_last: bool = False  # True leaves out the last batch of an epoch if it is smaller
+    """True collates batches in pinned memory. None: True for an accelerator."""
+    drop_last: bool = False
+    """True leaves out the last batch of an epoch if it is smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +177,12 @@ class Mesh(Checked):
     """Ranks along the model-parallel axes; the data-parallel axes get the remaining factor."""
 
     _prefix = "mesh."
-    pp: Annotated[int, rules.integer(1)] = 1  # ranks along the pipeline-parallel axis
-    tp: Annotated[int, rules.integer(1)] = 1  # ranks along the tensor-parallel axis
-    # True divides norms and dropout of a model of transformers along the sequence, over the tensor ranks.
+    pp: Annotated[int, rules.integer(1)] = 1
+    """Ranks along the pipeline-parallel axis."""
+    tp: Annotated[int, rules.integer(1)] = 1
+    """Ranks along the tensor-parallel axis."""
     sequence: bool = False
+    """True divides norms and dropout of a model of transformers along the sequence, over the tensor ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,20 +190,27 @@ class Pipeline(Checked):
     """The schedule of a batch over the pipeline-parallel ranks."""
 
     _prefix = "pipeline."
-    # Order of forwards and backwards: a name, in upper or lower case; or a list of your own, as a Schedule,
-    # its text, or the path of a .csv file that rank 0 reads.
     schedule: Annotated[str, rules.SCHEDULE] = "1f1b"
-    num_microbatches: Annotated[int, rules.integer(1)] = 1  # micro-batches in a rank's batch
-    # Chunks of the model on each rank. None: the smallest number that the schedule allows.
+    """Order of forwards and backwards: a name, in upper or lower case, or a list of your own.
+
+    A list is a Schedule, its text, or the path of a .csv file that rank 0 reads.
+    """
+    num_microbatches: Annotated[int, rules.integer(1)] = 1
+    """Micro-batches in a rank's batch."""
     num_chunks: Annotated[int | None, rules.integer(1)] = None
-    # Chunks are cut to have about the same "time", measured, or parameters ("memory"). "bottleneck": the
-    # largest time of a chunk is as small as possible.
+    """Chunks of the model on each rank. None: the smallest number that the schedule allows."""
     balance: Annotated[str, rules.choice("time", "memory", "bottleneck")] = "time"
-    # Names of the blocks that each begin a new chunk, in order, without the first block. None: the model is
-    # cut by `balance`.
+    """Chunks are cut to have about the same "time", measured, or parameters ("memory").
+
+    "bottleneck": the largest time of a chunk is as small as possible.
+    """
     split: Annotated[Sequence[str] | None, rules.MODULE_NAMES] = None
-    # True: a trace of its forward cuts a model of any structure, before the modules in `split`.
+    """Names of the blocks that each begin a new chunk, in order, without the first block.
+
+    None: the model is cut by `balance`.
+    """
     trace: bool = False
+    """True: a trace of its forward cuts a model of any structure, before the modules in `split`."""
 
     def _requirements(self) -> list[Requirement]:
         return [
@@ -192,44 +223,62 @@ class Pipeline(Checked):
 class Config(Checked):
     """All settings of `zeroshard.initialize`. Raises ValueError for an impossible value or combination."""
 
-    # 0: nothing is sharded; 1: optimizer states are; 2: gradients too; 3: parameters too.
     stage: Annotated[int, rules.integer(0, 3)] = 3
-    precision: Precision = Precision()  # dtypes of computation, exchanges and main parameters
-    # Device of this rank; of the same type on all ranks. None: the accelerator of its local rank, if there is
-    # one and the open process group serves it, else the CPU.
+    """0: nothing is sharded; 1: optimizer states are; 2: gradients too; 3: parameters too."""
+    precision: Precision = Precision()
+    """Dtypes of computation, exchanges and main parameters."""
     device: Annotated[str | None, rules.DEVICE] = None
-    # Micro-batches whose gradients are added up before an optimizer step.
+    """Device of this rank; of the same type on all ranks.
+
+    None: the accelerator of its local rank, if there is one and the open process group serves it, else the
+    CPU.
+    """
     gradient_accumulation_steps: Annotated[int, rules.integer(1)] = 1
-    # Largest global L2 norm of the gradients, beyond which they are scaled down. None: no clipping.
+    """Micro-batches whose gradients are added up before an optimizer step."""
     clip_grad_norm: Annotated[float | None, rules.POSITIVE] = None
-    # A step whose gradient norm is inf or nan is taken ("report"), left out ("skip") or an error ("error").
-    # For float16, "report" leaves it out as well, and "error" waits until the loss scale can't be lowered.
+    """Largest global L2 norm of the gradients, beyond which they are scaled down. None: no clipping."""
     nonfinite: Annotated[str, rules.choice("report", "skip", "error")] = "report"
-    # Samples in a rank's micro-batch, for the DataLoader that `initialize` builds.
+    """A step whose gradient norm is inf or nan is taken ("report"), left out ("skip") or an error ("error").
+
+    For float16, "report" leaves it out as well, and "error" waits until the loss scale can't be lowered.
+    """
     micro_batch_size: Annotated[int, rules.integer(1)] = 1
-    # Modules that are gathered as one unit: class names or a predicate. None: repeated blocks are found.
-    # A list of module names among the class names makes one unit of several modules.
+    """Samples in a rank's micro-batch, for the DataLoader that `initialize` builds."""
     units: Annotated[Sequence[str | Sequence[str]] | Callable[[nn.Module], bool] | None, rules.UNITS] = None
-    # Names of parameters, * for any letters, that each rank keeps whole and steps by itself. None: none.
+    """Modules that are gathered as one unit: class names or a predicate.
+
+    None: repeated blocks are found. A list of module names among the class names makes one unit of several
+    modules.
+    """
     ignored: Annotated[Sequence[str] | None, rules.PATTERNS] = None
-    # Frozen parameters at stage 3: sharded, or whole on each rank, so that they are never gathered; or names
-    # of parameters or modules, and patterns, of those that are whole.
+    """Names of parameters, * for any letters, that each rank keeps whole and steps by itself. None: none."""
     frozen: Annotated[str | Sequence[str], rules.FROZEN] = "shard"
-    # Ranks in a shard group, for hybrid sharding. None: all ranks are one group.
+    """Frozen parameters at stage 3: "shard", or "replicate", whole on each rank and never gathered.
+
+    Names of parameters or modules, and patterns, make those alone whole.
+    """
     shard_group_size: Annotated[int | None, rules.integer(1)] = None
-    # True frees parameters between forward and backward. An integer: kept, sharded over that many ranks.
+    """Ranks in a shard group, for hybrid sharding. None: all ranks are one group."""
     reshard_after_forward: Annotated[bool | int, rules.either(rules.BOOLEAN, rules.integer(2))] = True
-    num_prefetch: Annotated[int, rules.integer(0)] = 1  # units gathered ahead of the one that computes
-    # "unit": backward recomputes the activations inside each unit. "none": all activations are kept.
+    """True frees parameters between forward and backward. An integer: kept, sharded over that many ranks."""
+    num_prefetch: Annotated[int, rules.integer(0)] = 1
+    """Units gathered ahead of the one that computes."""
     recompute: Annotated[str, rules.choice("none", "unit")] = "none"
-    compile: bool = False  # True compiles each unit with torch.compile
-    offload: Offload = Offload()  # values in host memory or in files
-    checkpoint: Checkpoint = Checkpoint()  # number and content of checkpoints
-    loader: Loader = Loader()  # the DataLoader that `initialize` builds
-    mesh: Mesh = Mesh()  # ranks along the model-parallel axes
-    pipeline: Pipeline = Pipeline()  # schedule of a batch over the pipeline-parallel ranks
-    # Seconds that a rank may wait in a collective before the watchdog ends the run.
+    """With "unit" backward recomputes the activations inside each unit; with "none" all are kept."""
+    compile: bool = False
+    """True compiles each unit with torch.compile."""
+    offload: Offload = Offload()
+    """Values in host memory or in files."""
+    checkpoint: Checkpoint = Checkpoint()
+    """Number and content of checkpoints."""
+    loader: Loader = Loader()
+    """The DataLoader that `initialize` builds."""
+    mesh: Mesh = Mesh()
+    """Ranks along the model-parallel axes."""
+    pipeline: Pipeline = Pipeline()
+    """Schedule of a batch over the pipeline-parallel ranks."""
     watchdog_s: Annotated[float, rules.SECONDS] = 600.0
+    """Seconds that a rank may wait in a collective before the watchdog ends the run."""
 
     def _requirements(self) -> list[Requirement]:
         sharded = (self.stage >= 1, "stage", ">= 1")
