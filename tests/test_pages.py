@@ -1,7 +1,8 @@
 """The Python blocks of the pages run, and drawings and messages are those of the code.
 
-All blocks of a page run one after another, with the same names, on as many ranks as `PAGES` says. A comment
-before a block of Markdown says more about it:
+All blocks of a page run one after another, with the same names, on as many ranks as `PAGES` says.
+`tests/given.py` has the names that some pages take as given. A comment before a block of Markdown says more
+about it:
 
     <!-- prints -->                    what rank 0 prints in the Python block before, to the letter
     <!-- prints, with another loss --> the same, where the numbers after "loss" may be others
@@ -14,26 +15,41 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import itertools
 import os
 import re
+import shlex
 import warnings
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
 import zeroshard
+from tests.given import GIVEN
+from zeroshard.cli.arguments import build_parser
 from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.simulate import simulate
 from zeroshard.plan.arrangement import Arrangement
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = {"index.md": 2, "concepts.md": 4, "troubleshooting.md": 2, "extending.md": 2}
+TESTED_ELSEWHERE = {"migrating.md"}
+"""The pages whose blocks another test file runs: tests/test_migrating.py."""
+
+PAGES = {
+    path.name: 4 if path.name == "concepts.md" else 2
+    for path in sorted(DOCS.glob("*.md"))
+    if "\n```python\n" in path.read_text(encoding="utf-8") and path.name not in TESTED_ELSEWHERE
+}
 """The pages whose Python blocks run, with the number of ranks."""
 
-MOST_NOT_RUN = 2
+WITH_TRANSFORMERS = {"data.md", "lora.md", "pipeline_parallel.md", "reference.md", "tensor_parallel.md"}
+"""The pages that import transformers, which takes seconds on each rank; `make test-all` runs them."""
+
+MOST_NOT_RUN = 0
 """Blocks of all pages together that may be left out."""
 
 
@@ -48,28 +64,26 @@ class Block(NamedTuple):
 def blocks(page: str) -> list[Block]:
     """The blocks of a page, in order, each with the comment before it."""
     text = (DOCS / page).read_text(encoding="utf-8")
-    found = re.findall(r"(?:^<!-- (.*?) -->\n)?^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert text.count("\n```") == 2 * len(found), "each block begins with its language"
+    found = re.findall(r"(?:^<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert text.count("\n```") == 2 * len(found), "each block begins at the begin of a line, and ends"
     return [Block(*parts) for parts in found]
 
 
 def run_page(page: str, folder: Path) -> list[str]:
     """Run the Python blocks of a page on this rank; return what each of them printed, or its error."""
     names: dict[str, Any] = {"__name__": "__main__"}
+    given = GIVEN[page]() if page in GIVEN else itertools.repeat({})
     printed = []
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
+    with contextlib.chdir(folder), mock.patch.dict(os.environ, HOME=str(folder)):  # caches lie in HOME
         for block in blocks(page):
             if block.language != "python" or block.mark.startswith("not run"):
                 continue
             output = io.StringIO()
             with contextlib.redirect_stdout(output), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
+                names |= next(given)
                 error = _run(block, names)
             printed.append((error or output.getvalue()).replace(f"{folder}/", ""))
-    finally:
-        os.chdir(before)
     return printed
 
 
@@ -101,6 +115,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.long_where(page=sorted(WITH_TRANSFORMERS))
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run_and_print_what_it_shows(page: str, ranks: Any, tmp_path: Path) -> None:
     printed = ranks(PAGES[page], run_page, page, tmp_path, timeout=120)[0]
@@ -117,10 +132,29 @@ def test_the_blocks_of_a_page_run_and_print_what_it_shows(page: str, ranks: Any,
             assert output == shown.code
 
 
-def test_few_blocks_are_left_out_and_each_has_a_reason() -> None:
+def test_no_block_is_left_out_without_a_reason() -> None:
     left_out = [block for page in PAGES for block in blocks(page) if block.mark.startswith("not run")]
-    assert len(left_out) <= MOST_NOT_RUN
     assert all(re.fullmatch(r"not run: .{10,}", block.mark) for block in left_out)
+    assert len(left_out) <= MOST_NOT_RUN
+
+
+def commands(page: str) -> list[list[str]]:
+    """The arguments of each call of the command line in the blocks of a page."""
+    code = "".join(block.code for block in blocks(page) if block.language in ("", "sh"))
+    lines = code.replace("\\\n", " ").splitlines()
+    calls = (re.match(r"(?:\$ |torchrun [^#]*-m )?zeroshard (.*)", line) for line in lines)
+    return [shlex.split(call[1].partition(" > ")[0], comments=True) for call in calls if call]
+
+
+@pytest.mark.parametrize("page", ["../README.md", *sorted(path.name for path in DOCS.glob("*.md"))])
+def test_the_commands_of_a_page_exist_with_their_options(page: str) -> None:
+    for arguments in commands(page):
+        build_parser().parse_args(arguments)  # exits if it does not know one
+
+
+def test_commands_are_found() -> None:
+    assert ["mesh", "--ranks", "8", "--tp", "2", "--pp", "2"] in commands("reference.md")
+    assert ["doctor"] in commands("launch.md")
 
 
 # -------------------------------------------------------------------------------------------- the messages
