@@ -29,6 +29,7 @@ import pytest
 
 import zeroshard
 from tests.given import GIVEN
+from tools.links import problems
 from zeroshard.cli.arguments import build_parser
 from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.simulate import simulate
@@ -243,6 +244,21 @@ def test_the_site_has_all_pages() -> None:
     outer = {"overview.md", "contributing.md", "changelog.md"}
     assert sorted({*listed} - outer) == sorted(path.name for path in DOCS.glob("*.md"))
     assert len(set(listed)) == len(listed)
+
+
+def test_the_check_of_a_site_finds_dead_links_and_files_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        '<h1 id="top">A</h1> <a href="b.html#here">good</a> <a href="#top">good</a> <a href="c.html">dead</a>'
+        '<a href="b.html#there">dead anchor</a> <a href="https://example.org">good</a>'
+        '<img src="https://example.org/picture.png">'
+    )
+    (tmp_path / "b.html").write_text('<h1 id="here">B</h1> <b id="here"></b> <a href="a.html">good</a>')
+    assert problems(tmp_path) == [
+        "a.html: c.html leads nowhere",
+        "a.html: b.html#there: no such anchor",
+        "a.html: loads https://example.org/picture.png",
+        "b.html: two anchors #here",
+    ]
 
 
 def test_the_page_of_the_api_has_all_public_names() -> None:

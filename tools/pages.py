@@ -1,8 +1,8 @@
 """Hooks of mkdocs: pages and pictures from outside of docs/, and drawings as a part of their page.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md are pages as well. Links between them and docs/ are written for
-the repository; here they become links of the site. A drawing is put into the page, because an SVG in an <img>
-has no access to the colours of the page.
+the repository. Here they become links of the site, and a link whose text is a file gets the title of its
+page. A drawing is put into the page, because an SVG in an <img> has no access to the colours of the page.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ OUTER = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHAN
 """Pages outside of docs/, with their names in the site. README.md would be the start page there."""
 
 LINK = re.compile(r"(\]\(|^\[[^]]+\]: )([^)\s]+)", re.MULTILINE)
+NAMED = re.compile(r"\[((?:docs/)?\w+\.md)\]\((?=[^)]*\b\w+\.md)")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 DRAWING = re.compile(r'<p><img alt="([^"]*)" src="(drawings/[\w-]+\.svg)" /></p>')
 
@@ -33,9 +34,23 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def titles(menu: Any) -> dict[str, str]:
+    """Return the title of each page of a menu, whose entries are {title: page} or {title: menu}."""
+    found: dict[str, str] = {}
+    for entry in menu:
+        ((title, target),) = entry.items()
+        found |= titles(target) if isinstance(target, list) else {target: title}
+    return found
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Turn links of the repository into those of the site, outside of code."""
     is_outer = page.file.src_uri in OUTER.values()
+    title_of = titles(config.nav)
+
+    def named(match: re.Match[str]) -> str:
+        name = Path(match[1]).name
+        return f"[{title_of[OUTER.get(name, name)]}]("
 
     def moved(match: re.Match[str]) -> str:
         start, target = match.groups()
@@ -46,7 +61,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return start + OUTER.get(inside, inside) + hash_ + anchor
 
     parts = FENCE.split(markdown)
-    return "".join(part if part.startswith("```") else LINK.sub(moved, part) for part in parts)
+    return "".join(
+        part if part.startswith("```") else LINK.sub(moved, NAMED.sub(named, part)) for part in parts
+    )
 
 
 def on_page_content(html: str, config: Any, **_: Any) -> str:
