@@ -47,8 +47,11 @@ PAGES = {
 }
 """The pages whose Python blocks run, with the number of ranks."""
 
-WITH_TRANSFORMERS = {"data.md", "lora.md", "pipeline_parallel.md", "reference.md", "tensor_parallel.md"}
-"""The pages that import transformers, which takes seconds on each rank; `make test-all` runs them."""
+SLOW = {
+    *("data.md", "lora.md", "pipeline_parallel.md", "reference.md", "tensor_parallel.md"),  # transformers
+    "optimizers.md",  # numba
+}
+"""The pages that import transformers or compile, which takes seconds on each rank: long tests."""
 
 MOST_NOT_RUN = 0
 """Blocks of all pages together that may be left out."""
@@ -116,7 +119,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.long_where(page=sorted(WITH_TRANSFORMERS))
+@pytest.mark.long_where(page=sorted(SLOW))
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run_and_print_what_it_shows(page: str, ranks: Any, tmp_path: Path) -> None:
     printed = ranks(PAGES[page], run_page, page, tmp_path, timeout=120)[0]
