@@ -7,6 +7,7 @@ page. A drawing is put into the page, because an SVG in an <img> has no access t
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,26 @@ DRAWING = re.compile(r'<p><img alt="([^"]*)" src="(drawings/[\w-]+\.svg)" /></p>
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the files outside of docs/ that pages show or link to."""
+    """Add the pages outside of docs/, and the files there that any page shows or links to."""
     for path, name in OUTER.items():
         files.append(File.generated(config, name, content=(ROOT / path).read_text(encoding="utf-8")))
-    files.append(File.generated(config, "LICENSE", abs_src_path=str(ROOT / "LICENSE")))
-    for picture in sorted((ROOT / "benchmarks/results").glob("*.png")):
-        name = str(picture.relative_to(ROOT))
-        files.append(File.generated(config, name, abs_src_path=str(picture)))
+    docs = Path(config.docs_dir)
+    for path in sorted(linked([*docs.glob("*.md"), *(ROOT / path for path in OUTER)])):
+        name = str(path.relative_to(ROOT))
+        if path.is_file() and not path.is_relative_to(docs) and name not in OUTER:
+            files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
+
+
+def linked(pages: list[Path]) -> set[Path]:
+    """Return the paths in the repository that pages link to."""
+    found: set[Path] = set()
+    for page in pages:
+        for _, target in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+            path = (page.parent / target.partition("#")[0]).resolve()
+            if ":" not in target and path.is_relative_to(ROOT):
+                found.add(path)
+    return found
 
 
 def titles(menu: Any) -> dict[str, str]:
@@ -45,7 +58,8 @@ def titles(menu: Any) -> dict[str, str]:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Turn links of the repository into those of the site, outside of code."""
-    is_outer = page.file.src_uri in OUTER.values()
+    sources = {name: path for path, name in OUTER.items()}
+    folder = Path(sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent
     title_of = titles(config.nav)
 
     def named(match: re.Match[str]) -> str:
@@ -55,10 +69,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     def moved(match: re.Match[str]) -> str:
         start, target = match.groups()
         path, hash_, anchor = target.partition("#")
-        if path.startswith(("http:", "https:")):
+        if not path or path.startswith(("http:", "https:")):
             return match[0]
-        inside = path.removeprefix("docs/" if is_outer else "../")
-        return start + OUTER.get(inside, inside) + hash_ + anchor
+        inside = os.path.normpath(folder / path)
+        return start + OUTER.get(inside, inside.removeprefix("docs/")) + hash_ + anchor
 
     parts = FENCE.split(markdown)
     return "".join(
