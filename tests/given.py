@@ -14,12 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zeroshard
+from tests.integrations.test_ray import stand_in
 
 Names = dict[str, Any]
 VOCABULARY, WIDTH = 64, 32
@@ -215,9 +217,27 @@ def reference() -> Iterator[Names]:
     yield {}
 
 
+def integrations() -> Iterator[Names]:
+    fabric, stateful = (
+        importlib.import_module(f"{name}") for name in ("lightning.fabric", "torchdata.stateful_dataloader")
+    )
+    names = {**whole(), "F": nn.functional}
+    yield {**names, "Fabric": fabric.Fabric, "loader": DataLoader(names["dataset"], 4)}
+    kinds = {"DistributedSampler": DistributedSampler, "StatefulDataLoader": stateful.StatefulDataLoader}
+    ranks = {"rank": dist.get_rank(), "num_ranks": dist.get_world_size()}
+    yield {**whole(), **kinds, **ranks, "num_epochs": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch, Path("run").absolute())  # tests/integrations/test_ray.py runs Ray itself
+        yield whole()
+    sent: Names = {}
+    server = SimpleNamespace(update=sent.__setitem__, sample=lambda: (torch.randn(4, 8), torch.rand(4)))
+    yield {**sharded(), "num_iterations": 2, "server": server}
+
+
 GIVEN: dict[str, Callable[[], Iterator[Names]]] = {
     "checkpoints.md": checkpoints,
     "data.md": data,
+    "integrations.md": integrations,
     "offload.md": offload,
     "tensor_parallel.md": tensor_parallel,
     "pipeline_parallel.md": pipeline_parallel,

@@ -49,6 +49,7 @@ PAGES = {
 
 SLOW = {
     *("data.md", "lora.md", "pipeline_parallel.md", "reference.md", "tensor_parallel.md"),  # transformers
+    "integrations.md",  # lightning
     "optimizers.md",  # numba
 }
 """The pages that import transformers or compile, which takes seconds on each rank: long tests."""
