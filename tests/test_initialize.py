@@ -627,13 +627,6 @@ class Endless(IterableDataset):
         return iter(())
 
 
-def test_a_dataloader_as_training_data_is_refused_with_the_remedies():
-    message = refusal(Tiny(), training_data=DataLoader(TensorDataset(torch.ones(4, 2))))
-    assert "expected a Dataset" in message
-    assert "Give the loader's `dataset`" in message
-    assert "DistributedSampler" in message
-
-
 def load_with_options():
     data = TensorDataset(torch.arange(11.0).view(11, 1))
     options = {"num_workers": 1, "drop_last": True, "pin_memory": False}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from zeroshard.agreement import check_agreement
 from zeroshard.assemble import open_data_parallel, shard_over, specify_units
@@ -24,9 +24,10 @@ from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, watch
 from zeroshard.comm.mesh import Axes, open_world, start_process_group
 from zeroshard.comm.streams import has_streams
-from zeroshard.config.sections import Config, require_supported
+from zeroshard.config.sections import Config, Loader, require_supported
 from zeroshard.data.batches import collator
 from zeroshard.data.blocks import Blocks
+from zeroshard.data.given import GivenLoader, is_loader
 from zeroshard.data.loader import EpochLoader
 from zeroshard.data.losses import LossFunction
 from zeroshard.engine import Engine
@@ -47,7 +48,7 @@ class Initialized(NamedTuple):
 
     engine: Engine
     optimizer: Optimizer | None
-    dataloader: EpochLoader | None
+    dataloader: EpochLoader | GivenLoader | None
     lr_scheduler: Any
 
 
@@ -56,7 +57,7 @@ def initialize(
     optimizer: Optimizer | OptimizerFactory | None = None,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
-    training_data: Dataset[Any] | None = None,
+    training_data: Dataset[Any] | Iterable[Any] | None = None,
     collate_fn: Callable[..., Any] | None = None,
     lr_scheduler: Any = None,
     loss_fn: LossFunction | None = None,
@@ -76,7 +77,9 @@ def initialize(
             ours with 8-bit states.
         config: a Config, a dict, or a path to a .json or .toml file.
         training_data: a Dataset. It becomes a DataLoader with a distributed sampler,
-            `config.micro_batch_size` and the options of `config.loader`.
+            `config.micro_batch_size` and the options of `config.loader`. Or a DataLoader of yours over this
+            rank's batches, such as torchdata's StatefulDataLoader, whose place in the data checkpoints then
+            hold; docs/integrations.md tells more.
         collate_fn: the function that makes a batch of samples in that DataLoader; by default torch's, and
             `zeroshard.data.collator(model)` for the blocks of `zeroshard.data.text_datasets`.
         lr_scheduler: a scheduler over `optimizer`, or a callable that makes one from it; `engine.step()`
@@ -93,6 +96,10 @@ def initialize(
     config = Config.parse(config)
     require_supported(config)
     _check_arguments(model, training_data, loss_fn)
+    dataset = training_data
+    if is_loader(training_data):
+        _check_loader(training_data, collate_fn, config)
+        dataset = None
     refuse_recording("initialize")
     with sharding_apart(model, config.ignored):
         if collate_fn is None and isinstance(training_data, Blocks):
@@ -100,7 +107,7 @@ def initialize(
         world, taken, whole = None, None, config
         if config.mesh.pp > 1:
             world = _open_world(config, use_device(config.device))
-            taken = take(model, optimizer, config, world, Source(training_data, collate_fn, loss_fn))
+            taken = take(model, optimizer, config, world, Source(dataset, collate_fn, loss_fn))
             model, whole, config = taken.model, config, taken.config
             if taken.part.is_frozen:  # an optimizer over nothing would be an error of torch
                 optimizer = lr_scheduler = None
@@ -118,10 +125,10 @@ def initialize(
         device = use_device(config.device)
         world = world or _open_world(config, device)
         if taken is None:
-            check_agreement(world, model, config, specs, optimizer, overrides, training_data)
+            check_agreement(world, model, config, specs, optimizer, overrides, dataset)
         axes = open_data_parallel(config, world)
         if taken is not None:
-            check_agreement(axes.everyone, model, config, specs, optimizer, overrides, training_data)
+            check_agreement(axes.everyone, model, config, specs, optimizer, overrides, dataset)
         close_at_exit(axes, *axes.members)
         _check_room(specs, config, axes, optimizer, device)
         runtime, replacements = shard_over(model, division, config, axes, device)
@@ -161,16 +168,28 @@ def _check_arguments(model: Any, training_data: Any, loss_fn: Any) -> None:
     """Refuse arguments of other kinds, before anything is started."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
-    if isinstance(training_data, DataLoader):
-        raise ValueError(
-            "training_data: expected a Dataset, got a DataLoader. Give the loader's `dataset`, with "
-            "collate_fn= and Config(micro_batch_size=..., loader=...); or leave training_data out and use "
-            "your loader with a DistributedSampler"
-        )
-    if training_data is not None and not (hasattr(training_data, "__len__") and len(training_data)):
-        raise ValueError(f"training_data: expected a Dataset with a length above 0, got {training_data!r}")
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"loss_fn: expected a callable (output, targets) -> loss, got {loss_fn!r}")
+    if training_data is None or is_loader(training_data):
+        return
+    if not (hasattr(training_data, "__len__") and len(training_data)):
+        raise ValueError(f"training_data: expected a Dataset with a length above 0, got {training_data!r}")
+
+
+def _check_loader(loader: Any, collate_fn: Any, config: Config) -> None:
+    """Refuse settings that a DataLoader of the user would not follow."""
+    name = f"training_data: got a {type(loader).__name__}"
+    if config.mesh.pp > 1:
+        raise ValueError(
+            f"{name} with mesh.pp={config.mesh.pp}: expected a Dataset, of which `initialize` makes whole "
+            "batches for all ranks of a pipeline; or no training_data, and batches of yours for train_batch()"
+        )
+    size = getattr(loader, "batch_size", None)
+    if collate_fn is not None or config.loader != Loader() or config.micro_batch_size not in (1, size):
+        raise ValueError(
+            f"{name} with collate_fn, micro_batch_size or a section loader, which only the DataLoader of a "
+            "Dataset follows: expected them in the arguments of your DataLoader"
+        )
 
 
 def _open_world(config: Config, device: torch.device) -> Axis:
@@ -183,15 +202,17 @@ def _open_world(config: Config, device: torch.device) -> Axis:
 
 
 def _build_loader(
-    training_data: Dataset[Any] | None,
+    training_data: Any,
     collate_fn: Callable[..., Any] | None,
     config: Config,
     axes: Axes,
     device: torch.device,
-) -> EpochLoader | None:
+) -> EpochLoader | GivenLoader | None:
     """Make the DataLoader over the data, if there are any."""
     if training_data is None:
         return None
+    if is_loader(training_data):
+        return GivenLoader(training_data, device)
     size, rank, num_ranks = config.micro_batch_size, axes.dp.rank, axes.dp.size
     if config.mesh.pp > 1:  # a pipeline takes whole batches
         size *= config.pipeline.num_microbatches

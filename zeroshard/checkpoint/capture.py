@@ -26,6 +26,7 @@ from zeroshard.checkpoint.union import PartFacts, join
 from zeroshard.checkpoint.values import check_plain, to_files
 from zeroshard.comm.agreed import on_all
 from zeroshard.config.sections import Config
+from zeroshard.data.given import GivenLoader
 from zeroshard.data.loader import EpochLoader
 from zeroshard.internals.pytree import tree_leaves
 from zeroshard.parameters.sharded import ShardedParameter
@@ -47,8 +48,8 @@ class Parts:
     config: Config
     optimizer: Optimizer | None
     lr_scheduler: Any
-    loader: EpochLoader | None
-    """The DataLoader that `initialize` made."""
+    loader: EpochLoader | GivenLoader | None
+    """The DataLoader that `initialize` made, or the one around the user's."""
     described: dict[str, Any] | None = None
     """The description of the whole model, where this rank has only a part of it."""
     averages: dict[str, Averages] = field(default_factory=dict)
@@ -72,6 +73,8 @@ class _Answer(NamedTuple):
     place: str
     rng: dict[str, Any] | None
     """The generators of a data-parallel rank; None for all but the first of its tensor ranks."""
+    place_in_data: dict[str, Any] | None
+    """The place in the user's DataLoader, of the same ranks."""
     few: list[str]
     """The keys of states with few values; see `OptimizerState`."""
     frozen: list[Piece]
@@ -90,6 +93,7 @@ class _Reading:
     optimizer: OptimizerState
     lr_scheduler: Any
     client_state: Any
+    place_in_data: dict[str, Any] | None
 
 
 def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_state: Any) -> Snapshot:
@@ -111,7 +115,8 @@ def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_stat
         readings.append(reading)
         return _Answer(
             place=f"'{reading.folder}' with tag '{tag}'",
-            rng=rng.capture(runtime.context.device) if runtime.context.axes.tp.rank == 0 else None,
+            rng=rng.capture(runtime.context.device) if axes.tp.rank == 0 else None,
+            place_in_data=reading.place_in_data if axes.tp.rank == 0 else None,
             few=reading.optimizer.few,
             frozen=measure_pieces(runtime, left_out),
             part=_facts(parts, reading, left_out) if tells_part else None,
@@ -207,7 +212,17 @@ def _read(parts: Parts, dir: object, tag: str, client_state: Any) -> _Reading:
         optimizer=optimizer,
         lr_scheduler=schedule,
         client_state=_read_client_state(client_state),
+        place_in_data=_read_place(parts.loader),
     )
+
+
+def _read_place(loader: EpochLoader | GivenLoader | None) -> dict[str, Any] | None:
+    """The place in the user's DataLoader, as plain values."""
+    if not isinstance(loader, GivenLoader):
+        return None
+    place: dict[str, Any] = to_plain(loader.state_dict(), "state of training_data")
+    check_plain(place, "state of training_data")
+    return place
 
 
 def _read_checked_optimizer(optimizer: Optimizer | None) -> OptimizerState:
@@ -247,6 +262,7 @@ def _values(reading: _Reading, answers: list[_Answer], whole: PartFacts) -> dict
         "other": whole.other,
         "lr_scheduler": whole.lr_scheduler,
         "rng": [answer.rng for answer in answers if answer.rng is not None],
+        "places_in_data": [answer.place_in_data for answer in answers if answer.place_in_data is not None],
         "extra": whole.extra,
         "client_state": reading.client_state,
     }
@@ -300,7 +316,7 @@ def _describe(parts: Parts, progress: Progress, whole: PartFacts) -> Manifest:
         loss_scale=progress.loss_scale.state() if is_half else None,
         rounding=None if progress.rounding is None else asdict(progress.rounding),
         seed=torch.initial_seed(),
-        data=None if parts.loader is None else parts.loader.state_dict(),
+        data=parts.loader.state_dict() if isinstance(parts.loader, EpochLoader) else None,
         optimizer=whole.optimizer,
         lr_scheduler=None if scheduler is None else type(scheduler).__name__,
         parameters=whole.parameters,

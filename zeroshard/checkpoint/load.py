@@ -35,6 +35,7 @@ from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, matc
 from zeroshard.checkpoint.tensors import TensorSlice, cuts_of, held_slices, read_model
 from zeroshard.checkpoint.values import read_values
 from zeroshard.comm.agreed import on_all
+from zeroshard.data.given import GivenLoader, check_state
 from zeroshard.data.loader import parse_state
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.layerwise import LayerWise
@@ -148,7 +149,10 @@ def _restore(parts: Parts, plan: _Plan, weights_only: bool) -> None:
         restore_groups(parts.optimizer, plan.groups)
     if plan.schedule is not None:
         parts.lr_scheduler.load_state_dict(plan.schedule)
-    if parts.loader is not None and stored.manifest.data is not None:
+    if isinstance(parts.loader, GivenLoader):
+        axes = runtime.context.axes
+        parts.loader.load_states(plan.values.get("places_in_data", []), axes.dp.rank, axes.dp.size)
+    elif parts.loader is not None and stored.manifest.data is not None:
         parts.loader.load_state_dict(stored.manifest.data)
     if not weights_only:
         _restore_rng(runtime, plan)
@@ -281,6 +285,8 @@ def _read_values(stored: Stored, device: torch.device) -> Mapping[str, Any]:
         is_sound &= all(isinstance(key, str) for kind in ("other", "extra") for key in values[kind])
         for states in values["rng"]:
             rng.check(states, device)
+        for place in values.get("places_in_data", []):  # older checkpoints have none
+            check_state(place)
     except Exception as error:  # whatever other things end in
         raise RuntimeError(f"{file}: damaged ({type(error).__name__}: {error})") from None
     if not is_sound:

@@ -14,9 +14,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.config.sections import Config, refuse_pipeline
+from zeroshard.config.sections import Config
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
+from zeroshard.integrations.data_parallel import parse_data_parallel
 
 _TAG = "zeroshard"
 """The tag of the engine's checkpoint in the folder that a checkpoint of Lightning is."""
@@ -46,13 +47,7 @@ class ZeroShardStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._config = Config.parse(config)
-        refuse_pipeline(self._config, "the strategy of Lightning")
-        if self._config.mesh.tp > 1:
-            raise ValueError(
-                "mesh.tp: Lightning gives each process other data, but tensor-parallel ranks need the same "
-                "batch: expected mesh.tp=1 with the strategy, or a training loop of your own"
-            )
+        self._config = parse_data_parallel(config, "Lightning")
         self._loaded: Path | None = None
         self._has_failed = False
         """True after an exception on this rank: the others may not come to the end."""

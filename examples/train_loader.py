@@ -1,0 +1,60 @@
+"""Train the small Llama over a DataLoader of your own, and go on from a checkpoint in the middle of an epoch.
+
+    python examples/train_loader.py                                     # one rank
+    torchrun --nproc-per-node 2 examples/train_loader.py --checkpoint-dir DIR
+
+The loader is torchdata's StatefulDataLoader where that is installed, else torch's DataLoader. Both find their
+place: the first one by its own state, the second one by going through the epoch again. Started again with
+the same folder, the run goes on with the batch that would have come.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+import zeroshard
+from llama import parser, read_text, small_llama
+from zeroshard.data import collator
+
+try:
+    from torchdata.stateful_dataloader import StatefulDataLoader as Loader
+except ImportError:
+    Loader = DataLoader
+
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+
+
+def main() -> None:
+    options = parser(__doc__, steps=61)
+    options.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="where every tenth step is saved")
+    args = options.parse_args()
+    model, blocks = small_llama(), read_text().train
+    sampler: DistributedSampler = DistributedSampler(blocks, WORLD_SIZE, RANK)  # of all ranks alike
+    loader = Loader(blocks, batch_size=4, sampler=sampler, collate_fn=collator(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    config = {"stage": args.stage, "clip_grad_norm": 1.0}
+    engine, _, batches, _ = zeroshard.initialize(model, optimizer, config, training_data=loader)
+    assert batches is not None  # there is training data
+    if args.checkpoint_dir and (args.checkpoint_dir / "latest").is_file():
+        engine.load_checkpoint(args.checkpoint_dir)
+    for batch in itertools.chain.from_iterable(itertools.repeat(batches)):  # each iteration is an epoch
+        if engine.global_step >= args.steps:
+            break
+        step = engine.global_step
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        if step % 10 == 0:
+            if RANK == 0:
+                print(f"step {step}: loss {loss.item():.3f}", flush=True)
+            if args.checkpoint_dir:
+                engine.save_checkpoint(args.checkpoint_dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Train the small Llama with Ray Train's TorchTrainer, with checkpoints that any number of workers loads.
+
+    pip install "ray[train]"
+    python examples/train_ray.py --workers 2                            # on this machine
+    python examples/train_ray.py --workers 16 --gpu --storage /shared   # on the cluster of RAY_ADDRESS
+
+Ray starts the workers, and starts them again after a failure. `--fail-at N` lets worker 0 fail once, before
+step N. The storage is a folder that all workers mount.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+import zeroshard
+from llama import parser, read_text, small_llama
+from zeroshard.data import collator
+from zeroshard.integrations.ray import report, resume
+
+EXAMPLES = Path(__file__).resolve().parent
+
+
+def train(config: dict[str, Any]) -> None:
+    """Train on this worker, whose process group Ray has started."""
+    model = small_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    engine, _, loader, _ = zeroshard.initialize(
+        model,
+        optimizer,
+        {"stage": config["stage"], "clip_grad_norm": 1.0, "micro_batch_size": 4},
+        training_data=read_text().train,
+        collate_fn=collator(model),
+    )
+    assert loader is not None  # there is training data
+    resume(engine)
+    first = engine.global_step
+    context = ray.train.get_context()
+    while engine.global_step < config["steps"]:
+        for batch in loader:
+            step = engine.global_step
+            if step >= config["steps"]:
+                break
+            if step == config["fail_at"] and first == 0 and context.get_world_rank() == 0:
+                os._exit(1)  # as a machine that goes down
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            if step % 10 == 0 or engine.global_step == config["steps"]:
+                report(engine, {"step": step, "loss": loss.item(), "first": first})
+
+
+def main() -> None:
+    options = parser(__doc__, steps=61)
+    options.add_argument("--workers", type=int, default=2, metavar="N", help="(%(default)s)")
+    options.add_argument("--gpu", action="store_true", help="one GPU for each worker")
+    options.add_argument("--storage", metavar="DIR", help="a folder that all workers mount")
+    options.add_argument("--fail-at", type=int, metavar="N", help="let worker 0 fail once")
+    args = options.parse_args()
+    storage = args.storage or tempfile.mkdtemp()
+    path = os.pathsep.join(filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH"))))
+    ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=True)
+    trainer = TorchTrainer(
+        train,
+        train_loop_config={"steps": args.steps, "stage": args.stage, "fail_at": args.fail_at},
+        scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpu),
+        run_config=RunConfig(
+            name="zeroshard",
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures=1),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+        ),
+    )
+    result = trainer.fit()
+    assert result.metrics is not None
+    print(f"last: {result.metrics}")
+    print(f"checkpoint: {result.checkpoint.path if result.checkpoint else 'none'}")
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

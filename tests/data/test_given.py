@@ -1,0 +1,306 @@
+"""A DataLoader of the user as training data: its place is in checkpoints, on any kind of loader."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+import zeroshard
+from zeroshard.data.given import GivenLoader
+
+CPU = torch.device("cpu")
+
+
+class Numbers(Dataset):
+    """Samples [1] with their own number; noisy ones draw from torch's generator."""
+
+    def __init__(self, length, noisy=False):
+        self.length, self.noisy = length, noisy
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        noise = torch.rand(()) if self.noisy else 0.0
+        return torch.tensor([index + noise])
+
+
+class Stream(IterableDataset):
+    """Eleven samples in order, without a length."""
+
+    def __iter__(self):
+        return iter(torch.arange(11.0).unbind())
+
+
+class Counted:
+    """A loader of no library: it counts to seven from wherever its state says."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 7:
+            self.at += 1
+            yield torch.tensor([float(self.at)])
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def stateful(*args, **kwargs):
+    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(*args, **kwargs)
+
+
+def with_sampler(kind, rank=0, num_ranks=2):
+    data = Numbers(22)
+    return kind(data, batch_size=2, sampler=DistributedSampler(data, num_ranks, rank, shuffle=True, seed=3))
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(Numbers(11), batch_size=2),
+    "shuffled": lambda: DataLoader(Numbers(11), batch_size=2, shuffle=True),
+    "shuffled by a generator": lambda: DataLoader(
+        Numbers(11), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
+    "noisy workers": lambda: DataLoader(Numbers(11, noisy=True), batch_size=2, shuffle=True, num_workers=1),
+    "distributed": lambda: with_sampler(DataLoader),
+    "stream": lambda: DataLoader(Stream(), batch_size=2),
+    "list": lambda: _Listed(),
+    "counted": Counted,
+    "stateful": lambda: stateful(Numbers(11), batch_size=2),
+    "stateful, shuffled": lambda: stateful(Numbers(11), batch_size=2, shuffle=True),
+    "stateful, distributed": lambda: with_sampler(stateful),
+    "stateful, torch's sampler": lambda: stateful(
+        Numbers(11), batch_size=2, sampler=torch.utils.data.RandomSampler(Numbers(11))
+    ),
+    "stateful stream": lambda: stateful(Stream(), batch_size=2),
+    "stateful, workers": lambda: stateful(Numbers(11), batch_size=2, shuffle=True, num_workers=2),
+}
+
+
+class _Listed(DataLoader):
+    """A DataLoader whose `__iter__` is the user's own."""
+
+    def __init__(self):
+        super().__init__(Numbers(6), batch_size=1)
+
+    def __iter__(self):
+        return iter([torch.tensor([float(number)]) for number in range(6)])
+
+
+def run(given, num_batches):
+    """The next batches, over epochs, and a number drawn after each, as dropout draws them."""
+    batches = itertools.chain.from_iterable(itertools.repeat(given))
+    return [
+        (given.num_epochs, batch.flatten().tolist(), torch.rand(()).item())
+        for batch in itertools.islice(batches, num_batches)
+    ]
+
+
+SEEDED = ("stateful, shuffled", "stateful, workers")
+"""Loaders whose sampler has drawn its seed when it was made, which is before any place."""
+WORKERS = [name for name in LOADERS if "workers" in name]
+
+
+@pytest.mark.long_where(name=WORKERS[1:])
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_loader_goes_on_with_the_batches_that_would_have_come(name):
+    stops = (0, 3, 8) if name in WORKERS else range(15)
+    for stop in stops:
+        torch.manual_seed(7)
+        whole = run(GivenLoader(LOADERS[name](), CPU), stop + 8)
+        torch.manual_seed(7)
+        first = GivenLoader(LOADERS[name](), CPU)
+        assert run(first, stop) == whole[:stop]
+        state, random = first.state_dict(), torch.get_rng_state()
+        torch.manual_seed(8)
+        resumed = GivenLoader(LOADERS[name](), CPU)
+        resumed.load_state_dict(state)
+        torch.set_rng_state(random)  # as load_checkpoint does
+        if name in SEEDED and stop == 0:
+            continue
+        going_on = run(resumed, 8)
+        if name == "stateful stream":  # torch's numbers between epochs are not part of its state
+            going_on, whole = [[row[:2] for row in rows] for rows in (going_on, whole)]
+        assert going_on == whole[stop:], stop
+
+
+def test_a_place_that_was_loaded_is_the_place_until_it_is_taken():
+    first = GivenLoader(LOADERS["shuffled"](), CPU)
+    run(first, 2)
+    again = GivenLoader(LOADERS["shuffled"](), CPU)
+    again.load_state_dict(first.state_dict())
+    assert again.state_dict()["num_batches"] == 2
+    assert again.num_epochs == 0
+    assert len(again) == 6
+
+
+def test_another_length_begins_the_next_epoch_with_a_warning():
+    first = GivenLoader(with_sampler(DataLoader), CPU)
+    run(first, 2)
+    shorter = GivenLoader(DataLoader(Numbers(6), batch_size=2), CPU)
+    with pytest.warns(
+        UserWarning, match=r"expected epochs of 6 batches .* got 3; going on at the start of epoch 1"
+    ):
+        shorter.load_state_dict(first.state_dict())
+    assert shorter.num_epochs == 1
+    assert len(list(shorter)) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("counted", r"expected a state of a Counted, got none"),
+        ("list", r"expected no state of a _Listed, got one"),
+    ],
+)
+def test_a_state_of_another_kind_of_loader_is_refused(kind, message):
+    other = GivenLoader(LOADERS["stream" if kind == "counted" else "counted"](), CPU)
+    run(other, 1)
+    given = GivenLoader(LOADERS[kind](), CPU)
+    state = other.state_dict() | {"length": given.state_dict()["length"] or (6 if kind == "list" else None)}
+    with pytest.raises(ValueError, match=message):
+        given.load_state_dict(state)
+
+
+def test_a_damaged_state_is_refused():
+    given = GivenLoader(LOADERS["in order"](), CPU)
+    run(given, 1)
+    sound = given.state_dict()
+    for key, value in (("epoch", -1), ("num_batches", 7), ("is_over", 0), ("random", 3), ("more", 1)):
+        with pytest.raises(ValueError, match="state of training_data"):
+            given.load_state_dict(sound | {key: value})
+
+
+# ------------------------------------------------------------------------------------------- in checkpoints
+
+
+def start(training_data):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return zeroshard.initialize(model, optimizer, {"stage": 3}, training_data=training_data)
+
+
+def forever(made):
+    return itertools.chain.from_iterable(itertools.repeat(made.dataloader))
+
+
+def train(made, batches, num_steps):
+    losses = []
+    for batch in itertools.islice(batches, num_steps):
+        loss = F.mse_loss(made.engine(batch / 22), batch)
+        made.engine.backward(loss)
+        made.engine.step()
+        losses.append((batch.flatten().tolist(), loss.item()))
+    return losses
+
+
+def own(kind):
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return with_sampler({"DataLoader": DataLoader, "stateful": stateful}[kind], rank, num_ranks)
+
+
+def stop_and_resume(kind, folder, stop):
+    whole = start(own(kind))
+    batches = forever(whole)
+    losses = train(whole, batches, stop)
+    whole.engine.save_checkpoint(folder)
+    losses += train(whole, batches, 8)
+    whole.engine.close()
+    resumed = start(own(kind))
+    resumed.engine.load_checkpoint(folder)
+    return losses[stop:], train(resumed, forever(resumed), 8)
+
+
+@pytest.mark.long_where(stop=[6])
+@pytest.mark.parametrize("stop", [4, 6])
+@pytest.mark.parametrize("kind", ["DataLoader", "stateful"])
+def test_a_run_over_a_loader_of_the_user_goes_on_to_the_bit(ranks, tmp_path, kind, stop):
+    if kind == "stateful":
+        pytest.importorskip("torchdata")
+    (first, resumed), (other, resumed_other) = ranks(2, stop_and_resume, kind, str(tmp_path), stop)
+    assert resumed == first
+    assert resumed_other == other
+    assert first != other
+
+
+def at_other_ranks(folder, save):
+    made = start(own("DataLoader"))
+    if save:
+        train(made, forever(made), 2)
+        made.engine.save_checkpoint(folder)
+        return None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.engine.load_checkpoint(folder)
+    return [
+        str(each.message) for each in caught if "training_data" in str(each.message)
+    ], made.dataloader.num_epochs
+
+
+def test_at_another_number_of_ranks_the_next_epoch_begins(ranks, tmp_path):
+    ranks(2, at_other_ranks, str(tmp_path), True)
+    ((said,), num_epochs) = ranks(1, at_other_ranks, str(tmp_path), False)[0]
+    assert said.startswith("training_data: expected 2 data-parallel ranks")
+    assert num_epochs == 1
+
+
+def without_a_place(folder):
+    made = start(Numbers(8))
+    made.engine.save_checkpoint(folder)
+    made.engine.close()
+    made = start(own("DataLoader"))
+    with pytest.warns(UserWarning, match="got none: the data begin where they are"):
+        made.engine.load_checkpoint(folder)
+    return made.dataloader.num_epochs
+
+
+def test_a_checkpoint_without_a_place_leaves_the_loader_where_it_is(ranks, tmp_path):
+    assert ranks(1, without_a_place, str(tmp_path)) == [0]
+
+
+class Unsaved(Counted):
+    def state_dict(self):
+        return {"at": object()}
+
+
+def save_unsaved(folder):
+    made = start(Unsaved())
+    train(made, forever(made), 1)
+    with pytest.raises(
+        ValueError, match=r"state of training_data\['own'\]\['at'\]: expected tensors"
+    ) as caught:
+        made.engine.save_checkpoint(folder)
+    return str(caught.value)
+
+
+def test_a_state_that_would_need_code_to_load_is_refused_on_all_ranks(ranks, tmp_path):
+    assert all("got builtins.object" in said for said in ranks(2, save_unsaved, str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [({"micro_batch_size": 4}, {}), ({"loader": {"num_workers": 1}}, {}), ({}, {"collate_fn": list})],
+)
+def test_settings_that_the_loader_of_the_user_would_not_follow_are_refused(config, options):
+    loader = DataLoader(Numbers(4), batch_size=2)
+    with pytest.raises(ValueError, match="expected them in the arguments of your DataLoader"):
+        zeroshard.initialize(nn.Linear(1, 1), None, config, training_data=loader, **options)
+
+
+def test_a_pipeline_needs_a_dataset():
+    loader = DataLoader(Numbers(4), batch_size=2)
+    with pytest.raises(
+        ValueError, match=r"^training_data: got a DataLoader with mesh\.pp=2: expected a Dataset"
+    ):
+        zeroshard.initialize(nn.Linear(1, 1), None, {"mesh": {"pp": 2}}, training_data=loader)

@@ -1,0 +1,282 @@
+"""A DataLoader of the user, whose place in the data checkpoints hold.
+
+A checkpoint has a place for each data-parallel rank: the number of the epoch, the batches that were handed
+out, and the random numbers at the begin of the epoch. A loader with `state_dict` and `load_state_dict`, such
+as torchdata's StatefulDataLoader, also gives its own state, and finds its place by that. Any other one is
+iterated over again up to its place.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from zeroshard.data.loader import LIMIT
+from zeroshard.data.microbatch import to_device
+
+_SAMPLERS = ("sampler", "batch_sampler")
+
+
+def is_loader(value: Any) -> bool:
+    """True for a DataLoader, and for what iterates and has a state without being a Dataset."""
+    if isinstance(value, DataLoader):
+        return True
+    return isinstance(value, Iterable) and _has_state(value) and not isinstance(value, Dataset)
+
+
+def _has_state(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """A place in the data of one rank."""
+
+    epoch: int = 0
+    num_batches: int = 0
+    """Batches of the epoch that were handed out."""
+    is_over: bool = False
+    """True if the epoch has no batch left."""
+    has_ended: bool = False
+    """True if the iteration over the loader has ended, too: its state is one between two epochs."""
+    length: int | None = None
+    """Batches of the epoch, if the loader knows them."""
+    random: tuple[Tensor, ...] = ()
+    """States of generators at the begin of the epoch: torch's, then those of the loader and its samplers.
+
+    At the end of an epoch of a loader without a state they are the present ones. Empty before any epoch.
+    """
+    own: Any = None
+    """The state of the loader itself, if it has one."""
+
+
+class GivenLoader:
+    """Iterates over a loader of the user and moves its batches; each iteration is an epoch.
+
+    At the begin of an epoch its number goes to `set_epoch` of the loader, its samplers or its dataset, where
+    they have one. Only the first iteration after `load_state_dict` goes on inside the epoch that was saved.
+
+    Args:
+        loader: an iterable over this rank's batches.
+        device: to which batches are moved.
+    """
+
+    def __init__(self, loader: Any, device: torch.device) -> None:
+        self.loader = loader
+        self.device = device
+        self._has_state = _has_state(loader)
+        self._place = _Place()
+        """The place of the newest iteration."""
+        self._resumed: _Place | None = None
+        """The place at which the next iteration goes on."""
+
+    @property
+    def num_epochs(self) -> int:
+        """The number of epochs that were begun; an epoch to resume counts once it is resumed."""
+        if self._resumed is not None:
+            return self._resumed.epoch + self._resumed.is_over
+        return self._place.epoch + bool(self._place.random)
+
+    def __len__(self) -> int:
+        """Return the batches of an epoch; TypeError if the loader does not know them."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self.num_epochs
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and not resumed.is_over:
+            return self._handed_out(resumed, self._go_on(resumed))
+        if resumed is not None:
+            self._end(resumed)
+        self._tell_epoch(epoch)
+        begin = _Place(epoch=epoch, length=_length(self.loader), random=self._read_random())
+        return self._handed_out(begin, iter(self.loader))
+
+    def _go_on(self, place: _Place) -> Iterator[Any]:
+        """Return the batches that are left after a place. Torch's generator stays as it is."""
+        self._tell_epoch(place.epoch)
+        with torch.random.fork_rng(devices=[]):
+            for generator, state in zip(self._generators(), place.random, strict=True):
+                generator.set_state(state)
+            if self._has_state:
+                self.loader.load_state_dict(place.own)
+            batches: Iterator[Any] = iter(self.loader)
+            if self._has_state:
+                return batches
+            for _ in range(place.num_batches):
+                next(batches)
+            return batches
+
+    def _end(self, place: _Place) -> None:
+        """Bring the loader to the end of an epoch, from which it begins the next one."""
+        if self._has_state and place.has_ended:
+            self.loader.load_state_dict(place.own)
+        elif self._has_state:
+            for _ in self._go_on(place):
+                pass
+        else:  # torch's own generator is the checkpoint's already
+            for generator, state in zip(self._generators()[1:], place.random[1:], strict=True):
+                generator.set_state(state)
+
+    def _handed_out(self, place: _Place, batches: Iterator[Any]) -> Iterator[Any]:
+        self._place = place
+        return self._moved(batches)
+
+    def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            num_batches = self._place.num_batches + 1
+            is_over = num_batches == self._place.length
+            # Later the iteration ends, and the loader may draw random numbers for the next one.
+            own = self.loader.state_dict() if is_over and self._has_state else None
+            self._place = replace(self._place, num_batches=num_batches, is_over=is_over, own=own)
+            yield to_device(batch, self.device)
+        if not self._place.is_over:
+            own = self.loader.state_dict() if self._has_state else None
+            self._place = replace(self._place, is_over=True, has_ended=True, own=own)
+
+    def _tell_epoch(self, epoch: int) -> None:
+        for part in (self.loader, *self._samplers(), getattr(self.loader, "dataset", None)):
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)
+
+    def _samplers(self) -> list[Any]:
+        found = [getattr(self.loader, name, None) for name in _SAMPLERS]
+        found.append(getattr(found[-1], "sampler", None))
+        return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
+
+    def _generators(self) -> list[Generator]:
+        """Torch's generator, and those of the loader and its samplers."""
+        own = [getattr(part, "generator", None) for part in (self.loader, *self._samplers())]
+        found = [torch.default_generator, *(one for one in own if isinstance(one, Generator))]
+        return list({id(generator): generator for generator in found}.values())
+
+    def _read_random(self) -> tuple[Tensor, ...]:
+        return tuple(generator.get_state() for generator in self._generators())
+
+    # -- checkpoints ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the newest iteration on this rank.
+
+        Batches that were handed out count; batches that workers have only prefetched do not.
+        """
+        place = self._resumed or self._place
+        own, random = place.own, place.random
+        if self._resumed is None and random:
+            if self._has_state and not place.is_over:
+                own = self.loader.state_dict()
+            elif not self._has_state and place.is_over:
+                random = self._read_random()
+        return {
+            "epoch": place.epoch,
+            "num_batches": place.num_batches,
+            "is_over": place.is_over,
+            "has_ended": place.has_ended,
+            "length": place.length,
+            "random": list(random),
+            "own": own,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration go on at the place in `state`.
+
+        If an epoch has another number of batches now, the place has no meaning: a warning says so, and the
+        next iteration is the epoch after.
+
+        Raises:
+            ValueError: the state is not as `state_dict` makes it, or is of a loader of another kind.
+        """
+        place = _parse(state)
+        if not place.random:
+            self._place, self._resumed = _Place(), None
+            return
+        length = _length(self.loader)
+        if place.length != length:
+            self._skip_to_next(place, f"epochs of {place.length} batches on this rank", f"{length}")
+            return
+        if len(place.random) != len(self._generators()):
+            raise ValueError(
+                f"state of training_data: expected the states of {len(self._generators())} generators, of "
+                f"torch, the loader and its samplers, got {len(place.random)}"
+            )
+        if self._has_state != (place.own is not None):
+            wanted, came = ("a", "none") if self._has_state else ("no", "one")
+            raise ValueError(
+                f"state of training_data: expected {wanted} state of a {type(self.loader).__name__}, got "
+                f"{came}: expected a loader of the kind that the checkpoint was saved with"
+            )
+        self._place, self._resumed = _Place(), place
+
+    def load_states(self, states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> None:
+        """Go on at the place of a rank, out of those of all data-parallel ranks.
+
+        At another number of ranks such a place has no meaning: a warning says so, and the next iteration is
+        the epoch after. Without any states the loader stays where it is, also with a warning.
+        """
+        if len(states) == num_ranks:
+            self.load_state_dict(states[rank])
+        elif states:
+            self._skip_to_next(_parse(states[0]), f"{len(states)} data-parallel ranks", f"{num_ranks}")
+        else:
+            warnings.warn(
+                "training_data: expected the place of a DataLoader in the checkpoint, got none: the data "
+                "begin where they are",
+                stacklevel=2,
+            )
+
+    def _skip_to_next(self, place: _Place, expected: str, came: str) -> None:
+        epoch = place.epoch + bool(place.random)
+        warnings.warn(
+            f"training_data: expected {expected}, as when the checkpoint was saved, got {came}; going on at "
+            f"the start of epoch {epoch}. With a Dataset as training_data the place stays, at any number of "
+            "ranks and batch size",
+            stacklevel=3,
+        )
+        self._place, self._resumed = _Place(epoch=epoch), None
+
+
+def check_state(state: Any) -> None:
+    """Raise ValueError unless `state` is as `GivenLoader.state_dict` makes it."""
+    _parse(state)
+
+
+def _parse(state: Any) -> _Place:
+    match state:
+        case {
+            "epoch": int(epoch),
+            "num_batches": int(num_batches),
+            "is_over": bool(is_over),
+            "has_ended": bool(has_ended),
+            "length": int() | None as length,
+            "random": [*random],
+            "own": own,
+            **rest,
+        } if not rest and 0 <= epoch < LIMIT and 0 <= num_batches <= (LIMIT if length is None else length):
+            for generator_state in random:
+                Generator().set_state(generator_state)
+            return _Place(
+                epoch=epoch,
+                num_batches=num_batches,
+                is_over=is_over,
+                has_ended=has_ended,
+                length=length,
+                random=tuple(random),
+                own=own,
+            )
+    raise ValueError(
+        "state of training_data: expected epoch, num_batches, is_over, has_ended, length, random and own, "
+        f"got {str(state)[:200]!r}"
+    )
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
