@@ -61,6 +61,8 @@ def close_at_exit(*holders: Axes | Axis, owns_process_group: bool = False) -> No
 def watch(axis: Axis) -> None:
     """Have this process's watchdog watch `axis` too; collective. One rank alone has no watchdog."""
     if axis.size > 1:
-        _lifecycle.watchdog = open_watchdog(axis.rank, axis.size, axis.all_gather_object, _lifecycle.watchdog)
+        _lifecycle.watchdog = open_watchdog(
+            axis.rank, axis.size, axis.all_gather_object, axis.timeout_s, _lifecycle.watchdog
+        )
         if _lifecycle.watchdog is not None:
             axis.watch(_lifecycle.watchdog)

@@ -21,7 +21,9 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 from uuid import uuid4
@@ -293,14 +295,27 @@ def _stacks(of: str) -> str:
     return "".join(texts)
 
 
+def _loopback() -> list[str]:
+    """Return a name of the network that 127.0.0.1 stands for: of this machine, and of a namespace there.
+
+    A host's name is not enough: containers, and the hosts of some clusters, have the same one.
+    """
+    parts = [socket.gethostname()]
+    with suppress(OSError):  # on Linux
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return parts
+
+
 def open_watchdog(
-    rank: int, size: int, gather: Callable[[Any, str], list[Any]], running: Watchdog | None
+    rank: int, size: int, gather: Callable[[Any, str], list[Any]], timeout_s: float, running: Watchdog | None
 ) -> Watchdog | None:
     """Return the running watchdog if it is that of these ranks, or a new one. Collective.
 
     Args:
         rank, size: this rank and the number of ranks.
         gather: a function of a picklable value and a label, which returns the values of all ranks.
+        timeout_s: the seconds that the other ranks wait in `gather` for one that connects to rank 0.
         running: the watchdog of this process.
 
     Returns:
@@ -315,16 +330,17 @@ def open_watchdog(
     if running is not None:
         running.leave()
         running.close(linger_s=0.0)
-    timeout = timedelta(seconds=_STORE_S)
+    timeout = timedelta(seconds=min(_STORE_S, timeout_s / 2))
     store: dist.TCPStore | None = None
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    own = (socket.gethostname(), store.port if store is not None else 0, uuid4().hex)
-    hosts, ports, names = zip(*gather(own, label), strict=True)
-    is_one_machine = len(set(hosts)) == 1
-    address = "127.0.0.1" if is_one_machine else os.environ.get("MASTER_ADDR", hosts[0])
+    own = (_loopback(), store.port if store is not None else 0, uuid4().hex)
+    loopbacks, ports, names = zip(*gather(own, label), strict=True)
+    is_one_machine = all(loopback == loopbacks[0] for loopback in loopbacks)
+    address = "127.0.0.1" if is_one_machine else os.environ.get("MASTER_ADDR", loopbacks[0][0])
     try:
         store = store or dist.TCPStore(address, ports[0], is_master=False, timeout=timeout)
+        store.set_timeout(timedelta(seconds=_STORE_S))
         store.set(str(rank), json.dumps(Status("is in initialize", 0.0)))
         problem = None
     except RuntimeError as error:
