@@ -1,5 +1,6 @@
 """A DataLoader of the user as training data: its place is in checkpoints, on any kind of loader."""
 
+import functools
 import itertools
 import warnings
 
@@ -144,6 +145,28 @@ def test_a_place_that_was_loaded_is_the_place_until_it_is_taken():
     assert len(again) == 6
 
 
+def test_the_place_is_that_of_the_newest_iteration():
+    given = GivenLoader(LOADERS["in order"](), CPU)
+    older = iter(given)
+    next(older)
+    newer = iter(given)
+    next(newer)
+    assert len(list(older)) == 5
+    state = given.state_dict()
+    assert (state["epoch"], state["num_batches"], state["is_over"]) == (1, 1, False)
+    resumed = GivenLoader(LOADERS["in order"](), CPU)
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in newer]
+
+
+def test_a_loop_that_leaves_an_epoch_early_begins_the_next_one():
+    given = GivenLoader(with_sampler(DataLoader), CPU)
+    epochs = [[batch.flatten().tolist() for batch in itertools.islice(given, 2)] for _ in range(2)]
+    assert given.num_epochs == 2
+    whole = GivenLoader(with_sampler(DataLoader), CPU)
+    assert epochs == [[batch.flatten().tolist() for batch in whole][:2] for _ in range(2)]
+
+
 def test_another_length_begins_the_next_epoch_with_a_warning():
     first = GivenLoader(with_sampler(DataLoader), CPU)
     run(first, 2)
@@ -207,6 +230,8 @@ def train(made, batches, num_steps):
 
 def own(kind):
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if kind == "workers":
+        return with_sampler(functools.partial(stateful, num_workers=2), rank, num_ranks)
     return with_sampler({"DataLoader": DataLoader, "stateful": stateful}[kind], rank, num_ranks)
 
 
@@ -223,10 +248,11 @@ def stop_and_resume(kind, folder, stop):
 
 
 @pytest.mark.long_where(stop=[6])
+@pytest.mark.long_where(kind=["workers"])
 @pytest.mark.parametrize("stop", [4, 6])
-@pytest.mark.parametrize("kind", ["DataLoader", "stateful"])
+@pytest.mark.parametrize("kind", ["DataLoader", "stateful", "workers"])
 def test_a_run_over_a_loader_of_the_user_goes_on_to_the_bit(ranks, tmp_path, kind, stop):
-    if kind == "stateful":
+    if kind != "DataLoader":
         pytest.importorskip("torchdata")
     (first, resumed), (other, resumed_other) = ranks(2, stop_and_resume, kind, str(tmp_path), stop)
     assert resumed == first

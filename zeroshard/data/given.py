@@ -126,19 +126,26 @@ class GivenLoader:
 
     def _handed_out(self, place: _Place, batches: Iterator[Any]) -> Iterator[Any]:
         self._place = place
-        return self._moved(batches)
+        return self._moved(place, batches)
 
-    def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _moved(self, place: _Place, batches: Iterator[Any]) -> Iterator[Any]:
+        def note(**changes: Any) -> None:
+            """Change the place, which counts unless another iteration has begun."""
+            nonlocal place
+            is_newest, place = place is self._place, replace(place, **changes)
+            if is_newest:
+                self._place = place
+
         for batch in batches:
-            num_batches = self._place.num_batches + 1
-            is_over = num_batches == self._place.length
+            num_batches = place.num_batches + 1
+            is_over = num_batches == place.length
             # Later the iteration ends, and the loader may draw random numbers for the next one.
             own = self.loader.state_dict() if is_over and self._has_state else None
-            self._place = replace(self._place, num_batches=num_batches, is_over=is_over, own=own)
+            note(num_batches=num_batches, is_over=is_over, own=own)
             yield to_device(batch, self.device)
-        if not self._place.is_over:
+        if not place.is_over:
             own = self.loader.state_dict() if self._has_state else None
-            self._place = replace(self._place, is_over=True, has_ended=True, own=own)
+            note(is_over=True, has_ended=True, own=own)
 
     def _tell_epoch(self, epoch: int) -> None:
         for part in (self.loader, *self._samplers(), getattr(self.loader, "dataset", None)):
