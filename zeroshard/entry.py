@@ -172,8 +172,11 @@ def _check_arguments(model: Any, training_data: Any, loss_fn: Any) -> None:
         raise ValueError(f"loss_fn: expected a callable (output, targets) -> loss, got {loss_fn!r}")
     if training_data is None or is_loader(training_data):
         return
-    if not (hasattr(training_data, "__len__") and len(training_data)):
-        raise ValueError(f"training_data: expected a Dataset with a length above 0, got {training_data!r}")
+    is_sized = hasattr(training_data, "__len__") and hasattr(training_data, "__getitem__")
+    if not is_sized or not len(training_data):
+        raise ValueError(
+            f"training_data: expected a Dataset with a length above 0, or a DataLoader, got {training_data!r}"
+        )
 
 
 def _check_loader(loader: Any, collate_fn: Any, config: Config) -> None:

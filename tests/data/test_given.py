@@ -195,6 +195,30 @@ def test_a_state_of_another_kind_of_loader_is_refused(kind, message):
         given.load_state_dict(state)
 
 
+def test_an_epoch_that_has_become_shorter_than_the_place_is_an_error():
+    """Not an end of the iteration, which a loop over epochs would not see."""
+    first = GivenLoader(LOADERS["stream"](), CPU)
+    run(first, 3)
+    shorter = GivenLoader(DataLoader(Stream(), batch_size=6), CPU)
+    shorter.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"expected at least 3 batches in epoch 0, .* got 2"):
+        iter(shorter)
+
+
+class Picky(Counted):
+    def load_state_dict(self, state):
+        raise AssertionError("no workers")
+
+
+def test_a_loader_that_refuses_its_state_is_named():
+    first = GivenLoader(Counted(), CPU)
+    run(first, 2)
+    picky = GivenLoader(Picky(), CPU)
+    picky.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"a Picky cannot go on .*AssertionError: no workers.*num_workers"):
+        iter(picky)
+
+
 def test_a_damaged_state_is_refused():
     given = GivenLoader(LOADERS["in order"](), CPU)
     run(given, 1)
@@ -293,6 +317,28 @@ def without_a_place(folder):
 
 def test_a_checkpoint_without_a_place_leaves_the_loader_where_it_is(ranks, tmp_path):
     assert ranks(1, without_a_place, str(tmp_path)) == [0]
+
+
+def into_a_dataset(folder):
+    made = start(own("DataLoader"))
+    train(made, forever(made), 2)
+    made.engine.save_checkpoint(folder)
+    made.engine.close()
+    made = start(Numbers(8))
+    with pytest.warns(UserWarning, match="expected a DataLoader, .* got a Dataset; the data begin where"):
+        made.engine.load_checkpoint(folder)
+    return len(list(made.dataloader))
+
+
+def test_a_place_in_a_dataloader_is_none_in_a_dataset(ranks, tmp_path):
+    assert ranks(1, into_a_dataset, str(tmp_path)) == [8]
+
+
+@pytest.mark.parametrize("kind", ["generator", "iterator of a DataLoader"])
+def test_an_iterator_is_no_training_data(kind):
+    data = iter(DataLoader(Numbers(4))) if kind != "generator" else (number for number in range(3))
+    with pytest.raises(ValueError, match=r"^training_data: expected a Dataset .*, or a DataLoader, got <"):
+        zeroshard.initialize(nn.Linear(1, 1), None, {}, training_data=data)
 
 
 class Unsaved(Counted):

@@ -137,7 +137,7 @@ def load(
 
 def _restore(parts: Parts, plan: _Plan, weights_only: bool) -> None:
     """Take over everything that was found; nothing of it needs another rank."""
-    runtime, stored = parts.runtime, plan.stored
+    runtime = parts.runtime
     memory = runtime.context.memory
     targets = {} if parts.optimizer is None else make_targets(parts.optimizer, plan.states, memory)
     for tensor in (*(b.main for b in runtime.buffers), *(t for s in targets.values() for t in s.values())):
@@ -149,13 +149,25 @@ def _restore(parts: Parts, plan: _Plan, weights_only: bool) -> None:
         restore_groups(parts.optimizer, plan.groups)
     if plan.schedule is not None:
         parts.lr_scheduler.load_state_dict(plan.schedule)
-    if isinstance(parts.loader, GivenLoader):
-        axes = runtime.context.axes
-        parts.loader.load_states(plan.values.get("places_in_data", []), axes.dp.rank, axes.dp.size)
-    elif parts.loader is not None and stored.manifest.data is not None:
-        parts.loader.load_state_dict(stored.manifest.data)
+    _restore_place(parts, plan)
     if not weights_only:
         _restore_rng(runtime, plan)
+
+
+def _restore_place(parts: Parts, plan: _Plan) -> None:
+    """Let the DataLoader go on at its place."""
+    loader, axes = parts.loader, parts.runtime.context.axes
+    places, data = plan.values.get("places_in_data", []), plan.stored.manifest.data
+    if isinstance(loader, GivenLoader):
+        loader.load_states(places, axes.dp.rank, axes.dp.size)
+    elif loader is not None and data is not None:
+        loader.load_state_dict(data)
+    elif loader is not None and places:
+        warnings.warn(
+            "training_data: expected a DataLoader, as when the checkpoint was saved, got a Dataset; the data "
+            "begin where they are",
+            stacklevel=2,
+        )
 
 
 # -------------------------------------------------------------------------------------------- checking

@@ -21,6 +21,7 @@ from zeroshard.data.loader import LIMIT
 from zeroshard.data.microbatch import to_device
 
 _SAMPLERS = ("sampler", "batch_sampler")
+_NONE_LEFT = object()
 
 
 def is_loader(value: Any) -> bool:
@@ -99,19 +100,37 @@ class GivenLoader:
         return self._handed_out(begin, iter(self.loader))
 
     def _go_on(self, place: _Place) -> Iterator[Any]:
-        """Return the batches that are left after a place. Torch's generator stays as it is."""
+        """Return the batches that are left after a place. Torch's generator stays as it is.
+
+        Raises:
+            ValueError: the loader is another one than that of the checkpoint.
+        """
         self._tell_epoch(place.epoch)
         with torch.random.fork_rng(devices=[]):
             for generator, state in zip(self._generators(), place.random, strict=True):
                 generator.set_state(state)
             if self._has_state:
-                self.loader.load_state_dict(place.own)
+                return self._go_on_by_state(place)
             batches: Iterator[Any] = iter(self.loader)
-            if self._has_state:
-                return batches
-            for _ in range(place.num_batches):
-                next(batches)
+            for number in range(place.num_batches):
+                if next(batches, _NONE_LEFT) is _NONE_LEFT:
+                    raise ValueError(
+                        f"training_data: expected at least {place.num_batches} batches in epoch "
+                        f"{place.epoch}, as when the checkpoint was saved, got {number}"
+                    )
             return batches
+
+    def _go_on_by_state(self, place: _Place) -> Iterator[Any]:
+        try:
+            self.loader.load_state_dict(place.own)
+            batches: Iterator[Any] = iter(self.loader)
+        except Exception as error:  # whatever the library raises, assertions included
+            raise ValueError(
+                f"training_data: a {type(self.loader).__name__} cannot go on from its state in the "
+                f"checkpoint ({type(error).__name__}: {error}); expected one with the options that it was "
+                "saved with, such as num_workers"
+            ) from error
+        return batches
 
     def _end(self, place: _Place) -> None:
         """Bring the loader to the end of an epoch, from which it begins the next one."""
