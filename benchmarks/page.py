@@ -29,7 +29,10 @@ import tables
 from documents import Document, read
 from running import LEFT_OUT, MEASURED, Outcome, read_outcomes, run_all
 from suite import MINUTES, SUITES, Benchmark, budget, chosen
+from targets import targets
 
+OF_DOCS = {**tables.TABLES, "targets": targets}
+"""The kinds of tables in docs/performance.md."""
 TEMPLATE = Path(__file__).parent / "page.html"
 PERFORMANCE = Path(__file__).parent.parent / "docs" / "performance.md"
 INTERRUPTED = 130
@@ -128,7 +131,7 @@ def write_page(suite: Sequence[Benchmark], folder: Path) -> list[Section]:
 def write_tables(page: Path, results: Path) -> bool:
     """Write the tables of a page of docs/ anew; return True if it has changed."""
     before = page.read_text(encoding="utf-8")
-    after = tables.fill(before, results)
+    after = tables.fill(before, results, OF_DOCS)
     page.write_text(after, encoding="utf-8")
     return after != before
 

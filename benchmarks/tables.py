@@ -10,7 +10,7 @@ between two comments; the first one names the kind and the files of `benchmarks/
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -321,8 +321,11 @@ def caption(document: Document) -> str:
     return "- " + ", ".join(facts) + "\n"
 
 
-def fill(text: str, results: Path) -> str:
+def fill(text: str, results: Path, kinds: Mapping[str, Callable[..., Table]]) -> str:
     """The page with each table made anew from the documents in `results`.
+
+    Args:
+        kinds: the function that makes each kind of table.
 
     Raises:
         ValueError: a comment names an unknown kind, or a document has not the fields of its kind.
@@ -331,10 +334,10 @@ def fill(text: str, results: Path) -> str:
 
     def table(match: re.Match[str]) -> str:
         opening, kind, names, _, end = match.groups()
-        if kind not in TABLES:
-            raise ValueError(f"Expected a table among {', '.join(TABLES)}, got {kind}")
+        if kind not in kinds:
+            raise ValueError(f"Expected a table among {', '.join(kinds)}, got {kind}")
         documents = [read(results / f"{name}.json") for name in names.split()]
         captions = "".join(map(caption, documents))
-        return f"{opening}\n{TABLES[kind](*documents).markdown()}\n{captions}\n{end}"
+        return f"{opening}\n{kinds[kind](*documents).markdown()}\n{captions}\n{end}"
 
     return _MARKED.sub(table, text)
