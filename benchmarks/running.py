@@ -21,8 +21,8 @@ from rich.console import Console
 from suite import Benchmark, Budget, Run
 
 OUTCOMES = "outcomes.json"
-GRACE_S = 15.0
-"""Seconds that a benchmark has to end its ranks, before it is killed."""
+GRACE_S = 40.0
+"""Seconds that a benchmark has to end its ranks, before it is killed; `torchrun` gives them 30."""
 TAIL = 12
 """Lines of the output of a failed benchmark that the page shows."""
 
