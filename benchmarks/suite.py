@@ -164,7 +164,7 @@ CPU = (
             Run(
                 name="offload",
                 command="offload.py --depth 6 --vocabulary 4096 --sequence 64 --engines none,cpu,"
-                "cpu-8bit,nvme,nvme-early,nvme-parameters-early,deepspeed-cpu,deepspeed-nvme,deepspeed-nvme-parameters",
+                "cpu-8bit-bf16,nvme,nvme-early,nvme-parameters-early,deepspeed-cpu,deepspeed-nvme,deepspeed-nvme-parameters",
                 start_s=40,
                 rounds=8,
                 round_s=9,

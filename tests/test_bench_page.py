@@ -281,6 +281,23 @@ def test_each_script_has_the_flags_that_it_is_given(device: str) -> None:
                 assert f'"{flag}"' in source, f"{script} {flag}"
 
 
+def test_each_engine_that_a_script_is_given_exists() -> None:
+    import engines
+    import offload_engines
+
+    known = {
+        "step_time.py": engines.ENGINES,
+        "rss.py": engines.ENGINES,
+        "offload.py": offload_engines.ENGINES,
+    }
+    for one in (*suite.CPU, *suite.GPU):
+        for run in one.runs:
+            script, *arguments = run.arguments(1, "page")
+            if "--engines" in arguments:
+                names = arguments[arguments.index("--engines") + 1].split(",")
+                assert not set(names) - set(known[script]), script
+
+
 def test_unknown_benchmarks_and_times_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--only", "memory,speed"], "Expected benchmarks among step_time, memory"),
