@@ -67,25 +67,14 @@ lint: setup-dev  ## Check style, format and types
 	"$(PYTHON)" -m ruff format --check .
 	"$(PYTHON)" -m mypy --strict zeroshard
 
-bench: setup-dev  ## Measure step time, memory, checkpoints, optimizers on the CPU, the disk, and offload
-	"$(PYTHON)" benchmarks/step_time.py $(ARGS)
-	"$(PYTHON)" benchmarks/memory.py $(ARGS)
-	"$(PYTHON)" benchmarks/checkpoint.py
-	"$(PYTHON)" benchmarks/optimizers.py
-	"$(PYTHON)" benchmarks/nvme.py
-	"$(PYTHON)" benchmarks/main_dtype.py
-	"$(PYTHON)" benchmarks/offload.py
-	"$(PYTHON)" benchmarks/offload_rss.py
+bench: setup-dev  ## Measure everything on the CPU, in 20 minutes, on one page (ARGS="--only memory")
+	"$(PYTHON)" benchmarks/page.py $(ARGS)
 
 test-gpu: setup-dev  ## Run the tests that need a GPU
 	"$(PYTHON)" -m pytest -m gpu $(ARGS)
 
-bench-gpu: setup-dev  ## Measure step time, optimizers and offload on GPUs
-	"$(PYTHON)" benchmarks/step_time.py --device cuda $(ARGS)
-	"$(PYTHON)" benchmarks/optimizers.py --device cuda --seeds ""
-	"$(PYTHON)" benchmarks/offload.py --device cuda --ranks 1 --precision bf16 --dim 2048 --depth 8 --heads 16
-	"$(PYTHON)" benchmarks/offload_gpu.py --sizes 1B,7B,13B
-	"$(PYTHON)" benchmarks/offload_gpu.py --sizes largest --steps 2 --name offload_gpu_largest
+bench-gpu: setup-dev  ## Measure step time, memory, optimizers and offload on a GPU, on one page
+	"$(PYTHON)" benchmarks/page.py --device cuda $(ARGS)
 
 docs: python  ## Build the pages of docs/ into site/, and check their links
 	@$(INSTALL) docs

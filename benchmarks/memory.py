@@ -75,11 +75,12 @@ def live_tensor_bytes() -> int:
         if storage.device.type != "meta" and storage.nbytes():
             storages[storage.data_ptr()] = storage.nbytes()
 
-    # Not isinstance: it would ask lazy proxies for their class, and so import what they stand for.
-    for tensor in [item for item in gc.get_objects() if issubclass(type(item), Tensor)]:
-        add(tensor)
-        if tensor.is_leaf and tensor.grad is not None:  # a gradient has no Python object until asked for
-            add(tensor.grad)
+    with torch._C.DisableTorchFunctionSubclass():  # original parameters refuse to be looked at
+        # Not isinstance: it would ask lazy proxies for their class, and so import what they stand for.
+        for tensor in [item for item in gc.get_objects() if issubclass(type(item), Tensor)]:
+            add(tensor)
+            if tensor.is_leaf and tensor.grad is not None:  # a gradient has no Python object until asked for
+                add(tensor.grad)
     return sum(storages.values())
 
 

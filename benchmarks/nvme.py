@@ -40,6 +40,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--part", type=int, default=32, help="MiB of a buffer")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9, help="timed, after an untimed one")
+    parser.add_argument("--name", default="nvme", help="of the JSON file in benchmarks/results")
     return parser.parse_args()
 
 
@@ -132,7 +133,7 @@ def main() -> int:
     console = record.console()
     console.print(table)
     path = record.write(
-        "nvme",
+        args.name,
         {"summary": {key: median._asdict() for key, median in rows.items()}, "seconds": seconds},
         settings={key: value for key, value in vars(args).items() if key != "folder"},
         compared="the same bytes in the same parts; direct I/O and blocks that were written before",

@@ -81,8 +81,9 @@ def _arguments() -> list[str]:
 
 
 def write(name: str, rows: Any, **extra: Any) -> Path:
-    """Write `results/<name>.json` and return its path."""
-    RESULTS.mkdir(exist_ok=True)
+    """Write `results/<name>.json` and return its path. A name may begin with a folder: `page/memory`."""
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     script = Path(sys.argv[0])
     document = {
         "benchmark": name,
@@ -97,6 +98,5 @@ def write(name: str, rows: Any, **extra: Any) -> Path:
         **extra,
         "rows": rows,
     }
-    path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path

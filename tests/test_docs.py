@@ -19,7 +19,8 @@ import zeroshard
 from zeroshard import Config, Offload
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/diary.md"]
+PAGES = sorted([*TOP, *(ROOT / "docs").glob("*.md")])
 CONFIG_ROWS = re.findall(
     r"^\| `([\w.]+)` \| `([^`]+)` \| ", (ROOT / "docs/reference.md").read_text(encoding="utf-8"), re.MULTILINE
 )

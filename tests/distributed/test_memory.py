@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -219,3 +221,20 @@ def test_memory_does_not_grow_from_step_to_step(ranks):
     for sizes in ranks(2, memory_over_time):
         for seen in sizes.values():
             assert seen[-1] == seen[1] > 0
+
+
+def benchmark_rows():
+    """The rows of benchmarks/memory.py for a small model, by stage."""
+    sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+    from memory import measure_one, parse
+
+    args = parse(["--dim", "64", "--depth", "2", "--vocabulary", "256"])
+    return {stage: measure_one(args, stage, "fp32", torch.device("cpu")) for stage in (0, 3)}
+
+
+def test_the_benchmark_of_memory_counts_what_the_formula_says(ranks):
+    for found in ranks(2, benchmark_rows):
+        for stage, row in found.items():
+            want = formula(stage, 2) * row["padded_elements"]
+            assert row["formula_bytes"] == want
+            assert row["live_tensor_bytes"] == pytest.approx(want, rel=0.04)

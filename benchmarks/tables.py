@@ -1,0 +1,343 @@
+"""Tables of measurements: a function for each kind of benchmark makes one of its JSON documents.
+
+The page of `make bench` and `docs/performance.md` have the same tables. In a page of docs/ a table stands
+between two comments; the first one names the kind and the files of `benchmarks/results/`:
+
+    <!-- table: step_time step_time_2ranks_batch1 -->
+    <!-- end -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from documents import Document, read
+from medians import Median
+
+MEGABYTE, GIGABYTE = 1e6, 1e9
+OURS = "zeroshard"
+NONE = ""
+"""The cell of a value that does not exist."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of text; the first column names the row."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def markdown(self) -> str:
+        """The table in Markdown, with a line end."""
+        rule = ("---", *("---:" for _ in self.columns[1:]))
+        return "".join(f"| {' | '.join(row)} |\n" for row in (self.columns, rule, *self.rows))
+
+
+# ------------------------------------------------------------------------------------------------ cells
+
+
+def number(value: float) -> str:
+    """A number with three digits behind the point, or one from 10 on."""
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def seconds(median: Median) -> str:
+    """A time without its interval."""
+    return f"{median.value:.4f}" if median.value < 0.1 else f"{median.value:.3f}"
+
+
+def interval(median: Median) -> str:
+    """A median with its interval of 95%."""
+    return f"{number(median.value)} [{number(median.low)}, {number(median.high)}]"
+
+
+def megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / MEGABYTE:,.0f}"
+
+
+def gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / GIGABYTE:.1f}" if num_bytes else NONE
+
+
+# ------------------------------------------------------------------------------------ tables by their kind
+
+
+def step_time(document: Document) -> Table:
+    """Seconds of a step of each engine, and the ratios of zeroshard's stages to it."""
+    names = [document.field("rows", "times", i, "engine") for i in range(document.length("rows", "times"))]
+    stages = [name for name in names if name.startswith(OURS)]
+    ratios = {
+        tuple(document.field("rows", "ratios", i, part) for part in ("engine", "peer")): document.median(
+            "rows", "ratios", i
+        )
+        for i in range(document.length("rows", "ratios"))
+    }
+    rows = []
+    for i, name in enumerate(names):
+        cells = [interval(ratios[stage, name]) if (stage, name) in ratios else NONE for stage in stages]
+        label = document.field("rows", "times", i, "label")
+        rows.append((label, seconds(document.median("rows", "times", i, "median_s")), *cells))
+    titles = (f"stage {stage.rpartition('-')[2]} / it" for stage in stages)
+    return Table(("engine", "s a step", *titles), rows)
+
+
+def memory(document: Document) -> Table:
+    """Megabytes of model states of a rank: a column for each number of ranks."""
+    found: dict[tuple[str, int], dict[int, str]] = {}
+    for i in range(document.length("rows")):
+        precision, stage, ranks = (document.field("rows", i, key) for key in ("precision", "stage", "ranks"))
+        held = document.field("rows", i, "live_tensor_bytes") / MEGABYTE
+        share = document.field("rows", i, "live_over_formula")
+        found.setdefault((precision, stage), {})[ranks] = f"{held:.1f} ({share:.3f})"
+    worlds = sorted({ranks for cells in found.values() for ranks in cells})
+    columns = [f"{ranks} rank{'s' if ranks > 1 else ''}, MB" for ranks in worlds]
+    rows = [
+        (f"stage {stage}, {precision}", *(cells.get(ranks, NONE) for ranks in worlds))
+        for (precision, stage), cells in found.items()
+    ]
+    return Table(("stage, precision", *columns), rows)
+
+
+def rss(document: Document) -> Table:
+    """Peak resident memory of a rank by engine."""
+    rows = [
+        (document.field("rows", i, "label"), f"{document.field('rows', i, 'peak_rss_mb'):,.0f}")
+        for i in range(document.length("rows"))
+    ]
+    return Table(("engine", "peak RSS, MB"), rows)
+
+
+def checkpoint(document: Document) -> Table:
+    """Seconds to save and to load, and the price of a save in the background."""
+    rows = []
+    for call in ("save", "load"):
+        peer, own = (
+            document.median_of("rows", "seconds", f"{call} {who}") for who in ("fsdp2", "zeroshard-3")
+        )
+        ratio = document.median("rows", "summary", f"{call}, ratio to DCP")
+        rows.append((call, seconds(peer), seconds(own), interval(ratio)))
+    call = document.median_of("rows", "seconds", "background call")
+    ratio = document.median("rows", "summary", "background call, ratio to blocking save")
+    rows.append(("the call with `blocking=False`, of a blocking save", NONE, seconds(call), interval(ratio)))
+    for what in ("step beside a save", "step after a save"):
+        ratio = document.median("rows", "summary", f"{what}, ratio to a step alone")
+        rows.append((f"a {what}, of a step alone", NONE, NONE, interval(ratio)))
+    return Table(("", "DCP with FSDP2, s", "zeroshard stage 3, s", "ratio"), rows)
+
+
+def optimizers(document: Document) -> Table:
+    """Seconds of a step of AdamW with 8-bit states, and the bytes of the states."""
+    rows = [
+        (
+            document.field("rows", "steps", i, "optimizer"),
+            seconds(document.median("rows", "steps", i, "median_s")),
+            interval(document.median("rows", "steps", i, "ratio_to_fused")),
+            number(document.field("rows", "steps", i, "state_bytes_per_parameter")),
+        )
+        for i in range(document.length("rows", "steps"))
+    ]
+    return Table(("optimizer", "s a step", "ratio to torch's fused", "bytes of state a parameter"), rows)
+
+
+def main_dtype(document: Document) -> Table:
+    """Seconds of a step with main parameters of float32 and of bfloat16."""
+    rows = [
+        (
+            f"{document.field('rows', i, 'optimizer')}, {document.field('rows', i, 'main_dtype')}",
+            seconds(document.median("rows", i, "median_s")),
+            interval(document.median("rows", i, "ratio_to_fp32")),
+        )
+        for i in range(document.length("rows"))
+    ]
+    return Table(("optimizer, main dtype", "s a step", "ratio to the same in fp32"), rows)
+
+
+def muon(*documents: Document) -> Table:
+    """Seconds of Muon's step with the matrices divided over the ranks, and with all of them on each."""
+    rows = [
+        (
+            f"stage {one.field('settings', 'stage')}",
+            seconds(one.median("rows", "owners, s a step")),
+            seconds(one.median("rows", "everywhere, s a step")),
+            interval(one.median("rows", "ratio owners/everywhere")),
+            f"{max(one.field('rows', 'bytes that each rank sends in a step')):,}",
+        )
+        for one in documents
+    ]
+    columns = ("stage", "each matrix on one rank, s", "all matrices on every rank, s", "ratio", "bytes sent")
+    return Table(columns, rows)
+
+
+def nvme(document: Document) -> Table:
+    """Speeds of the files that the nvme tier writes."""
+    summary = document.field("rows", "summary")
+    return Table(
+        ("", "median"), [(what, interval(document.median("rows", "summary", what))) for what in summary]
+    )
+
+
+def offload(document: Document) -> Table:
+    """Seconds of a step of each setting of offload, and bytes of a rank on each tier."""
+    peers: list[str] = []
+    for i in range(document.length("rows")):
+        peers += [peer for peer in document.field("rows", i).get("ratio_to_peers", {}) if peer not in peers]
+    rows = []
+    for i in range(document.length("rows")):
+        row, held = document.field("rows", i), document.field("rows", i, "bytes")
+        cells = [
+            interval(document.median("rows", i, "ratio_to_peers", peer))
+            if peer in row.get("ratio_to_peers", {})
+            else NONE
+            for peer in peers
+        ]
+        places = [megabytes(held[place]) if held else NONE for place in ("device", "host", "nvme")]
+        median, ratio = (document.median("rows", i, key) for key in ("median_s", "ratio"))
+        rows.append((row["engine"], seconds(median), interval(ratio), *cells, *places))
+    titles = (f"ratio to {peer}" for peer in peers)
+    return Table(
+        ("engine", "s a step", "ratio to none", *titles, "device, MB", "host, MB", "files, MB"), rows
+    )
+
+
+def offload_rss(document: Document) -> Table:
+    """Growth of the peak memory of a process, and its bound."""
+    rows = []
+    for i in range(document.length("rows")):
+        case, num_params = (document.field("rows", i, key) for key in ("case", "num_params"))
+        sizes = [megabytes(document.field("rows", i, key)) for key in ("states", "growth", "bound")]
+        rows.append((case, f"{num_params / 1e6:.0f} M", *sizes))
+    return Table(("setting", "parameters", "all states, MB", "growth of the peak, MB", "bound, MB"), rows)
+
+
+def offload_gpu(*documents: Document) -> Table:
+    """Tokens a second of Llama shapes on a GPU."""
+    rows = []
+    for one in documents:
+        for i in range(one.length("rows")):
+            size = f"{one.field('rows', i, 'num_params') / 1e9:.2f} B"
+            speed = (
+                f"{one.field('rows', i, 'tokens_per_s'):,.0f}",
+                f"{one.field('rows', i, 'tflop_per_s'):.0f}",
+            )
+            held = [gigabytes(one.field("rows", i, key)) for key in ("device_peak", "host")]
+            rows.append((f"{size}, {one.field('rows', i, 'setting')}", *speed, *held))
+    return Table(("model, setting", "tokens/s", "TFLOP/s", "GPU peak, GB", "host, GB"), rows)
+
+
+def pipeline(document: Document) -> Table:
+    """Seconds of a step of each schedule, against torch's schedules and against the simulator."""
+    schedules = document.field("rows")
+    cuts = [
+        cut
+        for cut in ("model", "layers")
+        if any(f"torch {cut}, s a step" in row for row in schedules.values())
+    ]
+    rows = []
+    for name, row in schedules.items():
+        keys = [f"ratio zeroshard/torch {cut}, {what}" for cut in cuts for what in ("a step", "of own work")]
+        ratios = [interval(document.median("rows", name, key)) if key in row else NONE for key in keys]
+        prediction = interval(document.median("rows", name, "ratio predicted/measured"))
+        rows.append(
+            (name, seconds(document.median("rows", name, "zeroshard, s a step")), *ratios, prediction)
+        )
+    titles = [f"{what} / torch, {cut}" for cut in cuts for what in ("step", "own work")]
+    return Table(("schedule", "s a step", *titles, "predicted / measured"), rows)
+
+
+def tensor_parallel(*documents: Document) -> Table:
+    """Seconds of a step over tensor ranks."""
+    rows = []
+    for one in documents:
+        ranks, tensor, stage = (one.field("settings", key) for key in ("ranks", "tp", "stage"))
+        own, peer = (one.median("rows", f"{who}, s a step") for who in (OURS, "torch"))
+        ratio = interval(one.median("rows", "ratio zeroshard/torch"))
+        rows.append((f"tp {tensor}, dp {ranks // tensor}, stage {stage}", seconds(own), seconds(peer), ratio))
+    return Table(("ranks", "zeroshard, s a step", "torch, s a step", "ratio"), rows)
+
+
+def profile_cost(document: Document) -> Table:
+    """Seconds of a step without a profile and inside one."""
+    rows = [("without a profile", seconds(document.median("rows", "off, s a step")), NONE)]
+    for way, title in (("on", "in a profile"), ("without memory", "in a profile without memory")):
+        median, ratio = (document.median("rows", key) for key in (f"{way}, s a step", f"ratio {way}/off"))
+        rows.append((title, seconds(median), interval(ratio)))
+    return Table(("", "s a step", "ratio"), rows)
+
+
+def qlora(document: Document) -> Table:
+    """Memory of each rank that trains adapters over 4-bit weights."""
+    size = document.field("rows", "parameters of the model") / 1e9
+    rows = []
+    for i in range(document.length("rows", "ranks")):
+        held, peak = (
+            megabytes(document.field("rows", "ranks", i, key))
+            for key in ("bytes of parameters", "peak bytes, trained")
+        )
+        rows.append(
+            (
+                f"rank {i}, {size:.2f} B parameters",
+                held,
+                peak,
+                number(document.field("rows", "ranks", i, "s to shard")),
+            )
+        )
+    return Table(("", "bytes of parameters, MB", "peak RSS, MB", "s to build and shard"), rows)
+
+
+def unit_cost(*documents: Document) -> Table:
+    """Microseconds of the host for each unit, beyond plain PyTorch."""
+    rows = []
+    for one in documents:
+        own, peer = (one.median("rows", f"{who}, us a unit beyond plain") for who in (OURS, "fsdp2"))
+        ranks = one.field("settings", "ranks")
+        ratio = interval(one.median("rows", "ratio zeroshard/fsdp2"))
+        rows.append(
+            (f"{ranks} rank{'s' if ranks > 1 else ''}", f"{own.value:.0f}", f"{peer.value:.0f}", ratio)
+        )
+    return Table(("", "zeroshard, us a unit", "FSDP2, us a unit", "ratio"), rows)
+
+
+TABLES: dict[str, Callable[..., Table]] = {
+    made.__name__: made
+    for made in (
+        *(step_time, memory, rss, checkpoint, optimizers, main_dtype, muon, nvme, offload, offload_rss),
+        *(offload_gpu, pipeline, tensor_parallel, profile_cost, qlora, unit_cost),
+    )
+}
+
+# -------------------------------------------------------------------------------- tables in pages of docs
+
+_MARKED = re.compile(r"(<!-- table: (\w+)((?: \w+)+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def caption(document: Document) -> str:
+    """The command, the file and the facts of a run: an item of a list, with a link from docs/."""
+    path = document.path
+    facts = [f"`{document.field('command')}`", f"[{path.name}](../benchmarks/results/{path.name})"]
+    facts += [f"torch {document.field('versions', 'torch')}", document.day(), f"commit {document.commit()}"]
+    return "- " + ", ".join(facts) + "\n"
+
+
+def fill(text: str, results: Path, kinds: Mapping[str, Callable[..., Table]]) -> str:
+    """The page with each table made anew from the documents in `results`.
+
+    Args:
+        kinds: the function that makes each kind of table.
+
+    Raises:
+        ValueError: a comment names an unknown kind, or a document has not the fields of its kind.
+        FileNotFoundError: a document is not there.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        opening, kind, names, _, end = match.groups()
+        if kind not in kinds:
+            raise ValueError(f"Expected a table among {', '.join(kinds)}, got {kind}")
+        documents = [read(results / f"{name}.json") for name in names.split()]
+        captions = "".join(map(caption, documents))
+        return f"{opening}\n{kinds[kind](*documents).markdown()}\n{captions}\n{end}"
+
+    return _MARKED.sub(table, text)
