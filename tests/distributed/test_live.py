@@ -44,6 +44,47 @@ def test_the_stream_is_the_full_state_to_the_bit(ranks, num_ranks):
     assert ranks(num_ranks, streamed, "tied Llama", STAGES) == [[]] * num_ranks
 
 
+def left_between(stage, folder):
+    """The refusals of streams that go on after main parameters have changed, and the stream after them."""
+    engine, optimizer = start(build("tied Llama"), stage=stage)
+    ema = zeroshard.EMA(engine, 0.5)
+    for number in range(2):
+        step(engine, optimizer, token_loss, number)
+    engine.save_checkpoint(folder)
+    refused = []
+
+    def goes_on(stream):
+        with pytest.raises(RuntimeError, match="parameters have changed since the stream began"):
+            list(stream)
+        refused.append(True)
+
+    with ema.applied():
+        stream, other = engine.named_full_parameters(), engine.named_full_parameters()
+        next(stream)
+    goes_on(stream)
+    goes_on(other)
+    stream = engine.named_full_parameters()
+    next(stream)
+    with ema.applied():
+        goes_on(stream)
+    for change in (
+        lambda: step(engine, optimizer, token_loss, 2),
+        lambda: engine.load_checkpoint(folder),
+    ):
+        stream = engine.named_full_parameters()
+        next(stream)
+        change()
+        goes_on(stream)
+    got = {name: values.clone() for name, values in engine.named_full_parameters()}
+    want = whole_state(engine)
+    return len(refused), list(unequal("after", got, {name: want[name] for name in got}))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stream_does_not_mix_parameters_with_averages_or_later_ones(ranks, tmp_path, stage):
+    assert ranks(2, left_between, stage, tmp_path) == [(5, [])] * 2
+
+
 LORA = {
     "linear": {},
     "rank-stabilized with biases": {"use_rslora": True, "lora_bias": True, "bias": "lora_only"},

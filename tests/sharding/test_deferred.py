@@ -13,6 +13,7 @@ import zeroshard
 from zeroshard.lazy.deferred import values_of
 from zeroshard.lazy.materialize import check_values, materialize_others, record_resets
 from zeroshard.lazy.recording import is_recording
+from zeroshard.parallel.pipeline.likeness import likeness_of
 
 
 class Layers(nn.Module):
@@ -149,6 +150,46 @@ def test_a_part_of_a_model_can_be_copied():
     twin = copy.deepcopy(deferred.attention)
     for name, value in tensors(twin).items():
         torch.testing.assert_close(value, plain.attention.state_dict()[name], rtol=0, atol=0)
+
+
+def test_parameters_can_be_copied_outside_of_their_modules():
+    plain, deferred = both(Layers)
+    deferred.head.weight.see_also = deferred.attention.in_proj_weight
+    parameters, twin = copy.deepcopy((list(deferred.parameters()), deferred))
+    assert [id(parameter) for parameter in parameters] == [id(parameter) for parameter in twin.parameters()]
+    assert twin.head.weight.see_also is twin.attention.in_proj_weight
+    for name, value in tensors(twin).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=0)
+    alone = nn.Linear(3, 4)
+    alone.weight = copy.deepcopy(both(lambda: nn.Linear(3, 4))[1].weight)
+    engine = zeroshard.initialize(alone).engine
+    assert torch.equal(engine.full_state_dict()["weight"], both(lambda: nn.Linear(3, 4))[0].weight)
+
+
+@pytest.mark.parametrize("shallow", [copy.copy, nn.Module._replicate_for_data_parallel])
+def test_a_copy_of_a_shallow_copy_is_not_one_of_the_first_model(shallow):
+    plain, deferred = both(Inits)
+    other = shallow(deferred)
+    other.scale = 2.0
+    del deferred
+    twin = copy.deepcopy(other)
+    assert twin.scale == 2.0
+    if shallow is copy.copy:
+        for name, value in tensors(twin).items():
+            torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=0)
+
+
+def test_a_module_with_memory_or_without_shapes_is_copied_and_pickled_as_always():
+    own = nn.Linear(3, 4)
+    with zeroshard.deferred_init():
+        model = nn.Sequential(own, nn.LazyLinear(2))
+    assert torch.equal(pickle.loads(pickle.dumps(own)).weight, own.weight)
+    assert torch.equal(copy.deepcopy(model)[0].weight, own.weight)
+
+
+def test_blocks_without_memory_are_as_alike_as_others():
+    _, deferred = both(lambda: nn.ModuleList(nn.Linear(3, 4) for _ in range(2)))
+    assert likeness_of(deferred[0]) == likeness_of(deferred[1])
 
 
 def test_a_change_of_a_copy_is_refused_as_one_of_its_model():

@@ -28,8 +28,10 @@ def stream_parameters(
     runtime: Runtime, dtype: torch.dtype | None, *, merge_adapters: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Return an iterator over names and whole parameters; arguments as `named_full_parameters` has them."""
-    _check_moment(runtime)
-    return _stream(runtime, dtype, merging_of(runtime) if merge_adapters else None)
+    runtime.settle()
+    begun = runtime.state.num_changes
+    _check_moment(runtime, begun)
+    return _stream(runtime, dtype, merging_of(runtime) if merge_adapters else None, begun)
 
 
 def merging_of(runtime: Runtime) -> Merging | None:
@@ -45,21 +47,32 @@ def merging_of(runtime: Runtime) -> Merging | None:
     return merging
 
 
-def _check_moment(runtime: Runtime) -> None:
+def _check_moment(runtime: Runtime, begun: int) -> None:
+    """Refuse to gather in a moment in which parameters are not those of the module as the stream began.
+
+    Raises:
+        RuntimeError: they have changed, or others stand in for them.
+    """
     runtime.settle()
+    if runtime.state.num_changes != begun:
+        raise RuntimeError(
+            "named_full_parameters(): parameters have changed since the stream began, which would mix old "
+            "and new ones: expected no step, no load, no begin and no end of EMA.applied() before its end. "
+            "Begin another stream"
+        )
     runtime.check_slots()
     runtime.require_slices("named_full_parameters()")
 
 
 def _stream(
-    runtime: Runtime, dtype: torch.dtype | None, merging: Merging | None
+    runtime: Runtime, dtype: torch.dtype | None, merging: Merging | None, begun: int
 ) -> Iterator[tuple[str, Tensor]]:
     pp, names = runtime.context.axes.pp, _names(runtime, merging)
     own = _steps(runtime, names, merging)
     counts = [len(own)] if pp.size == 1 else pp.all_gather_object(len(own), "number of units of all parts")
     for part, count in enumerate(counts):
         for number in range(count):
-            _check_moment(runtime)
+            _check_moment(runtime, begun)
             found = spread(runtime.context.axes, part, own[number]() if part == pp.rank else None)
             while found:
                 name = next(iter(found))

@@ -70,7 +70,7 @@ def check_values(root: nn.Module) -> None:
 def materialize_others(root: nn.Module) -> None:
     """Give memory to deferred buffers, and to tensors that modules hold as plain attributes.
 
-    Parameters have a place in buffers of units by now, so torch copies the modules again.
+    Parameters have a place in buffers of units by now, so torch copies them again.
     """
     release_copies(root)
     made: dict[int, Tensor] = {}

@@ -53,6 +53,8 @@ class ModuleState:
     """Scales gradients whose clip factor is still to be applied, before somebody sees or changes one."""
     is_averaged = False
     """True while averages stand in the main parameters for the trained values; see `stepping/averages.py`."""
+    num_changes = 0
+    """How often main parameters were written: by steps, loads, and averages that were shown or taken away."""
     has_sums = False
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
     forget_gradient: Callable[[Any], object]

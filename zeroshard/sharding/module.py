@@ -134,6 +134,7 @@ class ShardedModule:
 
     def changed(self, buffers: Iterable[FlatBuffer] | None = None) -> None:
         """The main parameters of buffers, None: of all, were written; `refresh` gathers them again."""
+        self.state.num_changes += 1
         for buffer in self.buffers if buffers is None else buffers:
             buffer.changed()
 
