@@ -45,19 +45,18 @@ def profile(
         memory: note the memory at the begin of each phase.
         operations: run `torch.profiler` beside, with our phases as ranges; `profile.operations` is its
             profile, with `key_averages()` and `export_chrome_trace(path)`. This takes time of its own.
-        flops: count the floating-point operations of the first step. It runs slower, so the times begin
-            after it, and at least two steps are needed.
+        flops: count the floating-point operations of the first step: those of matrix products and attention
+            that run, recomputed ones too. It runs slower, so the times begin after it, and at least two steps
+            are needed.
         peak_flops: floating-point operations per second that the device could do, for the utilization.
 
     Yields:
-        The profile, which is filled at the end of the block.
+        The profile, which is filled at the end of the block, also by an exception.
 
     Raises:
         RuntimeError: another profile of this engine is under way.
     """
     runtime, result = engine._runtime, Profile(peak_flops=peak_flops)
-    clock, began = Clock(runtime.context.device), time.perf_counter()
-    timeline = Timeline(clock.now)
     watch = MemoryWatch(runtime, _measure(engine)) if memory else None
     ranges = _Ranges() if operations else None
     counting = _Counting() if flops else None
@@ -71,8 +70,19 @@ def profile(
     def on_step() -> None:
         if counting is not None:
             counting.end_step()
+        if watch is not None and len(timeline.ends) == 1:
+            watch.note_states(_measure(engine))
 
-    recorder = Recorder(runtime, timeline, on_phase, on_step)
+    def fill() -> None:
+        timeline.close()
+        recorder.detach()
+        first = 0 if counting is None or not timeline.ends else timeline.ends[0]
+        result.fill(timeline, clock.seconds(timeline.moments), first)
+        if watch is not None:
+            result.samples, result.peak = watch.samples, watch.peak
+        if counting is not None:
+            result.flops = counting.flops
+
     with ExitStack() as stack:
         if ranges is not None:
             result.operations = stack.enter_context(_torch_profile(runtime.context.device))
@@ -80,16 +90,13 @@ def profile(
         if counting is not None:
             stack.callback(counting.stop)
             counting.begin()
+        # The time that profilers take to begin and to end is not that of steps.
+        clock, began = Clock(runtime.context.device), time.perf_counter()
+        timeline = Timeline(clock.now)
+        recorder = Recorder(runtime, timeline, on_phase, on_step)
         recorder.attach()
-        stack.callback(recorder.detach)
+        stack.callback(fill)  # after an exception, too: the memory tells why there was none left
         yield result
-    timeline.close()
-    first = 0 if counting is None or not timeline.ends else timeline.ends[0]
-    result.fill(timeline, clock.seconds(timeline.moments), first)
-    if watch is not None:
-        result.samples, result.peak = watch.samples, watch.peak
-    if counting is not None:
-        result.flops = counting.flops
 
 
 def _measure(engine: ShardedCalls) -> MemoryReport:
@@ -127,9 +134,19 @@ class _Counting:
     """Counts the floating-point operations up to the end of the first step."""
 
     def __init__(self) -> None:
-        from torch.utils.flop_counter import FlopCounterMode
+        from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-        self._mode: Any = FlopCounterMode(display=False)
+        def of_attention(*shapes: Any, **_: Any) -> int:
+            return int(sdpa_flop_count(*shapes[:3]))
+
+        def of_its_backward(*shapes: Any, **_: Any) -> int:
+            return int(sdpa_backward_flop_count(*shapes[:4]))
+
+        # torch counts attention on GPUs alone.
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        own = {attention: of_attention, backward: of_its_backward}
+        self._mode: Any = FlopCounterMode(display=False, custom_mapping=own)
         self._is_on = False
         self.flops: int | None = None
 
