@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -134,18 +135,12 @@ class _Counting:
     """Counts the floating-point operations up to the end of the first step."""
 
     def __init__(self) -> None:
-        from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+        from torch.utils.flop_counter import FlopCounterMode
 
-        def of_attention(*shapes: Any, **_: Any) -> int:
-            return int(sdpa_flop_count(*shapes[:3]))
-
-        def of_its_backward(*shapes: Any, **_: Any) -> int:
-            return int(sdpa_backward_flop_count(*shapes[:4]))
-
-        # torch counts attention on GPUs alone.
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        own = {attention: of_attention, backward: of_its_backward}
+        aten, own = torch.ops.aten, dict[Any, Any]()
+        for kernel in _KERNELS_OF_ATTENTION:
+            own[getattr(aten, f"_scaled_dot_product_{kernel}")] = _operations_of_attention
+            own[getattr(aten, f"_scaled_dot_product_{kernel}_backward")] = _operations_of_its_backward
         self._mode: Any = FlopCounterMode(display=False, custom_mapping=own)
         self._is_on = False
         self.flops: int | None = None
@@ -166,3 +161,26 @@ class _Counting:
         if self._is_on:
             self.stop()
             self.flops = self._mode.get_total_flops()
+
+
+_KERNELS_OF_ATTENTION = (
+    "flash_attention_for_cpu",
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+)
+"""torch counts those of GPUs alone; torch 2.11 refuses queries with more heads than keys have."""
+
+
+def _operations_of_attention(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """Two products, of queries with keys and of scores with values; all are [batch, heads, length, size]."""
+    return 2 * prod(query[:3]) * key[2] * (query[3] + value[3])
+
+
+def _operations_of_its_backward(
+    _: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int], *__: Any, **___: Any
+) -> int:
+    """Five products: the scores once more, and the gradients of values, scores, queries and keys."""
+    return 2 * prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
