@@ -86,13 +86,19 @@ class Forker:
     def fork(self, connection: int, output: int) -> Fork:
         """Fork a rank, which takes its steps from a connection and prints into a file."""
         socket.send_fds(self._socket, [b"fork"], [connection, output])
-        return Fork(self, int(self._socket.recv(64)))
+        return Fork(self, int(self._answer()))
 
     def poll(self, pid: int) -> int | None:
         """Return the exit code of a rank that has ended."""
         self._socket.sendall(f"poll {pid}".encode())
-        answer = self._socket.recv(64).decode()
+        answer = self._answer()
         return None if answer == "runs" else int(answer)
+
+    def _answer(self) -> str:
+        answer = self._socket.recv(64).decode()
+        if not answer:
+            raise ChildProcessError("the process that forks ranks has ended; it has printed the reason above")
+        return answer
 
     def stop(self) -> None:
         """End the process, and with it ranks that still run."""
