@@ -25,7 +25,7 @@ def ranks() -> Iterator[Ranks]:
     """Runs a function on several ranks: `ranks(2, function, *args)`. See `tests.ranks`."""
     ranks = Ranks()
     yield ranks
-    ranks.stop()
+    ranks.close()
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@
     def test_mean(ranks):
         assert ranks(2, mean, 3.0) == [3.0, 3.0]
 
-A rank's process is started once (importing torch takes seconds) and serves all tests. What it does
+A rank's process is started once, as a fork of one that has imported torch, and serves all tests. What it does
 for a test is cut in three steps, and none begins before all ranks have ended the one before:
 
     load    set the environment that torchrun would set, import the function
@@ -28,11 +28,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.forks import Forker
 from tests.worker import Failure, Reply, Worker, print_stacks
 
 LOAD_TIMEOUT = 300.0  # seconds, a process's start included
 GRACE = 5.0  # seconds for the other ranks, once one has failed
 KEPT = 4  # processes that stay for the next test
+NUM_FORKERS = 2  # neighbouring ranks have other orders of sets
 VALUE_CHARACTERS = 500  # of what a rank has returned that others waited for in vain
 SHARES_GPU = os.environ.get("ZEROSHARD_SHARED_GPU") == "1"  # all ranks use the one GPU that there is
 if SHARES_GPU:
@@ -56,6 +58,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
+        self._forkers: list[Forker] = []
 
     def __call__(
         self,
@@ -83,7 +86,7 @@ class Ranks:
         """
         __tracebackhide__ = True
         job = pickle.dumps((function, args, kwargs))
-        self._workers += [Worker() for _ in range(num_ranks - len(self._workers))]
+        self._start(num_ranks)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environments = [_torchrun_environment(rank, num_ranks, store.port) for rank in range(num_ranks)]
         try:
@@ -95,8 +98,19 @@ class Ranks:
                 self._stop(self._workers[KEPT:])
 
     def stop(self) -> None:
-        """Kill all processes."""
+        """Kill all ranks."""
         self._stop(self._workers)
+
+    def close(self) -> None:
+        """Kill all ranks, and end the processes that fork them."""
+        self.stop()
+        for forker in self._forkers:
+            forker.stop()
+
+    def _start(self, num_ranks: int) -> None:
+        self._forkers += [Forker() for _ in range(min(num_ranks, NUM_FORKERS) - len(self._forkers))]
+        for rank in range(len(self._workers), num_ranks):
+            self._workers.append(Worker(self._forkers[rank % NUM_FORKERS]))
 
     def _stop(self, workers: Sequence[Worker]) -> None:
         for worker in list(workers):

@@ -113,18 +113,21 @@ def import_all() -> None:
         getattr(zeroshard, name)
 
 
-def changes() -> list[str]:
-    """What differs after `import zeroshard` and its names, by name."""
+def changes() -> dict[str, list[str]]:
+    """What differs after `import zeroshard` and its names; and the modules that they load beside torch's."""
     import torch  # noqa: F401
 
     process_before, torch_before = of_process(), of_torch()
+    modules_before = set(sys.modules)
     import_all()
+    loaded = sorted(set(sys.modules) - modules_before)
     torch_after, process_after = of_torch(), of_process()
     differing = [name for name, value in process_before.items() if process_after[name] != value]
     names = torch_after.keys() | torch_before.keys()
-    return differing + sorted(
+    differing += sorted(
         name for name in names if not is_same(torch_before.get(name, MISSING), torch_after.get(name, MISSING))
     )
+    return {"differing": differing, "loaded": loaded}
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -134,38 +137,29 @@ def is_same(one: Any, other: Any) -> bool:
     return one is other
 
 
-def test_import_changes_nothing_of_torch_or_the_process() -> None:
-    assert report_of("changes") == []
+@pytest.fixture(scope="module")
+def changed() -> dict[str, list[str]]:
+    return report_of("changes")
+
+
+def test_import_changes_nothing_of_torch_or_the_process(changed: dict[str, list[str]]) -> None:
+    assert changed["differing"] == []
 
 
 # -------------------------------------------------------------------------------------- what is loaded
 
 
-def loaded() -> list[str]:
-    """The modules that `import zeroshard` and its names load beside those of `import torch`."""
-    import torch  # noqa: F401
-
-    before = set(sys.modules)
-    import_all()
-    return sorted(set(sys.modules) - before)
-
-
-@pytest.fixture(scope="module")
-def loaded_modules() -> list[str]:
-    return report_of("loaded")
-
-
 @pytest.mark.long
-def test_import_loads_nothing_heavy(loaded_modules: list[str]) -> None:
-    roots = {name: name.partition(".")[0] for name in loaded_modules}
+def test_import_loads_nothing_heavy(changed: dict[str, list[str]]) -> None:
+    roots = {name: name.partition(".")[0] for name in changed["loaded"]}
     assert not {name for name, root in roots.items() if root not in {"zeroshard", *sys.stdlib_module_names}}
 
 
 @pytest.mark.parametrize(
     "part", ["cli", "deepspeed.reader", "deepspeed.keys", "optim.eightbit.kernels", "checkpoint.writer"]
 )
-def test_import_leaves_out_the_parts_that_few_scripts_use(part: str, loaded_modules: list[str]) -> None:
-    assert f"zeroshard.{part}" not in loaded_modules
+def test_import_leaves_out_the_parts_that_few_scripts_use(part: str, changed: dict[str, list[str]]) -> None:
+    assert f"zeroshard.{part}" not in changed["loaded"]
 
 
 # ------------------------------------------------------------------------------- what is loaded at once

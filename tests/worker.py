@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,9 +24,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from tests.forks import Forker
+
 GROUP_TIMEOUT = timedelta(seconds=45)
 PRINTED_CHARACTERS = 20_000  # of a process's output, the last ones are shown
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def wait_for_a_core() -> None:
@@ -64,24 +64,17 @@ class Reply(NamedTuple):
 
 
 class Worker:
-    """Pytest's end: asks for a step, and gets one reply."""
+    """Pytest's end: asks for a step, and gets one reply.
 
-    def __init__(self) -> None:
+    Args:
+        forker: the process that the rank is a fork of.
+    """
+
+    def __init__(self, forker: Forker) -> None:
         self.connection, inside = Pipe()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process runs)
         self._mark = 0
-        descriptor = inside.fileno()
-        # What can be imported here can be there. With a session of its own, its children are killed too.
-        code = f"import sys; sys.path = {sys.path!r}; from tests import worker; worker.serve({descriptor})"
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            pass_fds=[descriptor],
-            start_new_session=True,
-            env=os.environ | ENVIRONMENT,
-        )
+        self._process = forker.fork(inside.fileno(), self._output.fileno())
         inside.close()
 
     def ask(self, step: str, arguments: tuple[Any, ...]) -> None:
@@ -128,9 +121,7 @@ class Worker:
             self._process.send_signal(signal.SIGUSR1)
 
     def stop(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.kill()
         self.connection.close()
         self._output.close()
 

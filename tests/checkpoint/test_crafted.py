@@ -416,6 +416,7 @@ def test_boxes_tile_a_tensor_when_they_hold_each_element_once():
     assert not tiles([Box((0, 0), (3, 2)), Box((2, 1), (1, 1)), Box((0, 2), (2, 1))], (3, 3))
 
 
+@pytest.mark.long_where(shape=[(2, 1 << 20), (1 << 20, 2)])
 @pytest.mark.parametrize(
     "shape", [(1, 1 << 20), (2, 1 << 20), (1 << 20, 2), (1 << 12, 1 << 12), (3, 1, 7, 1 << 18)], ids=str
 )

@@ -189,7 +189,7 @@ def test_a_disk_that_fails_while_saving_is_one_error_and_harms_nothing(ranks, tm
     ranks(2, fail_to_save, str(tmp_path), list(FAULTS), None, timeout=120)
 
 
-@pytest.mark.long_where(next_call=["step", "load_checkpoint"])
+@pytest.mark.long_where(next_call=["step", "load_checkpoint", "forward"])
 @pytest.mark.parametrize("next_call", NEXT_CALLS)
 def test_a_disk_that_fails_in_the_background_is_told_by_the_next_call(ranks, tmp_path, next_call):
     faults = ["full in the middle", "manifest"]

@@ -291,6 +291,7 @@ def small_sums():
     return results
 
 
+@pytest.mark.long_where(num_ranks=[1, 3, 5])
 @pytest.mark.parametrize("num_ranks", [*WORLDS, 5])  # from 5 numbers on, torch's own sum takes another order
 def test_a_small_sum_is_taken_in_rank_order_to_the_bit(ranks, num_ranks):
     parts = [summands(rank) for rank in range(num_ranks)]

@@ -200,7 +200,8 @@ def train_experts(make, make_optimizer, **config):
     return found
 
 
-@pytest.mark.long_where(optimizer=[sgd], config=[{"recompute": "unit"}, {"num_prefetch": 3}])
+@pytest.mark.long_where(optimizer=[sgd])
+@pytest.mark.long_where(config=[{"num_prefetch": 3}])
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 @pytest.mark.parametrize("config", [{}, {"recompute": "unit"}, {"num_prefetch": 3}], ids=str)
 def test_experts_that_some_or_all_ranks_leave_out_train_as_in_ddp_to_the_bit(ranks, optimizer, config):

@@ -145,6 +145,7 @@ def wire(stage, size, k):
 
 
 @pytest.mark.long_where(size=[2], k=[1])
+@pytest.mark.long_where(size=[1, 4], stage=[3])
 @pytest.mark.long_where(stage=[2])
 @pytest.mark.parametrize(("size", "k"), [(1, 1), (2, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -223,6 +223,7 @@ def loaded(folder, **config):
     return train(engine, optimizer, 2, loss_of)
 
 
+@pytest.mark.long_where(keeps=[True])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_checkpoints_load_with_another_choice_at_any_stage(ranks, tmp_path, keeps):
     for before, after in (("replicate", "shard"), ("shard", "tower")):

@@ -79,6 +79,7 @@ def traffic(kind, k):
 
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.long_where(num_ranks=[3], k=[1])
+@pytest.mark.long_where(num_ranks=[2], k=[3])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("k", [1, 3])
 def test_the_first_and_later_steps_send_what_the_table_says(ranks, num_ranks, k):

@@ -58,7 +58,8 @@ def adopted(name, parameter, **options):
     return optimizer
 
 
-@pytest.mark.long_where(kernel=["torch"], name=list(OPTIONS)[1:])
+@pytest.mark.long_where(kernel=["torch"], name=["AdamW8bit", "Lion8bit", "AdEMAMix8bit"])
+@pytest.mark.long_where(kernel=["numba"], name=["SGD8bit", "RMSprop8bit", "Adagrad8bit"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_8_bit_steps_are_those_of_the_reference_to_the_bit(name, kernel):
     torch.manual_seed(1)

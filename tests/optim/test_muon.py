@@ -445,12 +445,12 @@ def shard(configs, want):
     return found, num_unowned
 
 
-@pytest.mark.long_where(num_ranks=[3])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_all_stages_give_the_bits_of_one_process_with_one_exchange_each_way(ranks, num_ranks):
+@pytest.mark.long_where(num_ranks=[3, 4], group=[None])
+@pytest.mark.parametrize(("num_ranks", "group"), [(1, None), (2, None), (3, None), (4, None), (4, 2)])
+def test_all_stages_give_the_bits_of_one_process_with_one_exchange_each_way(ranks, num_ranks, group):
     configs = [{"stage": stage} for stage in ALL_STAGES]
-    if num_ranks == 4:
-        configs += [{"stage": stage, "shard_group_size": 2} for stage in (1, 3)]
+    if group is not None:
+        configs = [{"stage": stage, "shard_group_size": group} for stage in (1, 3)]
     answers = ranks(num_ranks, shard, configs, plain())
     assert [found for found, _ in answers] == [[]] * num_ranks
     if num_ranks > 1:

@@ -74,6 +74,7 @@ def batch(number):
 
 @pytest.mark.long_where(stage=[1])
 @pytest.mark.long_where(name=[name for name in MODELS if name != "Mixtral"])
+@pytest.mark.long_where(num_ranks=[2])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize("name", MODELS)

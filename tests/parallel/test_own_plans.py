@@ -48,7 +48,8 @@ def batch(name, number):
 
 
 @pytest.mark.long_where(stage=[1])
-@pytest.mark.long_where(name=["T5"], num_ranks=[4], tp=[2])
+@pytest.mark.long_where(name=["T5"], num_ranks=[4])
+@pytest.mark.long_where(name=["GPT-2"], num_ranks=[2])
 @pytest.mark.long_where(name=["GPT-2, untied", "T5, gated", "mT5"])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 4), (4, 2)])

@@ -104,7 +104,8 @@ def divided(name, config):
 
 @pytest.mark.long_where(num_ranks=[4], stage=[1])
 @pytest.mark.long_where(name=["Llama"], tp=[4])
-@pytest.mark.long_where(name=["Qwen3", "Phi, norms of heads"], num_ranks=[4], tp=[2])
+@pytest.mark.long_where(name=["Qwen3"], num_ranks=[4])
+@pytest.mark.long_where(name=["Phi, norms of heads"], tp=[2])
 @pytest.mark.long_where(name=["Qwen3", "Phi, norms of heads"], stage=[1])
 @pytest.mark.long_where(name=[name for name in MODELS if name not in FAST])
 @pytest.mark.parametrize("stage", [1, 3])

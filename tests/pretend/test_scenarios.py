@@ -42,6 +42,8 @@ LONG = {
     *("second_copy", "two_forwards_stage3", "hooks_and_shown_gradients_stage3_bf16", "pieces_in_backward"),
     *("muon_stage0", "muon_stage1", "muon_stage2", "muon_clipped", "muon_bf16_main"),
     *("step_after_a_failed_forward", "host_stage3", "stage3_bf16_clip", "parameters_on_host_bf16_main"),
+    *("pipeline_varuna", "pipeline_interleaved", "pipeline_of_4", "muon_hybrid", "ema_stage3"),
+    *("pipeline_stage0", "pipeline_reduce_apart"),
 }
 """Scenarios of features that have another one, alone or together with something else, and of rare uses."""
 

@@ -18,6 +18,8 @@ def profiled(schedule, stage):
     return profile, losses == want and all(torch.equal(own[name], theirs[name]) for name in own)
 
 
+@pytest.mark.long_where(num_ranks=[4], schedule=["1f1b"])
+@pytest.mark.long_where(num_ranks=[2], schedule=["zb-h1"])
 @pytest.mark.parametrize(("num_ranks", "stage"), [(2, 0), (4, 3)])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_actions_are_phases_and_add_up(ranks, num_ranks, stage, schedule):

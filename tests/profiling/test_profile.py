@@ -2,15 +2,20 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import zeroshard
 from tests.distributed.models import Tiny
 from tests.distributed.training import STAGES, square_loss, start
 from zeroshard.comm.watch.status import RankStatus
+from zeroshard.profiling.memory import Peak, Sample
+from zeroshard.profiling.picture import describe_peak
+from zeroshard.profiling.timeline import Label
 
 
 def tiny():
@@ -148,17 +153,35 @@ def test_a_profile_that_goes_wrong_leaves_the_engine_as_it_was(ranks):
         assert len(losses) == 1
 
 
-def operations():
+RANGES = {
+    "zeroshard: forward of unit 'blocks.0'",
+    "zeroshard: backward of unit 'blocks.1'",
+    "zeroshard: step",
+}
+
+
+def operations(path):
     engine, optimizer = start(tiny(), "AdamW")
     with zeroshard.profile(engine, operations=True) as profile:
         steps(engine, optimizer, range(1))
-    return {event.key for event in profile.operations.key_averages()}
+    averages = profile.operations.key_averages()
+    trace = f"{path}/{dist.get_rank()}.json"
+    profile.operations.export_chrome_trace(trace)
+    return {event.key for event in averages}, json.loads(Path(trace).read_text()), profile.seconds
 
 
-def test_operations_of_torch_have_our_phases_as_ranges(ranks):
-    for names in ranks(2, operations):
+def test_operations_of_torch_have_our_phases_as_ranges(ranks, tmp_path):
+    for names, trace, seconds in ranks(2, operations, str(tmp_path)):
         assert "aten::addmm" in names
-        assert {"zeroshard: forward of unit 'blocks.0'", "zeroshard: backward of unit 'blocks.1'"} <= names
+        assert names >= RANGES
+        events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+        ranges = {event["name"]: event for event in events if event["name"] in RANGES}
+        assert ranges.keys() == RANGES
+        assert sum(event["dur"] for event in ranges.values()) < 1e6 * seconds
+        block = ranges["zeroshard: forward of unit 'blocks.0'"]
+        end = block["ts"] + block["dur"]
+        inside = {event["name"] for event in events if block["ts"] <= event["ts"] < end}
+        assert {"aten::addmm", "aten::tanh"} <= inside
 
 
 def test_a_trace_and_a_picture_are_written(tmp_path):
@@ -174,6 +197,16 @@ def test_a_trace_and_a_picture_are_written(tmp_path):
     profile.plot_memory(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 10_000
     assert "memory at the peak" in str(profile)
+
+
+def test_the_mark_of_the_peak_names_its_phase_the_gathered_units_and_all_kinds():
+    sample = Sample(1.0, Label("backward", "unit 'blocks.1'"), 3 << 30, 1 << 30, 0, 2 << 20)
+    text = describe_peak(Peak(sample, ("the root unit", *(f"unit 'blocks.{n}'" for n in range(6)))))
+    assert text.splitlines() == [
+        "4.00 GiB in backward unit 'blocks.1'; gathered: the root unit, unit 'blocks.0', unit 'blocks.1', "
+        "unit 'blocks.2', 3 more",
+        "states 3.00 GiB, unsharded 1.00 GiB, other 2.0 MiB",
+    ]
 
 
 def stepped_by_two():

@@ -90,6 +90,7 @@ BF16 = {"param_dtype": "bf16", "reduce_dtype": "bf16", "main_dtype": "bf16"}
 
 
 @pytest.mark.long_where(num_ranks=[3], stage=[0, 2])
+@pytest.mark.long_where(num_ranks=[2], stage=[1, 3])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"precision": BF16}])

@@ -93,6 +93,7 @@ def folder(tmp_path_factory):
 )
 @pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.long_where(stage=[0])
+@pytest.mark.long_where(build=[from_init], kind=[kind for kind in KINDS if kind != "nf4 twice"])
 def test_the_model_is_the_one_that_transformers_quantizes(
     ranks, folder, kind, build, num_ranks, stage, options
 ):

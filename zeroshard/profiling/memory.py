@@ -23,13 +23,13 @@ class Sample(NamedTuple):
     """Since the begin of the profile, on the clock of the host."""
     phase: Label
     states: int
-    """Parameters, gradients, optimizer states and averages when the profile began."""
+    """Parameters, scales, optimizer states and averages at rest: at the begin, and from the first step on."""
     unsharded: int
     """Gathered parameters."""
     packed: int
     """Buffers in which gradients are packed for a reduction."""
     other: int
-    """The rest: activations, gradients as they arrive, and all that the rest of the program holds."""
+    """The rest: activations, gradients, and all that the rest of the program holds."""
 
     @property
     def total(self) -> int:
@@ -63,10 +63,14 @@ class MemoryWatch:
 
     def __init__(self, runtime: Runtime, at_rest: MemoryReport) -> None:
         self._runtime = runtime
-        self._states = at_rest.parameters + at_rest.gradients + at_rest.optimizer + at_rest.averages
+        self.note_states(at_rest)
         self._count = _counter(runtime.context.device)
         self.samples: list[Sample] = []
         self.peak: Peak | None = None
+
+    def note_states(self, at_rest: MemoryReport) -> None:
+        """Take over the memory at rest, which the first step of an optimizer adds its states to."""
+        self._states = at_rest.total - at_rest.gradients - at_rest.unsharded
 
     def take(self, seconds: float, phase: Label) -> None:
         """Take a sample at the begin of a phase."""

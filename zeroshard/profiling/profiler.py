@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -45,19 +46,18 @@ def profile(
         memory: note the memory at the begin of each phase.
         operations: run `torch.profiler` beside, with our phases as ranges; `profile.operations` is its
             profile, with `key_averages()` and `export_chrome_trace(path)`. This takes time of its own.
-        flops: count the floating-point operations of the first step. It runs slower, so the times begin
-            after it, and at least two steps are needed.
+        flops: count the floating-point operations of the first step: those of matrix products and attention
+            that run, recomputed ones too. It runs slower, so the times begin after it, and at least two steps
+            are needed.
         peak_flops: floating-point operations per second that the device could do, for the utilization.
 
     Yields:
-        The profile, which is filled at the end of the block.
+        The profile, which is filled at the end of the block, also by an exception.
 
     Raises:
         RuntimeError: another profile of this engine is under way.
     """
     runtime, result = engine._runtime, Profile(peak_flops=peak_flops)
-    clock, began = Clock(runtime.context.device), time.perf_counter()
-    timeline = Timeline(clock.now)
     watch = MemoryWatch(runtime, _measure(engine)) if memory else None
     ranges = _Ranges() if operations else None
     counting = _Counting() if flops else None
@@ -71,8 +71,19 @@ def profile(
     def on_step() -> None:
         if counting is not None:
             counting.end_step()
+        if watch is not None and len(timeline.ends) == 1:
+            watch.note_states(_measure(engine))
 
-    recorder = Recorder(runtime, timeline, on_phase, on_step)
+    def fill() -> None:
+        timeline.close()
+        recorder.detach()
+        first = 0 if counting is None or not timeline.ends else timeline.ends[0]
+        result.fill(timeline, clock.seconds(timeline.moments), first)
+        if watch is not None:
+            result.samples, result.peak = watch.samples, watch.peak
+        if counting is not None:
+            result.flops = counting.flops
+
     with ExitStack() as stack:
         if ranges is not None:
             result.operations = stack.enter_context(_torch_profile(runtime.context.device))
@@ -80,16 +91,13 @@ def profile(
         if counting is not None:
             stack.callback(counting.stop)
             counting.begin()
+        # The time that profilers take to begin and to end is not that of steps.
+        clock, began = Clock(runtime.context.device), time.perf_counter()
+        timeline = Timeline(clock.now)
+        recorder = Recorder(runtime, timeline, on_phase, on_step)
         recorder.attach()
-        stack.callback(recorder.detach)
+        stack.callback(fill)  # after an exception, too: the memory tells why there was none left
         yield result
-    timeline.close()
-    first = 0 if counting is None or not timeline.ends else timeline.ends[0]
-    result.fill(timeline, clock.seconds(timeline.moments), first)
-    if watch is not None:
-        result.samples, result.peak = watch.samples, watch.peak
-    if counting is not None:
-        result.flops = counting.flops
 
 
 def _measure(engine: ShardedCalls) -> MemoryReport:
@@ -129,7 +137,11 @@ class _Counting:
     def __init__(self) -> None:
         from torch.utils.flop_counter import FlopCounterMode
 
-        self._mode: Any = FlopCounterMode(display=False)
+        aten, own = torch.ops.aten, dict[Any, Any]()
+        for kernel in _KERNELS_OF_ATTENTION:
+            own[getattr(aten, f"_scaled_dot_product_{kernel}")] = _operations_of_attention
+            own[getattr(aten, f"_scaled_dot_product_{kernel}_backward")] = _operations_of_its_backward
+        self._mode: Any = FlopCounterMode(display=False, custom_mapping=own)
         self._is_on = False
         self.flops: int | None = None
 
@@ -149,3 +161,26 @@ class _Counting:
         if self._is_on:
             self.stop()
             self.flops = self._mode.get_total_flops()
+
+
+_KERNELS_OF_ATTENTION = (
+    "flash_attention_for_cpu",
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+)
+"""torch counts those of GPUs alone; torch 2.11 refuses queries with more heads than keys have."""
+
+
+def _operations_of_attention(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """Two products, of queries with keys and of scores with values; all are [batch, heads, length, size]."""
+    return 2 * prod(query[:3]) * key[2] * (query[3] + value[3])
+
+
+def _operations_of_its_backward(
+    _: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int], *__: Any, **___: Any
+) -> int:
+    """Five products: the scores once more, and the gradients of values, scores, queries and keys."""
+    return 2 * prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])

@@ -3,6 +3,8 @@
     the status of the rank     forward and backward of a unit, optimizer step, waits of the host
     verbs of a unit            gather, free, reduce, the wait of compute for a gather
     gradients                  packing and delivery
+    buffers                    copies of parameters between tiers and dtypes; on a CPU, where the host copies
+    runtime                    the end of a step
 
 Both are noted from outside: the status gets a class that tells the recorder, and the verbs of each unit are
 replaced in the object, which `detach` undoes.
@@ -17,7 +19,6 @@ from typing import Any
 from zeroshard.comm.watch.status import RankStatus, Wait
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parallel.pipeline.actions import Kind, parse_action
-from zeroshard.parameters.state import Phase
 from zeroshard.profiling.timeline import OTHER, Label, Timeline
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit, UnitState
@@ -52,6 +53,7 @@ _VERBS: dict[str, tuple[str, str, Callable[[Unit], bool]]] = {
 has nothing to do."""
 
 _OF_GRADIENTS = ("pack", "deliver")
+_OF_BUFFERS = "_move"
 
 
 class Recorder:
@@ -75,7 +77,7 @@ class Recorder:
         self._on_phase, self._on_step = on_phase, on_step
         self._thread = threading.get_ident()
         self._replaced: list[tuple[Any, str]] = []
-        self._is_stepping = False
+        self._is_stepping = self._has_stepped = False
 
     def attach(self) -> None:
         """Begin to note.
@@ -93,6 +95,10 @@ class Recorder:
             for gradients in unit.gradients:
                 for verb in _OF_GRADIENTS:
                     self._replace(gradients, verb, Label("reduce", unit.described), _never)
+            # The streams of an accelerator copy beside compute, which notes nothing of it.
+            for buffer in unit.buffers if self._runtime.context.device.type == "cpu" else ():
+                self._replace(buffer, _OF_BUFFERS, Label("copy", unit.described), _never)
+        self._note_steps()
 
     def detach(self) -> None:
         """Leave all as it was."""
@@ -100,6 +106,17 @@ class Recorder:
         for holder, verb in self._replaced:
             delattr(holder, verb)
         self._replaced.clear()
+
+    def _note_steps(self) -> None:
+        """Note each step that ends: not one that fails, nor one that another optimizer is to go on with."""
+        runtime, after_step = self._runtime, self._runtime.after_step
+
+        def noted(is_last: bool = True) -> None:
+            after_step(is_last)
+            self._has_stepped = is_last
+
+        runtime.after_step = noted  # type: ignore[method-assign]
+        self._replaced.append((runtime, "after_step"))
 
     def _replace(self, holder: Any, verb: str, label: Label, is_idle: Callable[[Any], bool]) -> None:
         call, timeline = getattr(holder, verb), self._timeline
@@ -128,10 +145,11 @@ class Recorder:
         if not self._is_here:
             return
         self._begin(Label(_PHASES[phase], where) if phase else OTHER)
-        if self._is_stepping and self._runtime.state.phase is not Phase.STEP:  # no optimizer is to follow
+        # The step of a class that calls that of its base is one: torch calls the hooks of both.
+        if self._is_stepping and self._has_stepped:
             self._timeline.end_step()
             self._on_step()
-        self._is_stepping = phase == _STEP
+        self._is_stepping, self._has_stepped = phase == _STEP, False
 
     def act(self, action: str) -> None:
         """Note the begin of an action of a pipeline; the forwards in it may name no unit."""

@@ -13,11 +13,11 @@ from zeroshard.profiling.memory import Peak, Sample
 from zeroshard.profiling.timeline import OTHER, Label, Span, Timeline, add_up
 from zeroshard.tables import LINE, format_bytes, render
 
-COLUMNS = ("forward", "backward", "gather", "reduce", "free", "wait", "step", "other")
+COLUMNS = ("forward", "backward", "gather", "copy", "reduce", "free", "wait", "step", "other")
 """The kinds of time: compute of forwards and of backwards, without the tasks inside; gathers of parameters,
-as far as they keep the host or the stream of compute busy; packing, adding and delivery of gradients;
-freeing of parameters; waits for other ranks, which is the exposed communication; the optimizer; and all
-outside."""
+as far as they keep the host or the stream of compute busy; copies of parameters from another tier or dtype,
+where the host copies; packing, adding and delivery of gradients; freeing of parameters; waits for other
+ranks, which is the exposed communication; the optimizer; and all outside."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ class Label(NamedTuple):
     """The name of what a rank does."""
 
     kind: str
-    """"forward", "backward", "step", "gather", "reduce", "free", "wait", or "other" outside of all."""
+    """One of `zeroshard.profiling.report.COLUMNS`; "other" outside of all."""
     name: str = ""
     """The unit, or the collective that a wait is for."""
 

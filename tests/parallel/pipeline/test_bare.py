@@ -80,6 +80,9 @@ def in_one_process(habit):
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.long_where(schedule=["zb-h1", "interleaved"], stage=[0])
+@pytest.mark.long_where(
+    schedule=["zb-h1", "interleaved"], habit=["reentrant", "frozen", "ignored", "autocast"]
+)
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])

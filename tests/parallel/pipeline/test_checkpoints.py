@@ -114,6 +114,7 @@ def test_checkpoints_go_to_and_from_three_dimensions_to_the_bit(ranks, tmp_path,
     exchange(ranks, tmp_path, before, after, name)
 
 
+@pytest.mark.long_where(before=["dp 4"])
 @pytest.mark.parametrize(("before", "after"), [("pp 2", "dp 4"), ("dp 4", "pp 4")])
 def test_states_of_8_bits_go_from_layout_to_layout_to_the_bit(ranks, tmp_path, before, after):
     exchange(ranks, tmp_path, before, after, "tied llama", "8-bit")
@@ -131,6 +132,7 @@ def export(folder, layout, name):
     return state
 
 
+@pytest.mark.long_where(layout=["pp 2 x dp 2"])
 @pytest.mark.parametrize(
     ("layout", "name"), [("pp 2", "tied gpt"), ("pp 2 x tp 2", "llama"), ("pp 2 x dp 2", "tied llama")]
 )

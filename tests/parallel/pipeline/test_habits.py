@@ -56,6 +56,7 @@ def run(kind, schedule, stage):
     return losses, state
 
 
+@pytest.mark.long_where(schedule=["1f1b", "varuna"], stage=[0])
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "varuna"])
 @pytest.mark.parametrize("stage", [0, 3])

@@ -151,6 +151,7 @@ CASES = {
 
 @pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.long_where(case=["in a block", "four chunks"], stage=[0])
+@pytest.mark.long_where(case=["two chunks"], stage=[3])
 @pytest.mark.long_where(case=["halves", "two copies", "recomputed"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
