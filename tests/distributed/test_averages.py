@@ -386,3 +386,47 @@ def in_the_middle(stages):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_evaluation_in_the_middle_of_a_step_changes_nothing(ranks, num_ranks):
     assert ranks(num_ranks, in_the_middle, STAGES)[0] == []
+
+
+# ------------------------------------------------------------------------------------- a step inside a step
+
+
+class Own(torch.optim.SGD):
+    """torch calls the hooks of steps for this class and for its base."""
+
+    fails = False
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        if self.fails:
+            raise LookupError("after the step of the base")
+        return loss
+
+
+def counted(kind, stage, by_user):
+    torch.optim.SGD(
+        [nn.Parameter(torch.ones(1))], lr=1.0
+    )  # torch wraps the step of a class with its first object
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5))
+    engine, optimizer, *_ = zeroshard.initialize(model, kind(model.parameters(), lr=0.1), {"stage": stage})
+    ema, counts = zeroshard.EMA(engine, DECAY), []
+    for number in range(4):
+        engine.backward(engine(numbers(number, 3, 7)).square().mean())
+        optimizer.fails = kind is Own and number == 1
+        if optimizer.fails:
+            with pytest.raises(LookupError):
+                (optimizer if by_user else engine).step()
+            optimizer.zero_grad()
+        else:
+            (optimizer if by_user else engine).step()
+            counts.append((engine.global_step, ema.num_updates))
+    return counts
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.long)])
+def test_a_step_that_calls_the_step_of_its_base_is_counted_once(ranks, stage, by_user):
+    want = [(number, number) for number in (1, 2, 3, 4)]
+    assert ranks(2, counted, torch.optim.SGD, stage, by_user) == [want, want]
+    assert ranks(2, counted, Own, stage, by_user) == [want[:3], want[:3]]

@@ -49,7 +49,8 @@ def test_the_least_versions_are_those_of_the_project() -> None:
         if match is not None:
             asked[match[1]] = match[2]
             assert BEFORE.get(match[1]) == match[3]
-    del asked["pytest"]
+    for name in ("pytest", "mkdocs-material", "torchdata"):  # no code of zeroshard imports them
+        del asked[name]
     assert asked == {name: least for name, least in LEAST.items() if least}
 
 

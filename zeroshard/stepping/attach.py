@@ -22,6 +22,7 @@ from weakref import WeakMethod, WeakSet
 from torch import nn
 from torch.optim import Optimizer
 
+from zeroshard.internals.steps import is_inner_step
 from zeroshard.parameters.saved import SavedOptimizer
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import refuse_to_drop
@@ -167,7 +168,7 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _Together, engine: J
     of_runtime = weakref.ref(runtime)
 
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        if (runtime := of_runtime()) is None:
+        if (runtime := of_runtime()) is None or is_inner_step(optimizer):
             return None
         _check_sharded(optimizer, runtime.module, runtime.ignored)
         runtime.before_step()
@@ -176,6 +177,8 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _Together, engine: J
         return None if judge is None else judge(args, kwargs)
 
     def after(optimizer: Optimizer, *_: Any) -> None:
+        if is_inner_step(optimizer):
+            return
         if (runtime := of_runtime()) is not None:
             runtime.after_step(together.step(optimizer))
             runtime.here.leave()
