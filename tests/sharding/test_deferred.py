@@ -283,6 +283,34 @@ def test_a_change_after_the_block_is_refused_by_name():
     assert refusal(deferred).startswith("parameter 'a.bias' was changed after zeroshard.deferred_init()")
 
 
+def test_a_model_may_be_changed_in_a_block_of_its_own():
+    plain, deferred = both(Inits)
+    for model, block in ((plain, torch.no_grad()), (deferred, zeroshard.deferred_init())):
+        with block, torch.no_grad():
+            nn.init.ones_(model.a.weight)
+            model.b.weight[2:4].zero_()
+            model.c.weight.mul_(3).add_(model.d.weight)
+    check_values(deferred)
+    expected = tensors(plain)
+    for name, value in tensors(deferred).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+    twin = copy.deepcopy(deferred)
+    with zeroshard.deferred_init():
+        nn.init.zeros_(twin.a.weight)
+    check_values(twin)
+    assert not values_of(twin.a.weight).any()
+    assert torch.equal(values_of(deferred.a.weight), plain.a.weight)
+
+
+def test_a_change_between_two_blocks_is_refused_by_name():
+    _, deferred = both(Inits)
+    nn.init.zeros_(deferred.a.bias)
+    with zeroshard.deferred_init():
+        deferred.a.bias.data[0] = 1
+        nn.init.ones_(deferred.a.bias)
+    assert refusal(deferred).startswith("parameter 'a.bias' was changed after zeroshard.deferred_init()")
+
+
 def test_what_was_lost_after_the_block_is_refused_and_not_reset():
     _, deferred = both(Inits)
     deferred.a.bfloat16()

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.internals import pytree
@@ -28,6 +28,7 @@ from zeroshard.lazy.deferred import (
     defer,
     deferred_of,
     has_memory,
+    is_changed,
     values_in,
     values_of,
 )
@@ -63,6 +64,13 @@ class Recorder(TorchDispatchMode):
     def __init__(self, draw: bool, adopts_meta: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draw, self._adopts_meta = draw, adopts_meta
+        self._seen: dict[int, nn.Parameter | None] = {}
+        """The parameters of earlier recordings that an operation had, by id; None: changed in between."""
+
+    @property
+    def earlier(self) -> list[nn.Parameter]:
+        """The parameters of earlier recordings that operations had here, unless changed in between."""
+        return [parameter for parameter in self._seen.values() if parameter is not None]
 
     @contextmanager
     def changed(self, draw: bool, adopts_meta: bool) -> Iterator[None]:
@@ -104,6 +112,9 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
         inputs = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         deferred = {id(t): deferred_of(t) or defer(t) for t in inputs if not has_memory(t)}
+        for tensor in inputs:
+            if isinstance(tensor, nn.Parameter) and hasattr(tensor, "recorded_version"):
+                self._seen.setdefault(id(tensor), None if is_changed(tensor) else tensor)
         # Geometry as it is before: t_() and its like change it.
         run_args, run_kwargs = pytree.tree_map_only(
             Tensor,

@@ -66,7 +66,7 @@ def _active_recorders() -> list[Recorder]:
 
 
 @contextmanager
-def _watch_modules() -> Iterator[None]:
+def _watch_modules(recorder: Recorder) -> Iterator[None]:
     """Note the versions of parameters at the end, as later changes would be lost; let copies keep values."""
     made: list[weakref.ref[nn.Parameter]] = []
     owners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -86,8 +86,7 @@ def _watch_modules() -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for reference in made:
-            parameter = reference()
+        for parameter in (*(reference() for reference in made), *recorder.earlier):
             if parameter is not None and not has_memory(parameter):
                 parameter.recorded_version = parameter._version  # type: ignore[attr-defined]
         guard_copies({module for owner in owners for module in owner.modules()})
@@ -109,7 +108,7 @@ def recording(*, draw: bool, adopts_meta: bool = True) -> Iterator[None]:
             yield
     else:
         recorder = Recorder(draw, adopts_meta)
-        with _watch_modules(), _NothingIsMeta(recorder), recorder:
+        with _watch_modules(recorder), _NothingIsMeta(recorder), recorder:
             yield
 
 
