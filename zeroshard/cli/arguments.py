@@ -252,9 +252,7 @@ def _add_estimate(parser: ArgumentParser) -> None:
     memory.add_argument("--memory", metavar="SIZE", type=parse_size, help="the same for a size such as 80GiB")
     parser.add_argument("--host", metavar="SIZE", type=parse_size, help="host memory of a node, for offload")
     parser.add_argument("--nvme", metavar="SIZE", type=parse_size, help="disk space of a node, for offload")
-    parser.add_argument(
-        "--ranks-per-node", metavar="N", type=int, help="ranks that share them (default: 8)"
-    )
+    parser.add_argument("--ranks-per-node", metavar="N", type=int, help="ranks that share them (default: 8)")
     parser.add_argument(
         "--train-tokens", metavar="N", type=parse_count, help="tokens of the whole training, for its time"
     )

@@ -76,9 +76,7 @@ class Fit:
     """The reasons for its place: all that it costs beside stage 0 with states of 32 bits."""
 
 
-def find_fits(
-    counted: Counted, world_size: int, base: Config, room: Room, tried: Tried = _ALL
-) -> list[Fit]:
+def find_fits(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried = _ALL) -> list[Fit]:
     """Return the settings that fit, the fastest first.
 
     Args:
@@ -101,9 +99,7 @@ def least(counted: Counted, world_size: int, base: Config, room: Room, tried: Tr
     return min(_settings(counted, world_size, base, room, tried), key=lambda fit: fit.estimate.peak)
 
 
-def _settings(
-    counted: Counted, world_size: int, base: Config, room: Room, tried: Tried
-) -> Iterator[Fit]:
+def _settings(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried) -> Iterator[Fit]:
     for config in _configs(base, room, tried):
         for each in tried.bits:
             estimate = counted.on(world_size, config, optimizer_bits=each)
