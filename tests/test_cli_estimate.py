@@ -61,6 +61,31 @@ def test_a_size_in_place_of_a_device_gives_the_same(capsys):
     assert shown(capsys, *options, "--memory", "80GB") == by_name
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "part"),
+    [
+        ("--stage", 2, "stage 2,"),
+        ("--stage", 3, "stage 3,"),
+        ("--optimizer-bits", 8, "8-bit states"),
+        ("--optimizer-bits", 32, "32-bit states"),
+        ("--recompute", "unit", "recompute"),
+    ],
+)
+def test_a_setting_that_is_given_is_that_of_all_that_fit(capsys, option, value, part):
+    asked = ("1B", "--precision", "bf16", "--tokens", 4096, option, value)
+    rows = rows_of_fits(shown(capsys, *asked, "--gpu", "h100", "--host", "1TiB"))
+    assert rows
+    assert all(part in row for row in rows)
+    if option != "--recompute":  # a row names it only where it is on
+        assert part in shown(capsys, *asked, "--memory", "1MiB").partition("the least is")[2]
+
+
+def test_without_recomputation_no_setting_has_it(capsys):
+    out = shown(capsys, "1B", "--tokens", 4096, "--recompute", "none", "--gpu", "h100")
+    assert rows_of_fits(out)
+    assert "recompute" not in "".join(rows_of_fits(out))
+
+
 def test_the_least_setting_is_told_where_none_fits(capsys):
     out = shown(capsys, "70B", "--precision", "bf16", "--tokens", 4096, "--memory", "24GiB", "--ranks", "4,8")
     assert out.count("no setting fits into 90% of 24.00 GiB; the least is") == 2
@@ -132,6 +157,15 @@ def test_the_examples_of_the_documentation_are_what_is_printed(capsys):
     [
         (("7B", "--gpu", "h10"), "did you mean 'h100'"),
         (("7B", "--tokens", "100", "--length", "3"), "expected a divisor of the 100 tokens, got 3"),
+        (("7B", "--host", "1TiB"), "--host needs --gpu or --memory"),
+        (("7B", "--gpu", "h100", "--nvme", "1TiB"), "--nvme needs --host"),
+        (("7B", "--gpu", "h100", "--ranks-per-node", "4"), "--ranks-per-node needs --host"),
+        (
+            ("7B", "--gpu", "h100", "--host", "1GiB", "--ranks-per-node", "0"),
+            "--ranks-per-node: expected an integer >= 1, got 0",
+        ),
+        (("7B", "--length", "4096"), "--length needs --tokens"),
+        (("7B", "--attention", "eager"), "--attention needs --tokens"),
         (("7B", "--tokens", "-1"), "num_tokens: expected an integer >= 0, got -1"),
         (("7B", "--pp", "3"), "mesh.pp=3"),
         (("7B", "--pp", "64", "--ranks", "64"), "expected at most 31 chunks"),

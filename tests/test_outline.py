@@ -102,6 +102,7 @@ def test_names_shapes_and_units_are_those_of_transformers(tmp_path: Path, kind: 
         {"architectures": None},
         {"quantization_config": {"load_in_4bit": True}},
         {"auto_map": {"AutoModel": "own.Model"}},
+        {"per_layer_config": {"0": {"intermediate_size": 100}}},
         {"num_key_value_heads": None},
         {"num_key_value_heads": 3},
         {"num_attention_heads": 3},

@@ -249,5 +249,65 @@ def test_all_ranks_refuse_a_target_that_cannot_be_opened(ranks: Any, targets: An
         assert re.match(error, found), found
 
 
+def note_and_step() -> tuple[list[dict[str, float]], list[str]]:
+    """Notes and losses of a user: tensors are numbers, and others are refused without an end of the log."""
+    engine, _ = start(Tiny(), "SGD")
+    kept, refused = Kept(), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        log = zeroshard.StepLog(engine, kept, every=1)
+        log.note(held_out=torch.tensor(2.5), number=3)
+        for call in (
+            lambda: log.note(text="2.5"),  # type: ignore[arg-type]
+            lambda: log.note(several=torch.ones(2)),  # type: ignore[arg-type]
+            lambda: log.step(torch.ones(3)),
+        ):
+            try:
+                call()
+            except (TypeError, ValueError) as error:
+                refused.append(f"{type(error).__name__}: {error}")
+        log.note(last=1.5)
+        log.close()
+    return kept.metrics, refused
+
+
+def test_values_that_are_no_numbers_are_refused_and_tensors_are_taken(ranks: Any) -> None:
+    ((metrics, refused),) = ranks(1, note_and_step)
+    assert metrics == [{"step": 0, "held_out": 2.5, "number": 3}, {"step": 0, "last": 1.5}]
+    assert all(type(value) in (int, float) for values in metrics for value in values.values())
+    assert refused == [
+        "TypeError: text: expected a number, got '2.5'",
+        "TypeError: several: expected a number, got tensor([1., 1.])",
+        "ValueError: loss: expected one element, got the shape (3,)",
+    ]
+
+
+def close_inside() -> tuple[str, int]:
+    """The engine is closed before its log, so that the last report fails."""
+    engine, _ = start(Tiny(), "SGD")
+    kept, told = Kept(), ""
+    try:
+        with zeroshard.StepLog(engine, kept, every=2) as log:
+            loss = square_loss(engine, 0)
+            engine.backward(loss)
+            engine.step()
+            log.step(loss)
+            engine.close()
+    except RuntimeError as error:
+        told = str(error)
+    return told, kept.num_closed
+
+
+def test_targets_are_closed_where_the_last_report_fails(ranks: Any) -> None:
+    for told, num_closed in ranks(1, close_inside):
+        assert told.startswith("the engine is closed")
+        assert num_closed == 1
+
+
+def test_a_log_needs_an_engine() -> None:
+    with pytest.raises(TypeError, match=r"expected an engine of zeroshard\.initialize, got Tiny"):
+        zeroshard.StepLog(Tiny(), "terminal")  # type: ignore[arg-type]
+
+
 def test_every_is_a_number_of_steps(ranks: Any) -> None:
     assert ranks(1, open_log, every=0) == ["ValueError: every: expected an integer >= 1, got 0"]

@@ -4,8 +4,11 @@ import peft
 import pytest
 import torch
 import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard
+from zeroshard.profiling.flops import FlopCounter
 
 WIDTH, INNER, HEADS, GROUPS, VOCABULARY, BLOCKS = 64, 96, 4, 2, 128, 2
 SAMPLES, LENGTH, RANK = 2, 16, 4
@@ -46,8 +49,11 @@ def counted(attention, config, lora):
         for _ in range(2):
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
             engine.step()
-    assert profile.utilization == pytest.approx(profile.flops / profile.seconds_per_step / 1e12)
-    return profile.flops
+    seconds = profile.seconds_per_step
+    assert profile.utilization == pytest.approx(profile.model_flops / seconds / 1e12)
+    assert profile.hardware_utilization == pytest.approx(profile.flops / seconds / 1e12)
+    assert ("all that ran" in str(profile)) == (profile.flops != profile.model_flops)
+    return profile.flops, profile.model_flops
 
 
 @pytest.mark.long_where(stage=[0], recompute=["unit"])
@@ -62,9 +68,61 @@ def test_a_llama_has_three_times_its_forward_and_once_more_what_is_recomputed(
     # The second forward of a block ends before its last layer, whose output nobody keeps.
     again = BLOCKS * (FORWARD_OF_LINEAR + 2 * SCORES - 2 * TOKENS * WIDTH * INNER)
     want = 3 * (BLOCKS * FORWARD_OF_LINEAR + HEAD) + BLOCKS * (2 + products) * SCORES
+    of_model = want - BLOCKS * (products - 4) * SCORES
     want += again if recompute == "unit" else 0
     for found in ranks(2, counted, attention, {"stage": stage, "recompute": recompute}, False):
-        assert found == want
+        assert found == (want, of_model)
+
+
+class Twice(nn.Module):
+    """A linear layer inside a checkpoint of the user, which needs its product again, and one outside."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.inner, self.outer = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8)
+        self._how = use_reentrant
+
+    def forward(self, x):
+        return self.outer(checkpoint(self.inner, x, use_reentrant=self._how))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize(("use_reentrant", "keeps_graph"), [(False, False), (False, True), (True, False)])
+def test_a_second_forward_is_not_of_the_model_but_its_backward_is(use_reentrant, keeps_graph):
+    model, x = Twice(use_reentrant), torch.ones(4, 8, requires_grad=True)
+    product = 2 * 4 * 8 * 8
+    counter = FlopCounter(lambda: False)
+    counter.begin()
+    model(x).sum().backward(create_graph=keeps_graph)
+    found = counter.stop()
+    assert found == (7 * product, 6 * product)
+    assert counter.stop() is None
+
+
+def test_the_products_of_an_optimizer_are_not_of_the_model():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    optimizer = zeroshard.optim.Muon(model.parameters(), lr=0.1)
+    engine = zeroshard.initialize(model, optimizer, {"stage": 1}).engine
+    with zeroshard.profile(engine, flops=True) as profile:
+        engine.backward(engine(torch.ones(4, 8)).sum())
+        engine.step()
+    assert profile.model_flops == 2 * (2 * 4 * 8 * 8)
+    assert profile.flops > profile.model_flops
+    with pytest.raises(RuntimeError, match="and a second one with flops=True"):
+        print(profile.seconds_per_step)
+    assert "TFLOP" in str(profile)
+
+
+def test_a_profile_needs_an_engine_and_a_peak_above_0():
+    model = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(
+        TypeError, match=r"expected an engine, or a model of zeroshard\.shard, got Sequential"
+    ):
+        zeroshard.profile(model).__enter__()
+    engine = zeroshard.initialize(model, torch.optim.SGD, {"stage": 1}).engine
+    for peak in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="peak_flops: expected a number above 0"):
+            zeroshard.profile(engine, peak_flops=peak).__enter__()
 
 
 def adapted():
@@ -83,4 +141,4 @@ def adapted():
 @pytest.mark.parametrize("stage", [0, 3])
 def test_frozen_weights_have_no_gradients(ranks, stage):
     for found in ranks(2, counted, "eager", {"stage": stage}, True):
-        assert found == adapted()
+        assert found == (adapted(), adapted())

@@ -210,7 +210,6 @@ def _add_estimate(parser: ArgumentParser) -> None:
         "--optimizer-bits",
         type=int,
         choices=(8, 32),
-        default=32,
         help="bits of each of Adam's two states (default: 32)",
     )
     parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage (default: all, side by side)")
@@ -240,7 +239,6 @@ def _add_estimate(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--attention",
         choices=("fused", "eager"),
-        default="fused",
         help="eager keeps the scores, for a number of parameters (default: fused)",
     )
     parser.add_argument("--lora", metavar="RANK", type=int, help="train adapters of this rank; needs peft")
@@ -254,9 +252,7 @@ def _add_estimate(parser: ArgumentParser) -> None:
     memory.add_argument("--memory", metavar="SIZE", type=parse_size, help="the same for a size such as 80GiB")
     parser.add_argument("--host", metavar="SIZE", type=parse_size, help="host memory of a node, for offload")
     parser.add_argument("--nvme", metavar="SIZE", type=parse_size, help="disk space of a node, for offload")
-    parser.add_argument(
-        "--ranks-per-node", metavar="N", type=int, default=8, help="ranks that share them (default: 8)"
-    )
+    parser.add_argument("--ranks-per-node", metavar="N", type=int, help="ranks that share them (default: 8)")
     parser.add_argument(
         "--train-tokens", metavar="N", type=parse_count, help="tokens of the whole training, for its time"
     )

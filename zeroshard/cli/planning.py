@@ -17,12 +17,14 @@ from zeroshard.memory.activations import Tokens
 from zeroshard.memory.devices import memory_of
 from zeroshard.memory.duration import training_seconds
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
-from zeroshard.memory.fit import SHARE, Fit, Room, find_fits, least
+from zeroshard.memory.fit import SHARE, Fit, Room, Tried, find_fits, least
 from zeroshard.memory.typical import typical_sizes
 from zeroshard.parameters.counts import count
 from zeroshard.tables import format_bytes, format_count, render
 
 _STAGES = range(4)
+_RECOMPUTE, _BITS = ("none", "unit"), (32, 8)
+_RANKS_OF_NODE = 8
 _NO_BREAK = "\u00a0"
 _LINE = 79  # characters of a line of text
 _MOST_FITS = 8
@@ -45,13 +47,14 @@ def plan(options: Namespace) -> None:
             "--config has stage, precision, mesh, pipeline and recompute: leave out --stage, --precision, "
             "--tp, --pp, --microbatches and --recompute"
         )
+    _refuse_unused(options)
     model = _model(options)
     tokens = Tokens(options.tokens, options.length, options.attention == "eager")
     counted, configs = Counted(model, tokens), _configs(options)
     lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
     if options.gpu is None and options.memory is None:
         found = {
-            (num_ranks, config.stage): counted.on(num_ranks, config, optimizer_bits=options.optimizer_bits)
+            (num_ranks, config.stage): counted.on(num_ranks, config, optimizer_bits=_bits(options))
             for num_ranks in options.ranks
             for config in configs
         }
@@ -62,6 +65,26 @@ def plan(options: Namespace) -> None:
     if options.train_tokens is not None or options.tflops is not None:
         lines += ["", _duration(_num_params(model), configs[0], options)]
     print(*lines, sep="\n")
+
+
+def _refuse_unused(options: Namespace) -> None:
+    """Refuse options that another one must come with, which would change nothing without it."""
+    fits, nodes = options.gpu is not None or options.memory is not None, options.ranks_per_node
+    for name, is_used, needed in (
+        ("host", fits, "--gpu or --memory"),
+        ("nvme", fits and options.host is not None, "--host, and --gpu or --memory"),
+        ("ranks_per_node", fits and options.host is not None, "--host, and --gpu or --memory"),
+        ("length", options.tokens, "--tokens"),
+        ("attention", options.tokens, "--tokens"),
+    ):
+        if getattr(options, name) and not is_used:
+            raise ValueError(f"--{name.replace('_', '-')} needs {needed}")
+    if nodes is not None and nodes < 1:
+        raise ValueError(f"--ranks-per-node: expected an integer >= 1, got {nodes}")
+
+
+def _bits(options: Namespace) -> int:
+    return 32 if options.optimizer_bits is None else int(options.optimizer_bits)
 
 
 def _model(options: Namespace) -> nn.Module | int:
@@ -110,12 +133,17 @@ def _fits(counted: Counted, num_ranks: int, configs: Sequence[Config], options: 
         device=device,
         host=options.host or 0,
         nvme=options.nvme or 0,
-        ranks_per_node=min(num_ranks, options.ranks_per_node),
+        ranks_per_node=min(num_ranks, options.ranks_per_node or _RANKS_OF_NODE),
     )
-    fits = find_fits(counted, num_ranks, configs[-1], room)
+    tried = Tried(
+        stages=_STAGES if options.stage is None else [options.stage],
+        recompute=_RECOMPUTE if options.recompute is None else [options.recompute],
+        bits=_BITS if options.optimizer_bits is None else [options.optimizer_bits],
+    )
+    fits = find_fits(counted, num_ranks, configs[-1], room, tried)
     title = f"{_of(num_ranks)}: settings that take at most {SHARE:.0%} of {format_bytes(device)}, best first"
     if not fits:
-        nearest = least(counted, num_ranks, configs[-1], room)
+        nearest = least(counted, num_ranks, configs[-1], room, tried)
         need = f"{format_bytes(nearest.estimate.peak)} with {_setting(nearest)}"
         limit = f"{SHARE:.0%} of {format_bytes(device)}"
         return f"{_of(num_ranks)}: no setting fits into {limit}; the least is {need}"
@@ -213,7 +241,7 @@ def _about_training(config: Config, options: Namespace) -> str:
     if config.mesh.pp > 1:
         divided += f", blocks divided over {config.mesh.pp} pipeline ranks"
     tokens = f", {options.tokens:,} tokens in a micro-batch" if options.tokens else ""
-    states = f"Adam's states in {options.optimizer_bits} bits"
+    states = f"Adam's states in {_bits(options)} bits"
     others = {str(dtype).removeprefix("torch.") for dtype in dict(config.precision.overrides or ()).values()}
     name = f"{name} and by name in {', '.join(sorted(others))}" if others else name
     about = f"computed in {name}, main parameters in {main_name}, {states}{divided}{tokens}"

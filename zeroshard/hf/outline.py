@@ -62,7 +62,7 @@ _FAMILIES = {
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 _HEADS = ("num_attention_heads", "num_key_value_heads")
-_ANOTHER_MODEL = ("quantization_config", "auto_map")
+_ANOTHER_MODEL = ("quantization_config", "auto_map", "per_layer_config")
 """Keys of configs of models with other layers."""
 
 

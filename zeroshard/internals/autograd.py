@@ -24,6 +24,9 @@ from torch.utils.checkpoint import checkpoint
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 """The code that calls a checkpointed function, reentrant or not; a backward is to run it again."""
 
+_SECOND_FORWARDS = ("recompute_fn", "backward")
+"""The functions in the same file that run it again: without and with `use_reentrant`."""
+
 _TRACERS = {
     _TorchDispatchModeKey.PROXY: "make_fx, on which torch.export and torch.func.linearize build",
     _TorchDispatchModeKey.FUNCTIONAL: "torch.export",
@@ -98,6 +101,19 @@ def outermost_checkpoint(frame: FrameType | None, until: FrameType | None) -> Fr
             found = frame
         frame = frame.f_back
     return found
+
+
+def is_in_second_forward(frame: FrameType | None) -> bool:
+    """True if `torch.utils.checkpoint.checkpoint` runs a function again for its backward, around a frame.
+
+    A reentrant one also runs a backward of its own in there, which records no graph.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _CHECKPOINT.co_filename and code.co_name in _SECOND_FORWARDS:
+            return code.co_name == "recompute_fn" or torch.is_grad_enabled()
+        frame = frame.f_back
+    return False
 
 
 def is_transformed() -> bool:

@@ -52,6 +52,7 @@ class StepLog:
 
     Raises:
         ValueError: `every` is below 1, or there is no such target; on all ranks.
+        TypeError: `engine` is no engine.
         RuntimeError: a target's package is not installed, or rank 0 could not open it; on all ranks.
     """
 
@@ -63,6 +64,8 @@ class StepLog:
         num_steps: int | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
+        if not isinstance(engine, Engine):
+            raise TypeError(f"expected an engine of zeroshard.initialize, got {type(engine).__name__}")
         if type(every) is not int or every < 1:
             raise ValueError(f"every: expected an integer >= 1, got {every!r}")
         self._engine, self._every, self._has_targets = engine, every, bool(targets)
@@ -81,9 +84,11 @@ class StepLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.report()
-        self.close()
+        try:
+            if kind is None:
+                self.report()
+        finally:  # a report fails where another rank is gone
+            self.close()
 
     def step(self, loss: Tensor | float, num_tokens: int | None = None) -> None:
         """Note a micro-batch, after `engine.step()` or `engine.train_batch()`.
@@ -95,10 +100,15 @@ class StepLog:
             loss: the loss of the micro-batch, or the mean of the step; one element, on any device. It
                 is averaged over the ranks.
             num_tokens: tokens of the micro-batch on this rank, or of all micro-batches of the step.
+
+        Raises:
+            ValueError: the loss has more than one element, or none.
         """
         if not self._has_targets:
             return
         value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+        if value.numel() != 1:
+            raise ValueError(f"loss: expected one element, got the shape {tuple(value.shape)}")
         self._losses.append(value.reshape(()))
         if num_tokens is not None:
             self._num_tokens = (self._num_tokens or 0) + num_tokens
@@ -112,9 +122,13 @@ class StepLog:
     def note(self, **values: float) -> None:
         """Send values of your own at once, with the present step: `log.note(held_out_loss=2.3)`.
 
-        Nothing is exchanged; rank 0's values count.
+        Nothing is exchanged; rank 0's values count. A tensor of one element is a number, too.
+
+        Raises:
+            TypeError: a value is no number.
         """
-        self._send(self._seen, values)
+        if self._has_targets:
+            self._send(self._seen, {name: _number(name, value) for name, value in values.items()})
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -210,6 +224,20 @@ class StepLog:
     @property
     def _next_lr(self) -> float | None:
         return next(iter(self._engine.get_lr()), None)
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a value of the user as a number that each target takes.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(value, int | float):
+        return value
+    try:
+        return float(value.item())  # a tensor, or a number of NumPy
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        raise TypeError(f"{name}: expected a number, got {value!r}") from None
 
 
 def _given(target: object) -> Opener:

@@ -12,7 +12,7 @@ The order is by what a setting costs in each step, without a measurement:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -51,6 +51,19 @@ class Room:
         return far and estimate.peak <= SHARE * self.device
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """The settings to try, on each tier that has room."""
+
+    stages: Sequence[int] = range(4)
+    recompute: Sequence[str] = ("none", "unit")
+    bits: Sequence[int] = (32, 8)
+    """Bits of each optimizer state."""
+
+
+_ALL = Tried()
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
     """A setting with its estimate."""
@@ -63,9 +76,7 @@ class Fit:
     """The reasons for its place: all that it costs beside stage 0 with states of 32 bits."""
 
 
-def find_fits(
-    counted: Counted, world_size: int, base: Config, room: Room, bits: tuple[int, ...] = (32, 8)
-) -> list[Fit]:
+def find_fits(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried = _ALL) -> list[Fit]:
     """Return the settings that fit, the fastest first.
 
     Args:
@@ -73,9 +84,9 @@ def find_fits(
         world_size: number of ranks.
         base: the config of all settings, but for stage, recomputation and tiers.
         room: the memory of a node.
-        bits: bits of optimizer states to try.
+        tried: the stages, recomputation and bits of optimizer states to try.
     """
-    found = (fit for fit in _settings(counted, world_size, base, room, bits) if room.holds(fit.estimate))
+    found = (fit for fit in _settings(counted, world_size, base, room, tried) if room.holds(fit.estimate))
     # Settings with the same bytes and costs are one: stage 2 of a step with one micro-batch is stage 1.
     distinct: dict[object, Fit] = {}
     for fit in found:
@@ -83,23 +94,19 @@ def find_fits(
     return sorted(distinct.values(), key=_place)
 
 
-def least(
-    counted: Counted, world_size: int, base: Config, room: Room, bits: tuple[int, ...] = (32, 8)
-) -> Fit:
+def least(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried = _ALL) -> Fit:
     """Return the setting that takes the least memory of the device, whether it fits or not."""
-    return min(_settings(counted, world_size, base, room, bits), key=lambda fit: fit.estimate.peak)
+    return min(_settings(counted, world_size, base, room, tried), key=lambda fit: fit.estimate.peak)
 
 
-def _settings(
-    counted: Counted, world_size: int, base: Config, room: Room, bits: tuple[int, ...]
-) -> Iterator[Fit]:
-    for config in _configs(base, room):
-        for each in bits:
+def _settings(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried) -> Iterator[Fit]:
+    for config in _configs(base, room, tried):
+        for each in tried.bits:
             estimate = counted.on(world_size, config, optimizer_bits=each)
             yield Fit(config, each, estimate, tuple(_costs(config, each)))
 
 
-def _configs(base: Config, room: Room) -> Iterator[Config]:
+def _configs(base: Config, room: Room, tried: Tried) -> Iterator[Config]:
     for optimizer, parameters in _TIERS:
         if ("cpu" in (optimizer, parameters) and not room.host) or (
             "nvme" in (optimizer, parameters) and not (room.nvme and room.host)
@@ -107,8 +114,10 @@ def _configs(base: Config, room: Room) -> Iterator[Config]:
             continue
         path = (base.offload.nvme_path or ".") if "nvme" in (optimizer, parameters) else None
         offload = Offload(optimizer=optimizer, parameters=parameters, nvme_path=path)
-        for recompute in ("none", "unit"):
-            for stage in range(4) if parameters == "none" else (3,):
+        for recompute in tried.recompute:
+            for stage in tried.stages:
+                if parameters != "none" and stage != 3:
+                    continue
                 with suppress(ValueError):  # the config rules some stages out, as a shard group does stage 0
                     yield replace(base, stage=stage, recompute=recompute, offload=offload)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from math import prod
 from typing import Any
 
 import torch
@@ -13,12 +12,15 @@ from torch.profiler import ProfilerActivity, record_function
 
 from zeroshard.comm.streams import Clock
 from zeroshard.memory.report import MemoryReport, measure
+from zeroshard.parallel.pipeline.actions import Kind, parse_action
+from zeroshard.profiling.flops import FlopCounter
 from zeroshard.profiling.memory import MemoryWatch
 from zeroshard.profiling.recorder import Recorder
 from zeroshard.profiling.report import Profile, describe
 from zeroshard.profiling.timeline import Label, Timeline
 from zeroshard.reports import Reports
 from zeroshard.sharded import ShardedCalls
+from zeroshard.sharding.runtime import Runtime
 
 
 @contextmanager
@@ -47,20 +49,28 @@ def profile(
         operations: run `torch.profiler` beside, with our phases as ranges; `profile.operations` is its
             profile, with `key_averages()` and `export_chrome_trace(path)`. This takes time of its own.
         flops: count the floating-point operations of the first step: those of matrix products and attention
-            that run, recomputed ones too. It runs slower, so the times begin after it, and at least two steps
-            are needed.
-        peak_flops: floating-point operations per second that the device could do, for the utilization.
+            that run, and those of the model among them. It runs slower, so the times begin after it, and at
+            least two steps are needed.
+        peak_flops: floating-point operations per second that the device could do, above 0, for the
+            utilization.
 
     Yields:
         The profile, which is filled at the end of the block, also by an exception.
 
     Raises:
+        TypeError: `engine` is none, and no sharded model.
+        ValueError: `peak_flops` is not above 0.
         RuntimeError: another profile of this engine is under way.
     """
+    _check(engine, peak_flops)
     runtime, result = engine._runtime, Profile(peak_flops=peak_flops)
     watch = MemoryWatch(runtime, _measure(engine)) if memory else None
     ranges = _Ranges() if operations else None
-    counting = _Counting() if flops else None
+
+    def is_beside() -> bool:
+        return timeline.phase.kind == "step" or _recomputes(runtime)
+
+    counter = FlopCounter(is_beside) if flops else None
 
     def on_phase(phase: Label) -> None:
         if watch is not None:
@@ -69,28 +79,26 @@ def profile(
             ranges.enter(phase)
 
     def on_step() -> None:
-        if counting is not None:
-            counting.end_step()
+        if counter is not None and (found := counter.stop()) is not None:
+            result.flops, result.model_flops = found.all, found.of_model
         if watch is not None and len(timeline.ends) == 1:
             watch.note_states(_measure(engine))
 
     def fill() -> None:
         timeline.close()
         recorder.detach()
-        first = 0 if counting is None or not timeline.ends else timeline.ends[0]
+        first = 0 if counter is None or not timeline.ends else timeline.ends[0]
         result.fill(timeline, clock.seconds(timeline.moments), first)
         if watch is not None:
             result.samples, result.peak = watch.samples, watch.peak
-        if counting is not None:
-            result.flops = counting.flops
 
     with ExitStack() as stack:
         if ranges is not None:
             result.operations = stack.enter_context(_torch_profile(runtime.context.device))
             stack.callback(ranges.end)
-        if counting is not None:
-            stack.callback(counting.stop)
-            counting.begin()
+        if counter is not None:
+            stack.callback(counter.stop)
+            counter.begin()
         # The time that profilers take to begin and to end is not that of steps.
         clock, began = Clock(runtime.context.device), time.perf_counter()
         timeline = Timeline(clock.now)
@@ -100,9 +108,22 @@ def profile(
         yield result
 
 
+def _check(engine: object, peak_flops: float | None) -> None:
+    if not isinstance(engine, ShardedCalls):
+        raise TypeError(f"expected an engine, or a model of zeroshard.shard, got {type(engine).__name__}")
+    if peak_flops is not None and not peak_flops > 0:
+        raise ValueError(f"peak_flops: expected a number above 0, got {peak_flops!r}")
+
+
 def _measure(engine: ShardedCalls) -> MemoryReport:
     """The memory at rest; that of a sharded model is without the states of its optimizers."""
     return engine.memory_report() if isinstance(engine, Reports) else measure(engine._runtime, None)
+
+
+def _recomputes(runtime: Runtime) -> bool:
+    """True inside an action of a pipeline that runs forwards once more."""
+    text = runtime.here.action.partition(" ")[0]
+    return bool(text) and parse_action(text).kind is Kind.RECOMPUTE
 
 
 def _torch_profile(device: torch.device) -> Any:
@@ -129,58 +150,3 @@ class _Ranges:
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
-
-
-class _Counting:
-    """Counts the floating-point operations up to the end of the first step."""
-
-    def __init__(self) -> None:
-        from torch.utils.flop_counter import FlopCounterMode
-
-        aten, own = torch.ops.aten, dict[Any, Any]()
-        for kernel in _KERNELS_OF_ATTENTION:
-            own[getattr(aten, f"_scaled_dot_product_{kernel}")] = _operations_of_attention
-            own[getattr(aten, f"_scaled_dot_product_{kernel}_backward")] = _operations_of_its_backward
-        self._mode: Any = FlopCounterMode(display=False, custom_mapping=own)
-        self._is_on = False
-        self.flops: int | None = None
-
-    def begin(self) -> None:
-        """Begin to count."""
-        self._mode.__enter__()
-        self._is_on = True
-
-    def stop(self) -> None:
-        """Stop to count; a second call does nothing."""
-        if self._is_on:
-            self._is_on = False
-            self._mode.__exit__(None, None, None)
-
-    def end_step(self) -> None:
-        """Take the count of the first step."""
-        if self._is_on:
-            self.stop()
-            self.flops = self._mode.get_total_flops()
-
-
-_KERNELS_OF_ATTENTION = (
-    "flash_attention_for_cpu",
-    "flash_attention",
-    "efficient_attention",
-    "cudnn_attention",
-)
-"""torch counts those of GPUs alone; torch 2.11 refuses queries with more heads than keys have."""
-
-
-def _operations_of_attention(
-    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
-) -> int:
-    """Two products, of queries with keys and of scores with values; all are [batch, heads, length, size]."""
-    return 2 * prod(query[:3]) * key[2] * (query[3] + value[3])
-
-
-def _operations_of_its_backward(
-    _: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int], *__: Any, **___: Any
-) -> int:
-    """Five products: the scores once more, and the gradients of values, scores, queries and keys."""
-    return 2 * prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])

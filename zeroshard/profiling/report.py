@@ -38,7 +38,10 @@ class Profile:
     peak: Peak | None = None
     """The sample with the most bytes."""
     flops: int | None = None
-    """Floating-point operations of this rank in a step, counted in the first one; None if not asked for."""
+    """Floating-point operations of this rank that ran in a step, counted in the first one; None if they were
+    not asked for, or no step ended."""
+    model_flops: int | None = None
+    """Those of the model among them: without recomputed ones, and without those of the optimizer."""
     peak_flops: float | None = None
     """Floating-point operations per second that the device could do."""
     operations: Any = None
@@ -64,7 +67,8 @@ class Profile:
             RuntimeError: no step ended inside the profile.
         """
         if not self.num_steps:
-            raise RuntimeError("the profile has no step: expected an optimizer step inside the block")
+            more = ", and a second one with flops=True" if self.flops is not None else ""
+            raise RuntimeError(f"the profile has no step: expected an optimizer step inside the block{more}")
         return self.seconds / self.num_steps
 
     @property
@@ -96,10 +100,18 @@ class Profile:
 
     @property
     def utilization(self) -> float | None:
-        """The share of `peak_flops` that a step reaches (Chowdhery et al., 2022, PaLM, appendix B)."""
-        if self.flops is None or self.peak_flops is None:
+        """The share of `peak_flops` that the model reaches (MFU: Chowdhery et al. 2022, appendix B)."""
+        return self._share_of_peak(self.model_flops)
+
+    @property
+    def hardware_utilization(self) -> float | None:
+        """The share of `peak_flops` that all that runs reaches (HFU: Chowdhery et al. 2022, appendix B)."""
+        return self._share_of_peak(self.flops)
+
+    def _share_of_peak(self, flops: int | None) -> float | None:
+        if flops is None or self.peak_flops is None:
             return None
-        return self.flops / self.seconds_per_step / self.peak_flops
+        return flops / self.seconds_per_step / self.peak_flops
 
     @property
     def _steps(self) -> int:
@@ -120,12 +132,19 @@ class Profile:
             (kind, _ms(seconds), f"{seconds / total:.1%}") for kind, seconds in self.phases.items() if seconds
         ]
         rows += [LINE, ("all", _ms(total), "100.0%")]
-        if self.flops is not None:
-            rows += [LINE, ("TFLOP", f"{self.flops / 1e12:.3g}", "")]
-            rate = f"{self.flops / total / 1e12:.3g}"
-            share = self.utilization
-            rows.append(("TFLOP/s", rate, "" if share is None else f"{share:.1%}"))
+        if self.flops is not None and self.model_flops is not None:
+            rows += [LINE, *self._rows_of_flops(self.model_flops, "")]
+            if self.flops != self.model_flops:
+                rows += self._rows_of_flops(self.flops, ", all that ran")
         return render(f"a step, mean of {self.num_steps}", ("kind", "ms", "share"), rows)
+
+    def _rows_of_flops(self, flops: int, name: str) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [(f"TFLOP{name}", f"{flops / 1e12:.3g}", "")]
+        if not self.num_steps:  # the first step alone is counted, and not timed
+            return rows
+        share = self._share_of_peak(flops)
+        rate = f"{flops / self.seconds_per_step / 1e12:.3g}"
+        return [*rows, (f"TFLOP/s{name}", rate, "" if share is None else f"{share:.1%}")]
 
     def _table_of_units(self) -> str:
         used = [kind for kind in COLUMNS if any(times[kind] for times in self.units.values())]
