@@ -352,6 +352,13 @@ def test_a_table_of_a_page_is_filled_in_and_wrong_comments_are_refused(tmp_path:
         tables.fill("<!-- table: memory other -->\n<!-- end -->", tmp_path, page.OF_DOCS)
 
 
+def test_a_command_is_shown_without_the_folders_of_a_machine(tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    command = 'python benchmarks/some.py --folder /data/a --seeds "" --folder=/data/b --ranks 2'
+    path.write_text(json.dumps(document([], command=command)))
+    assert documents.read(path).command() == "python benchmarks/some.py --seeds '' --ranks 2"
+
+
 def test_a_target_is_met_by_its_median_alone() -> None:
     most = targets.Target("a time", 0.5, "some", lambda one: one.median("rows", "time"))
     least = targets.Target("a speed", 0.5, "some", most.find, is_least=True)
