@@ -1,7 +1,7 @@
 """Train the small Llama in a loop of Lightning Fabric; ZeroShardFabricStrategy shards the model.
 
-    python examples/train_fabric.py                                     # one rank
-    torchrun --nproc-per-node 2 examples/train_fabric.py
+python examples/train_fabric.py                                     # one rank
+torchrun --nproc-per-node 2 examples/train_fabric.py
 """
 
 from __future__ import annotations

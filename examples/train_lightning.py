@@ -1,7 +1,7 @@
 """Train the small Llama with a Trainer of Lightning; ZeroShardStrategy shards the module.
 
-    python examples/train_lightning.py                                  # one rank
-    torchrun --nproc-per-node 2 examples/train_lightning.py
+python examples/train_lightning.py                                  # one rank
+torchrun --nproc-per-node 2 examples/train_lightning.py
 """
 
 from __future__ import annotations
