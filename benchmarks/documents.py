@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from medians import Median, median_of
+
+_FOLDER = "--folder"
+
+
+def without_folders(words: Sequence[str]) -> list[str]:
+    """The words of a command line without --folder, whose value is a path of one machine."""
+    return [
+        word
+        for word, last in zip(words, ["", *words], strict=False)
+        if _FOLDER not in (word, last) and not word.startswith(f"{_FOLDER}=")
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +75,10 @@ class Document:
     def absent(self) -> list[str]:
         """The compared libraries that were not installed."""
         return [name for name, version in self.field("versions").items() if version is None]
+
+    def command(self) -> str:
+        """The command, without the folders of the machine that it ran on."""
+        return shlex.join(without_folders(shlex.split(self.field("command"))))
 
     def machine(self) -> str:
         """The processor, cores and memory, and the GPUs."""

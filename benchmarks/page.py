@@ -104,7 +104,7 @@ def section_of(benchmark: Benchmark, folder: Path, outcomes: dict[str, Outcome])
             section.table = tables.TABLES[benchmark.table](*section.documents)
             section.svg = Markup(plots.svg(plots.CHARTS[benchmark.table](*section.documents)))
             for one in section.documents:  # the template shows these
-                _ = one.machine(), one.versions(), one.commit(), one.day(), one.field("command")
+                _ = one.machine(), one.versions(), one.commit(), one.day(), one.command()
         except ValueError as error:
             section.problems.append(str(error))
             section.documents, section.table, section.svg = [], None, Markup()

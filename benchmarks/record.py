@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from documents import without_folders
+
 RESULTS = Path(__file__).parent / "results"
 COMPARED = ("torch", "zeroshard", "deepspeed", "bitsandbytes", "torchao", "numba")
 
@@ -74,12 +76,6 @@ def _git(*arguments: str) -> str | None:
         return None
 
 
-def _arguments() -> list[str]:
-    """The command line without --folder, which is a path of this machine."""
-    before = [None, *sys.argv[1:]]
-    return [a for a, last in zip(sys.argv[1:], before, strict=False) if "--folder" not in (a, last)]
-
-
 def write(name: str, rows: Any, **extra: Any) -> Path:
     """Write `results/<name>.json` and return its path. A name may begin with a folder: `page/memory`."""
     path = RESULTS / f"{name}.json"
@@ -87,7 +83,7 @@ def write(name: str, rows: Any, **extra: Any) -> Path:
     script = Path(sys.argv[0])
     document = {
         "benchmark": name,
-        "command": shlex.join(["python", f"benchmarks/{script.name}", *_arguments()]),
+        "command": shlex.join(["python", f"benchmarks/{script.name}", *without_folders(sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(

@@ -316,7 +316,7 @@ _MARKED = re.compile(r"(<!-- table: (\w+)((?: \w+)+) -->\n)(.*?)(<!-- end -->)",
 def caption(document: Document) -> str:
     """The command, the file and the facts of a run: an item of a list, with a link from docs/."""
     path = document.path
-    facts = [f"`{document.field('command')}`", f"[{path.name}](../benchmarks/results/{path.name})"]
+    facts = [f"`{document.command()}`", f"[{path.name}](../benchmarks/results/{path.name})"]
     facts += [f"torch {document.field('versions', 'torch')}", document.day(), f"commit {document.commit()}"]
     return "- " + ", ".join(facts) + "\n"
 

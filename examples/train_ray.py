@@ -5,7 +5,8 @@
     python examples/train_ray.py --workers 16 --gpu --storage /shared   # on the cluster of RAY_ADDRESS
 
 Ray starts the workers, and starts them again after a failure. `--fail-at N` lets worker 0 fail once, before
-step N. The storage is a folder that all workers mount.
+step N. The storage is a folder that all workers mount. A run with the storage of an earlier one goes on from
+its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ def main() -> None:
     options.add_argument("--fail-at", type=int, metavar="N", help="let worker 0 fail once")
     args = options.parse_args()
     storage = args.storage or tempfile.mkdtemp()
+    if not os.path.isabs(storage):
+        options.error(f"--storage: expected the absolute path of a folder, got '{storage}'")
     path = os.pathsep.join(filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH"))))
     ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=True)
     trainer = TorchTrainer(

@@ -325,6 +325,16 @@ def test_every_table_of_performance_is_made_of_documents() -> None:
     assert len(re.findall(r"<!-- table: ", text)) == len(re.findall(r"<!-- end -->", text)) > 10
 
 
+def test_the_seconds_that_the_words_about_targets_name_are_those_of_the_document() -> None:
+    measured = documents.read(RESULTS / "step_time_2ranks_batch1.json")
+    rows = {row["engine"]: row["median_s"]["value"] for row in measured.field("rows", "times")}
+    bound = next(one.bound for one in targets.TARGETS if one.what.endswith("stage 3, batch 1, of FSDP2's"))
+    left, added = bound * rows["fsdp2"] - rows["plain"], rows["zeroshard-3"] - rows["plain"]
+    words = " ".join(page.PERFORMANCE.read_text(encoding="utf-8").split())
+    assert f"the target leaves {left:.3f} s for everything that sharding adds" in words
+    assert f"and stage 3 adds {added:.3f} s" in words
+
+
 def test_a_table_of_a_page_is_filled_in_and_wrong_comments_are_refused(tmp_path: Path) -> None:
     (tmp_path / "some.json").write_text(json.dumps(document(TENSOR_PARALLEL)))
     filled = tables.fill(
@@ -340,6 +350,13 @@ def test_a_table_of_a_page_is_filled_in_and_wrong_comments_are_refused(tmp_path:
         tables.fill("<!-- table: speed some -->\n<!-- end -->", tmp_path, page.OF_DOCS)
     with pytest.raises(FileNotFoundError):
         tables.fill("<!-- table: memory other -->\n<!-- end -->", tmp_path, page.OF_DOCS)
+
+
+def test_a_command_is_shown_without_the_folders_of_a_machine(tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    command = 'python benchmarks/some.py --folder /data/a --seeds "" --folder=/data/b --ranks 2'
+    path.write_text(json.dumps(document([], command=command)))
+    assert documents.read(path).command() == "python benchmarks/some.py --seeds '' --ranks 2"
 
 
 def test_a_target_is_met_by_its_median_alone() -> None:

@@ -27,7 +27,7 @@ from zeroshard.comm.streams import has_streams
 from zeroshard.config.sections import Config, Loader, require_supported
 from zeroshard.data.batches import collator
 from zeroshard.data.blocks import Blocks
-from zeroshard.data.given import GivenLoader, is_loader
+from zeroshard.data.given import GivenLoader, is_loader, warn_of_same_samples
 from zeroshard.data.loader import EpochLoader
 from zeroshard.data.losses import LossFunction
 from zeroshard.engine import Engine
@@ -215,6 +215,8 @@ def _build_loader(
     if training_data is None:
         return None
     if is_loader(training_data):
+        if axes.dp.rank == 0:
+            warn_of_same_samples(training_data, axes.dp.size)
         return GivenLoader(training_data, device)
     size, rank, num_ranks = config.micro_batch_size, axes.dp.rank, axes.dp.size
     if config.mesh.pp > 1:  # a pipeline takes whole batches

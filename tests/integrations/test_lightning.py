@@ -158,6 +158,12 @@ def test_tensor_ranks_are_refused():
         ZeroShardStrategy({"mesh": {"tp": 2}})
 
 
+@pytest.mark.parametrize("config", [{"micro_batch_size": 4}, {"loader": {"num_workers": 2}}])
+def test_settings_of_a_dataloader_are_refused(config):
+    with pytest.raises(ValueError, match=r"^micro_batch_size, loader: .* those of Lightning: set batch_size"):
+        ZeroShardStrategy(config)
+
+
 def refuse(config, options):
     with pytest.raises(ValueError, match="ZeroShardStrategy") as caught:
         fit(ZeroShardStrategy(config), None, **options)

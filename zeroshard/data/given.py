@@ -21,6 +21,8 @@ from zeroshard.data.loader import LIMIT
 from zeroshard.data.microbatch import to_device
 
 _SAMPLERS = ("sampler", "batch_sampler")
+_OF_ALL_SAMPLES = ("SequentialSampler", "RandomSampler", "BatchSampler")
+"""Samplers of torch and torchdata that know nothing of ranks; each of the two has classes of its own."""
 _NONE_LEFT = object()
 
 
@@ -33,6 +35,27 @@ def is_loader(value: Any) -> bool:
 
 def _has_state(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def warn_of_same_samples(loader: Any, num_ranks: int) -> None:
+    """Warn if a loader over a Dataset takes all its samples on each of several data-parallel ranks."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if batch_sampler is None:
+        samplers = [getattr(loader, "sampler", None)]
+    else:
+        samplers = [batch_sampler, getattr(batch_sampler, "sampler", None)]
+    if num_ranks > 1 and all(map(_takes_all_samples, samplers)):
+        warnings.warn(
+            f"training_data: the {type(samplers[-1]).__name__} of this {type(loader).__name__} takes all "
+            f"samples of its dataset on each of {num_ranks} data-parallel ranks: expected a "
+            "DistributedSampler, unless each rank has a dataset of its own",
+            stacklevel=4,  # the caller of initialize
+        )
+
+
+def _takes_all_samples(sampler: Any) -> bool:
+    kind = type(sampler)
+    return kind.__name__ in _OF_ALL_SAMPLES and kind.__module__.partition(".")[0] in ("torch", "torchdata")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
