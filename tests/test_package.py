@@ -34,6 +34,18 @@ def test_no_package_that_the_smoke_test_expects_to_be_absent_is_required() -> No
     assert not names & OPTIONAL
 
 
+def test_the_smoke_test_knows_each_package_that_the_import_of_a_module_needs() -> None:
+    names = set()
+    for path in (ROOT / "zeroshard").rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:  # not those inside of functions
+            if isinstance(node, ast.Import):
+                names.add(node.names[0].name.partition(".")[0])
+            elif isinstance(node, ast.ImportFrom):
+                names.add(str(node.module).partition(".")[0])
+    known = {"torch", "numpy", "psutil", "rich", "zeroshard", "llvmlite", "pyarrow"} | OPTIONAL
+    assert names - sys.stdlib_module_names <= known
+
+
 def test_each_package_that_a_module_imports_is_required_or_in_an_extra() -> None:
     extras = [line for lines in PROJECT["optional-dependencies"].values() for line in lines]
     known = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in (*PROJECT["dependencies"], *extras)}

@@ -21,7 +21,7 @@ from torch import nn
 import zeroshard
 
 OPTIONAL = {
-    *("accelerate", "bitsandbytes", "lightning", "matplotlib", "numba", "peft", "safetensors"),
+    *("accelerate", "bitsandbytes", "lightning", "matplotlib", "numba", "peft", "ray", "safetensors"),
     "transformers",
 }
 """Packages of extras: none of them is in the environment."""

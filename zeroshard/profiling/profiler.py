@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, record_function
@@ -13,7 +13,6 @@ from torch.profiler import ProfilerActivity, record_function
 from zeroshard.comm.streams import Clock
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.parallel.pipeline.actions import Kind, parse_action
-from zeroshard.profiling.flops import FlopCounter
 from zeroshard.profiling.memory import MemoryWatch
 from zeroshard.profiling.recorder import Recorder
 from zeroshard.profiling.report import Profile, describe
@@ -21,6 +20,9 @@ from zeroshard.profiling.timeline import Label, Timeline
 from zeroshard.reports import Reports
 from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.runtime import Runtime
+
+if TYPE_CHECKING:
+    from zeroshard.profiling.flops import FlopCounter
 
 
 @contextmanager
@@ -70,7 +72,7 @@ def profile(
     def is_beside() -> bool:
         return timeline.phase.kind == "step" or _recomputes(runtime)
 
-    counter = FlopCounter(is_beside) if flops else None
+    counter = _flop_counter(is_beside) if flops else None
 
     def on_phase(phase: Label) -> None:
         if watch is not None:
@@ -118,6 +120,12 @@ def _check(engine: object, peak_flops: float | None) -> None:
 def _measure(engine: ShardedCalls) -> MemoryReport:
     """The memory at rest; that of a sharded model is without the states of its optimizers."""
     return engine.memory_report() if isinstance(engine, Reports) else measure(engine._runtime, None)
+
+
+def _flop_counter(is_beside: Callable[[], bool]) -> FlopCounter:
+    from zeroshard.profiling.flops import FlopCounter  # torch's module registers operations of torch.jit
+
+    return FlopCounter(is_beside)
 
 
 def _recomputes(runtime: Runtime) -> bool:
