@@ -36,7 +36,8 @@ def guard_copies(modules: Iterable[nn.Module]) -> None:
 def release_copies(root: nn.Module) -> None:
     """Let torch copy the tensors of a model again, which get memory now."""
     for tensor in (tensor for module in root.modules() for tensor in _tensors(module)):
-        vars(tensor).pop(_METHOD, None)
+        if isinstance(vars(tensor).get(_METHOD), _Copies):
+            del vars(tensor)[_METHOD]
 
 
 class _Copies:
