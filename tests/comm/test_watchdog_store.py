@@ -41,7 +41,7 @@ def test_ranks_of_another_machine_or_network_use_the_address_of_the_master(ranks
 
 def test_where_rank_0_is_out_of_reach_all_ranks_go_on_without_a_watchdog(ranks):
     """The others wait for the one that tries no longer than they wait in any collective."""
-    for found, said in ranks(2, open_on_hosts, [["one"], ["other"]], "240.0.0.1", 10.0):
+    for found, said in ranks(2, open_on_hosts, [["one"], ["other"]], "240.0.0.1", 20.0):
         assert found is None
         assert said[0].startswith("zeroshard runs without its watchdog: rank 1 cannot reach rank 0 at ")
 

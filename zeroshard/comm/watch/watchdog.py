@@ -330,7 +330,7 @@ def open_watchdog(
     if running is not None:
         running.leave()
         running.close(linger_s=0.0)
-    timeout = timedelta(seconds=min(_STORE_S, timeout_s / 2))
+    timeout = timedelta(seconds=min(_STORE_S, timeout_s / 4))  # torch may try longer
     store: dist.TCPStore | None = None
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
