@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from zeroshard import data, optim
     from zeroshard.averaging import EMA
     from zeroshard.comm.counter import CommReport
-    from zeroshard.config.sections import Checkpoint, Config, Loader, Mesh, Offload, Pipeline, Precision
+    from zeroshard.config.pipeline import Pipeline
+    from zeroshard.config.sections import Checkpoint, Config, Loader, Mesh, Offload, Precision
     from zeroshard.engine import Engine
     from zeroshard.entry import Initialized, initialize
     from zeroshard.hf.pretrained import from_pretrained

@@ -223,6 +223,7 @@ def read_setting(config: Config, sizes: Mapping[str, int], *, host_computes: boo
         host_computes=host_computes,
         num_threads=offload.num_threads or (None if host_computes else share_of_cores()),
         steps_in_backward=offload.step_in_backward,
+        has_versions=config.pipeline.has_versions,
     )
 
 

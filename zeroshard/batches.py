@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.mesh import Axes
 from zeroshard.data.losses import LossFunction, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
@@ -30,6 +31,8 @@ class Batches:
     _num_micro_batches: int
     _boundary: bool | None
     _is_frozen_part: bool
+    _saver: Saver
+    global_step: int
     optimizer: Optimizer | None
 
     if TYPE_CHECKING:
@@ -39,10 +42,14 @@ class Batches:
 
         def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor: ...
 
+        def _step_in_list(self, around: AbstractContextManager[None]) -> None: ...
+
         def step(self) -> bool: ...
 
     def train_batch(self, inputs: Any, targets: Any = None) -> Tensor:
         """Take one optimizer step on this rank's batch, cut along dim 0 into the micro-batches of a step.
+
+        An asynchronous pipeline takes all steps of its list here, and is empty before and after it.
 
         Args:
             inputs: tensors [batch, ...]: one, a tuple of positional or a mapping of keyword arguments. Each
@@ -82,6 +89,9 @@ class Batches:
         if self.optimizer is None and not self._is_frozen_part:
             raise RuntimeError("train_batch() needs an optimizer: give one to zeroshard.initialize")
         num, is_half = self._num_micro_batches, self._runtime.reducer.is_half
+        if pipeline.method is not None:
+            self._saver.check(self._axes.world)
+            return pipeline.run_steps(inputs, targets, num, self.global_step, self._step_in_list)()
         mean = pipeline.run(inputs, targets, num, loss_scale=self.loss_scale, is_half=is_half)
         self._micro_step, pipeline.is_stepping = num - 1, True
         try:

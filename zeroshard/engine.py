@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -213,17 +213,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
             return False
         is_taken = self._guard.make_ready()
         if is_taken:
-            self._is_ready = True
-            try:
-                if self.optimizer is not None:
-                    self.optimizer.step()
-                else:
-                    self._count_step()
-            finally:
-                self._is_ready = False
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-            self._halfway.end()
+            self._optimize(nullcontext())
         else:
             self.skipped_steps += 1
         self._guard.loss_scale = self._guard.loss_scale.after(overflow=not is_taken)
@@ -231,6 +221,28 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         self._micro_step = 0
         self.zero_grad()
         return is_taken
+
+    def _step_in_list(self, around: AbstractContextManager[None]) -> None:
+        """Take a step in the middle of a list; `around` corrects that of the optimizer."""
+        self._runtime.before_step()
+        self._guard.make_ready()  # tensor ranks compare their gradients; nothing is clipped or left out
+        self._optimize(around)
+        self.zero_grad()
+
+    def _optimize(self, around: AbstractContextManager[None]) -> None:
+        """Step optimizer and LR scheduler; `around` is entered for the step of the optimizer."""
+        self._is_ready = True
+        try:
+            with around:
+                if self.optimizer is not None:
+                    self.optimizer.step()
+                else:
+                    self._count_step()
+        finally:
+            self._is_ready = False
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self._halfway.end()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, local sums included, and the micro-batches behind them.

@@ -164,6 +164,9 @@ _PREDICATE = Rule(
 )
 UNITS = either(names_by("class names (or module classes, or lists of module names)", _class_name), _PREDICATE)
 SCHEDULE = either(
-    choice("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "varuna"),
+    choice(
+        *("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "varuna"),
+        *("pipedream", "2bw", "pipemare", "pb", "spectrain", "lwp", "paci"),
+    ),
     Rule("the path of a .csv file, or a list of actions as a Schedule or its text", _own_schedule),
 )

@@ -23,6 +23,7 @@ from zeroshard.config import rules
 from zeroshard.config.checked import Checked, Requirement, flat, show, with_type
 from zeroshard.config.files import naming, read_options
 from zeroshard.config.foreign import deepspeed_reader
+from zeroshard.config.pipeline import KEPT_WEIGHTS, MOVED_WEIGHTS, NEWEST_WEIGHTS, Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,38 +186,8 @@ class Mesh(Checked):
     """True divides norms and dropout of a model of transformers along the sequence, over the tensor ranks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pipeline(Checked):
-    """The schedule of a batch over the pipeline-parallel ranks."""
-
-    _prefix = "pipeline."
-    schedule: Annotated[str, rules.SCHEDULE] = "1f1b"
-    """Order of forwards and backwards: a name, in upper or lower case, or a list of your own.
-
-    A list is a Schedule, its text, or the path of a .csv file that rank 0 reads.
-    """
-    num_microbatches: Annotated[int, rules.integer(1)] = 1
-    """Micro-batches in a rank's batch."""
-    num_chunks: Annotated[int | None, rules.integer(1)] = None
-    """Chunks of the model on each rank. None: the smallest number that the schedule allows."""
-    balance: Annotated[str, rules.choice("time", "memory", "bottleneck")] = "time"
-    """Chunks are cut to have about the same "time", measured, or parameters ("memory").
-
-    "bottleneck": the largest time of a chunk is as small as possible.
-    """
-    split: Annotated[Sequence[str] | None, rules.MODULE_NAMES] = None
-    """Names of the blocks that each begin a new chunk, in order, without the first block.
-
-    None: the model is cut by `balance`.
-    """
-    trace: bool = False
-    """True: a trace of its forward cuts a model of any structure, before the modules in `split`."""
-
-    def _requirements(self) -> list[Requirement]:
-        return [
-            Requirement(self.balance != "time", "balance", self.split is None, "split", "None"),
-            Requirement(self.trace, "trace", self.split is not None, "split", "names of modules"),
-        ]
+_RESHARDED = ("reshard_after_forward", "True")
+_WIDE_MAIN = ("precision.main_dtype", "another dtype than bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +246,7 @@ class Config(Checked):
     """The DataLoader that `initialize` builds."""
     mesh: Mesh = Mesh()
     """Ranks along the model-parallel axes."""
-    pipeline: Pipeline = Pipeline()
+    pipeline: Pipeline = Pipeline()  # noqa: RUF009 - it is frozen
     """Schedule of a batch over the pipeline-parallel ranks."""
     watchdog_s: Annotated[float, rules.SECONDS] = 600.0
     """Seconds that a rank may wait in a collective before the watchdog ends the run."""
@@ -317,9 +288,48 @@ class Config(Checked):
             Requirement(self.pipeline.trace, "pipeline.trace", *not_compiled),
             # A trace has the operations of modules, not their calls, at which values are cast.
             Requirement(self.pipeline.trace, "pipeline.trace", *not_overridden),
+            *self._asynchronous_requirements(),
             # Gradients of ignored parameters are neither unscaled nor widened.
             Requirement(bool(self.ignored), "ignored", *not_half),
             Requirement(bool(self.ignored), "ignored", *not_narrow),
+        ]
+
+    def _asynchronous_requirements(self) -> list[Requirement]:
+        """The settings that do not go together with the steps of an asynchronous pipeline."""
+        pipeline, pp = self.pipeline, self.mesh.pp
+        if not pipeline.is_asynchronous:
+            return []
+        method, correction = pipeline.chosen_weights, pipeline.chosen_correction
+        computes = method in MOVED_WEIGHTS or correction == "spike"
+        first = "pipeline.schedule" if pipeline.weights is None else "pipeline.weights"
+        second = first if pipeline.correction is None else "pipeline.correction"
+        wide = self.precision.main_dtype != torch.bfloat16
+        near = self.offload.optimizer == "none" and self.offload.parameters == "none"
+        tier = "offload.parameters" if self.offload.parameters != "none" else "offload.optimizer"
+        not_half = self.precision.param_dtype != torch.float16
+        per_step = pipeline.microbatches_per_step
+        return [
+            # Each pipeline rank steps by itself: nobody has the gradients of the whole model at a time.
+            Requirement(True, first, self.clip_grad_norm is None, "clip_grad_norm", "None"),
+            Requirement(True, first, self.nonfinite == "report", "nonfinite", "'report'"),
+            Requirement(True, first, not_half, "precision.param_dtype", "another dtype than float16"),
+            # Those of ignored parameters are neither averaged over the micro-batches of a step.
+            Requirement(True, first, not self.ignored, "ignored", "None"),
+            # A second forward inside a backward would have the weights of the backward.
+            Requirement(method not in KEPT_WEIGHTS, first, self.recompute == "none", "recompute", "'none'"),
+            # Compiled code keeps what it makes of the weights of the forward.
+            Requirement(method not in KEPT_WEIGHTS, first, not self.compile, "compile", "False"),
+            Requirement(method not in NEWEST_WEIGHTS, first, self.reshard_after_forward is True, *_RESHARDED),
+            Requirement(method not in NEWEST_WEIGHTS, first, near, tier, "'none'"),
+            Requirement(correction == "spike", second, near, tier, "'none'"),
+            Requirement(computes, second if correction == "spike" else first, wide, *_WIDE_MAIN),
+            Requirement(
+                method == "double" and per_step is not None,
+                first,
+                per_step is None or per_step >= pp,
+                "pipeline.microbatches_per_step",
+                f">= mesh.pp={pp}, so that two versions are enough",
+            ),
         ]
 
     def __getattr__(self, name: str) -> Any:

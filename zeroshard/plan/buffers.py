@@ -64,6 +64,9 @@ class Setting:
     """Threads of an optimizer step on the host; None: as many as torch uses anyway."""
     steps_in_backward: bool = False
     """True if units may step during the backward."""
+    has_versions: bool = False
+    """True if forwards and backwards may compute with other values than the main parameters. Then trained
+    parameters are filled before each of them at all stages, and freed after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +230,7 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     main_tier = tiers.optimizer if first.requires_grad else far
     is_cast = main != compute and main_tier is Tier.DEVICE
     is_freed = is_sharded and (bool(gathers) or is_cast or far is not Tier.DEVICE)
+    has_versions = setting.has_versions and first.requires_grad
     summands = SUMMANDS_OF_PARTS if originals[0].is_summed else SUMMANDS
     num_replicas = sizes[DP_REPLICATE] * (sizes[TP] if originals[0].is_summed else 1)
     return BufferPlan(
@@ -235,11 +239,11 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
         compute_dtype=compute,
         main_dtype=main,
         reduce_dtype=dtypes.reduce_dtype or torch.promote_types(compute, torch.float32),
-        is_resident=not is_freed,
+        is_resident=not (is_freed or has_versions),
         is_partial=sizes[DP_SHARD] > 1 and main_place.get(DP_SHARD) is Placement.SHARD,
         is_packed=originals[0].is_packed,
         gathers=gathers,
-        regathers=exchanges(placements.kept, {}, sizes) if is_freed else (),
+        regathers=gathers if has_versions else exchanges(placements.kept, {}, sizes) if is_freed else (),
         reductions=exchanges(summands, placements.optimizer, sizes) if first.requires_grad else (),
         main_tier=main_tier,
         copy_tier=tier_of_copy(far, main_tier, main, compute),

@@ -13,7 +13,7 @@ than the device; the plan tells where.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -95,6 +95,8 @@ class FlatBuffer:
         """The main parameters in the compute dtype, if gathers start from such a copy; else None."""
         self._second: Tensor | None = None
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
+        self._use: tuple[Hashable, Callable[[], Tensor]] | None = None
+        """The name of the values that gathers start from, and the call that gives them; None: `main`."""
         self._num_views = 0
         """Tensors over `full` before a forward without a graph."""
         self._freed = self._describe_freed()
@@ -174,6 +176,23 @@ class FlatBuffer:
         """Note that main parameters were written: `full` is older from now on."""
         self._source.changed()
         self._copied.changed()
+
+    def use(self, name: Hashable, values: Callable[[], Tensor]) -> None:
+        """Let gathers start from other values than the main parameters, until `use_main`.
+
+        Args:
+            name: another name for other values; those under one name are the same.
+            values: gives them, like `main`, in the main or the compute dtype; each gather asks again.
+        """
+        if self._use is None or self._use[0] != name:
+            self._source.changed()
+        self._use = name, values
+
+    def use_main(self) -> None:
+        """Let gathers start from the main parameters again."""
+        if self._use is not None:
+            self._use = None
+            self._source.changed()
 
     def write(self, values: Tensor) -> None:
         """Write main parameters, [n] of any dtype on any device."""
@@ -263,7 +282,7 @@ class FlatBuffer:
             self._context.meter.add(self.full_bytes)
         if self._second is not None:
             return Gather(axes[self.plan.regathers[0].axis], Part(self.full, self._second, self.tag))
-        own = self.main.detach() if self.copy is None else self.copy
+        own = self._first_values()
         is_in_place = self.copy is not None and self.is_resident
         is_near = own.dtype == self.full.dtype and self.plan.gather_tier is Tier.DEVICE
         if not is_in_place and not (is_near and self.is_partial):
@@ -271,6 +290,12 @@ class FlatBuffer:
             del self._copies[:-1]  # this stream has begun after them
         (exchange,) = self.plan.gathers or (None,)
         return Gather(axes[exchange.axis], Part(self.full, own, self.tag)) if exchange else None
+
+    def _first_values(self) -> Tensor:
+        """The values that a gather starts from."""
+        if self._use is not None:
+            return self._use[1]()
+        return self.main.detach() if self.copy is None else self.copy
 
     def follow_main(self) -> None:
         """Copy main parameters that were written into the copy from which gathers start."""

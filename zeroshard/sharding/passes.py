@@ -80,6 +80,7 @@ class Passes(ShardedModule):
         self._num_prefetch = 0 if all(unit.is_resident for unit in units) else num_prefetch
         self._reads_files = any(unit.reads_files for unit in units)
         self.output_dtype, self._keeps_units = output_dtype, not placements.kept
+        self._keeps_units &= not context.setting.has_versions
         self._calls, self._outputs = CallLog(units), OutputHooks(self._before_backward, self._before_again)
         self._called: list[Unit] = []
         """The units of the forward under way, in the order of their calls."""

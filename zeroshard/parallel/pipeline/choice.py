@@ -10,13 +10,16 @@ import functools
 from dataclasses import replace
 from pathlib import Path
 
+from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.config.sections import Config
 from zeroshard.parallel.pipeline.actions import Schedule, parse_schedule
+from zeroshard.parallel.pipeline.asynchronous.steady import require_steps, steady
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from zeroshard.parallel.pipeline.sharding import without_steps
 from zeroshard.parallel.pipeline.simulate import validate
 
 _build = functools.lru_cache(maxsize=32)(build_schedule)
+_steady = functools.lru_cache(maxsize=32)(steady)
 
 
 def read_schedule(config: Config) -> str:
@@ -26,7 +29,7 @@ def read_schedule(config: Config) -> str:
         ValueError: the file cannot be read.
     """
     given = config.pipeline.schedule
-    if given in SCHEDULES or _is_text(given):
+    if given in SCHEDULES or given in ASYNCHRONOUS or _is_text(given):
         return given
     try:
         text = Path(given).read_text(encoding="utf-8")
@@ -40,16 +43,25 @@ def with_schedule(config: Config, schedule: str) -> Config:
     return replace(config, pipeline=replace(config.pipeline, schedule=schedule))
 
 
-def schedule_of(config: Config, num_microbatches: int) -> Schedule:
+def schedule_of(config: Config, num_microbatches: int, steps_taken: int = 0) -> Schedule:
     """Return the schedule that a config names, or whose text it has, for so many micro-batches.
+
+    Args:
+        config: the config.
+        num_microbatches: micro-batches of the batch.
+        steps_taken: the steps of the optimizer before the batch; the first ones may be synchronous.
 
     Raises:
         ValueError: it does not exist with these numbers, or the user's list cannot run.
     """
-    name, num_chunks = config.pipeline.schedule, config.pipeline.num_chunks
+    pipeline, num_ranks = config.pipeline, config.mesh.pp
+    name, num_chunks = pipeline.schedule, pipeline.num_chunks
+    if name in ASYNCHRONOUS:
+        num_synchronous = max(0, pipeline.synchronous_steps - steps_taken)
+        return _steady(num_ranks, num_microbatches, pipeline.step_size(num_ranks), num_synchronous)
     if not _is_text(name):
-        return _build(name, config.mesh.pp, num_microbatches, num_chunks)
-    return _parse(name, config.mesh.pp, num_microbatches, num_chunks)
+        return _build(name, num_ranks, num_microbatches, num_chunks)
+    return _parse(name, num_ranks, num_microbatches, num_chunks, pipeline.is_asynchronous)
 
 
 def _is_text(schedule: str) -> bool:
@@ -57,10 +69,19 @@ def _is_text(schedule: str) -> bool:
 
 
 @functools.lru_cache(maxsize=32)
-def _parse(text: str, num_ranks: int, num_microbatches: int, num_chunks: int | None) -> Schedule:
-    """Return the schedule of a text without its steps, checked against the numbers of a config."""
+def _parse(
+    text: str, num_ranks: int, num_microbatches: int, num_chunks: int | None, is_asynchronous: bool
+) -> Schedule:
+    """Return the schedule of a text, checked against the numbers of a config.
+
+    A synchronous one has no steps: each batch of training ends with one.
+    """
     try:
-        schedule = without_steps(parse_schedule(text))  # each batch of training ends with a step
+        schedule = parse_schedule(text)
+        if is_asynchronous:
+            require_steps(schedule)
+        else:
+            schedule = without_steps(schedule)
         validate(schedule)
     except ValueError as error:
         raise ValueError(f"pipeline.schedule: {error}") from None

@@ -52,15 +52,20 @@ class Part:
     cut: Cut
     """The cut of the model into chunks."""
 
-    def schedule(self, num_microbatches: int, *, has_backward: bool) -> Schedule:
+    def schedule(self, num_microbatches: int, *, has_backward: bool, steps_taken: int = 0) -> Schedule:
         """Return the schedule of a batch, or of its forwards alone.
 
-        With `reshard_after_forward=False` each chunk is unsharded once a batch.
+        With `reshard_after_forward=False` each chunk is unsharded once a batch, if the batch has one step.
+
+        Args:
+            num_microbatches: micro-batches of the batch.
+            has_backward: False for the forwards alone.
+            steps_taken: the steps of training before it; the first ones may be synchronous.
 
         Raises:
             ValueError: it does not exist with this number of micro-batches.
         """
-        schedule = schedule_of(self.config, num_microbatches)
+        schedule = schedule_of(self.config, num_microbatches, steps_taken)
         if not has_backward:
             schedule = schedule.forwards
         if self.config.reshard_after_forward is False and all(a.is_compute for _, a in schedule):
@@ -98,6 +103,8 @@ def take_part(model: nn.Module, config: Config, cut: Cut, rank: int) -> Part:
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     holders = _find_holders(model, outline, runs, schedule)
     _refuse_ignored(find_ignored(model, config.ignored), holders)
+    if config.pipeline.is_asynchronous:
+        _refuse_shared(config, holders)
     chunks = schedule.chunks[rank]
     chunked: Chunked | TracedChunks
     if isinstance(model, TracedModel):
@@ -125,6 +132,17 @@ def _refuse_ignored(ignored: Ignored, holders: Mapping[nn.Parameter, Holders]) -
             raise ValueError(
                 f"config key 'ignored': expected a parameter of one chunk, got '{name}', which chunks "
                 f"{', '.join(map(str, holders[parameter].chunks))} share: its gradients would not be added up"
+            )
+
+
+def _refuse_shared(config: Config, holders: Mapping[nn.Parameter, Holders]) -> None:
+    for found in holders.values():
+        if len(found.ranks) > 1:
+            raise ValueError(
+                f"pipeline.schedule={config.pipeline.schedule!r}: expected parameters of one pipeline rank "
+                f"each, got '{found.name}', which pipeline ranks {', '.join(map(str, found.ranks))} share: "
+                "they step at different times. Give each its own, such as tie_word_embeddings=False of "
+                "transformers"
             )
 
 

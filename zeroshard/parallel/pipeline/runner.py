@@ -29,6 +29,7 @@ from torch import Tensor
 from zeroshard.comm.messages import Form, Forms, Messages, Receipt
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
 from zeroshard.parallel.pipeline.random import random_states, set_random_states
+from zeroshard.parallel.pipeline.sharding import ends_of_chunks
 from zeroshard.parallel.pipeline.simulate import validate
 from zeroshard.parallel.pipeline.transfers import Exchange, Transfer, plan_exchanges
 from zeroshard.parallel.pipeline.weights import Waiting
@@ -50,7 +51,7 @@ class Chunks(Protocol):
         """
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
-        """Run the backward of a chunk, or a half; `is_last` if it is the last one in the batch there."""
+        """Run the backward of a chunk, or a half; `is_last` if it is the last one there before a step."""
 
     def leaving(self, waiting: Waiting) -> AbstractContextManager[None]:
         """Leave weight gradients of forwards and backwards inside to `waiting`; see `Products.leaving`."""
@@ -142,8 +143,9 @@ class Runner:
         actions = schedule.lists[messages.rank]
         self._recomputed = {(a.chunk, a.microbatch) for a in actions if a.kind is Kind.RECOMPUTE}
         self._halved = {(a.chunk, a.microbatch) for a in actions if a.kind is Kind.INPUT_GRADIENT}
-        ends = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
-        self._ends = {action.chunk: action for action in actions if action.kind in ends}
+        self._ends = ends_of_chunks(actions)
+        self._trained = {action.chunk for action in self._ends}
+        """The chunks that have backwards."""
         self._forms: dict[Any, dict[_Leg, Forms]] = {}
         """The forms of messages, by the shapes of the batch."""
         self._batch = _Batch()
@@ -235,7 +237,7 @@ class Runner:
             random = ()
             with self._leaving(action):
                 outputs = tuple(self._chunks.forward(chunk, microbatch, inputs))
-        if chunk in self._ends:
+        if chunk in self._trained:
             self._batch.calls[chunk, microbatch] = _Call(inputs, () if is_recomputed else outputs, random)
         if chunk == self._last_chunk:
             (loss,) = outputs
@@ -271,7 +273,7 @@ class Runner:
             if pairs:
                 torch.autograd.backward([value for value, _ in pairs], [one for _, one in pairs])
 
-        self._chunks.backward(chunk, self._ends[chunk] == action, run)
+        self._chunks.backward(chunk, action in self._ends, run)
         self._give_back(chunk, microbatch, call)
 
     def _input_gradient(self, action: Action) -> None:
@@ -281,7 +283,7 @@ class Runner:
     def _weight_gradient(self, action: Action) -> None:
         chunk, _ = _place(action)
         waiting = self._batch.waiting.pop(_place(action))
-        self._chunks.backward(chunk, self._ends[chunk] == action, waiting.compute)
+        self._chunks.backward(chunk, action in self._ends, waiting.compute)
 
     def _pairs(self, chunk: int, microbatch: int, call: _Call) -> list[tuple[Tensor, Tensor | None]]:
         """The outputs of a call that have a graph, with their gradients."""

@@ -56,8 +56,8 @@ def without_steps(schedule: Schedule) -> Schedule:
             if action.kind is Kind.STEP and later:
                 raise ValueError(
                     f"pipeline rank {rank}: expected steps behind all computations and reduces of the list, "
-                    f"got {action} before {later[0]}; lists with a step in the middle are for asynchronous "
-                    "pipelines, which are not there yet"
+                    f"got {action} before {later[0]}; a list with a step in the middle is asynchronous, and "
+                    "needs pipeline.weights"
                 )
         for chunk in schedule.chunks[rank]:
             steps = [one for one in actions if one.kind is Kind.STEP and one.chunk in (None, chunk)]
@@ -81,6 +81,36 @@ def reduced_apart(actions: Sequence[Action]) -> frozenset[int]:
         for chunk, end in ends.items()
         if chunk is not None and any(action.is_compute for action in actions[end + 1 : reduces.get(chunk, 0)])
     )
+
+
+def ends_of_chunks(actions: Sequence[Action]) -> set[Action]:
+    """Return the last backward of each chunk before each step, or before the end of the list."""
+    ends: set[Action] = set()
+    last: dict[int | None, Action] = {}
+    for action in (*actions, _STEP):
+        if action.kind in END_BACKWARD:
+            last[action.chunk] = action
+        elif action.kind is Kind.STEP:
+            ends.update(last.values())
+            last = {}
+    return ends
+
+
+def ends_of_steps(actions: Sequence[Action]) -> dict[Action, int]:
+    """Return the last backward before each step, or before the end, with the number of its backwards.
+
+    Args:
+        actions: the list of a pipeline rank, with steps of all of its chunks or without any.
+    """
+    found: dict[Action, int] = {}
+    last, number = None, 0
+    for action in (*actions, _STEP):
+        if action.kind in END_BACKWARD:
+            last, number = action, number + 1
+        elif action.kind is Kind.STEP and last is not None:
+            found[last] = number
+            last, number = None, 0
+    return found
 
 
 def _whole_batch(actions: tuple[Action, ...]) -> Iterator[Action]:

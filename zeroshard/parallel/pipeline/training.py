@@ -32,10 +32,11 @@ from zeroshard.comm.messages import LAST_TAGS, Messages
 from zeroshard.data.losses import LossFunction, check_loss, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
+from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.random import own_numbers
 from zeroshard.parallel.pipeline.runner import Runner
-from zeroshard.parallel.pipeline.sharding import reduced_apart
+from zeroshard.parallel.pipeline.sharding import ends_of_steps, reduced_apart
 from zeroshard.parallel.pipeline.shared import Shared
 from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.sharding.runtime import Runtime
@@ -68,8 +69,8 @@ class Pipelined:
         self._shared.start(optimizer)
         self._products: Products | None = None
         """Made for the first backward in two halves: without these, layers run as they are."""
-        self._runners: dict[tuple[int, bool], Runner] = {}
-        """By number of micro-batches; with backwards or without."""
+        self._runners: dict[tuple[int, bool, int], Runner] = {}
+        """By number of micro-batches; with backwards or without; by the synchronous steps that are left."""
         self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunked.chunks}
         self._own_units = {chunk: _alone(self._units, chunk) for chunk in self._units}
         """The units of a chunk that are reduced with it."""
@@ -87,8 +88,10 @@ class Pipelined:
         self._names: dict[Action, str] = {}
         """The names of actions in messages of the watchdog."""
         self._action: Action | None = None
-        self._end: Action | None = None
-        """The action after which this rank has all gradients."""
+        self._ends: Mapping[Action, int] = {}
+        """The actions after which this rank has all gradients of a step, with its micro-batches."""
+        self._sizes: list[int] = []
+        """The micro-batches of the steps to come, if there are several."""
         self._apart: frozenset[int] = frozenset()
         """The chunks whose reductions begin with an action of their own."""
         self._due: set[int] = set()
@@ -99,6 +102,14 @@ class Pipelined:
         self._num_batches = self._num_changes = 0
         self._trained: Any = None
         """The parameters and inputs that need a gradient."""
+        config = part.config.pipeline
+        self.method = None
+        """The method of an asynchronous pipeline; None for a synchronous one."""
+        if config.is_asynchronous:
+            self.method = AsynchronousMethod(runtime, optimizer, config, self._axes.pp.rank)
+            self.method.check(part.schedule(config.num_microbatches, has_backward=True))
+        self._take_step: Callable[[AbstractContextManager[None]], None] | None = None
+        """Takes a step inside a context, in the middle of a list."""
 
     def run(
         self, inputs: Any, targets: Any, num: int, *, loss_scale: float, is_half: bool
@@ -126,12 +137,38 @@ class Pipelined:
         self._shared.add_gradients()
         return mean
 
+    def run_steps(
+        self,
+        inputs: Any,
+        targets: Any,
+        num: int,
+        steps_taken: int,
+        take_step: Callable[[AbstractContextManager[None]], None],
+    ) -> Callable[[], Tensor]:
+        """Run a batch of an asynchronous pipeline, with the steps of its list.
+
+        Args:
+            inputs, targets, num: as in `run`.
+            steps_taken: the steps of training before it.
+            take_step: takes one step; the context corrects that of the optimizer.
+
+        Returns:
+            As `run`, which raises the same errors.
+        """
+        assert self.method is not None, "it is asynchronous"
+        self._factor, self._take_step = 1.0, take_step
+        schedule = self._part.schedule(num, has_backward=True, steps_taken=steps_taken)
+        with self.method.batch(schedule, steps_taken):
+            return self._run(inputs, targets, num, has_backward=True, steps_taken=steps_taken)
+
     def evaluate(self, inputs: Any, targets: Any, num: int) -> Tensor:
         """Return the mean loss of a batch; arguments and errors as in `run`."""
         return self._run(inputs, targets, num, has_backward=False)()
 
-    def _run(self, inputs: Any, targets: Any, num: int, *, has_backward: bool) -> Callable[[], Tensor]:
-        runner = self._runner(num, has_backward)
+    def _run(
+        self, inputs: Any, targets: Any, num: int, *, has_backward: bool, steps_taken: int = 0
+    ) -> Callable[[], Tensor]:
+        runner = self._runner(num, has_backward, steps_taken)
         device, what = self._runtime.context.device, "pipeline.num_microbatches"
         pieces = zip(split_batch(inputs, num, what), split_batch(targets, num, what), strict=True)
         batch = [(to_device(piece, device), to_device(target, device)) for piece, target in pieces]
@@ -144,20 +181,23 @@ class Pipelined:
                 runner.run(agree)
         finally:
             self._batch, self._runtime.here.action, self._called, self._bare = [], "", set(), set()
+            self._take_step = None
         total = torch.zeros((), dtype=torch.float32, device=device)
         for loss in self._losses:
             total += loss
         return self._axes.pp.begin_sum(total / num, "mean loss of a pipeline")
 
-    def _runner(self, num: int, has_backward: bool) -> Runner:
-        schedule = self._part.schedule(num, has_backward=has_backward)
+    def _runner(self, num: int, has_backward: bool, steps_taken: int) -> Runner:
+        schedule = self._part.schedule(num, has_backward=has_backward, steps_taken=steps_taken)
         if has_backward:
             own = schedule.lists[self._axes.pp.rank]
-            self._end = [action for action in own if action.kind in END_BACKWARD][-1]
+            self._ends = ends_of_steps(own)
+            self._sizes = list(self._ends.values())
             self._apart, self._due = reduced_apart(own), set()
-        if (num, has_backward) not in self._runners:
-            self._runners[num, has_backward] = Runner(schedule, self._messages, self)
-        return self._runners[num, has_backward]
+        num_synchronous = max(0, self._part.config.pipeline.synchronous_steps - steps_taken)
+        if (runner := self._runners.get(key := (num, has_backward, num_synchronous))) is None:
+            runner = self._runners[key] = Runner(schedule, self._messages, self)
+        return runner
 
     def _compare(self, batch: Any, shapes: Any) -> Callable[[], Any]:
         """Begin to compare the batch with that of the other pipeline ranks: shapes, now and then values.
@@ -237,13 +277,14 @@ class Pipelined:
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
         """Run the backward of a chunk, or a half; the last one reduces the units that end with it."""
-        reducer, has_more = self._runtime.reducer, self._action != self._end
+        reducer, has_more = self._runtime.reducer, self._action not in self._ends
         self._shared.chunk = chunk
         assert self._action is not None, "it was entered"
         name = chunk, self._action.microbatch
         comes_through_none = self._action.kind is Kind.WEIGHT_GRADIENT or name in self._bare
         delivering = self._runtime.delivering() if comes_through_none else nullcontext()
-        scaled, part = reducer.scaled(self._loss_scale), self._runtime.part(name, self._units[chunk])
+        scale = self._loss_scale if self.method is None else float(self._sizes[0])
+        scaled, part = reducer.scaled(scale), self._runtime.part(name, self._units[chunk])
         ending = self._ending(chunk, has_more) if is_last else frozenset()
         with part, reducer.deferring(has_more, but=ending), scaled, delivering:
             run()
@@ -269,8 +310,13 @@ class Pipelined:
         return self._products.leaving(waiting)
 
     def act(self, action: Action) -> None:
-        """Unshard or reshard the units of a chunk, or begin to reduce them, if that is due."""
-        if action.chunk is not None and action.kind is Kind.UNSHARD:
+        """Unshard or reshard the units of a chunk, begin to reduce them, if that is due, or take a step."""
+        if action.kind is Kind.STEP:
+            assert self.method is not None, "only an asynchronous list has steps"
+            assert self._take_step is not None, "it runs"
+            self._take_step(self.method.stepping())
+            self._sizes.pop(0)
+        elif action.chunk is not None and action.kind is Kind.UNSHARD:
             self._runtime.unshard((self._runtime.root, *self._units[action.chunk]))  # the root to the end
         elif action.chunk is not None and action.kind is Kind.RESHARD:
             self._runtime.reshard(self._units[action.chunk])
@@ -286,6 +332,8 @@ class Pipelined:
         self._runtime.here.action = name
         if self._runtime.is_bare:  # no unit tells when it began
             self._runtime.here.leave()
+        if self.method is not None and self._take_step is not None:
+            self.method.enter(action)
 
     def _named(self, piece: Any) -> Mapping[str, Any]:
         """The arguments of the model, by name.

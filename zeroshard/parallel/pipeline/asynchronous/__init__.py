@@ -1,0 +1,1 @@
+"""Asynchronous pipelines: lists with steps in the middle, and the weights that each action computes with."""

@@ -1,0 +1,203 @@
+"""The ages of weights, read from the lists of a schedule: nobody else knows a formula for a delay.
+
+A *version* of a chunk's weights is the number of steps that the chunk has taken. A micro-batch meets one
+version in its forward, and perhaps a later one in its backward; its gradient changes a later one still:
+
+    forward       version f      the steps before it
+    backward      version b      it has crossed b - f steps
+    step          version u      the version to which its gradient is applied
+
+    tau_forward   u - f          (Yang et al. 2021, "PipeMare", section 2.2)
+    tau_backward  u - b
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from zeroshard.parallel.pipeline.actions import BEGIN_BACKWARD, END_BACKWARD, Action, Kind, Schedule
+from zeroshard.parallel.pipeline.check import check_actions
+from zeroshard.parallel.pipeline.costs import Costs
+from zeroshard.parallel.pipeline.simulate import simulate
+
+Place = tuple[int, int]
+"""A chunk and a micro-batch."""
+
+
+@dataclass(frozen=True)
+class Ages:
+    """The versions that the actions of a schedule meet.
+
+    Args:
+        schedule: the lists of all ranks.
+
+    Raises:
+        ValueError: see `check_actions`; a backward comes before its forward.
+    """
+
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        check_actions(self.schedule)
+        for rank, actions in enumerate(self.schedule.lists):
+            forwards: set[Place] = set()
+            for action in actions:
+                if action.kind is Kind.FORWARD:
+                    forwards.add(_place(action))
+                elif action.is_compute and _place(action) not in forwards:
+                    raise ValueError(
+                        f"pipeline rank {rank}: expected {action} behind the forward of its micro-batch"
+                    )
+
+    @cached_property
+    def before(self) -> Mapping[Action, int]:
+        """For each compute action, the steps of its chunk before it."""
+        return {action: taken for action, (taken, _) in self._read.items() if action.is_compute}
+
+    @cached_property
+    def applied(self) -> Mapping[Place, int]:
+        """By chunk and micro-batch, the version to which the gradient is applied; none without a step."""
+        return {
+            _place(action): step
+            for action, (_, step) in self._read.items()
+            if action.kind in END_BACKWARD and step is not None
+        }
+
+    @cached_property
+    def crossed(self) -> Mapping[Action, int]:
+        """For each recompute and backward, the steps of its chunk since the forward of its micro-batch."""
+        return {
+            action: taken - self.before[action._replace(kind=Kind.FORWARD)]
+            for action, taken in self.before.items()
+            if action.kind is not Kind.FORWARD
+        }
+
+    def tau_forward(self, chunk: int) -> int:
+        """The most steps of a chunk from a forward to the step that applies its gradient."""
+        return self._most(chunk, (Kind.FORWARD,))
+
+    def tau_backward(self, chunk: int) -> int:
+        """The most steps of a chunk from a backward to the step that applies its gradient."""
+        return self._most(chunk, BEGIN_BACKWARD)
+
+    def until_applied(self, action: Action) -> int:
+        """The steps of a chunk from an action to the one that applies the gradient of its micro-batch."""
+        return self.applied[_place(action)] - self.before[action]
+
+    def tau_of_step(self, chunk: int, step: int) -> int:
+        """The most steps from a forward to one step that applies its gradient; 0 if it applies none."""
+        return self._taus[chunk].get(step, 0)
+
+    @cached_property
+    def _taus(self) -> dict[int, dict[int, int]]:
+        found: dict[int, dict[int, int]] = {chunk: {} for chunk in range(self.schedule.num_chunks)}
+        for (chunk, microbatch), step in self.applied.items():
+            tau = step - self.before[Action(Kind.FORWARD, chunk, microbatch)]
+            found[chunk][step] = max(tau, found[chunk].get(step, 0))
+        return found
+
+    def most_crossed(self, chunk: int) -> int:
+        """The most steps of a chunk from a forward to the backward of its micro-batch."""
+        return max((steps for action, steps in self.crossed.items() if action.chunk == chunk), default=0)
+
+    def _most(self, chunk: int, kinds: tuple[Kind, ...]) -> int:
+        own = (a for a in self.before if a.chunk == chunk and a.kind in kinds and _place(a) in self.applied)
+        return max(map(self.until_applied, own), default=0)
+
+    @cached_property
+    def round_trips(self) -> Mapping[Action, int]:
+        """For each compute action, the steps of its chunk until its micro-batch is back at the first chunk.
+
+        These are the steps that end before the backward of the first chunk begins. Forwards and backwards
+        take the same time, as in the source: on rank k of n, in the steady state, floor(k / 2) from a
+        backward, and n - 1 - k more from a forward.
+
+        Source: Chen et al. 2018, "Efficient and Robust Parallel DNN Training through Model Parallelism on
+        Multi-GPU Platform" (SpecTrain), section 3.2.
+        """
+        costs = Costs(forward=2, backward_input=1, backward_weight=1)
+        spans = simulate(self.schedule, costs).spans
+        back = {
+            span.action.microbatch: span.start
+            for own in spans
+            for span in own
+            if span.action.chunk == 0 and span.action.kind in BEGIN_BACKWARD
+        }
+        found: dict[Action, int] = {}
+        for own in spans:
+            ends: dict[int | None, list[float]] = {}  # of the steps so far, by chunk; None: of all chunks
+            for span in own:
+                if span.action.kind is Kind.STEP:
+                    ends.setdefault(span.action.chunk, []).append(span.end)
+            taken: Counter[int | None] = Counter()
+            for span in own:
+                if span.action.kind is Kind.STEP:
+                    taken[span.action.chunk] += 1
+                elif span.action.is_compute:
+                    back_at, chunks = back[span.action.microbatch], (None, span.action.chunk)
+                    steps = (bisect_left(ends.get(one, []), back_at) - taken[one] for one in chunks)
+                    found[span.action] = sum(max(number, 0) for number in steps)
+        return found
+
+    @cached_property
+    def first_versions(self) -> Mapping[int, int]:
+        """By micro-batch, the version of the first chunk in its forward."""
+        return {
+            action.microbatch: taken
+            for action, taken in self.before.items()
+            if action.kind is Kind.FORWARD and action.chunk == 0 and action.microbatch is not None
+        }
+
+    @cached_property
+    def versions_of_steps(self) -> Mapping[int, int]:
+        """By micro-batch, the version of the first chunk in the forward that began its step.
+
+        All micro-batches whose gradients the first chunk applies together have the same one (Narayanan et al.
+        2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1).
+        """
+        groups: dict[int, list[int]] = {}
+        for microbatch in sorted(self.first_versions):
+            groups.setdefault(self.applied[0, microbatch], []).append(microbatch)
+        return {one: self.first_versions[group[0]] for group in groups.values() for one in group}
+
+    @cached_property
+    def _read(self) -> dict[Action, tuple[int, int | None]]:
+        """For each compute action, the steps of its chunk before it, and before the next one of these."""
+        found: dict[Action, tuple[int, int | None]] = {}
+        for actions, chunks in zip(self.schedule.lists, self.schedule.chunks, strict=True):
+            for chunk in chunks:
+                taken, waiting = 0, list[Action]()
+                for action in actions:
+                    if is_step_of(action, chunk):
+                        found.update((one, (found[one][0], taken)) for one in waiting)
+                        taken, waiting = taken + 1, []
+                    elif action.is_compute and action.chunk == chunk:
+                        found[action] = taken, None
+                        waiting.append(action)
+        return found
+
+
+def is_asynchronous(schedule: Schedule) -> bool:
+    """True if a rank computes behind a step of one of its chunks."""
+    for actions, chunks in zip(schedule.lists, schedule.chunks, strict=True):
+        for chunk in chunks:
+            own = [action for action in actions if action.chunk in (None, chunk)]
+            steps = [index for index, action in enumerate(own) if action.kind is Kind.STEP]
+            if steps and any(action.is_compute for action in own[steps[0] :]):
+                return True
+    return False
+
+
+def is_step_of(action: Action, chunk: int | None) -> bool:
+    """True for a step of a chunk, perhaps with the other chunks of its rank."""
+    return action.kind is Kind.STEP and action.chunk in (None, chunk)
+
+
+def _place(action: Action) -> Place:
+    assert action.chunk is not None
+    assert action.microbatch is not None
+    return action.chunk, action.microbatch

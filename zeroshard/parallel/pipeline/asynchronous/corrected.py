@@ -1,0 +1,100 @@
+"""Steps of an optimizer that are corrected for stale gradients, around its own step.
+
+    rescale    lr / tau^(1 - min(step / K, 1))          any optimizer (PipeMare, technique 1)
+    spike      w -= lr (a v + b g)                      SGD with momentum (Kosson et al. 2021, section 3.2)
+
+`corrections.py` has the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from zeroshard.optim.eightbit.base import BlockwiseOptimizer
+from zeroshard.parallel.pipeline.asynchronous.corrections import Spike, compensate, lr_factor
+from zeroshard.parallel.pipeline.asynchronous.updates import require_groups
+from zeroshard.parameters.gradient import gradient_of
+
+Corrected = Callable[[int, int], AbstractContextManager[None]]
+"""(tau, step) -> a context for the optimizer's step: tau in steps, and the steps of training before it."""
+
+
+def rescaled(optimizer: Optimizer, anneal_steps: int | None) -> Corrected:
+    """Return steps with a learning rate that is divided by their delay.
+
+    Raises:
+        ValueError: a group has no learning rate, or parameters have some of their own.
+    """
+    if any(group.get("lr") is None for group in optimizer.param_groups):
+        raise ValueError(
+            f"pipeline.correction='rescale': expected lr in each parameter group of "
+            f"{type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, BlockwiseOptimizer) and optimizer.overrides:
+        raise ValueError(
+            "pipeline.correction='rescale': expected an optimizer without overrides of single parameters"
+        )
+
+    @contextmanager
+    def step(tau: int, number: int) -> Iterator[None]:
+        factor = lr_factor(tau, number, anneal_steps)
+        before = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+        try:
+            yield
+        finally:
+            for group, lr in zip(optimizer.param_groups, before, strict=True):
+                group["lr"] = lr
+
+    return step
+
+
+def spike_compensated(optimizer: Optimizer) -> Corrected:
+    """Return steps whose late gradients count as if they had come in time.
+
+    Raises:
+        ValueError: the optimizer is not torch's SGD with momentum.
+    """
+    if type(optimizer) is not SGD:
+        raise ValueError(
+            "pipeline.correction='spike': expected torch.optim.SGD with momentum, whose update is the sum "
+            f"that it compensates, got {type(optimizer).__name__}; 'rescale' works with every optimizer"
+        )
+    off = ("nesterov", "maximize", "dampening")
+    require_groups(optimizer, "pipeline.correction='spike'", off=off, momentum=True)
+
+    @contextmanager
+    def step(tau: int, number: int) -> Iterator[None]:
+        decays = [group["weight_decay"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            _compensate_group(optimizer, group, tau)
+            group["weight_decay"] = 0.0  # it is in the gradients now
+        try:
+            yield
+        finally:
+            for group, decay in zip(optimizer.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
+
+    return step
+
+
+@torch.no_grad()
+def _compensate_group(optimizer: Optimizer, group: dict[str, Any], tau: int) -> None:
+    """Make the correction before the step: it is added to the same weights."""
+    spike = Spike.of(group["momentum"], tau)
+    for parameter in group["params"]:
+        gradient = gradient_of(parameter)
+        if gradient is None or not gradient.numel():
+            continue
+        weights = parameter.detach()
+        gradient.add_(weights, alpha=group["weight_decay"])
+        before: Tensor | None = optimizer.state.get(parameter, {}).get("momentum_buffer")
+        velocity = gradient if before is None else gradient.add(before, alpha=group["momentum"])
+        compensate(weights, velocity, gradient, float(group["lr"]), spike)

@@ -1,0 +1,132 @@
+"""The directions along which weights are moved: the change that one step is taken to make.
+
+The mean of changes and the last change are kept as states of the optimizer, one for each parameter. So
+checkpoints, resharding and reports of memory know them without code of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.parallel.pipeline.asynchronous.corrections import mean_of_changes
+from zeroshard.parallel.pipeline.asynchronous.updates import update_of
+from zeroshard.parallel.pipeline.asynchronous.uses import Direction
+from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.sharding.buffer import FlatBuffer
+
+MEAN, LAST = "mean_of_changes", "last_change"
+"""The names of the states of the optimizer."""
+
+
+class Change(Protocol):
+    """The change of one step, of each parameter of the optimizer."""
+
+    def of(self, parameter: ShardedParameter, weights: Tensor) -> Tensor | None:
+        """Return the change of a slice, like the slice; None: it is zero."""
+
+    def noting(self, decay: float) -> AbstractContextManager[None]:
+        """Note the change of the step inside; `decay` is that of a mean."""
+
+
+class UpdateChange:
+    """The next update of the optimizer; see `updates.py`.
+
+    Args:
+        optimizer: the optimizer.
+        asked: the config key with its value, for errors.
+
+    Raises:
+        ValueError: see `update_of`.
+    """
+
+    def __init__(self, optimizer: Optimizer, asked: str) -> None:
+        self._optimizer, self._update = optimizer, update_of(optimizer, asked)
+
+    def of(self, parameter: ShardedParameter, weights: Tensor) -> Tensor | None:
+        """Return the change of a slice; see `Change`."""
+        for group in self._optimizer.param_groups:
+            if any(held is parameter for held in group["params"]):
+                return self._update(weights, group, self._optimizer.state.get(parameter, {}))
+        return None
+
+    def noting(self, decay: float) -> AbstractContextManager[None]:
+        """Note nothing: the optimizer does."""
+        return nullcontext()
+
+
+class NotedChange:
+    """The changes of the steps so far: their mean, or the last one.
+
+    Args:
+        optimizer: the optimizer, whose states they become.
+        buffers: the trained buffers.
+        is_mean: True for the mean.
+    """
+
+    def __init__(self, optimizer: Optimizer, buffers: Sequence[FlatBuffer], *, is_mean: bool) -> None:
+        self._optimizer, self._buffers = optimizer, buffers
+        self._is_mean, self._name = is_mean, MEAN if is_mean else LAST
+
+    def of(self, parameter: ShardedParameter, weights: Tensor) -> Tensor | None:
+        """Return the change of a slice; see `Change`."""
+        state = self._optimizer.state.get(parameter, {})
+        found: Tensor | None = state.get(self._name)
+        return found
+
+    @contextmanager
+    @torch.no_grad()
+    def noting(self, decay: float) -> Iterator[None]:
+        """Note the change of the step inside."""
+        before = [buffer.main.detach().clone() for buffer in self._buffers]
+        yield
+        for buffer, old in zip(self._buffers, before, strict=True):
+            change = old.neg_().add_(buffer.main.detach())
+            for index, parameter in enumerate(buffer.sharded):
+                self._note(parameter, change[buffer.sharded_span(index).slice], decay)
+
+    def _note(self, parameter: ShardedParameter, change: Tensor, decay: float) -> None:
+        # A state that is looked up is made, and an optimizer takes an empty one for that of a first step.
+        if self._name in self._optimizer.state.get(parameter, {}):
+            state = self._optimizer.state[parameter]
+            if self._is_mean:
+                mean_of_changes(state[self._name], change.view_as(state[self._name]), decay)
+            else:
+                state[self._name].copy_(change.view_as(state[self._name]))
+        elif gradient_of(parameter) is not None:  # its first step
+            first = change.clone() if not self._is_mean else change * (1.0 - decay)
+            self._optimizer.state[parameter][self._name] = first
+
+
+def change_of(
+    direction: Direction, optimizer: Optimizer, buffers: Sequence[FlatBuffer], asked: str
+) -> Change:
+    """Return the change along a direction.
+
+    Raises:
+        ValueError: see `update_of`.
+    """
+    if direction is Direction.UPDATE:
+        return UpdateChange(optimizer, asked)
+    return NotedChange(optimizer, buffers, is_mean=direction is Direction.MEAN_CHANGE)
+
+
+def moved(buffer: FlatBuffer, change: Change, ahead: int) -> Callable[[], Tensor]:
+    """Return a call that computes the main parameters of a buffer some steps ahead: w + ahead * change."""
+
+    @torch.no_grad()
+    def compute() -> Tensor:
+        values = buffer.main.detach().clone()
+        for index, parameter in enumerate(buffer.sharded):
+            weights = values[buffer.sharded_span(index).slice]
+            if weights.numel() and (step := change.of(parameter, weights)) is not None:
+                weights.add_(step.view_as(weights), alpha=ahead)
+        return values
+
+    return compute

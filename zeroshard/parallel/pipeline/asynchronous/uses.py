@@ -1,0 +1,134 @@
+"""The weights that each action computes with: a table of the methods of asynchronous pipelines.
+
+An action uses a *version*, or the newest weights, perhaps moved by some steps along a *direction*. Methods
+differ in nothing else, so each is a row: a function from the ages of a schedule to the use of each action,
+and the name of a direction.
+
+    latest        the newest weights                        Petrowski et al. 1993; "pipelined backpropagation"
+    stash         backward: the version of its forward      Narayanan et al. 2019, "PipeDream", section 3.3
+    vertical      both: the version of the first chunk      the same, "vertical sync"
+    double        both: one version for each step           Narayanan et al. 2021, "PipeDream-2BW"
+    estimate      backward: w - crossed * delta             Yang et al. 2021, "PipeMare", section 3.2
+    predict       both: w - s * lr * v, s by round trips    Chen et al. 2018, "SpecTrain", section 3.2
+    lwp           forward: w - tau_forward * lr * v         Kosson et al. 2021, "Pipelined Backpropagation
+    lwp-weights   forward: w + tau_forward * last change      at Scale", section 3.3, equations 15 and 19
+    bounded       the newest; few steps are crossed         Elam et al. 2026, "Breaking the Bubble", PACI
+
+Autograd keeps the activations of the forward. So a backward with other weights than its forward multiplies
+gradients with the new matrices, and activations are those of the old ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import NamedTuple
+
+from zeroshard.parallel.pipeline.actions import Action, Kind
+from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_step_of
+
+
+class Use(NamedTuple):
+    """The weights of one action."""
+
+    version: int | None = None
+    """A version; None: the newest."""
+    ahead: int = 0
+    """The steps by which these are moved along the direction of the method; negative for backwards."""
+
+
+class Direction(Enum):
+    """The change of weights that a step is taken to make."""
+
+    UPDATE = "update"
+    """The optimizer's own next update, without a new gradient: from its momentum."""
+    MEAN_CHANGE = "mean of changes"
+    """The exponential mean of the changes so far."""
+    LAST_CHANGE = "last change"
+    """The change of the last step."""
+
+
+Uses = Mapping[Action, Use]
+"""By compute action of all ranks."""
+
+
+class Weights(NamedTuple):
+    """A row of the table of methods."""
+
+    uses: Callable[[Ages], dict[Action, Use]]
+    direction: Direction | None = None
+    """The direction along which weights are moved; None: they never are."""
+
+
+def _latest(ages: Ages) -> dict[Action, Use]:
+    return dict.fromkeys(ages.before, Use())
+
+
+def _stash(ages: Ages) -> dict[Action, Use]:
+    return {action: Use(taken - ages.crossed.get(action, 0)) for action, taken in ages.before.items()}
+
+
+def _by_microbatch(action: Action, versions: Mapping[int, int]) -> Use:
+    assert action.microbatch is not None, "a compute action"
+    return Use(versions[action.microbatch])
+
+
+def _vertical(ages: Ages) -> dict[Action, Use]:
+    return {action: _by_microbatch(action, ages.first_versions) for action in ages.before}
+
+
+def _double(ages: Ages) -> dict[Action, Use]:
+    return {action: _by_microbatch(action, ages.versions_of_steps) for action in ages.before}
+
+
+def _estimate(ages: Ages) -> dict[Action, Use]:
+    return {action: Use(ahead=-ages.crossed.get(action, 0)) for action in ages.before}
+
+
+def _predict(ages: Ages) -> dict[Action, Use]:
+    return {action: Use(ahead=steps) for action, steps in ages.round_trips.items()}
+
+
+def _lwp(ages: Ages) -> dict[Action, Use]:
+    return {
+        action: Use(ahead=ages.until_applied(action) if action.kind is Kind.FORWARD else 0)
+        for action in ages.before
+    }
+
+
+WEIGHTS: dict[str, Weights] = {
+    "latest": Weights(_latest),
+    "stash": Weights(_stash),
+    "vertical": Weights(_vertical),
+    "double": Weights(_double),
+    "estimate": Weights(_estimate, Direction.MEAN_CHANGE),
+    "predict": Weights(_predict, Direction.UPDATE),
+    "lwp": Weights(_lwp, Direction.UPDATE),
+    "lwp-weights": Weights(_lwp, Direction.LAST_CHANGE),
+    "bounded": Weights(_latest),
+}
+"""The methods by the names that a user writes."""
+
+
+def kept_versions(ages: Ages, rank: int, chunk: int, uses: Uses) -> tuple[frozenset[int], ...]:
+    """Return, for each step of a chunk, the versions from before it that are used behind it."""
+    kept: list[frozenset[int]] = []
+    later: frozenset[int] = frozenset()
+    newest = sum(is_step_of(action, chunk) for action in ages.schedule.lists[rank])
+    for action in reversed(ages.schedule.lists[rank]):
+        if is_step_of(action, chunk):
+            later -= {newest}
+            kept.append(later)
+            newest -= 1
+        elif action.is_compute and action.chunk == chunk:
+            version = uses[action].version
+            later |= {newest if version is None else version}
+    return tuple(reversed(kept))
+
+
+def count_live(ages: Ages, uses: Uses) -> tuple[int, ...]:
+    """Return the most versions of a chunk that each pipeline rank holds at a time, with the newest one."""
+    return tuple(
+        1 + max(len(kept) for chunk in chunks for kept in ({}, *kept_versions(ages, rank, chunk, uses)))
+        for rank, chunks in enumerate(ages.schedule.chunks)
+    )
