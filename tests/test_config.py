@@ -90,6 +90,13 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
             "balance": "time",
             "split": None,
             "trace": False,
+            "microbatches_per_step": None,
+            "synchronous_steps": 0,
+            "weights": None,
+            "correction": None,
+            "decay": 0.135,
+            "anneal_steps": None,
+            "max_crossed_steps": 1,
         },
     }
     assert Config().to_dict() == values | sections

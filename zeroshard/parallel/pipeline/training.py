@@ -312,10 +312,10 @@ class Pipelined:
     def act(self, action: Action) -> None:
         """Unshard or reshard the units of a chunk, begin to reduce them, if that is due, or take a step."""
         if action.kind is Kind.STEP:
-            assert self.method is not None, "only an asynchronous list has steps"
-            assert self._take_step is not None, "it runs"
-            self._take_step(self.method.stepping())
-            self._sizes.pop(0)
+            if self.method is not None:  # else the batch ends with the step
+                assert self._take_step is not None, "it runs"
+                self._take_step(self.method.stepping())
+                self._sizes.pop(0)
         elif action.chunk is not None and action.kind is Kind.UNSHARD:
             self._runtime.unshard((self._runtime.root, *self._units[action.chunk]))  # the root to the end
         elif action.chunk is not None and action.kind is Kind.RESHARD:

@@ -95,7 +95,9 @@ def train(stages, batch, loss_fn, k, method):
         for s, stage in enumerate(stages):
             (version, ahead), _, along = uses(method["weights"], m, s, p, k)
             model = copy.deepcopy(stage.model)
-            for parameter, value in zip(model.parameters(), stage.weights(version, ahead, along), strict=True):
+            for parameter, value in zip(
+                model.parameters(), stage.weights(version, ahead, along), strict=True
+            ):
                 parameter.data.copy_(value)
             inputs.append((model, x.detach().requires_grad_()))
             x = model(inputs[-1][1])
@@ -106,7 +108,9 @@ def train(stages, batch, loss_fn, k, method):
         for s in reversed(range(p)):
             _, (version, ahead), along = uses(method["weights"], m, s, p, k)
             model, entered = inputs[s]
-            for parameter, value in zip(model.parameters(), stages[s].weights(version, ahead, along), strict=True):
+            for parameter, value in zip(
+                model.parameters(), stages[s].weights(version, ahead, along), strict=True
+            ):
                 parameter.data.copy_(value)  # autograd has kept the parameter, so it reads this
             torch.autograd.backward(outputs[s], gradient)
             gradient = entered.grad
@@ -118,7 +122,12 @@ def train(stages, batch, loss_fn, k, method):
             for s, stage in enumerate(stages):
                 taus = [one // k - max(0, one - (p - 1 - s)) // k for one in range(first, m + 1)]
                 number = method.get("taken", 0) + m // k
-                stage.step([g / (m + 1 - first) for g in sums[s]], max(taus), number, method | decay_of(method, s, p, k))
+                stage.step(
+                    [g / (m + 1 - first) for g in sums[s]],
+                    max(taus),
+                    number,
+                    method | decay_of(method, s, p, k),
+                )
             sums = None
     return losses
 

@@ -19,7 +19,9 @@ WIDTH, ROWS, MICRO_BATCHES = 6, 4, 30
 def model_of(num_ranks):
     torch.manual_seed(0)
     blocks = [
-        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+        nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)
+        )
         for _ in range(2 * num_ranks)
     ]
     return nn.Sequential(*blocks).double()
@@ -122,7 +124,12 @@ METHODS = {
         1,
         "sgd",
     ),
-    "pb, spike": ({"schedule": "pb", "correction": "spike"}, {"weights": "latest", "correction": "spike"}, 1, "sgd"),
+    "pb, spike": (
+        {"schedule": "pb", "correction": "spike"},
+        {"weights": "latest", "correction": "spike"},
+        1,
+        "sgd",
+    ),
     "pb, rescale": (
         {"schedule": "pb", "correction": "rescale"},
         {"weights": "latest", "correction": "rescale"},
