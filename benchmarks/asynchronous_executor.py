@@ -23,7 +23,7 @@ from zeroshard.parallel.pipeline.asynchronous.corrected import Corrected, rescal
 from zeroshard.parallel.pipeline.asynchronous.corrections import decay_of_changes, mean_of_changes
 from zeroshard.parallel.pipeline.asynchronous.updates import update_of
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction, Use, count_live, kept_versions
-from zeroshard.parallel.pipeline.simulate import simulate
+from zeroshard.parallel.pipeline.simulate import Timeline, simulate
 from zeroshard.parameters.gradient import set_gradient
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -55,14 +55,17 @@ class Delays:
     crossed: tuple[int, ...] = field(init=False)
     live: tuple[int, ...] = field(init=False)
     """The most versions that each rank holds at a time."""
+    timeline: Timeline = field(init=False)
+    """With the usual durations: a forward takes 1, a backward 2."""
 
     def __post_init__(self) -> None:
         ages, ranks = Ages(self.schedule), range(self.schedule.num_ranks)
         uses = WEIGHTS[self.weights].uses(ages)
         kept = tuple(kept_versions(ages, rank, rank, uses) for rank in ranks)
         taus = tuple(tuple(ages.tau_of_step(rank, step) for step in range(len(kept[rank]))) for rank in ranks)
-        found = {"uses": uses, "kept": kept, "taus": taus, "live": count_live(ages, uses)}
-        for name, value in {**found, "crossed": tuple(map(ages.most_crossed, ranks))}.items():
+        found: dict[str, object] = {"uses": uses, "kept": kept, "taus": taus, "live": count_live(ages, uses)}
+        found |= {"crossed": tuple(map(ages.most_crossed, ranks)), "timeline": simulate(self.schedule)}
+        for name, value in found.items():
             object.__setattr__(self, name, value)
 
 
@@ -226,7 +229,7 @@ class Executor:
             look_at: numbers of steps of this list, after which all modules are shown.
             look: is called with them.
         """
-        timeline = simulate(delays.schedule)
+        timeline = delays.timeline
         steps = [0] * len(self.stages)
         seen: dict[int, list[Tensor]] = {number: [] for number in look_at}
         self._losses = {}

@@ -1,0 +1,193 @@
+"""The tables and the pictures of benchmarks/asynchronous.py, made of its documents alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from documents import Document
+from tables import NONE, Table
+
+TUNED, SCALED = "tuned", "scaled"
+"""The settings of the hyperparameters."""
+TARGETS = {"digits": ("accuracy", 0.9), "text": ("loss", 2.4)}
+"""By task, what is reported of held-out samples, and the value to which the time is taken."""
+LAST_LOOKS = 3
+"""Evaluations at the end of a run whose mean is reported: a fifth of them."""
+TITLES = {
+    "gpipe": "GPipe, 8 a step",
+    "1f1b": "1F1B, 8 a step",
+    "2bw": "2BW, 8 a step",
+    "paci": "PACI, 8 a step",
+    "one": "1F1B, 1 a step",
+    "pb": "PB",
+    "pipedream": "PipeDream",
+    "spectrain": "SpecTrain",
+    "pipemare": "PipeMare",
+    "lwp": "LWP",
+    "lwp+sc": "LWP + SC",
+}
+COLORS = {
+    "gpipe": "#9a9a9a",
+    "1f1b": "#000000",
+    "2bw": "#8c564b",
+    "paci": "#e377c2",
+    "one": "#000000",
+    "pb": "#d62728",
+    "pipedream": "#1f77b4",
+    "spectrain": "#2ca02c",
+    "pipemare": "#ff7f0e",
+    "lwp": "#9467bd",
+    "lwp+sc": "#17becf",
+}
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """The runs of a method that differ in their seeds alone."""
+
+    rows: list[Mapping[str, Any]]
+
+    @property
+    def ended(self) -> list[Mapping[str, Any]]:
+        """Those that did not diverge."""
+        return [row for row in self.rows if row["diverged_at"] is None]
+
+    def last(self, what: str) -> list[float]:
+        """A value of each run that has not diverged: the mean of its last evaluations, which are noisy."""
+        return [statistics.fmean(look[what] for look in row["looks"][-LAST_LOOKS:]) for row in self.ended]
+
+    def means(self, what: str) -> list[float]:
+        """A value at each evaluation, over the seeds; none if a run diverged."""
+        if len(self.ended) < len(self.rows):
+            return []
+        number = min(len(row["looks"]) for row in self.rows)
+        return [statistics.fmean(row["looks"][i][what] for row in self.rows) for i in range(number)]
+
+
+def _grouped(document: Document) -> dict[tuple[str, int, str], Seeds]:
+    """The runs by method, ranks and setting."""
+    found: dict[tuple[str, int, str], Seeds] = {}
+    for i in range(document.length("rows")):
+        key = tuple(document.field("rows", i, part) for part in ("method", "ranks", "setting"))
+        found.setdefault(key, Seeds([])).rows.append(document.field("rows", i))
+    return found
+
+
+def _columns(document: Document) -> tuple[list[str], list[int]]:
+    """The methods and the depths."""
+    groups = _grouped(document)
+    return list(dict.fromkeys(one for one, _, _ in groups)), sorted({ranks for _, ranks, _ in groups})
+
+
+def _shown(seeds: Seeds | None, what: str) -> str:
+    """The mean over the seeds with the least and the largest value, and how many runs diverged."""
+    if seeds is None:
+        return NONE
+    values, lost = seeds.last(what), len(seeds.rows) - len(seeds.ended)
+    if not values:
+        return "diverged"
+    factor, digits = (100, 1) if what == "accuracy" else (1, 3)
+    mean, low, high = (f"{factor * one:.{digits}f}" for one in (statistics.fmean(values), min(values), max(values)))
+    note = f", {lost} of {len(seeds.rows)} diverged" if lost else ""
+    return f"{mean} [{low}, {high}]{note}"
+
+
+def quality(document: Document) -> Table:
+    """The accuracy or the loss on held-out samples at the end."""
+    task = document.field("rows", 0, "task")
+    what, _ = TARGETS[task]
+    groups = _grouped(document)
+    methods, depths = _columns(document)
+    unit = "accuracy, %" if what == "accuracy" else "loss, nats a byte"
+    rows = []
+    for name in methods:
+        cells = [_shown(groups.get((name, ranks, TUNED)), what) for ranks in depths]
+        rows.append((TITLES[name], *cells, _shown(groups.get((name, depths[-1], SCALED)), what)))
+    tuned = (f"{unit}, {ranks} ranks" for ranks in depths)
+    return Table((task, *tuned, f"scaled, {depths[-1]} ranks"), rows)
+
+
+def _time_to_target(seeds: Seeds, task: str) -> float | None:
+    """The simulated time at which the mean over the seeds has the target; None: never."""
+    what, target = TARGETS[task]
+    values, times = seeds.means(what), seeds.means("time")
+    for value, time in zip(values, times, strict=True):
+        if value >= target if what == "accuracy" else value <= target:
+            return time
+    return None
+
+
+def cost(document: Document) -> Table:
+    """The simulated time and the weights that are kept, at the largest depth."""
+    task = document.field("rows", 0, "task")
+    groups = _grouped(document)
+    methods, depths = _columns(document)
+    what, target = TARGETS[task]
+    rows = []
+    for name in methods:
+        cells = []
+        for ranks in depths:
+            seeds = groups[name, ranks, TUNED]
+            cells.append(f"{seeds.rows[0]['makespan']:,.0f}")
+            time = _time_to_target(seeds, task)
+            cells.append("never" if time is None else f"{time:,.0f}")
+        row = groups[name, depths[-1], TUNED].rows[0]
+        kept, held = row["kept_bytes"], row["weight_bytes"]
+        most = max(one / other for one, other in zip(kept, held, strict=True))
+        sizes = (f"{sum(kept) / 1e3:,.0f}", f"{sum(kept) / sum(held):.2f}", f"{most:.0f}")
+        rows.append((TITLES[name], *cells, *sizes))
+    goal = f"{100 * target:g} %" if what == "accuracy" else f"a loss of {target:g}"
+    times = (f"{one}, {ranks} ranks" for ranks in depths for one in ("time", f"to {goal}"))
+    sizes = ("weights, kB", "copies", "most of a rank")
+    return Table((task, *times, *(f"{one}, {depths[-1]} ranks" for one in sizes)), rows)
+
+
+# ------------------------------------------------------------------------------------------------ pictures
+
+
+def draw(document: Document, path: Path) -> None:
+    """Draw the held-out accuracy or loss over samples and over simulated time, for each depth."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    task = document.field("rows", 0, "task")
+    what, _ = TARGETS[task]
+    _, depths = _columns(document)
+    lines = list(_lines(document))
+    panels = [(ranks, TUNED) for ranks in depths] + [(depths[-1], SCALED)]
+    panels = [one for one in panels if any(line[1:3] == one for line in lines)]
+    figure, axes = plt.subplots(len(panels), 2, figsize=(11, 3.6 * len(panels)), layout="constrained", squeeze=False)
+    for (ranks, setting), pair in zip(panels, axes, strict=True):
+        for axis, along in zip(pair, ("samples", "time"), strict=True):
+            for name, its_ranks, its_setting, seeds in lines:
+                if (its_ranks, its_setting) == (ranks, setting):
+                    style = "--" if name in ("gpipe", "1f1b", "2bw", "paci") else "-"
+                    xs, ys = seeds.means(along), seeds.means(what)
+                    axis.plot(xs, ys, style, color=COLORS[name], linewidth=1.3, label=TITLES[name])
+            label = "samples" if along == "samples" else "simulated time, in forwards of one block"
+            axis.set(xlabel=label, ylabel=f"held-out {what}", title=f"{ranks} ranks, {setting}")
+            axis.grid(alpha=0.3)
+            _limit(axis, what)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _lines(document: Document) -> Iterator[tuple[str, int, str, Seeds]]:
+    for (name, ranks, setting), seeds in _grouped(document).items():
+        yield name, ranks, setting, seeds
+
+
+def _limit(axis: Any, what: str) -> None:
+    """Leave out the losses of runs that grow beyond those of others."""
+    if what == "accuracy":
+        axis.set_ylim(0, 1)
+    else:
+        axis.set_ylim(2.1, 3.5)
