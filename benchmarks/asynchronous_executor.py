@@ -128,7 +128,9 @@ class Stage:
     def _change(self) -> Tensor | None:
         if self._update is None:
             return self.noted
-        return self._update(self.main, self.optimizer.param_groups[0], self.optimizer.state.get(self.main, {}))
+        return self._update(
+            self.main, self.optimizer.param_groups[0], self.optimizer.state.get(self.main, {})
+        )
 
     def forward(self, microbatch: int, use: Use, inputs: Tensor) -> Tensor:
         """Compute the output of a micro-batch."""

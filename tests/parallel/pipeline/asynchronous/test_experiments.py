@@ -20,7 +20,7 @@ from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS
 
 sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))  # its modules have bare names
 
-from asynchronous_executor import Delays, Executor, Rule  # noqa: E402
+from asynchronous_executor import Delays, Executor, Rule
 
 
 def executed(num_stages, method, k, maker, numbers):
@@ -46,7 +46,7 @@ def executed(num_stages, method, k, maker, numbers):
 @pytest.mark.parametrize("name", METHODS)
 def test_the_experiments_train_as_the_history_of_weights_says(name, num_stages):
     _, method, k, maker = METHODS[name]
-    k = num_stages if not k else k
+    k = k or num_stages
     want_losses, want, _ = expected(num_stages, method, k, maker, numbers=(0, 1))
     losses, parameters = executed(num_stages, method, k, maker, numbers=(0, 1))
     assert losses == pytest.approx(want_losses, rel=1e-12)
