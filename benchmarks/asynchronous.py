@@ -43,7 +43,6 @@ from asynchronous_methods import MANY, METHODS, delays_of
 from asynchronous_report import SCALED, TUNED, draw, memory, quality, times
 from asynchronous_tasks import BLOCKS, TASKS
 from documents import read
-from zeroshard.tables import render
 
 MOMENTUM = 0.9
 RATES = tuple(0.002 * 2**power for power in range(8))
@@ -244,7 +243,7 @@ def main() -> int:
         document = read(path)
         draw(document, path.with_suffix(".png"))
         for table in (quality(document), times(document), memory(document)):
-            print(render("", table.columns, table.rows, width=160))
+            print(table.markdown())
     return 0
 
 

@@ -28,7 +28,6 @@ from asynchronous_report import on_ranks
 from asynchronous_tasks import BLOCKS, TASKS
 from before import run_on_cpu
 from documents import read
-from zeroshard.tables import render
 
 
 class Case(NamedTuple):
@@ -136,8 +135,7 @@ def report(args: argparse.Namespace) -> None:
     if dist.get_rank():
         return
     path = record.write(args.name, rows, settings={**vars(args), "momentum": MOMENTUM})
-    table = on_ranks(read(path))
-    print(render("", table.columns, table.rows, width=160))
+    print(on_ranks(read(path)).markdown())
 
 
 if __name__ == "__main__":
