@@ -33,6 +33,7 @@ from zeroshard.data.losses import LossFunction, check_loss, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
+from zeroshard.parallel.pipeline.asynchronous.versions import Versions
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.random import own_numbers
 from zeroshard.parallel.pipeline.runner import Runner
@@ -110,6 +111,11 @@ class Pipelined:
             self.method.check(part.schedule(config.num_microbatches, has_backward=True))
         self._take_step: Callable[[AbstractContextManager[None]], None] | None = None
         """Takes a step inside a context, in the middle of a list."""
+
+    @property
+    def versions(self) -> Versions | None:
+        """The versions of weights that are kept; None if all actions compute with the newest ones."""
+        return None if self.method is None else self.method.versions
 
     def run(
         self, inputs: Any, targets: Any, num: int, *, loss_scale: float, is_half: bool

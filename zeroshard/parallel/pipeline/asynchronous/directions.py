@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.config.pipeline import NOTED_CHANGES
 from zeroshard.parallel.pipeline.asynchronous.corrections import mean_of_changes
 from zeroshard.parallel.pipeline.asynchronous.updates import update_of
-from zeroshard.parallel.pipeline.asynchronous.uses import Direction
+from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
-
-MEAN, LAST = "mean_of_changes", "last_change"
-"""The names of the states of the optimizer."""
 
 
 class Change(Protocol):
@@ -67,12 +65,15 @@ class NotedChange:
     Args:
         optimizer: the optimizer, whose states they become.
         buffers: the trained buffers.
+        name: the name of the state.
         is_mean: True for the mean.
     """
 
-    def __init__(self, optimizer: Optimizer, buffers: Sequence[FlatBuffer], *, is_mean: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, buffers: Sequence[FlatBuffer], name: str, *, is_mean: bool
+    ) -> None:
         self._optimizer, self._buffers = optimizer, buffers
-        self._is_mean, self._name = is_mean, MEAN if is_mean else LAST
+        self._is_mean, self._name = is_mean, name
 
     def of(self, parameter: ShardedParameter, weights: Tensor) -> Tensor | None:
         """Return the change of a slice; see `Change`."""
@@ -104,17 +105,24 @@ class NotedChange:
             self._optimizer.state[parameter][self._name] = first
 
 
-def change_of(
-    direction: Direction, optimizer: Optimizer, buffers: Sequence[FlatBuffer], asked: str
-) -> Change:
-    """Return the change along a direction.
+def change_of(weights: str, optimizer: Optimizer, buffers: Sequence[FlatBuffer]) -> Change | None:
+    """Return the change along the direction of a method; None if it has none.
+
+    Args:
+        weights: the name of the method in `WEIGHTS`.
+        optimizer: the optimizer.
+        buffers: the trained buffers.
 
     Raises:
         ValueError: see `update_of`.
     """
+    direction = WEIGHTS[weights].direction
+    if direction is None:
+        return None
     if direction is Direction.UPDATE:
-        return UpdateChange(optimizer, asked)
-    return NotedChange(optimizer, buffers, is_mean=direction is Direction.MEAN_CHANGE)
+        return UpdateChange(optimizer, f"pipeline.weights={weights!r}")
+    is_mean = direction is Direction.MEAN_CHANGE
+    return NotedChange(optimizer, buffers, NOTED_CHANGES[weights], is_mean=is_mean)
 
 
 def moved(buffer: FlatBuffer, change: Change, ahead: int) -> Callable[[], Tensor]:

@@ -13,7 +13,6 @@ from zeroshard.parallel.pipeline.actions import Action, Schedule
 from zeroshard.parallel.pipeline.asynchronous.corrected import Corrected, rescaled, spike_compensated
 from zeroshard.parallel.pipeline.asynchronous.corrections import decay_of_changes
 from zeroshard.parallel.pipeline.asynchronous.directions import Change, change_of
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS
 from zeroshard.parallel.pipeline.asynchronous.versions import Delays, Versions, read_delays
 from zeroshard.sharding.runtime import Runtime
 
@@ -38,21 +37,14 @@ class AsynchronousMethod:
         self._change: Change | None = None
         self._corrected: Corrected | None = None
         if optimizer is not None:
-            self._change = self._find_change(runtime, optimizer)
+            buffers = [buffer for buffer in runtime.buffers if buffer.trainable]
+            self._change = change_of(config.chosen_weights, optimizer, buffers)
             self._corrected = self._find_correction(optimizer)
         self.versions = Versions(runtime, self._change) if config.has_versions else None
         """The versions of weights; None if all actions compute with the newest ones."""
         self._delays = Delays({}, (), (), 0)
         self._first = self._taken = 0
         """The steps of training before the list, and the steps of the list so far."""
-
-    def _find_change(self, runtime: Runtime, optimizer: Optimizer) -> Change | None:
-        direction = WEIGHTS[self._config.chosen_weights].direction
-        if direction is None:
-            return None
-        buffers = [buffer for buffer in runtime.buffers if buffer.trainable]
-        asked = f"pipeline.weights='{self._config.chosen_weights}'"
-        return change_of(direction, optimizer, buffers, asked)
 
     def _find_correction(self, optimizer: Optimizer) -> Corrected | None:
         if self._config.chosen_correction == "rescale":
