@@ -409,5 +409,97 @@ class Tied(nn.Sequential):
 def test_weights_that_several_stages_share_are_refused(ranks):
     for found in ranks(2, refused, {"schedule": "pipedream"}, "sgd", 2, Tied().double()):
         assert found.startswith(
-            "pipeline.schedule='pipedream': expected parameters of one pipeline rank each, got '0.weight'"
+            "an asynchronous pipeline: expected parameters of one pipeline rank each, got '0.weight', which "
+            "pipeline ranks 0, 1 share"
         )
+
+
+class Failing(torch.optim.lr_scheduler.LRScheduler):
+    """A schedule of the learning rate that fails at its second step, on every rank behind the same step."""
+
+    calls = 0
+
+    def get_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch=None):
+        self.calls += 1
+        if self.calls == 3:  # torch makes the first one
+            raise LookupError("no rate for this step")
+        super().step()
+
+
+def interrupted():
+    pipeline = {"schedule": "pipedream", "num_microbatches": 6, "balance": "memory"}
+    config = {"mesh": {"pp": 2}, "pipeline": pipeline}
+    loss_fn = nn.functional.mse_loss
+    engine = zeroshard.initialize(model_of(2), sgd, config, lr_scheduler=Failing, loss_fn=loss_fn).engine
+    messages = []
+    for _ in range(2):
+        try:
+            train(engine, [0])
+        except (LookupError, RuntimeError) as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_after_an_exception_between_steps_training_cannot_go_on(ranks):
+    for first, second in ranks(2, interrupted):
+        assert first == "no rate for this step"
+        assert second.startswith("train_batch() after a list that ended in an exception between its steps")
+
+
+class Recomputed(nn.Module):
+    """A layer under an activation checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.linear, x.tanh(), use_reentrant=False)
+
+
+class Plain(Recomputed):
+    def forward(self, x):
+        return self.linear(x.tanh())
+
+
+def with_checkpoints(kind, schedule, stage):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(kind() for _ in range(4))).double()
+    engine = begin({"schedule": schedule}, "adamw", model=model, stage=stage)
+    losses = train(engine, [0, 1])
+    state = state_of(engine)
+    engine.close(restore=False)
+    return losses, state
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_a_recomputation_has_the_version_of_its_forward(ranks, schedule, stage):
+    want = ranks(2, with_checkpoints, Plain, schedule, stage)
+    for found, expected_one in zip(
+        ranks(2, with_checkpoints, Recomputed, schedule, stage), want, strict=True
+    ):
+        assert found[0] == expected_one[0]
+        assert_same(found[1], expected_one[1])
+
+
+def autocast():
+    engine = begin({"schedule": "pipedream"})
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            train(engine, [0])
+    except RuntimeError as error:
+        message = str(error)
+    losses = train(engine, [0])
+    engine.close(restore=False)
+    return message, losses
+
+
+def test_autocast_is_refused_and_training_goes_on(ranks):
+    losses, *_ = expected(2, {"weights": "stash"}, 1, "sgd", (0,), 6)
+    for message, found in ranks(2, autocast):
+        assert message.startswith("train_batch() of an asynchronous pipeline inside torch.autocast")
+        assert found == pytest.approx(losses, rel=1e-6)

@@ -8,11 +8,12 @@ from contextlib import ExitStack, contextmanager
 
 from torch.optim import Optimizer
 
-from zeroshard.config.pipeline import Pipeline
+from zeroshard.config.pipeline import KEPT_WEIGHTS, Pipeline
 from zeroshard.parallel.pipeline.actions import Action, Schedule
 from zeroshard.parallel.pipeline.asynchronous.corrected import Corrected, rescaled, spike_compensated
 from zeroshard.parallel.pipeline.asynchronous.corrections import decay_of_changes
 from zeroshard.parallel.pipeline.asynchronous.directions import Change, change_of
+from zeroshard.parallel.pipeline.asynchronous.guards import refuse_autocast, refuse_recomputation
 from zeroshard.parallel.pipeline.asynchronous.versions import Delays, Versions, read_delays
 from zeroshard.sharding.runtime import Runtime
 
@@ -42,9 +43,13 @@ class AsynchronousMethod:
             self._corrected = self._find_correction(optimizer)
         self.versions = Versions(runtime, self._change) if config.has_versions else None
         """The versions of weights; None if all actions compute with the newest ones."""
+        if config.chosen_weights not in KEPT_WEIGHTS:
+            refuse_recomputation(runtime.module.modules(), runtime.changes, config.chosen_weights)
+        self._device = runtime.context.device
         self._delays = Delays({}, (), (), 0)
         self._first = self._taken = 0
         """The steps of training before the list, and the steps of the list so far."""
+        self._has_failed = False
 
     def _find_correction(self, optimizer: Optimizer) -> Corrected | None:
         if self._config.chosen_correction == "rescale":
@@ -67,12 +72,25 @@ class AsynchronousMethod:
         Args:
             schedule: the schedule.
             steps_taken: the steps of training before it.
+
+        Raises:
+            RuntimeError: an earlier list has failed between its steps; or torch.autocast is on.
         """
+        if self._has_failed:
+            raise RuntimeError(
+                "train_batch() after a list that ended in an exception between its steps: pipeline ranks "
+                "have taken different numbers of steps. Make the engine anew, and load the last checkpoint"
+            )
+        refuse_autocast(self._device)
         self._delays, self._first, self._taken = self._read(schedule), steps_taken, 0
         with ExitStack() as stack:
             if self.versions is not None:
                 stack.enter_context(self.versions.batch())
-            yield
+            try:
+                yield
+            except BaseException:
+                self._has_failed = self._taken > 0
+                raise
 
     def enter(self, action: Action) -> None:
         """Let the units of this rank have the weights of a compute action that begins."""
