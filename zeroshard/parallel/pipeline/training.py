@@ -32,6 +32,7 @@ from zeroshard.comm.messages import LAST_TAGS, Messages
 from zeroshard.data.losses import LossFunction, check_loss, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
+from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
 from zeroshard.parallel.pipeline.asynchronous.versions import Versions
 from zeroshard.parallel.pipeline.part import Part
@@ -55,13 +56,21 @@ class Pipelined:
         runtime: the runtime of their sharding.
         loss_fn: (output, targets) -> loss; None: the model has one.
         optimizer: the optimizer, if there is one.
+        change: the change of a step, if an asynchronous method moves weights along it.
+        corrected: the correction of the steps of an asynchronous pipeline, if there is one.
 
     Raises:
         ValueError: pipeline ranks step a parameter that they share with other hyperparameters.
     """
 
     def __init__(
-        self, part: Part, runtime: Runtime, loss_fn: LossFunction | None, optimizer: Optimizer | None
+        self,
+        part: Part,
+        runtime: Runtime,
+        loss_fn: LossFunction | None,
+        optimizer: Optimizer | None,
+        change: Change | None = None,
+        corrected: Corrected | None = None,
     ) -> None:
         self._part, self._runtime, self._loss_fn = part, runtime, loss_fn
         self._axes = runtime.context.axes
@@ -107,7 +116,7 @@ class Pipelined:
         self.method = None
         """The method of an asynchronous pipeline; None for a synchronous one."""
         if config.is_asynchronous:
-            self.method = AsynchronousMethod(runtime, optimizer, config, self._axes.pp.rank)
+            self.method = AsynchronousMethod(runtime, config, self._axes.pp.rank, change, corrected)
             self.method.check(part.schedule(config.num_microbatches, has_backward=True))
         self._take_step: Callable[[AbstractContextManager[None]], None] | None = None
         """Takes a step inside a context, in the middle of a list."""

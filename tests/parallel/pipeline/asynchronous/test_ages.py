@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.config.pipeline import WEIGHTS as NAMES
-from zeroshard.parallel.pipeline.actions import Action, Kind, parse_action, parse_schedule
+from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_action, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_asynchronous
 from zeroshard.parallel.pipeline.asynchronous.steady import require_steps, steady
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
 from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.held import count_activations, count_versions
-from zeroshard.parallel.pipeline.schedules import build_schedule
+from zeroshard.parallel.pipeline.held import count_activations
+from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from zeroshard.parallel.pipeline.simulate import simulate
 
 DEPTHS = st.integers(1, 6)
@@ -136,11 +136,24 @@ def test_kept_versions_are_those_that_later_actions_use(p: int, m: int, k: int, 
         assert [set(kept) for kept in kept_versions(ages, rank, rank, uses)] == found
 
 
-def test_the_versions_that_a_plan_shows_are_those_of_stashing() -> None:
-    schedule = steady(4, 12)
-    ages = Ages(schedule)
-    assert count_versions(schedule).per_rank == count_live(ages, WEIGHTS["stash"].uses(ages)) == (4, 3, 2, 1)
-    assert count_versions(schedule).delays == ages.crossed
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_synchronous_schedule_has_one_version(name: str) -> None:
+    schedule = build_schedule(name, 3, 6)
+    lists = tuple((*own, Action(Kind.STEP, None, None)) for own in schedule.lists)
+    ages = Ages(Schedule(schedule.placement, 6, lists))
+    assert count_live(ages, WEIGHTS["stash"].uses(ages)) == (1, 1, 1)
+    assert set(ages.crossed.values()) == {0}
+
+
+def test_a_step_of_one_chunk_counts_for_that_chunk_alone() -> None:
+    ages = Ages(parse_schedule("0F0,1F0,1STEP,1B0,0B0,0STEP,1STEP"))
+    assert ages.crossed == {parse_action("1B0"): 1, parse_action("0B0"): 0}
+    assert count_live(ages, WEIGHTS["stash"].uses(ages)) == (2,)
+
+
+def test_the_halves_and_the_recompute_of_a_backward_have_ages_of_their_own() -> None:
+    ages = Ages(parse_schedule("0F0,STEP,0R0,STEP,0I0,STEP,0W0,STEP"))
+    assert {str(action): steps for action, steps in ages.crossed.items()} == {"0R0": 1, "0I0": 2, "0W0": 3}
 
 
 def test_a_rank_holds_the_activations_of_as_many_micro_batches_as_in_1f1b() -> None:
