@@ -503,3 +503,112 @@ def test_autocast_is_refused_and_training_goes_on(ranks):
     for message, found in ranks(2, autocast):
         assert message.startswith("train_batch() of an asynchronous pipeline inside torch.autocast")
         assert found == pytest.approx(losses, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------ batches in a row
+
+
+class Counted:
+    """Batches that note when each is taken; they have no length."""
+
+    def __init__(self, numbers, num=2):
+        self.numbers, self.num, self.taken = numbers, num, []
+
+    def __iter__(self):
+        for number in self.numbers:
+            self.taken.append(number)
+            yield tuple(batch_of(number, self.num))
+
+
+def in_one_list(name, stage, numbers):
+    pipeline, _, _, maker = METHODS[name]
+    engine = begin({**pipeline, "num_microbatches": 2}, maker, stage=stage)
+    batches = Counted(numbers)
+    losses = engine.train_batches(batches, len(numbers)).tolist()
+    state, steps = state_of(engine), engine.global_step
+    engine.close(restore=False)
+    return losses, state, steps
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", ["pipedream", "pipemare", "spectrain", "pb"])
+def test_batches_in_a_row_are_one_list_that_drains_at_its_end(ranks, name, stage):
+    """Equal to one batch with all micro-batches, in the reference."""
+    _, method, k, maker = METHODS[name]
+    numbers = [0, 1, 2, 3, 4]
+    model, make = model_of(2), MAKERS[maker]
+    stages = [reference.Stage(list(model)[2 * s : 2 * s + 2], make) for s in range(2)]
+    batch = [pair for one in numbers for pair in zip(*(v.chunk(2) for v in batch_of(one, 2)), strict=True)]
+    found = reference.train(stages, batch, nn.functional.mse_loss, k, method)
+    means = [(found[2 * i] + found[2 * i + 1]) / 2 for i in range(5)]
+    results = ranks(2, in_one_list, name, stage, numbers)
+    for losses, _, _ in results:
+        assert losses == pytest.approx(means, rel=1e-6)
+    compare([([], state, steps) for _, state, steps in results], ([], dict(model.named_parameters()), 10))
+
+
+def one_after_the_other(schedule, together):
+    engine = begin({"schedule": schedule, "num_microbatches": 2})
+    batches = [tuple(batch_of(number, 2)) for number in range(3)]
+    if together:
+        losses = engine.train_batches(batches).tolist()
+    else:
+        losses = [engine.train_batch(*batch).item() for batch in batches]
+    state = state_of(engine)
+    engine.close(restore=False)
+    return losses, state
+
+
+def test_a_synchronous_pipeline_takes_one_batch_after_the_other(ranks):
+    for one, other in zip(
+        ranks(2, one_after_the_other, "1f1b", True), ranks(2, one_after_the_other, "1f1b", False), strict=True
+    ):
+        assert one[0] == other[0]
+        assert_same(one[1], other[1])
+
+
+def wrong_batches():
+    engine = begin({"schedule": "pipedream", "num_microbatches": 2})
+    good, messages = tuple(batch_of(0, 2)), []
+    calls = [
+        lambda: engine.train_batches(iter([good])),
+        lambda: engine.train_batches([]),
+        lambda: engine.train_batches([(*good, 1)]),
+        lambda: engine.train_batches(iter([]), 2),
+    ]
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    losses = engine.train_batches([good, good]).tolist()
+    engine.close(restore=False)
+    return messages, losses
+
+
+def test_batches_that_cannot_be_taken_are_refused_and_training_goes_on(ranks):
+    for messages, losses in ranks(2, wrong_batches):
+        assert messages == [
+            "train_batches(): expected num_batches, as list_iterator has no length",
+            "train_batches(): expected at least 1 batch, got 0",
+            "batch 0: expected (inputs, targets) or the inputs alone, got a tuple of 3; put several inputs "
+            "into a tuple or a mapping of their own",
+            "expected 2 batches, got 0",
+        ]
+        assert losses[1] < losses[0]
+
+
+def other_batches():
+    engine = begin({"schedule": "pipedream", "num_microbatches": 2})
+    rank = torch.distributed.get_rank()
+    batches = [tuple(batch_of(number, 2)) for number in (0, 1, 2, 3 + rank)]
+    try:
+        engine.train_batches(batches)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_later_batches_that_differ_between_pipeline_ranks_are_noticed(ranks):
+    for message in ranks(2, other_batches):
+        assert "pipeline ranks [0, 1] have different batches" in message
