@@ -208,7 +208,8 @@ def test_the_chunks_of_a_rank_may_have_steps_of_their_own():
             {},
             2,
             "pipeline.schedule: pipeline rank 0: expected steps behind all computations and reduces of the "
-            "list, got STEP before 0B1; a list with a step in the middle is asynchronous, and needs pipeline.weights",
+            "list, got STEP before 0B1; a list with a step in the middle is asynchronous, and needs "
+            "pipeline.weights",
         ),
         (
             VEE.replace("3B0", "3B0,3STEP"),
