@@ -9,13 +9,14 @@ see as many samples. Methods that take a step after each micro-batch are compare
 well, with a flush each time; the others with 1F1B of as many micro-batches a step.
 
 The optimizer is SGD with momentum, for which all methods are published, at a constant learning rate. Its
-hyperparameters are chosen without delays:
+hyperparameters are chosen without delays, by the mean training loss of 1F1B in the last fifth of a run, with
+as many micro-batches a step and seeds of their own:
 
-    tuned     momentum 0.9, and the rate of a grid with which 1F1B has the least training loss in the last
-              fifth of a run, with seeds of its own; for as many micro-batches a step
-    scaled    those of eight micro-batches a step, made for steps of one: m^(1/8) for a momentum m, and the
-              rate at which a sample changes weights as much. At the largest depth. Source: Kosson et al.
-              2021, "Pipelined Backpropagation at Scale", equation 9
+    best      momentum 0.9, and the rate of a grid with the least loss; at the largest depth
+    large     the largest rate of the grid whose loss is at most 0.05 nats above it: delays matter most here
+    scaled    the best ones of eight micro-batches a step, made for steps of one: m^(1/8) for a momentum m,
+              and the rate at which a sample changes weights as much; at the largest depth. Source: Kosson et
+              al. 2021, "Pipelined Backpropagation at Scale", equation 9
 
 `asynchronous_ranks.py` runs two of the methods on ranks of their own.
 """
@@ -40,7 +41,7 @@ from torch import Tensor
 import record
 from asynchronous_executor import Executor, Shown
 from asynchronous_methods import MANY, METHODS, delays_of
-from asynchronous_report import SCALED, TUNED, draw, memory, quality, times
+from asynchronous_report import BEST, LARGE, SCALED, draw, memory, quality, times
 from asynchronous_tasks import BLOCKS, TASKS
 from documents import read
 
@@ -48,6 +49,8 @@ MOMENTUM = 0.9
 RATES = tuple(0.002 * 2**power for power in range(8))
 """The grid of learning rates."""
 TUNING_SEEDS = (100, 101)
+MARGIN = 0.05
+"""Nats of training loss by which a large rate may be worse than the best one."""
 LOOKS = 15
 """Evaluations of a run, at equal distances."""
 LAST = 0.2
@@ -64,7 +67,7 @@ class Case:
     ranks: int
     method: str
     setting: str
-    """TUNED or SCALED."""
+    """LARGE, BEST or SCALED."""
     seed: int
     lr: float
     momentum: float
@@ -162,14 +165,24 @@ def run_all(cases: Sequence[Case], processes: int) -> list[dict[str, Any]]:
     return rows
 
 
-def choose_rates(task: str, args: argparse.Namespace) -> tuple[dict[int, float], list[dict[str, Any]]]:
-    """Choose the learning rate for each number of micro-batches a step; return the runs as well."""
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The learning rates that were chosen without delays, by micro-batches of a step."""
+
+    best: dict[int, float]
+    large: dict[int, float]
+    grid: list[dict[str, Any]]
+    """The runs that they were chosen with."""
+
+
+def choose_rates(task: str, args: argparse.Namespace) -> Rates:
+    """Choose learning rates."""
     cases = [
         Case(
             task=task,
             ranks=1,
             method=method,
-            setting=TUNED,
+            setting=BEST,
             seed=seed,
             lr=lr,
             momentum=MOMENTUM,
@@ -180,16 +193,19 @@ def choose_rates(task: str, args: argparse.Namespace) -> tuple[dict[int, float],
         for seed in TUNING_SEEDS
     ]
     rows = run_all(cases, args.processes)
-    rates = {}
+    kept = ("method", "lr", "seed", "train_loss", "diverged_at")
+    rates = Rates(best={}, large={}, grid=[{key: row[key] for key in kept} for row in rows])
     for per_step, method in REFERENCES.items():
         found: dict[float, list[float]] = {}
         for row in rows:
             if row["method"] == method:
                 loss = row["train_loss"]
                 found.setdefault(row["lr"], []).append(math.inf if loss is None else loss)
-        rates[per_step] = min(found, key=lambda lr: statistics.fmean(found[lr]))
-    kept = ("method", "lr", "seed", "train_loss", "diverged_at")
-    return rates, [{key: row[key] for key in kept} for row in rows]
+        means = {lr: statistics.fmean(losses) for lr, losses in found.items()}
+        least = min(means.values())
+        rates.best[per_step] = min(means, key=lambda lr: means[lr])
+        rates.large[per_step] = max(lr for lr, mean in means.items() if mean <= least + MARGIN)
+    return rates
 
 
 def scaled(lr: float, momentum: float, number: int) -> tuple[float, float]:
@@ -201,15 +217,17 @@ def scaled(lr: float, momentum: float, number: int) -> tuple[float, float]:
     return lr * (1 - root) / ((1 - momentum) * number), root
 
 
-def cases_of(task: str, rates: dict[int, float], args: argparse.Namespace) -> list[Case]:
+def cases_of(task: str, rates: Rates, args: argparse.Namespace) -> list[Case]:
     """The runs of a task; those of the same lists stand side by side."""
     depths = [int(depth) for depth in args.depths.split(",")]
     cases = []
     for ranks, name in itertools.product(depths, args.methods.split(",")):
         per_step = METHODS[name].per_step
-        settings = {TUNED: (rates[per_step], MOMENTUM)}
-        if per_step == 1 and ranks == max(depths):
-            settings[SCALED] = scaled(rates[MANY], MOMENTUM, MANY)
+        settings = {LARGE: (rates.large[per_step], MOMENTUM)}
+        if ranks == max(depths):
+            settings[BEST] = rates.best[per_step], MOMENTUM
+            if per_step == 1:
+                settings[SCALED] = scaled(rates.best[MANY], MOMENTUM, MANY)
         cases += [
             Case(
                 task=task,
@@ -232,13 +250,12 @@ def main() -> int:
     args = parse()
     for name in args.tasks.split(","):
         load_before = os.getloadavg()
-        rates, grid = choose_rates(name, args)
+        rates = choose_rates(name, args)
         rows = run_all(cases_of(name, rates, args), args.processes)
         settings = {**vars(args), "momentum": MOMENTUM, "rows": TASKS[name].rows}
         load = {"before": load_before, "after": os.getloadavg()}
-        chosen = {str(per_step): lr for per_step, lr in rates.items()}
         path = record.write(
-            f"{args.name}_{name}", rows, settings=settings, chosen_rates=chosen, grid=grid, load_average=load
+            f"{args.name}_{name}", rows, settings=settings, rates=asdict(rates), load_average=load
         )
         document = read(path)
         draw(document, path.with_suffix(".png"))

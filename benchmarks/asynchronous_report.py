@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from documents import Document
 from tables import NONE, Table
 
-TUNED, SCALED = "tuned", "scaled"
+LARGE, BEST, SCALED = "large", "best", "scaled"
 """The settings of the hyperparameters."""
 TARGETS = {"digits": ("accuracy", 0.95), "text": ("loss", 2.5)}
 """By task, what is reported of held-out samples, and the value to which the time is taken."""
@@ -105,14 +105,22 @@ def quality(document: Document) -> Table:
     task = document.field("rows", 0, "task")
     what, _ = TARGETS[task]
     groups = _grouped(document)
-    methods, depths = _columns(document)
+    methods, _ = _columns(document)
     unit = "accuracy, %" if what == "accuracy" else "loss, nats a byte"
-    rows = []
-    for name in methods:
-        cells = [_shown(groups.get((name, ranks, TUNED)), what) for ranks in depths]
-        rows.append((TITLES[name], *cells, _shown(groups.get((name, depths[-1], SCALED)), what)))
-    tuned = (f"{unit}, {ranks} ranks" for ranks in depths)
-    return Table((task, *tuned, f"scaled, {depths[-1]} ranks"), rows)
+    settings = _settings(groups)
+    rows = [
+        (TITLES[name], *(_shown(groups.get((name, *setting)), what) for setting in settings))
+        for name in methods
+    ]
+    titles = (f"{setting} rate, {ranks} ranks" for ranks, setting in settings)
+    return Table((f"{task}: {unit}", *titles), rows)
+
+
+def _settings(groups: Iterable[tuple[str, int, str]]) -> list[tuple[int, str]]:
+    """The depths and settings that runs have, those of large rates first."""
+    order = (LARGE, BEST, SCALED)
+    found = {(ranks, setting) for _, ranks, setting in groups}
+    return sorted(found, key=lambda one: (order.index(one[1]), one[0]))
 
 
 def _time_to_target(seeds: Seeds, task: str) -> float | None:
@@ -126,7 +134,7 @@ def _time_to_target(seeds: Seeds, task: str) -> float | None:
 
 
 def times(document: Document) -> Table:
-    """The simulated time of a run, and that to reach the target with tuned hyperparameters."""
+    """The simulated time of a run, and that to reach the target with large rates."""
     task = document.field("rows", 0, "task")
     groups = _grouped(document)
     methods, depths = _columns(document)
@@ -135,7 +143,7 @@ def times(document: Document) -> Table:
     for name in methods:
         cells = []
         for ranks in depths:
-            seeds = groups[name, ranks, TUNED]
+            seeds = groups[name, ranks, LARGE]
             time = _time_to_target(seeds, task)
             cells += [f"{seeds.rows[0]['makespan']:,.0f}", "never" if time is None else f"{time:,.0f}"]
         rows.append((TITLES[name], *cells))
@@ -151,7 +159,7 @@ def memory(document: Document) -> Table:
     for name in methods:
         cells = []
         for ranks in depths:
-            row = groups[name, ranks, TUNED].rows[0]
+            row = groups[name, ranks, LARGE].rows[0]
             kept, held = row["kept_bytes"], row["weight_bytes"]
             most = max(one / other for one, other in zip(kept, held, strict=True))
             cells += [f"{sum(kept) / 1e3:,.0f}", f"{sum(kept) / sum(held):.2f}", f"{most:.0f}"]
@@ -187,10 +195,8 @@ def draw(document: Document, path: Path) -> None:
 
     task = document.field("rows", 0, "task")
     what, _ = TARGETS[task]
-    _, depths = _columns(document)
     lines = list(_lines(document))
-    panels = [(ranks, TUNED) for ranks in depths] + [(depths[-1], SCALED)]
-    panels = [one for one in panels if any(line[1:3] == one for line in lines)]
+    panels = _settings(line[:3] for line in lines)
     figure, axes = plt.subplots(
         len(panels), 2, figsize=(11, 3.6 * len(panels)), layout="constrained", squeeze=False
     )
@@ -202,7 +208,7 @@ def draw(document: Document, path: Path) -> None:
                     xs, ys = seeds.means(along), seeds.means(what)
                     axis.plot(xs, ys, style, color=COLORS[name], linewidth=1.3, label=TITLES[name])
             label = "samples" if along == "samples" else "simulated time, in forwards of one block"
-            axis.set(xlabel=label, ylabel=f"held-out {what}", title=f"{ranks} ranks, {setting}")
+            axis.set(xlabel=label, ylabel=f"held-out {what}", title=f"{ranks} ranks, {setting} rate")
             axis.grid(alpha=0.3)
             axis.set_ylim(*LIMITS[task])
             if along == "time":  # 1F1B with a flush after each micro-batch takes many times as long
