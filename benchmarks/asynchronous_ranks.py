@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="a divisor of 8")
     parser.add_argument("--lists", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=96, help="of each list")
-    parser.add_argument("--name", default="asynchronous_ranks", help="of the JSON file in benchmarks/results")
+    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     parser.set_defaults(before=None)
     return parser.parse_args(arguments)
 
@@ -134,7 +134,9 @@ def report(args: argparse.Namespace) -> None:
         )
     if dist.get_rank():
         return
-    path = record.write(args.name, rows, settings={**vars(args), "momentum": MOMENTUM})
+    path = record.write(
+        args.name or f"asynchronous_{args.ranks}ranks", rows, settings={**vars(args), "momentum": MOMENTUM}
+    )
     print(on_ranks(read(path)).markdown())
 
 

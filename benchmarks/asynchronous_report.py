@@ -169,16 +169,17 @@ def memory(document: Document) -> Table:
     return Table((task, *(f"{one}, {ranks} ranks" for ranks in depths for one in titles)), rows)
 
 
-def on_ranks(document: Document) -> Table:
+def on_ranks(*documents: Document) -> Table:
     """The losses of the engine over ranks, beside those of the executor in one process."""
     rows = []
-    for i in range(document.length("rows")):
-        method, task, ranks = (document.field("rows", i, part) for part in ("method", "task", "ranks"))
-        ways = ("over ranks", "in one process")
-        last = [f"{document.field('rows', i, way, 'losses')[-1]:.6f}" for way in ways]
-        held_out = [f"{document.field('rows', i, way, 'held_out'):.6f}" for way in ways]
-        apart = f"{document.field('rows', i, 'parameters apart'):.1e}"
-        rows.append((f"{TITLES[method]}, {task}, {ranks} ranks", *last, *held_out, apart))
+    for one in documents:
+        for i in range(one.length("rows")):
+            method, task, ranks = (one.field("rows", i, part) for part in ("method", "task", "ranks"))
+            ways = ("over ranks", "in one process")
+            last = [f"{one.field('rows', i, way, 'losses')[-1]:.6f}" for way in ways]
+            held_out = [f"{one.field('rows', i, way, 'held_out'):.6f}" for way in ways]
+            apart = f"{one.field('rows', i, 'parameters apart'):.1e}"
+            rows.append((f"{TITLES[method]}, {task}, {ranks} ranks", *last, *held_out, apart))
     columns = ("last list, engine", "one process", "held out, engine", "one process", "parameters apart")
     return Table(("", *columns), rows)
 
