@@ -41,12 +41,12 @@ from torch import Tensor
 import record
 from asynchronous_executor import Executor, Shown
 from asynchronous_methods import MANY, METHODS, delays_of
-from asynchronous_report import BEST, LARGE, SCALED, draw, memory, quality, times
+from asynchronous_report import BEST, LARGE, SCALED, SETTINGS, draw, memory, quality, times
 from asynchronous_tasks import BLOCKS, TASKS
 from documents import read
 
 MOMENTUM = 0.9
-RATES = tuple(0.002 * 2**power for power in range(8))
+RATES = tuple(0.008 * 2**power for power in range(6))
 """The grid of learning rates."""
 TUNING_SEEDS = (100, 101)
 MARGIN = 0.05
@@ -80,13 +80,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", default=",".join(TASKS), help="names, separated by commas")
     parser.add_argument("--depths", default="4,8", help="pipeline ranks; divisors of 8")
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--settings", default=",".join(SETTINGS), help="of the hyperparameters")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--microbatches", type=int, default=960, help="of a run; a multiple of 8")
+    parser.add_argument("--microbatches", type=int, default=640, help="of a run; a multiple of 8")
     parser.add_argument("--processes", type=int, default=1, help="runs at a time, each on one core")
     parser.add_argument("--quick", action="store_true", help="few micro-batches, rates and seeds")
     parser.add_argument("--name", default="asynchronous", help="the first part of the names of the files")
     args = parser.parse_args(arguments)
-    for key, known in (("tasks", TASKS), ("methods", METHODS)):
+    for key, known in (("tasks", TASKS), ("methods", METHODS), ("settings", SETTINGS)):
         if unknown := set(getattr(args, key).split(",")) - set(known):
             parser.error(f"Expected --{key} among {', '.join(known)}, got {', '.join(sorted(unknown))}")
     if args.quick:
@@ -99,6 +100,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def train(case: Case) -> dict[str, Any]:
     """Run a case; return a row of the document. A run ends with the first loss that is not finite."""
     torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False  # convolutions of a few kB take longer with it
     torch.set_flush_denormal(True)  # a run that diverges is full of them, and they are slow
     task, method = TASKS[case.task], METHODS[case.method]
     delays = delays_of(case.method, case.ranks, case.microbatches)
@@ -189,7 +191,7 @@ def choose_rates(task: str, args: argparse.Namespace) -> Rates:
             microbatches=args.microbatches,
         )
         for method in REFERENCES.values()
-        for lr in (RATES[3:6] if args.quick else RATES)
+        for lr in (RATES[1:4] if args.quick else RATES)
         for seed in TUNING_SEEDS
     ]
     rows = run_all(cases, args.processes)
@@ -240,6 +242,7 @@ def cases_of(task: str, rates: Rates, args: argparse.Namespace) -> list[Case]:
                 microbatches=args.microbatches,
             )
             for setting, (lr, momentum) in settings.items()
+            if setting in args.settings.split(",")
             for seed in args.seeds.split(",")
         ]
     return cases

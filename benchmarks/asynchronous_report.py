@@ -11,7 +11,7 @@ from typing import Any
 from documents import Document
 from tables import NONE, Table
 
-LARGE, BEST, SCALED = "large", "best", "scaled"
+LARGE, BEST, SCALED = SETTINGS = ("large", "best", "scaled")
 """The settings of the hyperparameters."""
 TARGETS = {"digits": ("accuracy", 0.95), "text": ("loss", 2.5)}
 """By task, what is reported of held-out samples, and the value to which the time is taken."""
@@ -118,9 +118,8 @@ def quality(document: Document) -> Table:
 
 def _settings(groups: Iterable[tuple[str, int, str]]) -> list[tuple[int, str]]:
     """The depths and settings that runs have, those of large rates first."""
-    order = (LARGE, BEST, SCALED)
     found = {(ranks, setting) for _, ranks, setting in groups}
-    return sorted(found, key=lambda one: (order.index(one[1]), one[0]))
+    return sorted(found, key=lambda one: (SETTINGS.index(one[1]), one[0]))
 
 
 def _time_to_target(seeds: Seeds, task: str) -> float | None:

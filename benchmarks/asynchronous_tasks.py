@@ -99,8 +99,8 @@ class Task:
         """The blocks of the network; the first one embeds the inputs, the last one gives the outputs."""
         torch.manual_seed(seed)
         if self.name == "digits":
-            stem, head = nn.Conv2d(1, 16, 3, padding=1), Head(16, 10)
-            middle: list[nn.Module] = [Residual(16) for _ in range(BLOCKS)]
+            stem, head = nn.Conv2d(1, 8, 3, padding=1), Head(8, 10)
+            middle: list[nn.Module] = [Residual(8) for _ in range(BLOCKS)]
         else:
             stem, head = Embedding(32), nn.Sequential(nn.LayerNorm(32), nn.Linear(32, WORDS))
             middle = [Block(32, 2) for _ in range(BLOCKS)]
