@@ -12,11 +12,12 @@ The optimizer is SGD with momentum, for which all methods are published, at a co
 hyperparameters are chosen without delays, by the mean training loss of 1F1B in the last fifth of a run, with
 as many micro-batches a step and seeds of their own:
 
-    best      momentum 0.9, and the rate of a grid with the least loss; at the largest depth
-    large     the largest rate of the grid whose loss is at most 0.05 nats above it: delays matter most here
-    scaled    the best ones of eight micro-batches a step, made for steps of one: m^(1/8) for a momentum m,
-              and the rate at which a sample changes weights as much; at the largest depth. Source: Kosson et
-              al. 2021, "Pipelined Backpropagation at Scale", equation 9
+    large     momentum 0.9, and the largest rate of a grid whose loss is at most 0.05 nats above that of the
+              best one: delays matter most here
+    quarter   a quarter of it, at the largest depth
+    scaled    the best rate and the momentum of eight micro-batches a step, made for steps of one: m^(1/8) for
+              a momentum m, and the rate at which a sample changes weights as much; at the largest depth.
+              Source: Kosson et al. 2021, "Pipelined Backpropagation at Scale", equation 9
 
 `asynchronous_ranks.py` runs two of the methods on ranks of their own.
 """
@@ -41,7 +42,7 @@ from torch import Tensor
 import record
 from asynchronous_executor import Executor, Shown
 from asynchronous_methods import MANY, METHODS, delays_of
-from asynchronous_report import BEST, LARGE, SCALED, SETTINGS, draw, memory, quality, times
+from asynchronous_report import LARGE, QUARTER, SCALED, SETTINGS, draw, memory, quality, times
 from asynchronous_tasks import BLOCKS, TASKS
 from documents import read
 
@@ -49,6 +50,8 @@ MOMENTUM = 0.9
 RATES = tuple(0.008 * 2**power for power in range(6))
 """The grid of learning rates."""
 TUNING_SEEDS = (100, 101)
+GRID = "grid"
+"""The setting of runs that choose a rate."""
 MARGIN = 0.05
 """Nats of training loss by which a large rate may be worse than the best one."""
 LOOKS = 15
@@ -67,7 +70,7 @@ class Case:
     ranks: int
     method: str
     setting: str
-    """LARGE, BEST or SCALED."""
+    """LARGE, QUARTER or SCALED."""
     seed: int
     lr: float
     momentum: float
@@ -84,6 +87,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--microbatches", type=int, default=640, help="of a run; a multiple of 8")
     parser.add_argument("--processes", type=int, default=1, help="runs at a time, each on one core")
+    parser.add_argument(
+        "--rates", metavar="NAME", help="take the rates of the documents of an earlier --name"
+    )
     parser.add_argument("--quick", action="store_true", help="few micro-batches, rates and seeds")
     parser.add_argument("--name", default="asynchronous", help="the first part of the names of the files")
     args = parser.parse_args(arguments)
@@ -177,6 +183,15 @@ class Rates:
     """The runs that they were chosen with."""
 
 
+def rates_of(task: str, args: argparse.Namespace) -> Rates:
+    """Choose learning rates, or take those of an earlier run."""
+    if args.rates is None:
+        return choose_rates(task, args)
+    found = read(record.RESULTS / f"{args.rates}_{task}.json").field("rates")
+    best, large = ({int(per_step): lr for per_step, lr in found[key].items()} for key in ("best", "large"))
+    return Rates(best=best, large=large, grid=found["grid"])
+
+
 def choose_rates(task: str, args: argparse.Namespace) -> Rates:
     """Choose learning rates."""
     cases = [
@@ -184,7 +199,7 @@ def choose_rates(task: str, args: argparse.Namespace) -> Rates:
             task=task,
             ranks=1,
             method=method,
-            setting=BEST,
+            setting=GRID,
             seed=seed,
             lr=lr,
             momentum=MOMENTUM,
@@ -227,7 +242,7 @@ def cases_of(task: str, rates: Rates, args: argparse.Namespace) -> list[Case]:
         per_step = METHODS[name].per_step
         settings = {LARGE: (rates.large[per_step], MOMENTUM)}
         if ranks == max(depths):
-            settings[BEST] = rates.best[per_step], MOMENTUM
+            settings[QUARTER] = rates.large[per_step] / 4, MOMENTUM
             if per_step == 1:
                 settings[SCALED] = scaled(rates.best[MANY], MOMENTUM, MANY)
         cases += [
@@ -253,7 +268,7 @@ def main() -> int:
     args = parse()
     for name in args.tasks.split(","):
         load_before = os.getloadavg()
-        rates = choose_rates(name, args)
+        rates = rates_of(name, args)
         rows = run_all(cases_of(name, rates, args), args.processes)
         settings = {**vars(args), "momentum": MOMENTUM, "rows": TASKS[name].rows}
         load = {"before": load_before, "after": os.getloadavg()}
@@ -261,9 +276,10 @@ def main() -> int:
             f"{args.name}_{name}", rows, settings=settings, rates=asdict(rates), load_average=load
         )
         document = read(path)
-        draw(document, path.with_suffix(".png"))
-        for table in (quality(document), times(document), memory(document)):
-            print(table.markdown())
+        draw([document], path.with_suffix(".png"))
+        print(quality(document).markdown())
+        if LARGE in args.settings.split(","):
+            print(times(document).markdown(), memory(document).markdown(), sep="\n")
     return 0
 
 

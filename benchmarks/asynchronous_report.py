@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from documents import Document
 from tables import NONE, Table
 
-LARGE, BEST, SCALED = SETTINGS = ("large", "best", "scaled")
+LARGE, QUARTER, SCALED = SETTINGS = ("large", "quarter", "scaled")
 """The settings of the hyperparameters."""
 TARGETS = {"digits": ("accuracy", 0.95), "text": ("loss", 2.5)}
 """By task, what is reported of held-out samples, and the value to which the time is taken."""
@@ -70,12 +70,13 @@ class Seeds:
         return [statistics.fmean(row["looks"][i][what] for row in self.rows) for i in range(number)]
 
 
-def _grouped(document: Document) -> dict[tuple[str, int, str], Seeds]:
+def _grouped(*documents: Document) -> dict[tuple[str, int, str], Seeds]:
     """The runs by method, ranks and setting."""
     found: dict[tuple[str, int, str], Seeds] = {}
-    for i in range(document.length("rows")):
-        key = tuple(document.field("rows", i, part) for part in ("method", "ranks", "setting"))
-        found.setdefault(key, Seeds([])).rows.append(document.field("rows", i))
+    for one in documents:
+        for i in range(one.length("rows")):
+            method, ranks, setting = (one.field("rows", i, part) for part in ("method", "ranks", "setting"))
+            found.setdefault((method, ranks, setting), Seeds([])).rows.append(one.field("rows", i))
     return found
 
 
@@ -100,12 +101,12 @@ def _shown(seeds: Seeds | None, what: str) -> str:
     return f"{mean} [{low}, {high}]{note}"
 
 
-def quality(document: Document) -> Table:
+def quality(*documents: Document) -> Table:
     """The accuracy or the loss on held-out samples at the end."""
-    task = document.field("rows", 0, "task")
+    task = documents[0].field("rows", 0, "task")
     what, _ = TARGETS[task]
-    groups = _grouped(document)
-    methods, _ = _columns(document)
+    groups = _grouped(*documents)
+    methods, _ = _columns(documents[0])
     unit = "accuracy, %" if what == "accuracy" else "loss, nats a byte"
     settings = _settings(groups)
     rows = [
@@ -186,16 +187,16 @@ def on_ranks(*documents: Document) -> Table:
 # ------------------------------------------------------------------------------------------------ pictures
 
 
-def draw(document: Document, path: Path) -> None:
+def draw(documents: Sequence[Document], path: Path) -> None:
     """Draw the held-out accuracy or loss over samples and over simulated time, for each depth."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    task = document.field("rows", 0, "task")
+    task = documents[0].field("rows", 0, "task")
     what, _ = TARGETS[task]
-    lines = list(_lines(document))
+    lines = [(*key, seeds) for key, seeds in _grouped(*documents).items()]
     panels = _settings(line[:3] for line in lines)
     figure, axes = plt.subplots(
         len(panels), 2, figsize=(11, 3.6 * len(panels)), layout="constrained", squeeze=False
@@ -220,8 +221,3 @@ def draw(document: Document, path: Path) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-def _lines(document: Document) -> Iterator[tuple[str, int, str, Seeds]]:
-    for (name, ranks, setting), seeds in _grouped(document).items():
-        yield name, ranks, setting, seeds

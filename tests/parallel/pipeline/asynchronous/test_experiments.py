@@ -65,7 +65,7 @@ def case(task, ranks, method):
         task=task,
         ranks=ranks,
         method=method,
-        setting="best",
+        setting="large",
         seed=0,
         lr=0.01,
         momentum=0.9,
