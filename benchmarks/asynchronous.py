@@ -2,6 +2,7 @@
 
     python benchmarks/asynchronous.py                        # all: about 25 minutes on one core
     python benchmarks/asynchronous.py --quick                # a few micro-batches, to see that all of it runs
+    python benchmarks/asynchronous.py --redraw asynchronous  # only draw, and print tables
     python benchmarks/asynchronous.py --tasks digits --depths 8 --methods pb,spectrain --seeds 0
 
 Every run trains in this process, over the lists of all ranks (`asynchronous_executor.py`). All runs of a task
@@ -34,6 +35,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,6 +92,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rates", metavar="NAME", help="take the rates of the documents of an earlier --name"
     )
+    parser.add_argument("--redraw", metavar="NAMES", help="only draw the documents of earlier names")
     parser.add_argument("--quick", action="store_true", help="few micro-batches, rates and seeds")
     parser.add_argument("--name", default="asynchronous", help="the first part of the names of the files")
     args = parser.parse_args(arguments)
@@ -263,10 +266,22 @@ def cases_of(task: str, rates: Rates, args: argparse.Namespace) -> list[Case]:
     return cases
 
 
+def show(paths: Sequence[Path]) -> None:
+    """Draw the documents of a task beside the first one, and print the tables."""
+    documents = [read(path) for path in paths]
+    draw(documents, paths[0].with_suffix(".png"))
+    print(quality(*documents).markdown())
+    if LARGE in documents[0].field("settings", "settings"):
+        print(times(*documents).markdown(), memory(documents[0]).markdown(), sep="\n")
+
+
 def main() -> int:
     """Run all cases; write documents and pictures, and print the tables."""
     args = parse()
     for name in args.tasks.split(","):
+        if args.redraw is not None:
+            show([record.RESULTS / f"{one}_{name}.json" for one in args.redraw.split(",")])
+            continue
         load_before = os.getloadavg()
         rates = rates_of(name, args)
         rows = run_all(cases_of(name, rates, args), args.processes)
@@ -275,11 +290,7 @@ def main() -> int:
         path = record.write(
             f"{args.name}_{name}", rows, settings=settings, rates=asdict(rates), load_average=load
         )
-        document = read(path)
-        draw([document], path.with_suffix(".png"))
-        print(quality(document).markdown())
-        if LARGE in args.settings.split(","):
-            print(times(document).markdown(), memory(document).markdown(), sep="\n")
+        show([path])
     return 0
 
 

@@ -133,22 +133,26 @@ def _time_to_target(seeds: Seeds, task: str) -> float | None:
     return None
 
 
-def times(document: Document) -> Table:
-    """The simulated time of a run, and that to reach the target with large rates."""
-    task = document.field("rows", 0, "task")
-    groups = _grouped(document)
-    methods, depths = _columns(document)
+def times(*documents: Document) -> Table:
+    """The simulated time of a run, and that to reach the target with each setting."""
+    task = documents[0].field("rows", 0, "task")
+    groups = _grouped(*documents)
+    methods, depths = _columns(documents[0])
     what, target = TARGETS[task]
+    settings = _settings(groups)
     rows = []
     for name in methods:
-        cells = []
-        for ranks in depths:
-            seeds = groups[name, ranks, LARGE]
-            time = _time_to_target(seeds, task)
-            cells += [f"{seeds.rows[0]['makespan']:,.0f}", "never" if time is None else f"{time:,.0f}"]
+        cells = [f"{groups[name, ranks, LARGE].rows[0]['makespan']:,.0f}" for ranks in depths]
+        for setting in settings:
+            seeds = groups.get((name, *setting))
+            time = _time_to_target(seeds, task) if seeds else None
+            cells.append(NONE if seeds is None else "never" if time is None else f"{time:,.0f}")
         rows.append((TITLES[name], *cells))
-    goal = f"to {100 * target:g} %" if what == "accuracy" else f"to a loss of {target:g}"
-    return Table((task, *(f"{one}, {ranks} ranks" for ranks in depths for one in ("the run", goal))), rows)
+    goal = f"{100 * target:g} %" if what == "accuracy" else f"a loss of {target:g}"
+    runs = (f"the run, {ranks} ranks" for ranks in depths)
+    return Table(
+        (f"{task}: time", *runs, *(f"to {goal}, {kind}, {ranks} ranks" for ranks, kind in settings)), rows
+    )
 
 
 def memory(document: Document) -> Table:
@@ -166,7 +170,7 @@ def memory(document: Document) -> Table:
         rows.append((TITLES[name], *cells))
     titles = ("kB", "copies", "most of a rank")
     task = document.field("rows", 0, "task")
-    return Table((task, *(f"{one}, {ranks} ranks" for ranks in depths for one in titles)), rows)
+    return Table((f"{task}: weights", *(f"{one}, {ranks} ranks" for ranks in depths for one in titles)), rows)
 
 
 def on_ranks(*documents: Document) -> Table:
