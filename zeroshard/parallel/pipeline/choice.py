@@ -64,6 +64,18 @@ def schedule_of(config: Config, num_microbatches: int, steps_taken: int = 0) -> 
     return _parse(name, num_ranks, num_microbatches, num_chunks, pipeline.is_asynchronous)
 
 
+def full_schedule_of(config: Config) -> Schedule:
+    """Return lists of an asynchronous pipeline that is full, with as many steps crossed as in any others.
+
+    The lists that a batch runs may be shorter, or have synchronous steps. Those of the user are as they are.
+    """
+    pipeline, num_ranks = config.pipeline, config.mesh.pp
+    num = pipeline.num_microbatches
+    if pipeline.schedule in ASYNCHRONOUS:  # the pipeline fills, and a step begins and ends
+        num = num_ranks + pipeline.step_size(num_ranks)
+    return schedule_of(config, num, pipeline.synchronous_steps)
+
+
 def _is_text(schedule: str) -> bool:
     return "\n" in schedule
 

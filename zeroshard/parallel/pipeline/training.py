@@ -35,6 +35,7 @@ from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
 from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
 from zeroshard.parallel.pipeline.asynchronous.versions import Versions
+from zeroshard.parallel.pipeline.choice import full_schedule_of
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.random import own_numbers
 from zeroshard.parallel.pipeline.runner import Runner
@@ -117,7 +118,8 @@ class Pipelined:
         """The method of an asynchronous pipeline; None for a synchronous one."""
         if config.is_asynchronous:
             self.method = AsynchronousMethod(runtime, config, self._axes.pp.rank, change, corrected)
-            self.method.check(part.schedule(config.num_microbatches, has_backward=True))
+            lists = part.schedule(config.num_microbatches, has_backward=True)
+            self.method.prepare(lists, full_schedule_of(part.config))
         self._take_step: Callable[[AbstractContextManager[None]], None] | None = None
         """Takes a step inside a context, in the middle of a list."""
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from zeroshard.config.pipeline import KEPT_WEIGHTS, Pipeline
 from zeroshard.parallel.pipeline.actions import Action, Schedule
+from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.corrections import decay_of_changes
 from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected
 from zeroshard.parallel.pipeline.asynchronous.guards import refuse_autocast, refuse_recomputation
@@ -43,14 +44,24 @@ class AsynchronousMethod:
         if config.chosen_weights not in KEPT_WEIGHTS:
             refuse_recomputation(runtime.module.modules(), runtime.changes, config.chosen_weights)
         self._device = runtime.context.device
-        self._delays = Delays({}, (), (), 0)
+        self._delays = Delays({}, (), ())
+        self._most_crossed = 0
+        """The most steps between a forward and its backward on this rank, while the pipeline is full."""
         self._first = self._taken = 0
         """The steps of training before the list, and the steps of the list so far."""
         self._has_failed = False
 
-    def check(self, schedule: Schedule) -> None:
-        """Raise the errors of `read_delays` for a schedule."""
+    def prepare(self, schedule: Schedule, full: Schedule) -> None:
+        """Raise the errors of `read_delays` for the lists of the config, and read the decay of changes.
+
+        Args:
+            schedule: the lists of the config.
+            full: those of a full pipeline. The decay is read from these: it belongs to the stage, and each
+                step has the same one, in short lists and in synchronous steps, too.
+        """
         self._read(schedule)
+        (chunk,) = full.chunks[self._rank]
+        self._most_crossed = Ages(full).most_crossed(chunk)
 
     def _read(self, schedule: Schedule) -> Delays:
         weights = self._config.chosen_weights
@@ -96,8 +107,8 @@ class AsynchronousMethod:
         with ExitStack() as stack:
             if self.versions is not None:
                 stack.enter_context(self.versions.stepping(delays.kept[number]))
-            if self._change is not None and delays.most_crossed:
-                decay = decay_of_changes(self._config.decay, delays.most_crossed)
+            if self._change is not None and self._most_crossed:
+                decay = decay_of_changes(self._config.decay, self._most_crossed)
                 stack.enter_context(self._change.noting(decay))
             if self._corrected is not None:
                 stack.enter_context(self._corrected(delays.taus[number], self._first + number))

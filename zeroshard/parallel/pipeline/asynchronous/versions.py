@@ -35,8 +35,6 @@ class Delays(NamedTuple):
     """For each of its steps, the older versions that are used behind it."""
     taus: tuple[int, ...]
     """For each of its steps, the most steps since a forward whose gradient it applies."""
-    most_crossed: int
-    """The most steps between a forward and the backward of its micro-batch."""
 
 
 def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | None = None) -> Delays:
@@ -62,7 +60,7 @@ def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | 
     kept = kept_versions(ages, rank, chunk, uses)
     own = {action: use for action, use in uses.items() if action.chunk == chunk}
     taus = tuple(ages.tau_of_step(chunk, step) for step in range(len(kept)))
-    return Delays(own, kept, taus, ages.most_crossed(chunk))
+    return Delays(own, kept, taus)
 
 
 class Versions:
