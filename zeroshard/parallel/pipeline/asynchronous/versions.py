@@ -47,7 +47,8 @@ def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | 
         max_crossed: the most steps that may be crossed. None: any number.
 
     Raises:
-        ValueError: a micro-batch crosses more steps on any rank.
+        ValueError: a micro-batch crosses more steps on any rank; or an action of any rank uses a version that
+            its chunk does not have yet.
     """
     ages, (chunk,) = Ages(schedule), schedule.chunks[rank]
     crossed = max(map(ages.most_crossed, range(schedule.num_chunks)))
@@ -57,6 +58,13 @@ def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | 
             "forward and its backward: take more micro-batches in each step (pipeline.microbatches_per_step)"
         )
     uses = WEIGHTS[weights].uses(ages)
+    for action, use in uses.items():
+        if use.version is not None and use.version > ages.before[action]:
+            raise ValueError(
+                f"pipeline.weights={weights!r}: {action} uses the weights behind step {use.version} of the first "
+                f"pipeline rank, but comes behind step {ages.before[action]} of its own: move that step "
+                "before it in the lists of pipeline.schedule"
+            )
     kept = kept_versions(ages, rank, chunk, uses)
     own = {action: use for action, use in uses.items() if action.chunk == chunk}
     taus = tuple(ages.tau_of_step(chunk, step) for step in range(len(kept)))
