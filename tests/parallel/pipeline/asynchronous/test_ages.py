@@ -13,7 +13,7 @@ from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_ac
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_asynchronous
 from zeroshard.parallel.pipeline.asynchronous.steady import require_steps, steady
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
-from zeroshard.parallel.pipeline.choice import full_schedule_of
+from zeroshard.parallel.pipeline.choice import count_synchronous, full_schedule_of, schedule_of
 from zeroshard.parallel.pipeline.costs import Costs
 from zeroshard.parallel.pipeline.held import count_activations
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
@@ -223,3 +223,10 @@ def test_without_a_step_no_gradient_is_applied() -> None:
 def test_a_list_with_which_nobody_can_train_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         require_steps(parse_schedule(text))
+
+
+def test_synchronous_steps_beyond_a_list_make_no_other_list() -> None:
+    pipeline = Pipeline(schedule="pb", num_microbatches=4, synchronous_steps=1000)
+    config = Config(mesh=Mesh(pp=2), pipeline=pipeline)
+    assert [count_synchronous(config, 4, taken) for taken in (0, 4, 996, 998, 1000, 1004)] == [4, 4, 4, 2, 0, 0]
+    assert schedule_of(config, 4, 0) is schedule_of(config, 4, 996)
