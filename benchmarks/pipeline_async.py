@@ -151,7 +151,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     transfer = measure_transfer(job.message_bytes(args.microbatches))
     times = _alternate(args, engines, clocks, job)
     flushed = times.pop(FLUSHED)
-    rows: dict[str, Any] = {FLUSHED: {"s a turn": median_of(flushed), **_steps(flushed, args, num_ranks)}}
+    rows: dict[str, Any] = {
+        FLUSHED: {
+            "micro-batches a step": num_ranks,
+            "s a turn": median_of(flushed),
+            **_steps(flushed, args, num_ranks),
+        }
+    }
     for key, seconds in times.items():
         per_step, measured = engines[key].per_step, makespans(clocks[key])
         predicted, costs = predict(
