@@ -160,9 +160,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     for key, seconds in times.items():
         per_step, measured = engines[key].per_step, makespans(clocks[key])
-        predicted, costs = predict(
-            steady(num_ranks, args.microbatches, per_step), clocks[key], transfer
-        )
+        predicted, costs = predict(steady(num_ranks, args.microbatches, per_step), clocks[key], transfer)
         rows[key] = {
             "micro-batches a step": per_step,
             "s a turn": median_of(seconds),

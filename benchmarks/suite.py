@@ -197,16 +197,16 @@ CPU = (
     Benchmark(
         name="pipeline_async",
         title="Asynchronous pipelines",
-        text="A Llama of 8 layers, 2 pipeline ranks, against 1F1B that takes a step after each 2 micro-batches. "
-        "The bound is the ratio of a pipeline that is never empty and whose steps take no time.",
+        text="A Llama of 8 layers, 2 pipeline ranks, against 1F1B with a step after each 2 micro-batches. The "
+        "bound is the ratio of a pipeline that is never empty and whose steps take no time.",
         runs=(
             Run(
                 name="pipeline_async",
                 command="pipeline_async.py --ranks 2 --width 256 --length 64 --size 4 --microbatches 16 "
-                "--methods pb,pipedream,2bw,pipemare",
-                start_s=20,
+                "--noted 3 --methods pb,pipedream,2bw,pipemare",
+                start_s=25,
                 rounds=6,
-                round_s=6,
+                round_s=7,
             ),
         ),
     ),

@@ -208,7 +208,7 @@ class FlatBuffer:
         have what is shown in the backward. Main parameters that change meanwhile are not copied there.
 
         Args:
-            values: [total], compute dtype, for a buffer of a plan that `shows_versions`. None: its own memory again.
+            values: [total], compute dtype; the plan of the buffer `shows_versions`. None: its own memory.
         """
         shown = (self.full if self._hidden is None else self._hidden) if values is None else values
         if values is None:

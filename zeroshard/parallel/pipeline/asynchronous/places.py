@@ -1,13 +1,13 @@
 """The places from which the units of this rank read the weights of an action, for each buffer one.
 
-    Gathered    a version is this rank's shard. The units gather it before each forward and backward, in the
-                place of the main parameters, and free it after that
-    Shown       a version is whole, as nothing is gathered. The parameters are views of it, without a copy.
-                The newest weights are the main parameters themselves, if no action behind the next step uses
-                them; else a copy is made at the first action, which is the kept version later
-    Moved       the same for weights that are moved along a direction: all actions read one copy, which is
-                written where they differ. The weights of a forward and its backward share memory, so autograd
-                finds the new ones
+Gathered    a version is this rank's shard. The units gather it before each forward and backward, in the
+            place of the main parameters, and free it after that
+Shown       a version is whole, as nothing is gathered. The parameters are views of it, without a copy.
+            The newest weights are the main parameters themselves, if no action behind the next step uses
+            them; else a copy is made at the first action, which is the kept version later
+Moved       the same for weights that are moved along a direction: all actions read one copy, which is
+            written where they differ. The weights of a forward and its backward share memory, so autograd
+            finds the new ones
 """
 
 from __future__ import annotations
