@@ -197,7 +197,7 @@ CPU = (
     Benchmark(
         name="pipeline_async",
         title="Asynchronous pipelines",
-        text="A Llama of 8 layers, 2 pipeline ranks, against 1F1B with a step after each 2 micro-batches. The "
+        text="A Llama of 8 layers, 2 pipeline ranks, against 1F1B with a step after 2 micro-batches. The "
         "bound is the ratio of a pipeline that is never empty and whose steps take no time.",
         runs=(
             Run(
