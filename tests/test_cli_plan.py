@@ -67,6 +67,30 @@ def test_recompute_shows_the_inputs_that_are_held_for_it(capsys):
     assert found["inputs for recompute, rank 3"] == ["4", "0"]
 
 
+def test_asynchronous_schedules_show_delays_and_versions(capsys):
+    """Narayanan et al. 2019 and 2021: p - 1 - s steps and p - s versions; one step and two versions."""
+    found = rows(shown(capsys, *named("1f1b", "pipedream", "2bw", "pb"), "--stages", 4, "--microbatches", 16))
+    assert found["makespan"] == ["57"] * 4  # (16 + 4 - 1) * 3: each list fills and drains once
+    assert found["steps"] == ["1", "16", "4", "16"]
+    assert [found[f"delay in steps, rank {rank}"] for rank in range(4)] == [
+        ["0", "3", "1", "3"],
+        ["0", "2", "1", "2"],
+        ["0", "1", "1", "1"],
+        ["0", "0", "0", "0"],
+    ]
+    assert [found[f"versions of weights, rank {rank}"] for rank in range(4)] == [
+        ["1", "4", "2", "1"],
+        ["1", "3", "2", "1"],
+        ["1", "2", "2", "1"],
+        ["1", "1", "2", "1"],
+    ]
+
+
+def test_a_step_of_an_asynchronous_schedule_takes_as_many_micro_batches_as_asked_for(capsys):
+    out = shown(capsys, *named("pb"), "--stages", 2, "--microbatches", 4, "--per-step", 2, "--list")
+    assert out == "0F0,0F1,0B0,0F2,0B1,STEP,0F3,0B2,0B3,STEP\n1F0,1B0,1F1,1B1,STEP,1F2,1B2,1F3,1B3,STEP\n"
+
+
 def test_lists_with_several_steps_show_the_versions_of_weights(capsys, tmp_path):
     own = tmp_path / "own.csv"
     own.write_text("0F0,0F1,0B0,STEP,0F2,0B1,STEP,0B2,STEP\n1F0,1B0,STEP,1F1,1B1,STEP,1F2,1B2,STEP\n")
@@ -157,7 +181,9 @@ def test_a_picture_without_matplotlib_names_the_package_to_install(capsys, tmp_p
     assert "needs matplotlib: pip install zeroshard[plot]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "number"), [("reference", 1), ("pipeline_parallel", 2)])
+@pytest.mark.parametrize(
+    ("name", "number"), [("reference", 1), ("pipeline_parallel", 2), ("asynchronous_pipelines", 1)]
+)
 def test_the_examples_of_the_documentation_are_what_is_printed(capsys, name, number):
     page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
     examples = re.findall(r"```\n\$ zeroshard plan ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", page, re.DOTALL)
@@ -174,7 +200,15 @@ DEADLOCK = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
     ("arguments", "expected"),
     [
         ((), "--schedule"),
-        (named("pipedream"), "expected one of gpipe, 1f1b, interleaved, zb-h1, zbv, varuna, or a file"),
+        (
+            named("dream"),
+            "expected one of gpipe, 1f1b, interleaved, zb-h1, zbv, varuna, pipedream, 2bw, pipemare, pb, "
+            "spectrain, lwp, paci, or a file",
+        ),
+        (named("pipedream"), "--schedule pipedream needs --stages and --microbatches"),
+        ((*named("pb"), "--stages", 0, "--microbatches", 8), "--stages: expected at least 1, got 0"),
+        ((*named("pb"), *FOUR_EIGHT, "--per-step", 0), "--per-step: expected at least 1, got 0"),
+        ((*named("pb"), *FOUR_EIGHT, "--recompute", 1), "expected synchronous schedules, got pb"),
         (named("1f1b"), "--schedule 1f1b needs --stages and --microbatches"),
         ((*named("1f1b"), "--stages", 0, "--microbatches", 8), "expected at least 1 pipeline rank, got 0"),
         ((*named("1f1b"), *FOUR_EIGHT, "--chunks", 2), "1f1b: expected 1 chunk a rank, got 2"),

@@ -30,6 +30,7 @@ from zeroshard.internals.autograd import outside_transforms
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.modulelike import ModuleLike
+from zeroshard.optim.asynchronous.chosen import chosen_by
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.training import Pipelined
 from zeroshard.parameters.state import refuse_averages, refuse_to_drop
@@ -73,7 +74,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         """Steps that were not taken because gradients were not finite."""
         self._guard = StepGuard(parts.runtime, parts.config, parts.optimizer)
         self._part = part
-        self._pipeline = None if part is None else Pipelined(part, parts.runtime, loss_fn, parts.optimizer)
+        self._pipeline = None if part is None else self._pipelined(part, parts)
         self._halfway = Halfway()
         self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
@@ -97,6 +98,11 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         if hasattr(type(module), "resize_token_embeddings"):  # peft hands on the method of the model inside
             refused = NotSharded(module, "resize_token_embeddings")
             parts.runtime.changes.set(module, "resize_token_embeddings", refused)
+
+    def _pipelined(self, part: Part, parts: Parts) -> Pipelined:
+        trained = [buffer for buffer in parts.runtime.buffers if buffer.trainable]
+        chosen = chosen_by(parts.config.pipeline, parts.optimizer, trained)
+        return Pipelined(part, parts.runtime, self.loss_fn, parts.optimizer, *chosen)
 
     @property
     def dp_rank(self) -> int:

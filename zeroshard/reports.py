@@ -12,6 +12,7 @@ from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.parallel.pipeline.choice import schedule_of
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.report import PipelineReport, report_cut
+from zeroshard.parallel.pipeline.training import Pipelined
 from zeroshard.sharding.runtime import Runtime
 
 
@@ -23,6 +24,7 @@ class Reports:
     _runtime: Runtime
     _axes: Axes
     _part: Part | None
+    _pipeline: Pipelined | None
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -32,12 +34,17 @@ class Reports:
 
     def memory_report(self) -> MemoryReport:
         """Measured bytes of this rank: model states by kind, and the process."""
-        return measure(self._runtime, self.optimizer, self._parts.averages.values())
+        versions = None if self._pipeline is None else self._pipeline.versions
+        peak = 0 if versions is None else versions.peak_bytes
+        averages = self._parts.averages.values()
+        return measure(self._runtime, self.optimizer, averages, peak_versions=peak)
 
     def reset_memory_report(self) -> None:
-        """Start the search for the largest `unsharded` anew, from the bytes that are gathered now."""
+        """Start the search for the largest `unsharded` and versions anew, from those that are there now."""
         meter = self._runtime.context.meter
         meter.peak = meter.now
+        if self._pipeline is not None and self._pipeline.versions is not None:
+            self._pipeline.versions.reset_peak()
 
     def comm_report(self) -> CommReport:
         """Calls, bytes and waits by collective since the last `reset_comm_report()`."""

@@ -35,6 +35,7 @@ from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, matc
 from zeroshard.checkpoint.tensors import TensorSlice, cuts_of, held_slices, read_model
 from zeroshard.checkpoint.values import read_values
 from zeroshard.comm.agreed import on_all
+from zeroshard.config.pipeline import NOTED_CHANGES
 from zeroshard.data.given import GivenLoader, check_state
 from zeroshard.data.loader import parse_state
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
@@ -200,7 +201,9 @@ def _prepare(
                     groups = _convert_groups(parts.optimizer, values["groups"], matches)
                     schedule = _match_schedule(stored, parts.lr_scheduler, values["lr_scheduler"], matches)
             cuts = cuts_of(parts.runtime)
-            states = match_states(parts.optimizer, stored, values["scalars"], names, cuts, convert_states)
+            noted = NOTED_CHANGES.get(parts.config.pipeline.chosen_weights)
+            scalars = values["scalars"]
+            states = match_states(parts.optimizer, stored, scalars, names, cuts, convert_states, noted)
     try:
         if stored.manifest.data is not None:
             parse_state(stored.manifest.data)

@@ -29,6 +29,7 @@ from zeroshard.checkpoint.files import MANIFEST, VALUES
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.reader import Stored, TensorReader
 from zeroshard.checkpoint.tensors import TensorSlice, scales_slice, state_name
+from zeroshard.config.pipeline import NOTED_CHANGES
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.adopt.bitsandbytes import is_bitsandbytes
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
@@ -41,6 +42,8 @@ from zeroshard.plan.cuts import Cut
 from zeroshard.plan.layout import Span
 from zeroshard.tiers.places import TierMemory
 
+_OF_PIPELINES = frozenset(NOTED_CHANGES.values())
+"""The states that asynchronous pipelines add to those of optimizers."""
 _PIECE = 1 << 16
 """Elements that are converted together, a multiple of BLOCK: a rank never holds more in both forms."""
 
@@ -77,6 +80,7 @@ def match_states(
     names: Mapping[str, str],
     cuts: Mapping[str, Cut],
     convert_states: bool,
+    noted: str | None = None,
 ) -> SavedStates:
     """Return the states to be loaded for each parameter of the optimizer; nothing is read.
 
@@ -85,6 +89,8 @@ def match_states(
         names: the stored name of each parameter.
         cuts: the cuts of parameters that this rank has a part of, by name.
         convert_states: whether states may get another number of bits, or other blocks.
+        noted: the state that an asynchronous pipeline adds here to those of the optimizer, if it does. Others
+            of that kind are not read; nor is this one if states are converted, so that it begins anew.
 
     Raises:
         ValueError: states that can't be those of the optimizer, by their parameter.
@@ -97,12 +103,15 @@ def match_states(
         tensors = by_name.get(name, {})
         blocks = stored.manifest.parameters[name].blocks if name in stored.manifest.parameters else None
         has_same_blocks = have_same_blocks(blocks, own_blocks(cuts.get(parameter.fqn)))
+        tensors = {key: one for key, one in tensors.items() if key == noted or key not in _OF_PIPELINES}
         converted = _check_states(optimizer, parameter.fqn, bits, stored, tensors, has_same_blocks)
         if converted is not None and not convert_states:
             raise ValueError(
                 f"'{stored.directory}': {_explain(optimizer, parameter.fqn, bits, tensors)}, or "
                 "convert_states=True"
             )
+        if converted is not None:
+            tensors = {key: one for key, one in tensors.items() if key not in _OF_PIPELINES}
         if converted is None:
             main = stored.tensors.get(name)  # none where it was frozen and left out
             main_dtype = parameter.dtype if main is None else main.dtype
@@ -174,7 +183,8 @@ def _check_states(
         return None
     if (problem := find_unpaired(dtypes)) is not None:
         raise RuntimeError(f"{stored.directory / MANIFEST}: '{name}' has {problem}")
-    found = {key: 8 if is_codes(key, dtypes) else 32 for key in dtypes if not is_scales(key, dtypes)}
+    own = [key for key in dtypes if not is_scales(key, dtypes) and key not in _OF_PIPELINES]
+    found = {key: 8 if is_codes(key, dtypes) else 32 for key in own}
     if missing := sorted(family.states.keys() - found.keys()):
         raise RuntimeError(
             f"{stored.directory / MANIFEST}: expected state '{missing[0]}' of '{name}', found none"

@@ -46,6 +46,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "zeroshard plan --schedule 1f1b --stages 4 --microbatches 8 --plot",
         "zeroshard plan --schedule 1f1b --schedule interleaved --schedule zb-h1 --stages 4 --microbatches 8",
         "zeroshard plan --schedule gpipe --schedule varuna --stages 4 --microbatches 5 --recompute 1",
+        "zeroshard plan --schedule 1f1b --schedule pipedream --schedule 2bw --stages 4 --microbatches 16",
         "zeroshard plan --schedule 1f1b --stages 4 --microbatches 8 --list",
     ),
     "doctor": (
@@ -281,11 +282,13 @@ def _add_plan(parser: ArgumentParser) -> None:
         metavar="NAME",
         action="append",
         required=True,
-        help="gpipe, 1f1b, interleaved, zb-h1, zbv or varuna, or a file with a list for each rank; "
-        "several times to compare them",
+        help="gpipe, 1f1b, interleaved, zb-h1, zbv or varuna; asynchronous: pipedream, 2bw, pipemare, pb, "
+        "spectrain, lwp or paci; or a file with a list for each rank; several times to compare them",
     )
     parser.add_argument("--stages", "--pp", metavar="P", type=int, help="ranks of the pipeline")
     parser.add_argument("--microbatches", metavar="M", type=int, help="micro-batches of a batch")
+    steps = "micro-batches of each step of asynchronous schedules (default: the fewest that each allows)"
+    parser.add_argument("--per-step", metavar="K", type=int, help=steps)
     parser.add_argument(
         "--chunks",
         metavar="V",
@@ -389,7 +392,7 @@ _COMMANDS: dict[str, tuple[str, str, Any]] = {
     "plan": (
         "compare schedules of a pipeline by time, bubbles and activations",
         "Simulate the schedules and print the time of a batch, the share of it in which ranks\n"
-        "wait, and the activations that each rank holds. Times are in any unit.",
+        "wait, the activations and the versions of weights that each rank holds. Times are in any unit.",
         _add_plan,
     ),
     "doctor": (

@@ -32,6 +32,8 @@ class Chart(NamedTuple):
     name: str
     schedule: Schedule
     timeline: Timeline
+    weights: str = "stash"
+    """The weights of its actions, by their name in the config; a list of the user's keeps versions."""
 
 
 def draw_text(chart: Chart, width: int = WIDTH) -> str:

@@ -8,9 +8,13 @@ from pathlib import Path
 from shutil import get_terminal_size
 
 from zeroshard.cli.gantt import WIDTH, Chart, draw_text, save_picture
+from zeroshard.config.pipeline import ASYNCHRONOUS, Pipeline
 from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
+from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_asynchronous, is_step_of
+from zeroshard.parallel.pipeline.asynchronous.steady import steady
+from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live
 from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.held import count_activations, count_versions
+from zeroshard.parallel.pipeline.held import count_activations
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from zeroshard.parallel.pipeline.simulate import simulate
 from zeroshard.tables import LINE, render
@@ -33,7 +37,9 @@ def plan_pipeline(options: Namespace) -> None:
     for name in options.schedule:
         schedule = _schedule(name, options)
         chunks = schedule.num_chunks / schedule.num_ranks
-        charts.append(Chart(_title(name, schedule), schedule, simulate(schedule, _costs(options, chunks))))
+        weights = ASYNCHRONOUS[name].weights if name in ASYNCHRONOUS else "stash"
+        timeline = simulate(schedule, _costs(options, chunks))
+        charts.append(Chart(_title(name, schedule), schedule, timeline, weights))
     if options.list:
         print(charts[0].schedule, end="")
         return
@@ -49,8 +55,10 @@ def plan_pipeline(options: Namespace) -> None:
 def _schedule(name: str, options: Namespace) -> Schedule:
     if name in SCHEDULES:
         return _built(name, options)
+    if name in ASYNCHRONOUS:
+        return _steady(name, options)
     if not Path(name).is_file():
-        known = ", ".join(SCHEDULES)
+        known = ", ".join((*SCHEDULES, *ASYNCHRONOUS))
         raise ValueError(f"--schedule: expected one of {known}, or a file with lists, got {name!r}")
     try:
         schedule = parse_schedule(Path(name).read_text(encoding="utf-8"))
@@ -63,18 +71,35 @@ def _schedule(name: str, options: Namespace) -> Schedule:
     return schedule
 
 
-def _built(name: str, options: Namespace) -> Schedule:
+def _steady(name: str, options: Namespace) -> Schedule:
+    _require_numbers(name, options, 1)
+    if options.recompute is not None:
+        raise ValueError(f"--recompute: expected synchronous schedules, got {name}")
+    if options.per_step is not None and options.per_step < 1:
+        raise ValueError(f"--per-step: expected at least 1, got {options.per_step}")
+    per_step = options.per_step or Pipeline(schedule=name).step_size(options.stages)
+    return steady(options.stages, options.microbatches, per_step)
+
+
+def _require_numbers(name: str, options: Namespace, chunks: int) -> None:
     if options.stages is None or options.microbatches is None:
         raise ValueError(f"--schedule {name} needs --stages and --microbatches")
-    builder = SCHEDULES[name]
-    # Beside schedules of several chunks a rank, those with a fixed number of chunks keep theirs.
-    is_fixed = builder.max_chunks is not None and len(options.schedule) > 1
-    chunks = None if is_fixed else options.chunks
-    size = options.stages * options.microbatches * (chunks or builder.min_chunks)
+    for option, number in (("--stages", options.stages), ("--microbatches", options.microbatches)):
+        if number < 1 and name in ASYNCHRONOUS:  # builders of the others name their limits
+            raise ValueError(f"{option}: expected at least 1, got {number}")
+    size = options.stages * options.microbatches * chunks
     if size > _MAX_ACTIONS:
         raise ValueError(
             f"expected at most {_MAX_ACTIONS:,} chunks times micro-batches, got {size:,} for {name}"
         )
+
+
+def _built(name: str, options: Namespace) -> Schedule:
+    builder = SCHEDULES[name]
+    # Beside schedules of several chunks a rank, those with a fixed number of chunks keep theirs.
+    is_fixed = builder.max_chunks is not None and len(options.schedule) > 1
+    chunks = None if is_fixed else options.chunks
+    _require_numbers(name, options, chunks or builder.min_chunks)
     return build_schedule(
         name,
         options.stages,
@@ -99,7 +124,7 @@ def _costs(options: Namespace, chunks_per_rank: float) -> Costs:
 
 
 def _title(name: str, schedule: Schedule) -> str:
-    title = name if name in SCHEDULES else Path(name).name
+    title = name if name in SCHEDULES or name in ASYNCHRONOUS else Path(name).name
     chunks = schedule.num_chunks // schedule.num_ranks
     return title if chunks == 1 else f"{title}, {chunks} chunks"
 
@@ -125,10 +150,25 @@ def _table(charts: Sequence[Chart]) -> str:
     if any(action.kind is Kind.RECOMPUTE for chart in charts for _, action in chart.schedule):
         inputs = _of_ranks(charts, [each.inputs_per_rank for each in held])
         rows += [LINE, *_by_rank("inputs for recompute", inputs)]
-    versions = [count_versions(chart.schedule).per_rank for chart in charts]
-    if any(number > 1 for own in versions for number in own):
+    ages = [Ages(chart.schedule) for chart in charts]
+    if any(is_asynchronous(chart.schedule) for chart in charts):
+        rows += [LINE, ("steps", *(str(max(1, _num_steps(chart.schedule))) for chart in charts))]
+        rows += _by_rank("delay in steps", [_delays(own) for own in ages])
+        pairs = zip(ages, charts, strict=True)
+        versions = [count_live(own, WEIGHTS[chart.weights].uses(own)) for own, chart in pairs]
         rows += [LINE, *_by_rank("versions of weights", versions)]
     return render("", ("", *(chart.name for chart in charts)), rows)
+
+
+def _num_steps(schedule: Schedule) -> int:
+    """The steps of the last chunk; 0 in a synchronous list, whose batch ends with one."""
+    last = schedule.num_chunks - 1
+    return sum(is_step_of(action, last) for action in schedule.lists[schedule.placement[last]])
+
+
+def _delays(ages: Ages) -> tuple[int, ...]:
+    """The most steps of each pipeline rank from a forward to the step that applies its gradient."""
+    return tuple(max(map(ages.tau_forward, chunks)) for chunks in ages.schedule.chunks)
 
 
 def _of_ranks(charts: Sequence[Chart], counts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:

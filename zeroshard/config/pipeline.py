@@ -39,6 +39,8 @@ KEPT_WEIGHTS = ("stash", "vertical", "double")
 MOVED_WEIGHTS = ("estimate", "predict", "lwp", "lwp-weights")
 """The weights that are computed from the newest ones."""
 WEIGHTS = ("latest", "stash", "vertical", "double", "estimate", "predict", "lwp", "lwp-weights", "bounded")
+NOTED_CHANGES: Mapping[str, str] = {"estimate": "mean_of_changes", "lwp-weights": "last_change"}
+"""The states that some weights add to those of the optimizer, by the names that checkpoints have."""
 _NAMES = ", ".join(ASYNCHRONOUS)
 _DECAY = 0.135
 

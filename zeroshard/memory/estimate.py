@@ -16,6 +16,7 @@ from zeroshard.memory.dryrun import DryRun, LossOf, dry_run, loss_of_tokens
 from zeroshard.memory.inflight import Usage, costs_of_blocks, costs_of_run, usage_of_ranks
 from zeroshard.memory.planned import Planned, plan_model, plan_number, setting_of
 from zeroshard.memory.report import ModelStates
+from zeroshard.memory.stale import Staleness, staleness_of
 from zeroshard.memory.tiered import States, bytes_on_tiers
 from zeroshard.memory.typical import Sizes, typical_sizes
 from zeroshard.parallel.tensor.styles import Plan
@@ -36,8 +37,8 @@ class Estimate(ModelStates):
 
     @property
     def peak(self) -> int:
-        """Bytes when most parameters are gathered: `total`, `peak_unsharded` and `activations`."""
-        return self.total + self.peak_unsharded + self.activations
+        """Bytes when most is there: `total`, `peak_unsharded`, `peak_versions` and `activations`."""
+        return self.total + self.peak_unsharded + self.peak_versions + self.activations
 
     def __str__(self) -> str:
         return side_by_side("estimate for each rank", {"bytes": self})
@@ -62,6 +63,7 @@ def side_by_side(title: str, estimates: Mapping[str, Estimate]) -> str:
         *row("gradients", (e.gradients for e in columns)),
         *row("optimizer states", (e.optimizer for e in columns)),
         *row("gathered at the peak", (e.peak_unsharded for e in columns)),
+        *row("versions of weights", (e.peak_versions for e in columns)),
         *row("activations", (e.activations for e in columns)),
         LINE,
         *row("total at the peak", (e.peak for e in columns)),
@@ -170,10 +172,11 @@ class Counted:
             planned = plan_number(self._sizes, config, setting)
             usages = _usages_of_blocks(Blocks.of(self._sizes), _micro_batch(self._tokens, config), planned)
         states = States(bits=optimizer_bits)
-        ranks = zip(planned.units, planned.scales, usages, strict=True)
+        stale = staleness_of(planned.pipelined, config) or [Staleness()] * len(planned.units)
+        ranks = zip(planned.units, planned.scales, usages, stale, strict=True)
         estimates = (
-            replace(_of_rank(units, planned, config, states, usage), scales=scales)
-            for units, scales, usage in ranks
+            replace(_of_rank(units, planned, config, states, usage, own), scales=scales)
+            for units, scales, usage, own in ranks
         )
         return max(estimates, key=lambda found: found.peak)
 
@@ -216,18 +219,26 @@ def _micro_batch(tokens: Tokens, config: Config) -> MicroBatch:
 
 
 def _of_rank(
-    units: list[UnitPlan], planned: Planned, config: Config, states: States, usage: Usage
+    units: list[UnitPlan],
+    planned: Planned,
+    config: Config,
+    states: States,
+    usage: Usage,
+    stale: Staleness,
 ) -> Estimate:
     """The estimate of a rank with some units."""
     setting, steps = planned.setting, config.gradient_accumulation_steps * config.pipeline.num_microbatches
-    together = 1 + config.num_prefetch if setting.placements.kept else len(units)
+    steps = min(steps, stale.microbatches_per_step or steps)
+    frees = setting.placements.kept or setting.has_versions
+    together = 1 + config.num_prefetch if frees else len(units)
     tiers = bytes_on_tiers(units, setting, steps, states)
     device = tiers[Tier.DEVICE]
-    sent = usage.sent * config.gradient_accumulation_steps
+    sent = usage.sent * config.gradient_accumulation_steps * steps // config.pipeline.num_microbatches
     return Estimate(
         parameters=device.parameters,
         gradients=device.gradients,
-        optimizer=device.optimizer,
+        optimizer=device.optimizer + stale.states * traffic.main_bytes(units),
+        peak_versions=stale.versions * traffic.version_bytes(units),
         unsharded=0,
         peak_unsharded=traffic.peak_unsharded_bytes(units, together),
         host=tiers[Tier.HOST].total,

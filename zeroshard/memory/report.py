@@ -42,6 +42,8 @@ class ModelStates:
     """Moving averages of parameters, on the device."""
     scales: int = 0
     """Scales and code tables of quantized weights, on the device; `parameters` has the codes."""
+    peak_versions: int = 0
+    """The largest sum of older versions of weights, which an asynchronous pipeline keeps in a batch."""
 
     @property
     def total(self) -> int:
@@ -74,6 +76,7 @@ class MemoryReport(ProcessMemory, ModelStates):
         rows += [LINE, ("total", format_bytes(self.total)), LINE]
         others = {
             "gathered at the peak": self.peak_unsharded or None,
+            "versions of weights at the peak": self.peak_versions or None,
             "on the host": self.host or None,
             "on the host, pinned": self.pinned or None,
             "on NVMe": self.nvme or None,
@@ -88,7 +91,13 @@ class MemoryReport(ProcessMemory, ModelStates):
         return render(title, ("kind", "bytes"), rows)
 
 
-def measure(runtime: Runtime, optimizer: Optimizer | None, averages: Iterable[Averages] = ()) -> MemoryReport:
+def measure(
+    runtime: Runtime,
+    optimizer: Optimizer | None,
+    averages: Iterable[Averages] = (),
+    *,
+    peak_versions: int = 0,
+) -> MemoryReport:
     """Add up the storages behind parameters, scales, gradients, optimizer states, averages, each once."""
     context = runtime.context
     kept = (b.copy for b in runtime.buffers if b.copy is not None)
@@ -109,6 +118,7 @@ def measure(runtime: Runtime, optimizer: Optimizer | None, averages: Iterable[Av
         scales=scales[Tier.DEVICE].all,
         unsharded=context.meter.now,
         peak_unsharded=context.meter.peak,
+        peak_versions=peak_versions,
         host=sum(held.all for held in on_host) + staging + context.host.num_bytes,
         pinned=sum(held.pinned for held in on_host) + pinned_staging + context.host.pinned,
         nvme=context.memory.nvme_bytes,

@@ -45,6 +45,18 @@ def gradient_bytes(
     return of_sums + of_one if is_apart else of_sums
 
 
+def main_bytes(units: Iterable[UnitPlan]) -> int:
+    """Bytes of the trained main parameters of a rank."""
+    trained = (buffer for unit in units for buffer in unit.buffers if buffer.trainable)
+    return sum(buffer.main_size * buffer.main_dtype.itemsize for buffer in trained)
+
+
+def version_bytes(units: Iterable[UnitPlan]) -> int:
+    """Bytes of one version of the trained weights of a rank: its shard, in the compute dtype."""
+    trained = (buffer for unit in units for buffer in unit.buffers if buffer.trainable)
+    return sum(buffer.main_size * buffer.compute_dtype.itemsize for buffer in trained)
+
+
 def unsharded_bytes(unit: UnitPlan) -> int:
     """Bytes that a gathered unit takes beyond its bytes at rest."""
     freed = (buffer for buffer in unit.buffers if not buffer.is_resident)
@@ -75,6 +87,8 @@ def wire_bytes(units: Sequence[UnitPlan], setting: Setting, num_micro_batches: i
     total = 0
     for number, unit in enumerate(units):
         is_kept = unit.is_kept(setting.placements, is_root=number == 0, ends_forward=number == len(units) - 1)
+        if setting.has_versions:  # other micro-batches come between a forward and its backward
+            is_kept = not unit.needs_parameters_in_backward
         gathers = _gathered(unit.buffers, setting, is_kept, num_micro_batches)
         total += gathers + _reduced(unit.buffers, setting, num_micro_batches)
     return total

@@ -1,4 +1,4 @@
-"""The activations and the versions of weights that each pipeline rank holds: counted from the lists alone."""
+"""The activations that each pipeline rank holds, counted from the lists alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind, Schedule
+from zeroshard.parallel.pipeline.actions import END_BACKWARD, Kind, Schedule
 from zeroshard.parallel.pipeline.check import check_actions
 
 
@@ -88,53 +88,3 @@ def most_bytes(schedule: Schedule, per_chunk: Sequence[int]) -> tuple[int, ...]:
         elif action.kind in END_BACKWARD:
             now[rank] -= per_chunk[action.chunk]
     return tuple(most)
-
-
-@dataclass(frozen=True)
-class Versions:
-    """The versions of weights that a schedule needs.
-
-    Args:
-        per_rank: the versions that a pipeline rank holds of a chunk at a time, at most: those of the
-            micro-batches in flight, and the newest one. It is 1 for a synchronous schedule.
-        delays: for each recompute and backward, the steps of its chunk since the forward of its micro-batch.
-    """
-
-    per_rank: tuple[int, ...]
-    delays: dict[Action, int]
-
-
-def count_versions(schedule: Schedule) -> Versions:
-    """Count the versions of weights.
-
-    Several steps in a list make it asynchronous (PipeDream, Narayanan et al. 2019): a micro-batch whose
-    forward is before a step and whose backward is behind it needs the weights from before the step.
-
-    Raises:
-        ValueError: see `check_actions`; a backward comes before its forward.
-    """
-    check_actions(schedule)
-    delays: dict[Action, int] = {}
-    per_rank = []
-    for rank, actions in enumerate(schedule.lists):
-        taken: Counter[int] = Counter()  # steps of each chunk so far
-        used: dict[int, dict[int, int]] = {chunk: {} for chunk in schedule.chunks[rank]}  # by micro-batch
-        most = 1
-        for action in actions:
-            kind, chunk, microbatch = action
-            if kind is Kind.STEP:
-                taken.update(tuple(used) if chunk is None else (chunk,))
-            elif action.is_compute and chunk is not None and microbatch is not None:
-                if kind is Kind.FORWARD:
-                    used[chunk][microbatch] = taken[chunk]
-                elif microbatch not in used[chunk]:
-                    raise ValueError(f"expected {action} behind the forward of its micro-batch")
-                else:
-                    delays[action] = taken[chunk] - used[chunk][microbatch]
-                if kind in END_BACKWARD:
-                    del used[chunk][microbatch]
-            if kind in (Kind.STEP, Kind.FORWARD):
-                counts = (len({taken[each], *versions.values()}) for each, versions in used.items())
-                most = max(most, *counts)
-        per_rank.append(most)
-    return Versions(tuple(per_rank), delays)

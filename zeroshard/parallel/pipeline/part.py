@@ -104,7 +104,7 @@ def take_part(model: nn.Module, config: Config, cut: Cut, rank: int) -> Part:
     holders = _find_holders(model, outline, runs, schedule)
     _refuse_ignored(find_ignored(model, config.ignored), holders)
     if config.pipeline.is_asynchronous:
-        _refuse_shared(config, holders)
+        _refuse_shared(holders)
     chunks = schedule.chunks[rank]
     chunked: Chunked | TracedChunks
     if isinstance(model, TracedModel):
@@ -135,14 +135,13 @@ def _refuse_ignored(ignored: Ignored, holders: Mapping[nn.Parameter, Holders]) -
             )
 
 
-def _refuse_shared(config: Config, holders: Mapping[nn.Parameter, Holders]) -> None:
+def _refuse_shared(holders: Mapping[nn.Parameter, Holders]) -> None:
     for found in holders.values():
         if len(found.ranks) > 1:
             raise ValueError(
-                f"pipeline.schedule={config.pipeline.schedule!r}: expected parameters of one pipeline rank "
-                f"each, got '{found.name}', which pipeline ranks {', '.join(map(str, found.ranks))} share: "
-                "they step at different times. Give each its own, such as tie_word_embeddings=False of "
-                "transformers"
+                "an asynchronous pipeline: expected parameters of one pipeline rank each, got "
+                f"'{found.name}', which pipeline ranks {', '.join(map(str, found.ranks))} share: they step "
+                "at different times. Give each its own, such as tie_word_embeddings=False of transformers"
             )
 
 

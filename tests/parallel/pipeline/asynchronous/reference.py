@@ -88,8 +88,9 @@ def uses(weights, m, s, p, k):
 
 def train(stages, batch, loss_fn, k, method):
     """The losses of a list of micro-batches; `stages` are changed."""
-    p, losses, sums = len(stages), [], None
-    num = len(batch)
+    p, losses, sums, num = len(stages), [], None, len(batch)
+    for stage in stages:
+        stage.history = stage.history[-1:]
     for m, (x, target) in enumerate(batch):
         outputs, inputs = [], []
         for s, stage in enumerate(stages):

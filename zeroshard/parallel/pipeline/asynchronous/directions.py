@@ -1,13 +1,14 @@
 """The directions along which weights are moved: the change that one step is taken to make.
 
 The mean of changes and the last change are kept as states of the optimizer, one for each parameter. So
-checkpoints, resharding and reports of memory know them without code of their own.
+checkpoints, resharding and reports of memory know them without code of their own. The optimizer's own next
+update is a direction, too; see `optim/asynchronous/`, which knows kinds of optimizers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -15,14 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.parallel.pipeline.asynchronous.corrections import mean_of_changes
-from zeroshard.parallel.pipeline.asynchronous.updates import update_of
-from zeroshard.parallel.pipeline.asynchronous.uses import Direction
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
 
-MEAN, LAST = "mean_of_changes", "last_change"
-"""The names of the states of the optimizer."""
+Corrected = Callable[[int, int], AbstractContextManager[None]]
+"""(tau, step) -> a context for the optimizer's step: tau in steps, and the steps of training before it."""
 
 
 class Change(Protocol):
@@ -35,44 +34,21 @@ class Change(Protocol):
         """Note the change of the step inside; `decay` is that of a mean."""
 
 
-class UpdateChange:
-    """The next update of the optimizer; see `updates.py`.
-
-    Args:
-        optimizer: the optimizer.
-        asked: the config key with its value, for errors.
-
-    Raises:
-        ValueError: see `update_of`.
-    """
-
-    def __init__(self, optimizer: Optimizer, asked: str) -> None:
-        self._optimizer, self._update = optimizer, update_of(optimizer, asked)
-
-    def of(self, parameter: ShardedParameter, weights: Tensor) -> Tensor | None:
-        """Return the change of a slice; see `Change`."""
-        for group in self._optimizer.param_groups:
-            if any(held is parameter for held in group["params"]):
-                return self._update(weights, group, self._optimizer.state.get(parameter, {}))
-        return None
-
-    def noting(self, decay: float) -> AbstractContextManager[None]:
-        """Note nothing: the optimizer does."""
-        return nullcontext()
-
-
 class NotedChange:
     """The changes of the steps so far: their mean, or the last one.
 
     Args:
         optimizer: the optimizer, whose states they become.
         buffers: the trained buffers.
+        name: the name of the state.
         is_mean: True for the mean.
     """
 
-    def __init__(self, optimizer: Optimizer, buffers: Sequence[FlatBuffer], *, is_mean: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, buffers: Sequence[FlatBuffer], name: str, *, is_mean: bool
+    ) -> None:
         self._optimizer, self._buffers = optimizer, buffers
-        self._is_mean, self._name = is_mean, MEAN if is_mean else LAST
+        self._is_mean, self._name = is_mean, name
 
     def of(self, parameter: ShardedParameter, weights: Tensor) -> Tensor | None:
         """Return the change of a slice; see `Change`."""
@@ -102,19 +78,6 @@ class NotedChange:
         elif gradient_of(parameter) is not None:  # its first step
             first = change.clone() if not self._is_mean else change * (1.0 - decay)
             self._optimizer.state[parameter][self._name] = first
-
-
-def change_of(
-    direction: Direction, optimizer: Optimizer, buffers: Sequence[FlatBuffer], asked: str
-) -> Change:
-    """Return the change along a direction.
-
-    Raises:
-        ValueError: see `update_of`.
-    """
-    if direction is Direction.UPDATE:
-        return UpdateChange(optimizer, asked)
-    return NotedChange(optimizer, buffers, is_mean=direction is Direction.MEAN_CHANGE)
 
 
 def moved(buffer: FlatBuffer, change: Change, ahead: int) -> Callable[[], Tensor]:

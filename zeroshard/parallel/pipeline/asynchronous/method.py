@@ -6,14 +6,11 @@ import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from torch.optim import Optimizer
-
-from zeroshard.config.pipeline import Pipeline
+from zeroshard.config.pipeline import KEPT_WEIGHTS, Pipeline
 from zeroshard.parallel.pipeline.actions import Action, Schedule
-from zeroshard.parallel.pipeline.asynchronous.corrected import Corrected, rescaled, spike_compensated
 from zeroshard.parallel.pipeline.asynchronous.corrections import decay_of_changes
-from zeroshard.parallel.pipeline.asynchronous.directions import Change, change_of
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS
+from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected
+from zeroshard.parallel.pipeline.asynchronous.guards import refuse_autocast, refuse_recomputation
 from zeroshard.parallel.pipeline.asynchronous.versions import Delays, Versions, read_delays
 from zeroshard.sharding.runtime import Runtime
 
@@ -25,39 +22,31 @@ class AsynchronousMethod:
 
     Args:
         runtime: the runtime of its units.
-        optimizer: its optimizer; None if all parameters of the rank are frozen.
         config: the config of the pipeline.
         rank: the pipeline rank.
-
-    Raises:
-        ValueError: the method does not go with the optimizer.
+        change: the change of a step, if the method moves weights.
+        corrected: the correction of each step, if there is one.
     """
 
-    def __init__(self, runtime: Runtime, optimizer: Optimizer | None, config: Pipeline, rank: int) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: Pipeline,
+        rank: int,
+        change: Change | None,
+        corrected: Corrected | None,
+    ) -> None:
         self._config, self._rank = config, rank
-        self._change: Change | None = None
-        self._corrected: Corrected | None = None
-        if optimizer is not None:
-            self._change = self._find_change(runtime, optimizer)
-            self._corrected = self._find_correction(optimizer)
-        self.versions = Versions(runtime, self._change) if config.has_versions else None
+        self._change, self._corrected = change, corrected
+        self.versions = Versions(runtime, change) if config.has_versions else None
         """The versions of weights; None if all actions compute with the newest ones."""
+        if config.chosen_weights not in KEPT_WEIGHTS:
+            refuse_recomputation(runtime.module.modules(), runtime.changes, config.chosen_weights)
+        self._device = runtime.context.device
         self._delays = Delays({}, (), (), 0)
         self._first = self._taken = 0
         """The steps of training before the list, and the steps of the list so far."""
-
-    def _find_change(self, runtime: Runtime, optimizer: Optimizer) -> Change | None:
-        direction = WEIGHTS[self._config.chosen_weights].direction
-        if direction is None:
-            return None
-        buffers = [buffer for buffer in runtime.buffers if buffer.trainable]
-        asked = f"pipeline.weights='{self._config.chosen_weights}'"
-        return change_of(direction, optimizer, buffers, asked)
-
-    def _find_correction(self, optimizer: Optimizer) -> Corrected | None:
-        if self._config.chosen_correction == "rescale":
-            return rescaled(optimizer, self._config.anneal_steps)
-        return spike_compensated(optimizer) if self._config.chosen_correction == "spike" else None
+        self._has_failed = False
 
     def check(self, schedule: Schedule) -> None:
         """Raise the errors of `read_delays` for a schedule."""
@@ -75,12 +64,25 @@ class AsynchronousMethod:
         Args:
             schedule: the schedule.
             steps_taken: the steps of training before it.
+
+        Raises:
+            RuntimeError: an earlier list has failed between its steps; or torch.autocast is on.
         """
+        if self._has_failed:
+            raise RuntimeError(
+                "train_batch() after a list that ended in an exception between its steps: pipeline ranks "
+                "have taken different numbers of steps. Make the engine anew, and load the last checkpoint"
+            )
+        refuse_autocast(self._device)
         self._delays, self._first, self._taken = self._read(schedule), steps_taken, 0
         with ExitStack() as stack:
             if self.versions is not None:
                 stack.enter_context(self.versions.batch(self._delays))
-            yield
+            try:
+                yield
+            except BaseException:
+                self._has_failed = self._taken > 0
+                raise
 
     def enter(self, action: Action) -> None:
         """Let the units of this rank have the weights of a compute action that begins."""

@@ -8,21 +8,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from zeroshard.optim.asynchronous.updates import require_groups
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.parallel.pipeline.asynchronous.corrections import Spike, compensate, lr_factor
-from zeroshard.parallel.pipeline.asynchronous.updates import require_groups
+from zeroshard.parallel.pipeline.asynchronous.directions import Corrected
 from zeroshard.parameters.gradient import gradient_of
-
-Corrected = Callable[[int, int], AbstractContextManager[None]]
-"""(tau, step) -> a context for the optimizer's step: tau in steps, and the steps of training before it."""
 
 
 def rescaled(optimizer: Optimizer, anneal_steps: int | None) -> Corrected:

@@ -1,0 +1,213 @@
+"""Ages of weights, read from lists: the delays of the papers, and versions that are counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroshard.config.pipeline import ASYNCHRONOUS
+from zeroshard.config.pipeline import WEIGHTS as NAMES
+from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_action, parse_schedule
+from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_asynchronous
+from zeroshard.parallel.pipeline.asynchronous.steady import require_steps, steady
+from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
+from zeroshard.parallel.pipeline.costs import Costs
+from zeroshard.parallel.pipeline.held import count_activations
+from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
+from zeroshard.parallel.pipeline.simulate import simulate
+
+DEPTHS = st.integers(1, 6)
+SIZES = st.integers(1, 40)
+PER_STEP = st.integers(1, 9)
+
+
+def test_the_list_of_a_steady_pipeline_drains_once() -> None:
+    assert str(steady(2, 3)) == (
+        "0F0,0F1,0B0,STEP,0F2,0B1,STEP,0B2,STEP\n1F0,1B0,STEP,1F1,1B1,STEP,1F2,1B2,STEP\n"
+    )
+
+
+def test_a_step_takes_several_micro_batches_and_the_last_one_those_that_are_left() -> None:
+    assert str(steady(2, 5, 2)) == (
+        "0F0,0F1,0B0,0F2,0B1,STEP,0F3,0B2,0F4,0B3,STEP,0B4,STEP\n"
+        "1F0,1B0,1F1,1B1,STEP,1F2,1B2,1F3,1B3,STEP,1F4,1B4,STEP\n"
+    )
+
+
+def test_the_first_steps_can_be_synchronous() -> None:
+    assert str(steady(2, 4, 1, 2)) == (
+        "0F0,0B0,STEP,0F1,0B1,STEP,0F2,0F3,0B2,STEP,0B3,STEP\n"
+        "1F0,1B0,STEP,1F1,1B1,STEP,1F2,1B2,STEP,1F3,1B3,STEP\n"
+    )
+
+
+@given(DEPTHS, SIZES, PER_STEP, st.integers(0, 5))
+def test_a_steady_list_runs_and_every_gradient_is_applied(p: int, m: int, k: int, synchronous: int) -> None:
+    schedule = steady(p, m, k, synchronous)
+    simulate(schedule)
+    require_steps(schedule)
+    ages = Ages(schedule)
+    steps = -(-min(synchronous * k, m) // k) + -(-max(0, m - synchronous * k) // k)
+    for chunk in range(p):
+        groups: dict[int, int] = {}
+        for microbatch in range(m):
+            groups[ages.applied[chunk, microbatch]] = groups.get(ages.applied[chunk, microbatch], 0) + 1
+        assert list(groups) == list(range(steps))
+        assert all(size <= k for size in groups.values())
+        for microbatch in range(min(synchronous * k, m)):
+            assert ages.crossed[Action(Kind.BACKWARD, chunk, microbatch)] == 0
+
+
+@given(DEPTHS, SIZES)
+def test_a_stage_has_p_minus_1_minus_s_steps_between_forward_and_backward(p: int, m: int) -> None:
+    """Narayanan et al. 2019, "PipeDream", section 3.3: and p - s versions are live under stashing."""
+    ages = Ages(steady(p, m))
+    live = count_live(ages, WEIGHTS["stash"].uses(ages))
+    for s in range(p):
+        assert ages.most_crossed(s) == ages.tau_forward(s) == min(p - 1 - s, m - 1)
+        assert ages.tau_backward(s) == 0
+        assert live[s] <= p - s
+        if m >= 2 * (p - s) - 1:  # a shorter list ends before its first versions are followed by others
+            assert live[s] == p - s
+        for microbatch in range(m):
+            crossed = ages.crossed[Action(Kind.BACKWARD, s, microbatch)]
+            assert crossed == min(p - 1 - s, microbatch)
+
+
+@given(st.integers(2, 6), st.integers(0, 6), st.integers(1, 30))
+def test_two_versions_are_enough_from_p_micro_batches_a_step_on(p: int, more: int, m: int) -> None:
+    """Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1."""
+    ages = Ages(steady(p, m, p + more))
+    uses = WEIGHTS["double"].uses(ages)
+    assert max(count_live(ages, uses)) <= 2
+    for action, use in uses.items():
+        assert action.microbatch is not None
+        assert use == Use(max(action.microbatch // (p + more) - 1, 0))
+
+
+@given(DEPTHS, SIZES)
+def test_vertical_keeps_the_version_of_the_first_stage_everywhere(p: int, m: int) -> None:
+    ages = Ages(steady(p, m))
+    uses = WEIGHTS["vertical"].uses(ages)
+    for action, use in uses.items():
+        assert action.microbatch is not None
+        assert use.version == max(0, action.microbatch - (p - 1))
+        assert use.version <= ages.before[action]
+    if m >= 2 * p - 1:
+        assert count_live(ages, uses) == (p,) * p
+
+
+@given(DEPTHS, SIZES)
+def test_horizons_are_those_of_spectrain(p: int, m: int) -> None:
+    """Chen et al. 2018, section 3.2: floor(k / 2) from a backward, n - 1 - k more from a forward.
+
+    The first and the last micro-batches of a list meet fewer steps.
+    """
+    ages = Ages(steady(p, m))
+    for k in range(p):
+        for microbatch in range(m):
+            back = min(microbatch + k // 2, m)
+            forward, backward = Action(Kind.FORWARD, k, microbatch), Action(Kind.BACKWARD, k, microbatch)
+            assert ages.round_trips[backward] == back - microbatch
+            assert ages.round_trips[forward] == back - max(0, microbatch - (p - 1 - k))
+
+
+@given(DEPTHS, SIZES, st.integers(1, 4))
+def test_a_bound_of_crossed_steps_is_kept(p: int, m: int, bound: int) -> None:
+    per_step = max(1, -(-(p - 1) // bound))
+    ages = Ages(steady(p, m, per_step))
+    assert max(map(ages.most_crossed, range(p))) <= bound
+
+
+@given(DEPTHS, st.integers(1, 30), PER_STEP, st.sampled_from(sorted(WEIGHTS)))
+def test_kept_versions_are_those_that_later_actions_use(p: int, m: int, k: int, name: str) -> None:
+    """Against a walk over the list that looks at all later actions."""
+    ages = Ages(steady(p, m, k))
+    uses = WEIGHTS[name].uses(ages)
+    for rank, actions in enumerate(ages.schedule.lists):
+        newest, found = 0, []
+        for place, action in enumerate(actions):
+            if action.kind is Kind.STEP:
+                newest += 1
+                later = [one for one in actions[place:] if one.is_compute]
+                versions = {uses[one].version for one in later} - {None}
+                found.append({version for version in versions if version < newest})
+        assert [set(kept) for kept in kept_versions(ages, rank, rank, uses)] == found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_synchronous_schedule_has_one_version(name: str) -> None:
+    schedule = build_schedule(name, 3, 6)
+    lists = tuple((*own, Action(Kind.STEP, None, None)) for own in schedule.lists)
+    ages = Ages(Schedule(schedule.placement, 6, lists))
+    assert count_live(ages, WEIGHTS["stash"].uses(ages)) == (1, 1, 1)
+    assert set(ages.crossed.values()) == {0}
+
+
+def test_a_step_of_one_chunk_counts_for_that_chunk_alone() -> None:
+    ages = Ages(parse_schedule("0F0,1F0,1STEP,1B0,0B0,0STEP,1STEP"))
+    assert ages.crossed == {parse_action("1B0"): 1, parse_action("0B0"): 0}
+    assert count_live(ages, WEIGHTS["stash"].uses(ages)) == (2,)
+
+
+def test_the_halves_and_the_recompute_of_a_backward_have_ages_of_their_own() -> None:
+    ages = Ages(parse_schedule("0F0,STEP,0R0,STEP,0I0,STEP,0W0,STEP"))
+    assert {str(action): steps for action, steps in ages.crossed.items()} == {"0R0": 1, "0I0": 2, "0W0": 3}
+
+
+def test_a_rank_holds_the_activations_of_as_many_micro_batches_as_in_1f1b() -> None:
+    assert (
+        count_activations(steady(4, 12)).per_rank == count_activations(build_schedule("1f1b", 4, 12)).per_rank
+    )
+
+
+@given(st.integers(2, 6), st.integers(1, 30))
+def test_there_is_no_bubble_but_at_both_ends(p: int, m: int) -> None:
+    """A forward and a backward take 1 and 2: a list takes 3 for each micro-batch, and 3 (p - 1) once."""
+    assert simulate(steady(p, m), Costs()).makespan == 3 * (m + p - 1)
+
+
+def test_the_names_of_a_config_are_those_of_the_table() -> None:
+    assert set(NAMES) == WEIGHTS.keys()
+    assert {method.weights for method in ASYNCHRONOUS.values()} <= WEIGHTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0F0,0B0,STEP,0F1,0B1,STEP\n", True),
+        ("0F0,0F1,0B0,0B1,STEP\n", False),
+        ("0F0,0F1,0B0,0B1\n", False),
+        ("0F0,1F0,1B0,1STEP,0B0,0STEP\n", False),
+        ("0F0,1F0,0STEP,1B0,0B0\n", True),
+    ],
+)
+def test_a_list_is_asynchronous_if_a_chunk_computes_behind_its_step(text: str, expected: bool) -> None:
+    assert is_asynchronous(parse_schedule(text)) is expected
+
+
+def test_a_backward_before_its_forward_is_refused() -> None:
+    with pytest.raises(ValueError, match="pipeline rank 0: expected 0B0 behind the forward"):
+        Ages(parse_schedule("0B0,0F0"))
+
+
+def test_without_a_step_no_gradient_is_applied() -> None:
+    ages = Ages(parse_schedule("0F0,0F1,0B0,STEP,0B1"))
+    assert dict(ages.applied) == {(0, 0): 0}
+    assert ages.crossed[parse_action("0B1")] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,1F0,1B0,0B0,STEP\n", "pipeline rank 0: expected one chunk in an asynchronous list, got 0, 1"),
+        ("0F0,0B0\n", "pipeline rank 0: expected a STEP behind the last backward of the list, got none"),
+        ("0F0,STEP,0B0,STEP\n", "pipeline rank 0: expected a backward before each step, got none"),
+        ("0F0,0I0,0W0,STEP\n", "expected F, B and STEP in an asynchronous list, got 0I0"),
+        ("0UNSHARD,0F0,0B0,STEP\n", "expected F, B and STEP in an asynchronous list, got 0UNSHARD"),
+    ],
+)
+def test_a_list_with_which_nobody_can_train_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        require_steps(parse_schedule(text))

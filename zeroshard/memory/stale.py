@@ -1,0 +1,40 @@
+"""The memory that asynchronous pipelines take for weights of several ages, read from their schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroshard.config.sections import Config
+from zeroshard.memory.planned import Pipelined
+from zeroshard.parallel.pipeline.asynchronous.ages import Ages
+from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction, count_live
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staleness:
+    """The weights of a pipeline rank beside the newest ones."""
+
+    versions: int = 0
+    """The most older versions that it keeps at a time."""
+    states: int = 0
+    """States, each like the main parameters, for a direction along which weights are moved."""
+    microbatches_per_step: int | None = None
+    """The micro-batches of a step; None: all of the batch."""
+
+
+def staleness_of(pipelined: Pipelined | None, config: Config) -> list[Staleness] | None:
+    """Return the weights of each pipeline rank; None for a synchronous pipeline, and without one."""
+    if pipelined is None or not config.pipeline.is_asynchronous:
+        return None
+    ages, method = Ages(pipelined.schedule), WEIGHTS[config.pipeline.chosen_weights]
+    live = count_live(ages, method.uses(ages))
+    sizes = config.pipeline.step_size(config.mesh.pp)
+    has_state = method.direction in (Direction.MEAN_CHANGE, Direction.LAST_CHANGE)
+    return [
+        Staleness(
+            versions=number - 1,
+            states=int(has_state and ages.most_crossed(chunk) > 0),
+            microbatches_per_step=sizes,
+        )
+        for number, (chunk,) in zip(live, pipelined.schedule.chunks, strict=True)
+    ]

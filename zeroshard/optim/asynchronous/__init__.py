@@ -1,0 +1,1 @@
+"""The parts of asynchronous pipelines that know kinds of optimizers."""

@@ -1,0 +1,85 @@
+"""The direction and the correction that a config chooses, for the optimizer that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.config.pipeline import NOTED_CHANGES, Pipeline
+from zeroshard.optim.asynchronous.corrected import rescaled, spike_compensated
+from zeroshard.optim.asynchronous.updates import update_of
+from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected, NotedChange
+from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction
+from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.sharding.buffer import FlatBuffer
+
+
+class Chosen(NamedTuple):
+    """The parts of a method that depend on the optimizer."""
+
+    change: Change | None = None
+    """The change of a step, along which weights are moved; None if they never are."""
+    corrected: Corrected | None = None
+    """The correction of each step; None for none."""
+
+
+class UpdateChange:
+    """The next update of the optimizer; see `updates.py`.
+
+    Args:
+        optimizer: the optimizer.
+        asked: the config key with its value, for errors.
+
+    Raises:
+        ValueError: see `update_of`.
+    """
+
+    def __init__(self, optimizer: Optimizer, asked: str) -> None:
+        self._optimizer, self._update = optimizer, update_of(optimizer, asked)
+
+    def of(self, parameter: ShardedParameter, weights: Tensor) -> Tensor | None:
+        """Return the change of a slice; see `Change`."""
+        for group in self._optimizer.param_groups:
+            if any(held is parameter for held in group["params"]):
+                return self._update(weights, group, self._optimizer.state.get(parameter, {}))
+        return None
+
+    def noting(self, decay: float) -> AbstractContextManager[None]:
+        """Note nothing: the optimizer does."""
+        return nullcontext()
+
+
+def chosen_by(config: Pipeline, optimizer: Optimizer | None, buffers: Sequence[FlatBuffer]) -> Chosen:
+    """Return the parts that a config chooses.
+
+    Args:
+        config: the config of a pipeline.
+        optimizer: the optimizer of this rank; None if all of its parameters are frozen.
+        buffers: the trained buffers.
+
+    Raises:
+        ValueError: the method does not go with the optimizer; see `update_of`, `rescaled` and
+            `spike_compensated`.
+    """
+    if optimizer is None or not config.is_asynchronous:
+        return Chosen()
+    corrected = None
+    if config.chosen_correction == "rescale":
+        corrected = rescaled(optimizer, config.anneal_steps)
+    elif config.chosen_correction == "spike":
+        corrected = spike_compensated(optimizer)
+    return Chosen(_change(config.chosen_weights, optimizer, buffers), corrected)
+
+
+def _change(weights: str, optimizer: Optimizer, buffers: Sequence[FlatBuffer]) -> Change | None:
+    direction = WEIGHTS[weights].direction
+    if direction is None:
+        return None
+    if direction is Direction.UPDATE:
+        return UpdateChange(optimizer, f"pipeline.weights={weights!r}")
+    is_mean = direction is Direction.MEAN_CHANGE
+    return NotedChange(optimizer, buffers, NOTED_CHANGES[weights], is_mean=is_mean)
