@@ -18,6 +18,8 @@ class Staleness:
     """The most older versions that it keeps at a time."""
     states: int = 0
     """States, each like the main parameters, for a direction along which weights are moved."""
+    moves: bool = False
+    """True if actions have weights that are moved along a direction."""
     microbatches_per_step: int | None = None
     """The micro-batches of a step; None: all of the batch."""
 
@@ -27,13 +29,16 @@ def staleness_of(pipelined: Pipelined | None, config: Config) -> list[Staleness]
     if pipelined is None or not config.pipeline.is_asynchronous:
         return None
     ages, method = Ages(pipelined.schedule), WEIGHTS[config.pipeline.chosen_weights]
-    live = count_live(ages, method.uses(ages))
+    uses = method.uses(ages)
+    live = count_live(ages, uses)
+    moved = {action.chunk for action, use in uses.items() if use.ahead}
     sizes = config.pipeline.step_size(config.mesh.pp)
     has_state = method.direction in (Direction.MEAN_CHANGE, Direction.LAST_CHANGE)
     return [
         Staleness(
             versions=number - 1,
             states=int(has_state and ages.most_crossed(chunk) > 0),
+            moves=chunk in moved,
             microbatches_per_step=sizes,
         )
         for number, (chunk,) in zip(live, pipelined.schedule.chunks, strict=True)

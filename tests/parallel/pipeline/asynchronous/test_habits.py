@@ -262,10 +262,25 @@ def test_bfloat16_gives_the_same_bits_at_all_stages_and_in_shard_groups(ranks, n
 
 @pytest.mark.parametrize(("stage", "num_parts"), [(0, 1), (1, 2), (3, 2)])
 def test_a_version_is_kept_as_the_shard_of_this_rank_in_the_compute_dtype(ranks, stage, num_parts):
-    """PipeDream keeps p - s versions at stage s, one of which is the newest: at p = 2, one more or none."""
+    """PipeDream keeps p - s versions at stage s, one of which is the newest: at p = 2, one more or none.
+
+    Where nothing is gathered, actions compute with a copy of the newest version, which is kept later.
+    """
+    copies = 2 if stage == 0 else 1
     for rank, (_, _, peak, size) in enumerate(ranks(4, in_bfloat16, "pipedream", stage)):
         assert size * num_parts == 3072  # 12 parameters, each padded to blocks of 256
-        assert peak == (2 * size if rank < 2 else 0)
+        assert peak == (2 * size * copies if rank < 2 else 0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", ["pipedream", "spectrain", "pipemare"])
+def test_an_estimate_of_versions_is_what_is_measured(ranks, name, stage):
+    pipeline = {"schedule": name, "num_microbatches": 6, "balance": "memory"}
+    precision = {"param_dtype": "bf16", "main_dtype": "fp32"}
+    config = {"stage": stage, "mesh": {"pp": 2}, "pipeline": pipeline, "precision": precision}
+    estimate = zeroshard.estimate(model_of(2).float(), 4, config)
+    measured = [peak for _, _, peak, _ in ranks(4, in_bfloat16, name, stage)]
+    assert estimate.peak_versions == max(measured)
 
 
 # ---------------------------------------------------------------------- evaluation, schedules, averages

@@ -12,8 +12,7 @@ Moved       the same for weights that are moved along a direction: all actions r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -23,11 +22,22 @@ from zeroshard.parallel.pipeline.asynchronous.uses import Use
 from zeroshard.sharding.buffer import FlatBuffer
 
 
-class Place(Protocol):
-    """The weights of one buffer."""
+class Place:
+    """The weights of one buffer; a subclass tells how the units get them.
 
-    kept: dict[int, Tensor]
-    """Older versions, and perhaps the newest one, by their numbers."""
+    Args:
+        buffer: the buffer.
+    """
+
+    def __init__(self, buffer: FlatBuffer) -> None:
+        self._buffer = buffer
+        self._kept: dict[int, Tensor] = {}
+        """Older versions, and perhaps the newest one, by their numbers."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all weights here, beside the main parameters."""
+        return sum(values.nbytes for values in self._kept.values())
 
     def begin(self, *, moves: bool) -> None:
         """Begin a list; `moves` if it has actions whose weights are moved."""
@@ -40,15 +50,28 @@ class Place(Protocol):
             newest: the number of the newest version.
             is_kept: True if it is used behind the next step.
         """
+        raise NotImplementedError
+
+    def drop(self, but: Collection[int]) -> None:
+        """Drop versions that nobody uses any more."""
+        for version in self._kept.keys() - but:
+            del self._kept[version]
 
     def keep(self, newest: int) -> None:
         """Keep the newest version, before a step."""
+        if newest not in self._kept:
+            self._kept[newest] = _copy(self._buffer)
 
     def end(self) -> None:
         """Let the units have the main parameters again."""
+        self._kept = {}
+        self._show_main()
+
+    def _show_main(self) -> None:
+        raise NotImplementedError
 
 
-class Gathered:
+class Gathered(Place):
     """The weights of a buffer that is gathered before each action.
 
     Args:
@@ -57,11 +80,8 @@ class Gathered:
     """
 
     def __init__(self, buffer: FlatBuffer, change: Change | None) -> None:
-        self._buffer, self._change = buffer, change
-        self.kept: dict[int, Tensor] = {}
-
-    def begin(self, *, moves: bool) -> None:
-        """Begin a list."""
+        super().__init__(buffer)
+        self._change = change
 
     def enter(self, use: Use, newest: int, *, is_kept: bool) -> None:
         """Let gathers start from the weights of an action; see `Place`."""
@@ -70,54 +90,30 @@ class Gathered:
         elif use.version in (None, newest):
             self._buffer.use_main()
         else:
-            self._buffer.use((use.version, 0), _give(self.kept[use.version]))
+            self._buffer.use((use.version, 0), _give(self._kept[use.version]))
 
-    def keep(self, newest: int) -> None:
-        """Copy the main parameters."""
-        self.kept[newest] = _copy(self._buffer)
-
-    def end(self) -> None:
-        """Let gathers start from the main parameters."""
-        self.kept = {}
+    def _show_main(self) -> None:
         self._buffer.use_main()
 
 
-class Shown:
-    """The weights of a buffer that shows versions, for a method that keeps them.
-
-    Args:
-        buffer: the buffer.
-    """
-
-    def __init__(self, buffer: FlatBuffer) -> None:
-        self._buffer = buffer
-        self.kept: dict[int, Tensor] = {}
-
-    def begin(self, *, moves: bool) -> None:
-        """Begin a list."""
+class Shown(Place):
+    """The weights of a buffer that shows versions, for a method that keeps them."""
 
     def enter(self, use: Use, newest: int, *, is_kept: bool) -> None:
         """Show the weights of an action; see `Place`."""
         version = newest if use.version is None else use.version
         if version == newest and not is_kept:
-            self._buffer.show(None)  # all graphs over this memory end before the step that changes it
+            self._show_main()  # all graphs over this memory end before the step that changes it
             return
         if version == newest:
             self.keep(newest)
-        self._buffer.show(self.kept[version])
+        self._buffer.show(self._kept[version])
 
-    def keep(self, newest: int) -> None:
-        """Copy the main parameters, unless an action has computed with such a copy."""
-        if newest not in self.kept:
-            self.kept[newest] = _copy(self._buffer)
-
-    def end(self) -> None:
-        """Show the main parameters."""
-        self.kept = {}
+    def _show_main(self) -> None:
         self._buffer.show(None)
 
 
-class Moved:
+class Moved(Place):
     """The weights of a buffer that shows versions, for a method that moves them.
 
     Args:
@@ -126,11 +122,16 @@ class Moved:
     """
 
     def __init__(self, buffer: FlatBuffer, change: Change) -> None:
-        self._buffer, self._change = buffer, change
-        self.kept: dict[int, Tensor] = {}
+        super().__init__(buffer)
+        self._change = change
         self._copy: Tensor | None = None
         self._written: tuple[int, int] | None = None
         """The version that is in the copy, and by how many steps it is moved."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the copy."""
+        return 0 if self._copy is None else self._copy.nbytes
 
     def begin(self, *, moves: bool) -> None:
         """Make the copy, if an action needs it."""
@@ -143,11 +144,7 @@ class Moved:
             write_moved(self._copy, self._buffer, self._change, use.ahead)
             self._written = newest, use.ahead
 
-    def keep(self, newest: int) -> None:
-        """Nothing is kept: all weights are made of the newest ones."""
-
-    def end(self) -> None:
-        """Show the main parameters."""
+    def _show_main(self) -> None:
         self._copy = None
         self._buffer.show(None)
 

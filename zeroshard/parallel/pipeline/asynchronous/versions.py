@@ -81,9 +81,8 @@ class Versions:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all versions but the newest one, which the units of any pipeline hold."""
-        kept = [place.kept for place in self._places]
-        return sum(one.nbytes for own in kept for number, one in own.items() if number != self._newest)
+        """The bytes of all weights beside the main parameters and what is gathered of them."""
+        return sum(place.num_bytes for place in self._places)
 
     def reset_peak(self) -> None:
         """Count the peak anew."""
@@ -114,11 +113,11 @@ class Versions:
     def stepping(self) -> Iterator[None]:
         """Keep the weights from before the step inside, if they are used behind it, and drop older ones."""
         kept = self._kept[self._newest]
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         for place in self._places:
+            place.drop(but=kept)
             if self._newest in kept:
                 place.keep(self._newest)
-            for version in place.kept.keys() - kept:
-                del place.kept[version]
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         yield
         self._newest += 1
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
