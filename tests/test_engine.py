@@ -455,6 +455,30 @@ def test_train_batch_is_the_loop_by_hand_and_returns_the_mean_over_all_ranks(ran
         assert returned == pytest.approx(means, rel=1e-6)
 
 
+def batches_in_a_row():
+    found = []
+    for together in (True, False):
+        model = tiny()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        config = {"stage": 3, "gradient_accumulation_steps": 2}
+        engine = zeroshard.initialize(model, optimizer, config, loss_fn=F.mse_loss).engine
+        batches = [(numbers(number, 6, 7), numbers(50 + number, 6, 3)) for number in range(3)]
+        if together:
+            losses = engine.train_batches(iter(batches), 3)
+        else:
+            losses = torch.stack([engine.train_batch(*batch) for batch in batches])
+        found.append((losses, full(engine), engine.global_step))
+    return found
+
+
+def test_several_batches_are_one_step_each(ranks):
+    for (losses, state, steps), (others, expected, other_steps) in ranks(2, batches_in_a_row):
+        assert losses.shape == (3,)
+        assert torch.equal(losses, others)
+        assert steps == other_steps == 3
+        assert unequal(state, expected) == []
+
+
 @dataclass
 class Output:
     """As models of other libraries return it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +14,7 @@ from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.mesh import Axes
 from zeroshard.data.losses import LossFunction, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
+from zeroshard.parallel.pipeline.feed import next_batch
 from zeroshard.parallel.pipeline.training import Pipelined
 from zeroshard.parameters.state import refuse_averages
 from zeroshard.sharding.runtime import Runtime
@@ -49,7 +50,8 @@ class Batches:
     def train_batch(self, inputs: Any, targets: Any = None) -> Tensor:
         """Take one optimizer step on this rank's batch, cut along dim 0 into the micro-batches of a step.
 
-        An asynchronous pipeline takes all steps of its list here, and is empty before and after it.
+        An asynchronous pipeline takes all steps of its list here, and is empty before and after it. Use
+        `train_batches` to run many batches without a drain between them.
 
         Args:
             inputs: tensors [batch, ...]: one, a tuple of positional or a mapping of keyword arguments. Each
@@ -65,16 +67,9 @@ class Batches:
             ValueError: the batch does not divide into the micro-batches; there is no loss.
             RuntimeError: some of the accumulation steps were taken outside, or their end is set there.
         """
-        refuse_averages(self._runtime.state, "train_batch()")
-        if self._micro_step:
-            raise RuntimeError(
-                f"train_batch() after {self._micro_step} micro-batches of an unfinished step: end it with "
-                "backward() and step(), or drop it with zero_grad()"
-            )
-        if self._boundary is not None:
-            raise RuntimeError(
-                "train_batch() counts: call set_gradient_accumulation_boundary(None) before it"
-            )
+        self._check_batch("train_batch()")
+        if self._is_asynchronous:
+            return self.train_batches([(inputs, targets)])[0]
         if self._pipeline is not None:
             return self._mean(self._train_pipeline(self._pipeline, inputs, targets))
         total = self._zero()
@@ -84,14 +79,65 @@ class Batches:
             self.step()
         return self._mean(total / self._num_micro_batches)
 
-    def _train_pipeline(self, pipeline: Pipelined, inputs: Any, targets: Any) -> Tensor:
-        """Run a batch of a pipeline and take the step."""
+    def train_batches(self, batches: Iterable[Any], num_batches: int | None = None) -> Tensor:
+        """Train on several batches, one after the other: the same as `train_batch` for each of them.
+
+        An asynchronous pipeline runs them as one list, which drains at its end alone. A batch is taken from
+        `batches` when the pipeline needs it. All batches of a call have the same shapes there.
+
+        Args:
+            batches: each one a tuple of the arguments of `train_batch`, or the inputs alone.
+            num_batches: the batches to take; None: `len(batches)`.
+
+        Returns:
+            [num_batches], the loss of each batch as `train_batch` returns it.
+
+        Raises:
+            ValueError: there are fewer batches, or `batches` has no length and `num_batches` is None; see
+                `train_batch`.
+            RuntimeError: see `train_batch`.
+        """
+        self._check_batch("train_batches()")
+        number = num_batches
+        if number is None:
+            if not isinstance(batches, Sized):
+                raise ValueError(
+                    f"train_batches(): expected num_batches, as {type(batches).__name__} has no length"
+                )
+            number = len(batches)
+        if type(number) is not int or number < 1:
+            raise ValueError(f"train_batches(): expected at least 1 batch, got {number!r}")
+        taken, pipeline = iter(batches), self._pipeline
+        if pipeline is None or not self._is_asynchronous:
+            return torch.stack([self.train_batch(*next_batch(taken, i, number)) for i in range(number)])
+        self._require_optimizer()
+        self._saver.check(self._axes.world)
+        num, steps = self._num_micro_batches, self.global_step
+        return self._mean(pipeline.run_steps(taken, number, num, steps, self._step_in_list))
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        return self._pipeline is not None and self._pipeline.method is not None
+
+    def _check_batch(self, call: str) -> None:
+        """Raise RuntimeError in the middle of a step, and where averages are shown."""
+        refuse_averages(self._runtime.state, call)
+        if self._micro_step:
+            raise RuntimeError(
+                f"{call} after {self._micro_step} micro-batches of an unfinished step: end it with "
+                "backward() and step(), or drop it with zero_grad()"
+            )
+        if self._boundary is not None:
+            raise RuntimeError(f"{call} counts: call set_gradient_accumulation_boundary(None) before it")
+
+    def _require_optimizer(self) -> None:
         if self.optimizer is None and not self._is_frozen_part:
             raise RuntimeError("train_batch() needs an optimizer: give one to zeroshard.initialize")
+
+    def _train_pipeline(self, pipeline: Pipelined, inputs: Any, targets: Any) -> Tensor:
+        """Run a batch of a pipeline and take the step."""
+        self._require_optimizer()
         num, is_half = self._num_micro_batches, self._runtime.reducer.is_half
-        if pipeline.method is not None:
-            self._saver.check(self._axes.world)
-            return pipeline.run_steps(inputs, targets, num, self.global_step, self._step_in_list)()
         mean = pipeline.run(inputs, targets, num, loss_scale=self.loss_scale, is_half=is_half)
         self._micro_step, pipeline.is_stepping = num - 1, True
         try:

@@ -44,6 +44,8 @@ LONG = {
     *("step_after_a_failed_forward", "host_stage3", "stage3_bf16_clip", "parameters_on_host_bf16_main"),
     *("pipeline_varuna", "pipeline_interleaved", "pipeline_of_4", "muon_hybrid", "ema_stage3"),
     *("pipeline_stage0", "pipeline_reduce_apart"),
+    *("asynchronous_2bw", "asynchronous_lwp", "asynchronous_pb", "asynchronous_of_4"),
+    *("asynchronous_spectrain", "asynchronous_newest_host"),
 }
 """Scenarios of features that have another one, alone or together with something else, and of rare uses."""
 

@@ -21,6 +21,8 @@ class Staleness:
     """The most older versions that it keeps at a time."""
     states: int = 0
     """States, each like the main parameters, for a direction along which weights are moved."""
+    moves: bool = False
+    """True if actions have weights that are moved along a direction."""
     microbatches_per_step: int | None = None
     """The most micro-batches of a step; None: all of the batch."""
 
@@ -32,12 +34,15 @@ def staleness_of(pipelined: Pipelined | None, config: Config) -> list[Staleness]
     schedule, method = pipelined.schedule, WEIGHTS[config.pipeline.chosen_weights]
     is_named = config.pipeline.schedule in ASYNCHRONOUS
     ages, full = Ages(schedule), Ages(full_schedule_of(config) if is_named else schedule)
-    live = count_live(ages, method.uses(ages))
+    uses = method.uses(ages)
+    live = count_live(ages, uses)
+    moved = {action.chunk for action, use in uses.items() if use.ahead}
     has_state = method.direction in (Direction.MEAN_CHANGE, Direction.LAST_CHANGE)
     return [
         Staleness(
             versions=number - 1,
             states=int(has_state and full.most_crossed(chunk) > 0),
+            moves=chunk in moved,
             microbatches_per_step=max(ends_of_steps(own).values()),
         )
         for number, (chunk,), own in zip(live, schedule.chunks, schedule.lists, strict=True)

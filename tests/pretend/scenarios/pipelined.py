@@ -12,7 +12,7 @@ from tests.pretend.scenario import Bench, adamw, add
 from tests.pretend.scenarios.plain import BF16, READS_NORM
 
 WIDTH, BATCH = 12, 8
-COMPARES = ("pipeline/training.py", "pipeline/random.py")
+COMPARES = ("pipeline/comparison.py", "pipeline/random.py")
 """Pipeline ranks compare their batches at steps 1, 2, 4 and so on: their hosts wait for these. The number
 that they draw before a batch is one of the CPU's generator."""
 
@@ -81,3 +81,14 @@ _add("pipeline_of_4", "1f1b", pp=4, num_ranks=4, stage=0, is_tied=True)
 _add("pipeline_kept", stage=3, num_ranks=4, reshard_after_forward=False, precision=BF16)
 _add("pipeline_recompute", stage=3, num_ranks=4, recompute="unit", precision=BF16)
 _add("pipeline_host", stage=2, num_ranks=4, offload={"optimizer": "cpu"}, precision=BF16, is_tied=True)
+for _schedule, _stage in (
+    ("pipedream", 3),
+    ("pipemare", 2),
+    ("spectrain", 0),
+    ("pb", 1),
+    ("2bw", 3),
+    ("lwp", 3),
+):
+    _add(f"asynchronous_{_schedule}", _schedule, stage=_stage, num_ranks=4, precision=BF16)
+_add("asynchronous_of_4", "pipedream", pp=4, num_ranks=4, stage=1)
+_add("asynchronous_newest_host", "pb", num_ranks=4, stage=2, offload={"optimizer": "cpu"}, precision=BF16)

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -36,6 +35,8 @@ from zeroshard.parallel.pipeline.asynchronous.directions import Change, Correcte
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
 from zeroshard.parallel.pipeline.asynchronous.versions import Versions
 from zeroshard.parallel.pipeline.choice import count_synchronous, full_schedule_of
+from zeroshard.parallel.pipeline.comparison import Comparison, shapes_of
+from zeroshard.parallel.pipeline.feed import Feed, Piece, next_batch
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.random import own_numbers
 from zeroshard.parallel.pipeline.runner import Runner
@@ -44,9 +45,6 @@ from zeroshard.parallel.pipeline.shared import Shared
 from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
-
-_NUM_BITS = 32
-"""Bits of the checksum of a batch that pipeline ranks compare."""
 
 
 class Pipelined:
@@ -88,14 +86,15 @@ class Pipelined:
         self._signature = part.chunked.signature
         self._bound: Set[str] = set()
         """The names of arguments that the forward of the model was found to have."""
-        self._batch: list[tuple[Mapping[str, Any], Any]] = []
-        """The arguments and the targets of each micro-batch."""
+        self._feed = Feed()
+        """The micro-batches of the list under way."""
         self._bare: set[tuple[int, int]] = set()
         """The chunks and micro-batches whose forwards were bare; see `Runtime.show_all`."""
         self._called: set[int] = set()
         """The chunks that have had a forward in this batch."""
         self._factor = 1.0
-        self._losses: list[Tensor] = []
+        self._losses: list[tuple[int, Tensor]] = []
+        """The micro-batches so far with their losses."""
         self._names: dict[Action, str] = {}
         """The names of actions in messages of the watchdog."""
         self._action: Action | None = None
@@ -110,9 +109,7 @@ class Pipelined:
         self.is_stepping = False
         """True while the step after a batch is taken."""
         self._loss_scale = 1.0
-        self._num_batches = self._num_changes = 0
-        self._trained: Any = None
-        """The parameters and inputs that need a gradient."""
+        self._comparison = Comparison(self._axes.pp, runtime.parameters)
         config = part.config.pipeline
         self.method = None
         """The method of an asynchronous pipeline; None for a synchronous one."""
@@ -150,59 +147,99 @@ class Pipelined:
         """
         self._factor, self._loss_scale = (loss_scale if is_half else 1.0) / num, loss_scale
         self._shared.drop()
-        mean = self._run(inputs, targets, num, has_backward=True)
+        means = self._run_one(inputs, targets, num, has_backward=True)
         self._shared.add_gradients()
-        return mean
+        return lambda: means()[0]
 
     def run_steps(
         self,
-        inputs: Any,
-        targets: Any,
+        batches: Iterator[Any],
+        num_batches: int,
         num: int,
         steps_taken: int,
         take_step: Callable[[AbstractContextManager[None]], None],
-    ) -> Callable[[], Tensor]:
-        """Run a batch of an asynchronous pipeline, with the steps of its list.
+    ) -> Tensor:
+        """Run batches of an asynchronous pipeline as one list, with its steps.
 
         Args:
-            inputs, targets, num: as in `run`.
-            steps_taken: the steps of training before it.
+            batches: tuples of inputs and targets, as `run` has them, or inputs alone.
+            num_batches: the batches to take.
+            num: micro-batches of each of them.
+            steps_taken: the steps of training before the list.
             take_step: takes one step; the context corrects that of the optimizer.
 
         Returns:
-            As `run`, which raises the same errors.
+            [num_batches], the mean loss over the micro-batches of each batch, on all ranks of the pipeline.
+
+        Raises:
+            ValueError, RuntimeError: as `run`; or a batch has other shapes than the first one.
         """
         assert self.method is not None, "it is asynchronous"
-        self._factor, self._take_step = 1.0, take_step
-        schedule = self._part.schedule(num, has_backward=True, steps_taken=steps_taken)
-        with self.method.batch(schedule, steps_taken):
-            return self._run(inputs, targets, num, has_backward=True, steps_taken=steps_taken)
+        self._factor, self._take_step, total = 1.0, take_step, num * num_batches
+        schedule = self._part.schedule(total, has_backward=True, steps_taken=steps_taken)
+        runner = self._runner(total, has_backward=True, steps_taken=steps_taken)
+        batch = self._cut(next_batch(batches, 0, num_batches), num)
+        shapes, loaded = shapes_of(batch), 1
+
+        def load() -> list[Piece]:
+            nonlocal loaded
+            later = self._cut(next_batch(batches, loaded, num_batches), num)
+            if (found := shapes_of(later)) != shapes:
+                raise ValueError(
+                    f"batch {loaded}: expected the shapes of the first batch of the list, {shapes}, got "
+                    f"{found}"
+                )
+            loaded += 1
+            self._comparison.note(later)
+            return self._bind(later)
+
+        try:
+            with self.method.batch(schedule, steps_taken):
+                agree = self._comparison.begin(batch)
+                means = self._run(runner, agree, Feed(self._bind(batch), load), num, num_batches)
+            if num_batches > 1:
+                self._comparison.check_noted()
+            return means()
+        finally:
+            self._take_step = None
 
     def evaluate(self, inputs: Any, targets: Any, num: int) -> Tensor:
         """Return the mean loss of a batch; arguments and errors as in `run`."""
-        return self._run(inputs, targets, num, has_backward=False)()
+        return self._run_one(inputs, targets, num, has_backward=False)()[0]
+
+    def _run_one(self, inputs: Any, targets: Any, num: int, *, has_backward: bool) -> Callable[[], Tensor]:
+        """Run one batch; return a function that waits for its mean loss, [1]."""
+        runner = self._runner(num, has_backward, 0)
+        batch = self._cut((inputs, targets), num)
+        agree = self._comparison.begin(batch)
+        return self._run(runner, agree, Feed(self._bind(batch)), num, 1)
+
+    def _cut(self, batch: tuple[Any, Any], num: int) -> list[tuple[Any, Any]]:
+        """Cut a batch into micro-batches, on the device."""
+        device, key = self._runtime.context.device, "pipeline.num_microbatches"
+        pieces = zip(*(split_batch(value, num, key) for value in batch), strict=True)
+        return [(to_device(piece, device), to_device(target, device)) for piece, target in pieces]
+
+    def _bind(self, batch: list[tuple[Any, Any]]) -> list[Piece]:
+        """Give the micro-batches of a batch the names of the model's arguments."""
+        pieces = [Piece(self._named(piece), target) for piece, target in batch]
+        self._part.chunked.check(pieces[0].arguments)  # all micro-batches have the same arguments
+        return pieces
 
     def _run(
-        self, inputs: Any, targets: Any, num: int, *, has_backward: bool, steps_taken: int = 0
+        self, runner: Runner, agree: Callable[[], Any], feed: Feed, num: int, num_batches: int
     ) -> Callable[[], Tensor]:
-        runner = self._runner(num, has_backward, steps_taken)
-        device, what = self._runtime.context.device, "pipeline.num_microbatches"
-        pieces = zip(split_batch(inputs, num, what), split_batch(targets, num, what), strict=True)
-        batch = [(to_device(piece, device), to_device(target, device)) for piece, target in pieces]
-        agree = self._compare(batch, _shapes(batch))
-        self._batch = [(self._named(piece), target) for piece, target in batch]
-        self._part.chunked.check(self._batch[0][0])  # all micro-batches have the same arguments
-        self._losses = []
+        device = self._runtime.context.device
+        self._feed, self._losses = feed, []
         try:
             with own_numbers(device, self._messages.rank), self._runtime.batch():
                 runner.run(agree)
         finally:
-            self._batch, self._runtime.here.action, self._called, self._bare = [], "", set(), set()
-            self._take_step = None
-        total = torch.zeros((), dtype=torch.float32, device=device)
-        for loss in self._losses:
-            total += loss
-        return self._axes.pp.begin_sum(total / num, "mean loss of a pipeline")
+            self._feed, self._runtime.here.action, self._called, self._bare = Feed(), "", set(), set()
+        totals = torch.zeros(num_batches, dtype=torch.float32, device=device)
+        for microbatch, loss in self._losses:
+            totals[microbatch // num] += loss
+        return self._axes.pp.begin_sum(totals / num, "mean loss of a pipeline")
 
     def _runner(self, num: int, has_backward: bool, steps_taken: int) -> Runner:
         schedule = self._part.schedule(num, has_backward=has_backward, steps_taken=steps_taken)
@@ -215,37 +252,6 @@ class Pipelined:
         if (runner := self._runners.get(key := (num, has_backward, num_synchronous))) is None:
             runner = self._runners[key] = Runner(schedule, self._messages, self)
         return runner
-
-    def _compare(self, batch: Any, shapes: Any) -> Callable[[], Any]:
-        """Begin to compare the batch with that of the other pipeline ranks: shapes, now and then values.
-
-        Returns:
-            A function that waits for the answer. It returns a value that all ranks have alike: where they
-            had it before, the tensors between chunks have the forms that they had then. It raises a
-            RuntimeError if the batches differ.
-        """
-        self._num_batches += 1
-        value = crc32(repr(shapes).encode())
-        if not self._num_batches & (self._num_batches - 1):  # 1, 2, 4, 8, ...
-            value = _checksum(batch, value)
-        bits = [bool(value >> bit & 1) for bit in range(_NUM_BITS)]
-        trained = tuple(p.requires_grad for p in self._runtime.parameters), _trained_in(batch)
-        has_changed, self._trained = self._trained not in (None, trained), trained
-        flags = [*bits, *(not bit for bit in bits), has_changed]
-        answer = self._axes.pp.any(flags, "comparison of the batches of a pipeline")
-
-        def agree() -> Any:
-            *found, any_has_changed = answer()
-            self._num_changes += any_has_changed  # then activations may need gradients that did not before
-            if any(one and other for one, other in zip(found[:_NUM_BITS], found[_NUM_BITS:], strict=True)):
-                raise RuntimeError(
-                    f"pipeline ranks {list(self._axes.pp.global_ranks)} have different batches: expected "
-                    "the same inputs and targets on all of them. Choose samples by engine.dp_rank and "
-                    "engine.dp_world_size, not by the global rank"
-                )
-            return self._num_changes, shapes
-
-        return agree
 
     # -- the runner calls -----------------------------------------------------------------------------
 
@@ -272,7 +278,7 @@ class Pipelined:
             buffer.data.copy_(values)  # autograd may have saved one that the forward only reads
 
     def _compute(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        piece, target = self._batch[microbatch]
+        piece, target = self._feed[microbatch]
         if chunk < self._part.num_chunks - 1:
             outputs: Sequence[Any] = self._part.chunked(chunk, inputs, piece)
             for output in outputs:
@@ -289,7 +295,7 @@ class Pipelined:
             check_loss(loss)
         assert self._action is not None, "it was entered"
         if self._action.kind is Kind.FORWARD:  # a recomputation makes the same loss again
-            self._losses.append(loss.detach().float())
+            self._losses.append((microbatch, loss.detach().float()))
         return [loss * self._factor]
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
@@ -387,34 +393,3 @@ def _alone(units: Mapping[int, Collection[Unit]], chunk: int) -> frozenset[Unit]
         for unit in units[chunk]
         if uses[unit] == 1 and all(gradients.set_aside is None for gradients in unit.gradients)
     )
-
-
-def _shapes(value: Any) -> Any:
-    """A value that tells the shapes of a batch."""
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape)
-    if isinstance(value, Mapping):
-        return tuple((key, _shapes(item)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(map(_shapes, value))
-    return repr(value) if isinstance(value, bool | int | str | None) else type(value).__name__
-
-
-def _trained_in(value: Any) -> Any:
-    """A value that tells which tensors of a batch need a gradient."""
-    if isinstance(value, Mapping):
-        return tuple(map(_trained_in, value.values()))
-    if isinstance(value, list | tuple):
-        return tuple(map(_trained_in, value))
-    return isinstance(value, Tensor) and value.requires_grad
-
-
-def _checksum(value: Any, start: int) -> int:
-    """The crc32 of all tensors of a batch."""
-    if isinstance(value, Tensor):
-        memory = value.detach().contiguous().view(-1).view(torch.uint8).cpu()
-        return crc32(memory.numpy().data, start)
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    for item in items:
-        start = _checksum(item, start)
-    return start

@@ -41,13 +41,18 @@ MEAN, LAST = "mean_of_changes", "last_change"
 EVERY = MAKERS | {"adamw 8-bit": adamw_8bit, "sgd 8-bit": sgd_8bit, "plain sgd": plain_sgd}
 
 
-def begin(pipeline, maker="sgd", num_stages=2, model=None, **config):
+def square_loss(output, target):
+    """mse_loss of torch 2.11 has no backward for operands of two dtypes."""
+    return (output.float() - target).square().mean()
+
+
+def begin(pipeline, maker="sgd", num_stages=2, model=None, loss_fn=nn.functional.mse_loss, **config):
     balance = {} if "split" in pipeline else {"balance": "memory"}
     pipeline = {"num_microbatches": 6, **balance, **pipeline}
     config = {"mesh": {"pp": num_stages}, "pipeline": pipeline, **config}
     model = model_of(num_stages) if model is None else model
     make = EVERY[maker] if isinstance(maker, str) else maker
-    return zeroshard.initialize(model, make, config, loss_fn=nn.functional.mse_loss).engine
+    return zeroshard.initialize(model, make, config, loss_fn=loss_fn).engine
 
 
 def train(engine, numbers, num=6, dtype=torch.float64):
@@ -269,7 +274,7 @@ def in_bfloat16(name, stage, group=None):
     config = {"stage": stage, "precision": {"param_dtype": "bf16", "main_dtype": "fp32"}}
     if group is not None:
         config["shard_group_size"] = group
-    engine = begin({"schedule": name}, "adamw", model=model_of(2).float(), **config)
+    engine = begin({"schedule": name}, "adamw", model=model_of(2).float(), loss_fn=square_loss, **config)
     engine.reset_memory_report()
     losses = train(engine, [0], dtype=torch.float32)
     state, report = state_of(engine), engine.memory_report()
@@ -291,10 +296,25 @@ def test_bfloat16_gives_the_same_bits_at_all_stages_and_in_shard_groups(ranks, n
 
 @pytest.mark.parametrize(("stage", "num_parts"), [(0, 1), (1, 2), (3, 2)])
 def test_a_version_is_kept_as_the_shard_of_this_rank_in_the_compute_dtype(ranks, stage, num_parts):
-    """PipeDream keeps p - s versions at stage s, one of which is the newest: at p = 2, one more or none."""
+    """PipeDream keeps p - s versions at stage s, one of which is the newest: at p = 2, one more or none.
+
+    Where nothing is gathered, actions compute with a copy of the newest version, which is kept later.
+    """
+    copies = 2 if stage == 0 else 1
     for rank, (_, _, peak, size) in enumerate(ranks(4, in_bfloat16, "pipedream", stage)):
         assert size * num_parts == 3072  # 12 parameters, each padded to blocks of 256
-        assert peak == (2 * size if rank < 2 else 0)
+        assert peak == (2 * size * copies if rank < 2 else 0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", ["pipedream", "spectrain", "pipemare"])
+def test_an_estimate_of_versions_is_what_is_measured(ranks, name, stage):
+    pipeline = {"schedule": name, "num_microbatches": 6, "balance": "memory"}
+    precision = {"param_dtype": "bf16", "main_dtype": "fp32"}
+    config = {"stage": stage, "mesh": {"pp": 2}, "pipeline": pipeline, "precision": precision}
+    estimate = zeroshard.estimate(model_of(2).float(), 4, config)
+    measured = [peak for _, _, peak, _ in ranks(4, in_bfloat16, name, stage)]
+    assert estimate.peak_versions == max(measured)
 
 
 # ---------------------------------------------------------------------- evaluation, schedules, averages
@@ -533,3 +553,112 @@ def test_autocast_is_refused_and_training_goes_on(ranks):
     for message, found in ranks(2, autocast):
         assert message.startswith("train_batch() of an asynchronous pipeline inside torch.autocast")
         assert found == pytest.approx(losses, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------ batches in a row
+
+
+class Counted:
+    """Batches that note when each is taken; they have no length."""
+
+    def __init__(self, numbers, num=2):
+        self.numbers, self.num, self.taken = numbers, num, []
+
+    def __iter__(self):
+        for number in self.numbers:
+            self.taken.append(number)
+            yield tuple(batch_of(number, self.num))
+
+
+def in_one_list(name, stage, numbers):
+    pipeline, _, _, maker = METHODS[name]
+    engine = begin({**pipeline, "num_microbatches": 2}, maker, stage=stage)
+    batches = Counted(numbers)
+    losses = engine.train_batches(batches, len(numbers)).tolist()
+    state, steps = state_of(engine), engine.global_step
+    engine.close(restore=False)
+    return losses, state, steps
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", ["pipedream", "pipemare", "spectrain", "pb"])
+def test_batches_in_a_row_are_one_list_that_drains_at_its_end(ranks, name, stage):
+    """Equal to one batch with all micro-batches, in the reference."""
+    _, method, k, maker = METHODS[name]
+    numbers = [0, 1, 2, 3, 4]
+    model, make = model_of(2), MAKERS[maker]
+    stages = [reference.Stage(list(model)[2 * s : 2 * s + 2], make) for s in range(2)]
+    batch = [pair for one in numbers for pair in zip(*(v.chunk(2) for v in batch_of(one, 2)), strict=True)]
+    found = reference.train(stages, batch, nn.functional.mse_loss, k, method)
+    means = [(found[2 * i] + found[2 * i + 1]) / 2 for i in range(5)]
+    results = ranks(2, in_one_list, name, stage, numbers)
+    for losses, _, _ in results:
+        assert losses == pytest.approx(means, rel=1e-6)
+    compare([([], state, steps) for _, state, steps in results], ([], dict(model.named_parameters()), 10))
+
+
+def one_after_the_other(schedule, together):
+    engine = begin({"schedule": schedule, "num_microbatches": 2})
+    batches = [tuple(batch_of(number, 2)) for number in range(3)]
+    if together:
+        losses = engine.train_batches(batches).tolist()
+    else:
+        losses = [engine.train_batch(*batch).item() for batch in batches]
+    state = state_of(engine)
+    engine.close(restore=False)
+    return losses, state
+
+
+def test_a_synchronous_pipeline_takes_one_batch_after_the_other(ranks):
+    for one, other in zip(
+        ranks(2, one_after_the_other, "1f1b", True), ranks(2, one_after_the_other, "1f1b", False), strict=True
+    ):
+        assert one[0] == other[0]
+        assert_same(one[1], other[1])
+
+
+def wrong_batches():
+    engine = begin({"schedule": "pipedream", "num_microbatches": 2})
+    good, messages = tuple(batch_of(0, 2)), []
+    calls = [
+        lambda: engine.train_batches(iter([good])),
+        lambda: engine.train_batches([]),
+        lambda: engine.train_batches([(*good, 1)]),
+        lambda: engine.train_batches(iter([]), 2),
+    ]
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    losses = engine.train_batches([good, good]).tolist()
+    engine.close(restore=False)
+    return messages, losses
+
+
+def test_batches_that_cannot_be_taken_are_refused_and_training_goes_on(ranks):
+    for messages, losses in ranks(2, wrong_batches):
+        assert messages == [
+            "train_batches(): expected num_batches, as list_iterator has no length",
+            "train_batches(): expected at least 1 batch, got 0",
+            "batch 0: expected (inputs, targets) or the inputs alone, got a tuple of 3; put several inputs "
+            "into a tuple or a mapping of their own",
+            "expected 2 batches, got 0",
+        ]
+        assert losses[1] < losses[0]
+
+
+def other_batches():
+    engine = begin({"schedule": "pipedream", "num_microbatches": 2})
+    rank = torch.distributed.get_rank()
+    batches = [tuple(batch_of(number, 2)) for number in (0, 1, 2, 3 + rank)]
+    try:
+        engine.train_batches(batches)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_later_batches_that_differ_between_pipeline_ranks_are_noticed(ranks):
+    for message in ranks(2, other_batches):
+        assert "pipeline ranks [0, 1] have different batches" in message

@@ -88,7 +88,7 @@ class AsynchronousMethod:
         self._delays, self._first, self._taken = self._read(schedule), steps_taken, 0
         with ExitStack() as stack:
             if self.versions is not None:
-                stack.enter_context(self.versions.batch())
+                stack.enter_context(self.versions.batch(self._delays))
             try:
                 yield
             except BaseException:
@@ -106,7 +106,7 @@ class AsynchronousMethod:
         number, delays = self._taken, self._delays
         with ExitStack() as stack:
             if self.versions is not None:
-                stack.enter_context(self.versions.stepping(delays.kept[number]))
+                stack.enter_context(self.versions.stepping())
             if self._change is not None and self._most_crossed:
                 decay = decay_of_changes(self._config.decay, self._most_crossed)
                 stack.enter_context(self._change.noting(decay))
