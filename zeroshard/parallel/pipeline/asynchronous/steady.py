@@ -87,4 +87,6 @@ def require_steps(schedule: Schedule) -> None:
         numbers.append(number)
     if len(set(numbers)) > 1:  # else schedules of the learning rate, and `global_step`, would differ
         got = ", ".join(map(str, numbers))
-        raise ValueError(f"expected the same number of steps in all lists of an asynchronous pipeline, got {got}")
+        raise ValueError(
+            f"expected the same number of steps in all lists of an asynchronous pipeline, got {got}"
+        )
