@@ -60,8 +60,8 @@ def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | 
         if use.version is not None and use.version > ages.before[action]:
             raise ValueError(
                 f"pipeline.weights={weights!r}: {action} uses the weights behind step {use.version} of the "
-                f"first pipeline rank, but comes behind step {ages.before[action]} of its own: move that step "
-                "before it in the lists of pipeline.schedule"
+                f"first pipeline rank, but comes behind step {ages.before[action]} of its own: move that "
+                "step before it in the lists of pipeline.schedule"
             )
     kept = kept_versions(ages, rank, chunk, uses)
     own = {action: use for action, use in uses.items() if action.chunk == chunk}
