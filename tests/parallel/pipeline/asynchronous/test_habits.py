@@ -425,7 +425,27 @@ def nesterov(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
 
 
-EVERY |= {"lion": lion, "nesterov": nesterov}
+def heavy(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=1.0)
+
+
+class FailsAtFirst(torch.optim.SGD):
+    """An optimizer whose first step fails, on every rank."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls == 1:
+            raise LookupError("no step")
+        return super().step(closure)
+
+
+def fails_at_first(parameters):
+    return FailsAtFirst(parameters, lr=0.1)
+
+
+EVERY |= {"lion": lion, "nesterov": nesterov, "heavy": heavy, "fails at first": fails_at_first}
 
 
 @pytest.mark.parametrize(
@@ -435,6 +455,7 @@ EVERY |= {"lion": lion, "nesterov": nesterov}
         ({"schedule": "lwp"}, "plain sgd", "pipeline.weights='lwp' with SGD: expected momentum > 0, got 0"),
         ({"schedule": "lwp"}, "nesterov", "weights='lwp' with SGD: expected nesterov=False, got True"),
         ({"schedule": "pb", "correction": "spike"}, "adamw", "expected torch.optim.SGD with momentum"),
+        ({"schedule": "pb", "correction": "spike"}, "heavy", "expected momentum < 1, got 1.0"),
     ],
 )
 def test_a_method_that_does_not_go_with_the_optimizer_is_refused_by_name(ranks, pipeline, maker, message):
@@ -497,6 +518,32 @@ def test_after_an_exception_between_steps_training_cannot_go_on(ranks):
     for first, second in ranks(2, interrupted):
         assert first == "no rate for this step"
         assert second.startswith("train_batch() after a list that ended in an exception between its steps")
+
+
+def interrupted_at_first():
+    engine, messages = begin({"schedule": "pipedream"}, "fails at first"), []
+    for _ in range(2):
+        try:
+            train(engine, [0])
+        except (LookupError, RuntimeError) as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_after_an_exception_in_the_first_step_training_cannot_go_on(ranks):
+    """Micro-batches are under way then, whose messages the next list would take for its own."""
+    for first, second in ranks(2, interrupted_at_first):
+        assert first == "no step"
+        assert second.startswith("train_batch() after a list that ended in an exception between its steps")
+
+
+def test_a_model_in_float16_is_refused_on_all_ranks(ranks):
+    model = model_of(2).float()
+    model[3].half()
+    for found in ranks(2, refused, {"schedule": "pb"}, "sgd", 2, model):
+        assert found.startswith(
+            "an asynchronous pipeline: expected parameters of another dtype than float16, got '3.0.weight'"
+        )
 
 
 class Recomputed(nn.Module):

@@ -49,7 +49,8 @@ class AsynchronousMethod:
         """The most steps between a forward and its backward on this rank, while the pipeline is full."""
         self._first = self._taken = 0
         """The steps of training before the list, and the steps of the list so far."""
-        self._has_failed = False
+        self._has_stepped = self._has_failed = False
+        """True if a step of the list has begun; true if a list has ended after that, in an exception."""
 
     def prepare(self, schedule: Schedule, full: Schedule) -> None:
         """Raise the errors of `read_delays` for the lists of the config, and read the decay of changes.
@@ -86,13 +87,14 @@ class AsynchronousMethod:
             )
         refuse_autocast(self._device)
         self._delays, self._first, self._taken = self._read(schedule), steps_taken, 0
+        self._has_stepped = False
         with ExitStack() as stack:
             if self.versions is not None:
                 stack.enter_context(self.versions.batch(self._delays))
             try:
                 yield
             except BaseException:
-                self._has_failed = self._taken > 0
+                self._has_failed = self._has_stepped
                 raise
 
     def enter(self, action: Action) -> None:
@@ -103,7 +105,7 @@ class AsynchronousMethod:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Correct the optimizer's step inside, and keep what later actions need of it."""
-        number, delays = self._taken, self._delays
+        number, delays, self._has_stepped = self._taken, self._delays, True
         with ExitStack() as stack:
             if self.versions is not None:
                 stack.enter_context(self.versions.stepping())
