@@ -26,6 +26,10 @@ _PARTS = {
 """The cost that the duration of an action tells. A whole backward counts as its first half."""
 
 
+Durations = Mapping[tuple[Kind, int | None], float]
+"""Seconds by kind and chunk. A step is one of all chunks of a rank, and has no chunk."""
+
+
 class Walk(NamedTuple):
     """The time of this rank between the first and the last action of a batch, on the clock of all ranks."""
 
@@ -44,7 +48,7 @@ class Clock:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+        self._durations: dict[tuple[Kind, int | None], list[float]] = defaultdict(list)
         self._begun: tuple[Action, float] | None = None
         self.walks: list[Walk] = []
         self._enter = engine._pipeline.enter
@@ -61,8 +65,8 @@ class Clock:
         finally:
             self._engine._pipeline.enter, self.walks = self._enter, walks
 
-    def medians(self) -> dict[tuple[Kind, int], float]:
-        """The median duration of each kind of action in each chunk of this rank."""
+    def medians(self) -> dict[tuple[Kind, int | None], float]:
+        """The median duration of each kind of action in each chunk of this rank, and of its steps."""
         return {key: statistics.median(values) for key, values in self._durations.items()}
 
     def _busy(self) -> float:
@@ -78,7 +82,7 @@ class Clock:
     def _end(self, now: float) -> None:
         if self._begun is not None:
             action, since = self._begun
-            if action.is_compute and action.chunk is not None:
+            if action.is_compute or action.kind is Kind.STEP:
                 self._durations[action.kind, action.chunk].append(now - since)
         self._begun = None
 
@@ -93,19 +97,26 @@ class Clock:
         return timed
 
 
-def costs_of(durations: Mapping[tuple[Kind, int], float], num_chunks: int, transfer: float) -> Costs:
+def costs_of(durations: Durations, num_chunks: int, transfer: float) -> Costs:
     """The costs of a schedule from the durations of the actions of all ranks."""
     found: dict[str, list[float]] = {name: [0.0] * num_chunks for name in _PARTS.values()}
+    step = 0.0
     for (kind, chunk), seconds in durations.items():
-        found[_PARTS[kind]][chunk] = seconds
-    return Costs(transfer=transfer, **{name: tuple(values) for name, values in found.items()})
+        if chunk is None:
+            step = max(step, seconds)
+        else:
+            found[_PARTS[kind]][chunk] = seconds
+    return Costs(transfer=transfer, step=step, **{name: tuple(values) for name, values in found.items()})
 
 
 def predict(schedule: Schedule, clock: Clock, transfer: float) -> tuple[float, Costs]:
     """The makespan that our simulator predicts, and the costs of all ranks; collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, clock.medians())
-    durations = {key: seconds for own in everyone for key, seconds in own.items()}
+    durations: dict[tuple[Kind, int | None], float] = {}
+    for own in everyone:
+        for key, seconds in own.items():
+            durations[key] = max(seconds, durations.get(key, 0.0))  # steps alone are of several ranks
     costs = costs_of(durations, schedule.num_chunks, transfer)
     return simulate(schedule, costs).makespan, costs
 

@@ -232,6 +232,17 @@ def pipeline(document: Document) -> Chart:
     return Chart(bars=bars, unit="step of zeroshard / step of torch", is_ratio=True)
 
 
+def pipeline_async(document: Document) -> Chart:
+    """Micro-batches a second against 1F1B that is flushed."""
+    key = "ratio of micro-batches a second to flushed"
+    bars = [
+        Bar(label=name, median=document.median("rows", name, key), is_own=True)
+        for name, row in document.field("rows").items()
+        if key in row
+    ]
+    return Chart(bars=bars, unit="micro-batches a second / those of 1F1B, flushed", is_ratio=True)
+
+
 def tensor_parallel(*documents: Document) -> Chart:
     """Ratios of steps to those of torch."""
     bars = [
@@ -291,7 +302,7 @@ CHARTS: dict[str, Callable[..., Chart]] = {
     made.__name__: made
     for made in (
         *(step_time, memory, rss, checkpoint, optimizers, main_dtype, muon, nvme, offload, offload_rss),
-        *(offload_gpu, pipeline, tensor_parallel, profile_cost, qlora, unit_cost),
+        *(offload_gpu, pipeline, pipeline_async, tensor_parallel, profile_cost, qlora, unit_cost),
     )
 }
 

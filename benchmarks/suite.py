@@ -195,6 +195,22 @@ CPU = (
         ),
     ),
     Benchmark(
+        name="pipeline_async",
+        title="Asynchronous pipelines",
+        text="A Llama of 8 layers, 2 pipeline ranks, against 1F1B with a step after 2 micro-batches. The "
+        "bound is the ratio of a pipeline that is never empty and whose steps take no time.",
+        runs=(
+            Run(
+                name="pipeline_async",
+                command="pipeline_async.py --ranks 2 --width 256 --length 64 --size 4 --microbatches 16 "
+                "--noted 3 --methods pb,pipedream,2bw,pipemare",
+                start_s=25,
+                rounds=6,
+                round_s=7,
+            ),
+        ),
+    ),
+    Benchmark(
         name="tensor_parallel",
         title="Tensor parallelism",
         text="A GPT of 4 blocks, width 512, against torch's parallelize_module.",

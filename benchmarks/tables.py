@@ -247,6 +247,21 @@ def pipeline(document: Document) -> Table:
     return Table(("schedule", "s a step", *titles, "predicted / measured"), rows)
 
 
+def pipeline_async(document: Document) -> Table:
+    """Steps a second of asynchronous methods, against 1F1B that is flushed and against the simulator."""
+    rows = []
+    for name, row in document.field("rows").items():
+        ratio = prediction = bound = NONE
+        if "bound of the ratio" in row:  # all but the flushed one
+            bound = number(row["bound of the ratio"])
+            ratio = interval(document.median("rows", name, "ratio of micro-batches a second to flushed"))
+            prediction = interval(document.median("rows", name, "ratio predicted/measured"))
+        speed = number(document.median("rows", name, "steps a second").value)
+        rows.append((name, str(row["micro-batches a step"]), speed, ratio, bound, prediction))
+    titles = ("micro-batches a step", "steps a second", "speed / flushed", "bound", "predicted / measured")
+    return Table(("method", *titles), rows)
+
+
 def tensor_parallel(*documents: Document) -> Table:
     """Seconds of a step over tensor ranks."""
     rows = []
@@ -304,7 +319,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     made.__name__: made
     for made in (
         *(step_time, memory, rss, checkpoint, optimizers, main_dtype, muon, nvme, offload, offload_rss),
-        *(offload_gpu, pipeline, tensor_parallel, profile_cost, qlora, unit_cost),
+        *(offload_gpu, pipeline, pipeline_async, tensor_parallel, profile_cost, qlora, unit_cost),
     )
 }
 

@@ -37,6 +37,7 @@ PUBLISHED = {
     "offload_rss": ["offload_rss"],
     "offload_gpu": ["offload_gpu_1B", "offload_gpu_largest"],
     "pipeline": ["pipeline_2ranks_llama"],
+    "pipeline_async": ["pipeline_async_4ranks_sleep"],
     "tensor_parallel": ["tensor_parallel_2ranks_stage0", "tensor_parallel_4ranks_stage3"],
     "profile_cost": ["profile_cost_2ranks_stage3"],
     "qlora": ["qlora_1b"],

@@ -387,3 +387,21 @@ def test_states_of_the_rank_that_holds_most_are_those_of_a_count_of_every_rank(s
         return 2 * total
 
     assert counted == max(map(of_rank, range(num_ranks)))
+
+
+def test_an_asynchronous_pipeline_is_estimated_as_it_is_behind_its_synchronous_steps():
+    for schedule in ("pipedream", "pipemare"):
+        pipeline = {"schedule": schedule, "num_microbatches": 8}
+        mesh = {"mesh": {"pp": 4}, "stage": 3}
+        want = zeroshard.estimate(1 << 30, 8, mesh | {"pipeline": pipeline})
+        found = zeroshard.estimate(1 << 30, 8, mesh | {"pipeline": pipeline | {"synchronous_steps": 99}})
+        assert found == want
+
+
+def test_a_list_of_the_user_is_estimated_with_the_micro_batches_of_its_steps():
+    text = "0F0,0F1,0B0,0F2,0B1,STEP,0F3,0B2,0B3,STEP\n1F0,1B0,1F1,1B1,STEP,1F2,1B2,1F3,1B3,STEP\n"
+    config = {"mesh": {"pp": 2}, "stage": 3}
+    pipeline = {"schedule": "pipedream", "num_microbatches": 4, "microbatches_per_step": 2}
+    want = zeroshard.estimate(1 << 30, 4, config | {"pipeline": pipeline})
+    own = {"schedule": text, "num_microbatches": 4, "weights": "stash"}
+    assert zeroshard.estimate(1 << 30, 4, config | {"pipeline": own}) == want

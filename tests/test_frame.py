@@ -171,6 +171,8 @@ MEASURED = {
     ("benchmarks/nvme.py", "tiers"),
     ("benchmarks/offload_timeline.py", "tiers"),
     ("benchmarks/offload_timeline.py", "stepping"),
+    ("benchmarks/pipeline_async.py", "config"),
+    ("benchmarks/pipeline_async.py", "parallel"),
     ("benchmarks/pipeline_clock.py", "parallel"),
     ("benchmarks/pipeline_engines.py", "parallel"),
 }

@@ -179,7 +179,7 @@ def _check_states(
             f"'{stored.directory}': states of '{name}' have scales for blocks of other tensor ranks, and "
             f"those of {kind} cannot be converted: expected the same mesh.tp as at saving"
         )
-    if family is None or not tensors:
+    if family is None or tensors.keys() <= _OF_PIPELINES:
         return None
     if (problem := find_unpaired(dtypes)) is not None:
         raise RuntimeError(f"{stored.directory / MANIFEST}: '{name}' has {problem}")

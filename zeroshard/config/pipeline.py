@@ -42,6 +42,7 @@ WEIGHTS = ("latest", "stash", "vertical", "double", "estimate", "predict", "lwp"
 NOTED_CHANGES: Mapping[str, str] = {"estimate": "mean_of_changes", "lwp-weights": "last_change"}
 """The states that some weights add to those of the optimizer, by the names that checkpoints have."""
 _NAMES = ", ".join(ASYNCHRONOUS)
+_OF_LISTS = "weights", "set, as an asynchronous list needs them"
 _DECAY = 0.135
 
 
@@ -116,6 +117,9 @@ class Pipeline(Checked):
             Requirement(self.microbatches_per_step is not None, "microbatches_per_step", *named),
             Requirement(self.synchronous_steps > 0, "synchronous_steps", *named),
             Requirement(self.correction is not None, "correction", *any_list),
+            Requirement(
+                self.correction is not None and is_list, "correction", self.weights is not None, *_OF_LISTS
+            ),
             Requirement(self.decay != _DECAY, "decay", *estimates),
             Requirement(self.anneal_steps is not None, "anneal_steps", *rescales),
             Requirement(self.max_crossed_steps != 1, "max_crossed_steps", *bounds),

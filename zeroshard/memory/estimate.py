@@ -238,7 +238,7 @@ def _of_rank(
         parameters=device.parameters,
         gradients=device.gradients,
         optimizer=device.optimizer + stale.states * traffic.main_bytes(units),
-        peak_versions=stale.versions * traffic.version_bytes(units),
+        peak_versions=traffic.version_bytes(units, stale.versions, moves=stale.moves),
         unsharded=0,
         peak_unsharded=traffic.peak_unsharded_bytes(units, together),
         host=tiers[Tier.HOST].total,

@@ -104,7 +104,8 @@ def _plan_apart(model: nn.Module, config: Config, setting: Setting, tp_plan: Pla
         own = narrowed(part.config, whole, names)
         ranks.append(_units_of(whole, part.named(specify_units(whole, own)), own, setting, tp_plan))
         scales.append(_scale_bytes(whole))
-    schedule = schedule_of(config, config.pipeline.num_microbatches)
+    # Behind the synchronous steps, where an asynchronous pipeline takes the most memory.
+    schedule = schedule_of(config, config.pipeline.num_microbatches, config.pipeline.synchronous_steps)
     pipelined = Pipelined(schedule=schedule, runs=cut.runs, cut=cut)
     return Planned(setting=setting, units=tuple(ranks), scales=tuple(scales), pipelined=pipelined)
 
@@ -141,7 +142,8 @@ def plan_number(sizes: Sizes, config: Config, setting: Setting) -> Planned:
     config = with_schedule(config, read_schedule(config))
     if config.pipeline.split is not None or config.pipeline.trace:
         raise ValueError("pipeline.split: expected a model, whose blocks have names, got a number")
-    schedule = schedule_of(config, config.pipeline.num_microbatches)
+    # Behind the synchronous steps, where an asynchronous pipeline takes the most memory.
+    schedule = schedule_of(config, config.pipeline.num_microbatches, config.pipeline.synchronous_steps)
     if schedule.num_chunks > sizes.depth:
         raise ValueError(
             f"mesh.pp: expected at most {sizes.depth} chunks, one for each block of such a model, got "

@@ -43,7 +43,7 @@ class ModelStates:
     scales: int = 0
     """Scales and code tables of quantized weights, on the device; `parameters` has the codes."""
     peak_versions: int = 0
-    """The largest sum of older versions of weights, which an asynchronous pipeline keeps in a batch."""
+    """The most bytes of weights of other ages that an asynchronous pipeline holds in a batch."""
 
     @property
     def total(self) -> int:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.config.sections import Config
 from zeroshard.memory.planned import Pipelined
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction, count_live
+from zeroshard.parallel.pipeline.choice import full_schedule_of
+from zeroshard.parallel.pipeline.sharding import ends_of_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,23 +21,29 @@ class Staleness:
     """The most older versions that it keeps at a time."""
     states: int = 0
     """States, each like the main parameters, for a direction along which weights are moved."""
+    moves: bool = False
+    """True if actions have weights that are moved along a direction."""
     microbatches_per_step: int | None = None
-    """The micro-batches of a step; None: all of the batch."""
+    """The most micro-batches of a step; None: all of the batch."""
 
 
 def staleness_of(pipelined: Pipelined | None, config: Config) -> list[Staleness] | None:
     """Return the weights of each pipeline rank; None for a synchronous pipeline, and without one."""
     if pipelined is None or not config.pipeline.is_asynchronous:
         return None
-    ages, method = Ages(pipelined.schedule), WEIGHTS[config.pipeline.chosen_weights]
-    live = count_live(ages, method.uses(ages))
-    sizes = config.pipeline.step_size(config.mesh.pp)
+    schedule, method = pipelined.schedule, WEIGHTS[config.pipeline.chosen_weights]
+    is_named = config.pipeline.schedule in ASYNCHRONOUS
+    ages, full = Ages(schedule), Ages(full_schedule_of(config) if is_named else schedule)
+    uses = method.uses(ages)
+    live = count_live(ages, uses)
+    moved = {action.chunk for action, use in uses.items() if use.ahead}
     has_state = method.direction in (Direction.MEAN_CHANGE, Direction.LAST_CHANGE)
     return [
         Staleness(
             versions=number - 1,
-            states=int(has_state and ages.most_crossed(chunk) > 0),
-            microbatches_per_step=sizes,
+            states=int(has_state and full.most_crossed(chunk) > 0),
+            moves=chunk in moved,
+            microbatches_per_step=max(ends_of_steps(own).values()),
         )
-        for number, (chunk,) in zip(live, pipelined.schedule.chunks, strict=True)
+        for number, (chunk,), own in zip(live, schedule.chunks, schedule.lists, strict=True)
     ]

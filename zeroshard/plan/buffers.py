@@ -66,7 +66,7 @@ class Setting:
     """True if units may step during the backward."""
     has_versions: bool = False
     """True if forwards and backwards may compute with other values than the main parameters. Then trained
-    parameters are filled before each of them at all stages, and freed after it."""
+    parameters that are gathered are so before each of them, at all stages, and freed after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +109,11 @@ class BufferPlan:
         """True if there is nothing to gather, free, reduce or copy to another tier."""
         is_near = self.main_tier is Tier.DEVICE
         return self.is_resident and is_near and not self.gathers and not self.reductions
+
+    @property
+    def shows_versions(self) -> bool:
+        """True if other values than the main parameters can be shown in the place of them, without a copy."""
+        return self.is_resident and self.main_tier is Tier.DEVICE and not self.gathers
 
     @property
     def gather_tier(self) -> Tier:
@@ -230,7 +235,8 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     main_tier = tiers.optimizer if first.requires_grad else far
     is_cast = main != compute and main_tier is Tier.DEVICE
     is_freed = is_sharded and (bool(gathers) or is_cast or far is not Tier.DEVICE)
-    has_versions = setting.has_versions and first.requires_grad
+    is_filled = bool(gathers) or is_freed or main_tier is not Tier.DEVICE
+    has_versions = setting.has_versions and first.requires_grad and is_filled
     summands = SUMMANDS_OF_PARTS if originals[0].is_summed else SUMMANDS
     num_replicas = sizes[DP_REPLICATE] * (sizes[TP] if originals[0].is_summed else 1)
     return BufferPlan(

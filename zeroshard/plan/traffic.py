@@ -51,10 +51,22 @@ def main_bytes(units: Iterable[UnitPlan]) -> int:
     return sum(buffer.main_size * buffer.main_dtype.itemsize for buffer in trained)
 
 
-def version_bytes(units: Iterable[UnitPlan]) -> int:
-    """Bytes of one version of the trained weights of a rank: its shard, in the compute dtype."""
-    trained = (buffer for unit in units for buffer in unit.buffers if buffer.trainable)
-    return sum(buffer.main_size * buffer.compute_dtype.itemsize for buffer in trained)
+def version_bytes(units: Iterable[UnitPlan], num_versions: int, *, moves: bool) -> int:
+    """Bytes of trained weights of other ages on a rank: its shards, in the compute dtype.
+
+    Where versions are shown, the newest one has a copy, too, which is kept later; and weights that are moved
+    have one.
+
+    Args:
+        units: the units.
+        num_versions: the most older versions at a time.
+        moves: True if actions have weights that are moved along a direction.
+    """
+    total = 0
+    for buffer in (buffer for unit in units for buffer in unit.buffers if buffer.trainable):
+        copies = int(num_versions > 0 or moves) if buffer.shows_versions else 0
+        total += (num_versions + copies) * buffer.main_size * buffer.compute_dtype.itemsize
+    return total
 
 
 def unsharded_bytes(unit: UnitPlan) -> int:

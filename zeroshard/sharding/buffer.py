@@ -97,6 +97,8 @@ class FlatBuffer:
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
         self._use: tuple[Hashable, Callable[[], Tensor]] | None = None
         """The name of the values that gathers start from, and the call that gives them; None: `main`."""
+        self._hidden: Tensor | None = None
+        """The memory of `full` while other memory is shown; see `show`."""
         self._num_views = 0
         """Tensors over `full` before a forward without a graph."""
         self._freed = self._describe_freed()
@@ -170,7 +172,12 @@ class FlatBuffer:
     @property
     def is_stale(self) -> bool:
         """True if main parameters changed since `full` was filled from them."""
-        return not self.is_alias_of_all and self._source.has_changed
+        return not (self.is_alias_of_all or self.shows_other) and self._source.has_changed
+
+    @property
+    def shows_other(self) -> bool:
+        """True while the unsharded parameters are those of `show`."""
+        return self._hidden is not None
 
     def changed(self) -> None:
         """Note that main parameters were written: `full` is older from now on."""
@@ -193,6 +200,25 @@ class FlatBuffer:
         if self._use is not None:
             self._use = None
             self._source.changed()
+
+    def show(self, values: Tensor | None) -> None:
+        """Let the unsharded parameters be views of other memory, without a copy.
+
+        A graph keeps the memory of its forward, except under parameters that it has saved as they are: these
+        have what is shown in the backward. Main parameters that change meanwhile are not copied there.
+
+        Args:
+            values: [total], compute dtype; the plan of the buffer `shows_versions`. None: its own memory.
+        """
+        shown = (self.full if self._hidden is None else self._hidden) if values is None else values
+        if values is None:
+            self._hidden = None
+        elif self._hidden is None:
+            self._hidden = self.full
+        if shown is not self.full:
+            self.full = shown
+            for index, parameter in enumerate(self.unsharded):
+                move_onto(parameter, self._view(index))
 
     def write(self, values: Tensor) -> None:
         """Write main parameters, [n] of any dtype on any device."""
@@ -393,6 +419,7 @@ class FlatBuffer:
         self._await_stepped()
         self.await_copies()
         self.full = self.main = self.main.new_empty(0)
+        self._hidden = None
         self.copy = None
         self._source = self._copied = Source(self.main)
         self.sharded, self.unsharded, self.originals = (), (), ()

@@ -100,7 +100,9 @@ class Edits:
             ]
             for index in edited:
                 buffer.take_back(index)
-            if edited and not buffer.plan.is_alias:  # else they share their memory with the main parameters
+            if buffer.shows_other:
+                _refuse_edits(buffer, edited, is_taken=is_taken)
+            elif edited and not buffer.plan.is_alias:  # else they share their memory with the main parameters
                 is_stale = buffer.is_stale
                 for index in edited:
                     _write_own(buffer, index, is_stale)
@@ -108,6 +110,20 @@ class Edits:
                     buffer.follow_main()
                 buffer.rest()
         self._versions, _ = self._read()
+
+
+def _refuse_edits(buffer: FlatBuffer, edited: Sequence[int], *, is_taken: bool) -> None:
+    """Refuse edits of other values than the main parameters. Some that were given away may have none.
+
+    Raises:
+        RuntimeError: there are edits.
+    """
+    if edited and not is_taken:
+        raise RuntimeError(
+            f"'{buffer.originals[edited[0]].fqn}' was edited in a forward, which computed with a version of "
+            "it, and versions do not change: edit main parameters between batches, or choose a method that "
+            "computes with the newest weights, such as pipeline.schedule='pb'"
+        )
 
 
 def _write_own(buffer: FlatBuffer, index: int, is_stale: bool) -> None:

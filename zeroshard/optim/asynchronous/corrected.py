@@ -58,7 +58,7 @@ def spike_compensated(optimizer: Optimizer) -> Corrected:
     """Return steps whose late gradients count as if they had come in time.
 
     Raises:
-        ValueError: the optimizer is not torch's SGD with momentum.
+        ValueError: the optimizer is not torch's SGD with a momentum above 0 and below 1.
     """
     if type(optimizer) is not SGD:
         raise ValueError(
@@ -67,6 +67,11 @@ def spike_compensated(optimizer: Optimizer) -> Corrected:
         )
     off = ("nesterov", "maximize", "dampening")
     require_groups(optimizer, "pipeline.correction='spike'", off=off, momentum=True)
+    for group in optimizer.param_groups:
+        if not group["momentum"] < 1:  # the sum of its powers, b, would have no limit
+            raise ValueError(
+                f"pipeline.correction='spike' with SGD: expected momentum < 1, got {group['momentum']}"
+            )
 
     @contextmanager
     def step(tau: int, number: int) -> Iterator[None]:

@@ -57,11 +57,30 @@ def schedule_of(config: Config, num_microbatches: int, steps_taken: int = 0) -> 
     pipeline, num_ranks = config.pipeline, config.mesh.pp
     name, num_chunks = pipeline.schedule, pipeline.num_chunks
     if name in ASYNCHRONOUS:
-        num_synchronous = max(0, pipeline.synchronous_steps - steps_taken)
+        num_synchronous = count_synchronous(config, num_microbatches, steps_taken)
         return _steady(num_ranks, num_microbatches, pipeline.step_size(num_ranks), num_synchronous)
     if not _is_text(name):
         return _build(name, num_ranks, num_microbatches, num_chunks)
     return _parse(name, num_ranks, num_microbatches, num_chunks, pipeline.is_asynchronous)
+
+
+def count_synchronous(config: Config, num_microbatches: int, steps_taken: int) -> int:
+    """Return the synchronous steps of an asynchronous list; arguments as in `schedule_of`."""
+    pipeline = config.pipeline
+    left = max(0, pipeline.synchronous_steps - steps_taken)
+    return min(left, -(-num_microbatches // pipeline.step_size(config.mesh.pp)))
+
+
+def full_schedule_of(config: Config) -> Schedule:
+    """Return lists of an asynchronous pipeline that is full, with as many steps crossed as in any others.
+
+    The lists that a batch runs may be shorter, or have synchronous steps. Those of the user are as they are.
+    """
+    pipeline, num_ranks = config.pipeline, config.mesh.pp
+    num = pipeline.num_microbatches
+    if pipeline.schedule in ASYNCHRONOUS:  # the pipeline fills, and a step begins and ends
+        num = num_ranks + pipeline.step_size(num_ranks)
+    return schedule_of(config, num, pipeline.synchronous_steps)
 
 
 def _is_text(schedule: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
+import torch
 from torch import nn
 
 from zeroshard.config.sections import Config
@@ -105,6 +106,7 @@ def take_part(model: nn.Module, config: Config, cut: Cut, rank: int) -> Part:
     _refuse_ignored(find_ignored(model, config.ignored), holders)
     if config.pipeline.is_asynchronous:
         _refuse_shared(holders)
+        _refuse_half(model, config)
     chunks = schedule.chunks[rank]
     chunked: Chunked | TracedChunks
     if isinstance(model, TracedModel):
@@ -142,6 +144,18 @@ def _refuse_shared(holders: Mapping[nn.Parameter, Holders]) -> None:
                 "an asynchronous pipeline: expected parameters of one pipeline rank each, got "
                 f"'{found.name}', which pipeline ranks {', '.join(map(str, found.ranks))} share: they step "
                 "at different times. Give each its own, such as tie_word_embeddings=False of transformers"
+            )
+
+
+def _refuse_half(model: nn.Module, config: Config) -> None:
+    """Refuse float16, whose loss scale follows from the gradients of the whole model."""
+    if config.precision.param_dtype is not None:  # a Config has refused float16 already
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.dtype is torch.float16:
+            raise ValueError(
+                f"an asynchronous pipeline: expected parameters of another dtype than float16, got '{name}'; "
+                "set precision.param_dtype to bfloat16 or float32, in which all of them then compute"
             )
 
 

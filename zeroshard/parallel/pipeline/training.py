@@ -34,6 +34,7 @@ from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
 from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
 from zeroshard.parallel.pipeline.asynchronous.versions import Versions
+from zeroshard.parallel.pipeline.choice import count_synchronous, full_schedule_of
 from zeroshard.parallel.pipeline.comparison import Comparison, shapes_of
 from zeroshard.parallel.pipeline.feed import Feed, Piece, next_batch
 from zeroshard.parallel.pipeline.part import Part
@@ -78,7 +79,7 @@ class Pipelined:
         self._products: Products | None = None
         """Made for the first backward in two halves: without these, layers run as they are."""
         self._runners: dict[tuple[int, bool, int], Runner] = {}
-        """By number of micro-batches; with backwards or without; by the synchronous steps that are left."""
+        """By number of micro-batches; with backwards or without; by synchronous steps of the list."""
         self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunked.chunks}
         self._own_units = {chunk: _alone(self._units, chunk) for chunk in self._units}
         """The units of a chunk that are reduced with it."""
@@ -114,7 +115,8 @@ class Pipelined:
         """The method of an asynchronous pipeline; None for a synchronous one."""
         if config.is_asynchronous:
             self.method = AsynchronousMethod(runtime, config, self._axes.pp.rank, change, corrected)
-            self.method.check(part.schedule(config.num_microbatches, has_backward=True))
+            lists = part.schedule(config.num_microbatches, has_backward=True)
+            self.method.prepare(lists, full_schedule_of(part.config))
         self._take_step: Callable[[AbstractContextManager[None]], None] | None = None
         """Takes a step inside a context, in the middle of a list."""
 
@@ -246,7 +248,7 @@ class Pipelined:
             self._ends = ends_of_steps(own)
             self._sizes = list(self._ends.values())
             self._apart, self._due = reduced_apart(own), set()
-        num_synchronous = max(0, self._part.config.pipeline.synchronous_steps - steps_taken)
+        num_synchronous = count_synchronous(self._part.config, num, steps_taken)
         if (runner := self._runners.get(key := (num, has_backward, num_synchronous))) is None:
             runner = self._runners[key] = Runner(schedule, self._messages, self)
         return runner

@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeroshard import Config, Mesh, Pipeline
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.config.pipeline import WEIGHTS as NAMES
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_action, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_asynchronous
 from zeroshard.parallel.pipeline.asynchronous.steady import require_steps, steady
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
+from zeroshard.parallel.pipeline.choice import count_synchronous, full_schedule_of, schedule_of
 from zeroshard.parallel.pipeline.costs import Costs
 from zeroshard.parallel.pipeline.held import count_activations
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
@@ -73,6 +75,16 @@ def test_a_stage_has_p_minus_1_minus_s_steps_between_forward_and_backward(p: int
         for microbatch in range(m):
             crossed = ages.crossed[Action(Kind.BACKWARD, s, microbatch)]
             assert crossed == min(p - 1 - s, microbatch)
+
+
+@given(st.integers(2, 6), PER_STEP, st.integers(0, 5))
+def test_full_lists_cross_as_many_steps_as_long_ones(p: int, k: int, synchronous: int) -> None:
+    pipeline = Pipeline(
+        schedule="pb", num_microbatches=1, microbatches_per_step=k, synchronous_steps=synchronous
+    )
+    full, long = Ages(full_schedule_of(Config(mesh=Mesh(pp=p), pipeline=pipeline))), Ages(steady(p, 9 * p, k))
+    for s in range(p):
+        assert full.most_crossed(s) == long.most_crossed(s) == -(-(p - 1 - s) // k)
 
 
 @given(st.integers(2, 6), st.integers(0, 6), st.integers(1, 30))
@@ -211,3 +223,11 @@ def test_without_a_step_no_gradient_is_applied() -> None:
 def test_a_list_with_which_nobody_can_train_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         require_steps(parse_schedule(text))
+
+
+def test_synchronous_steps_beyond_a_list_make_no_other_list() -> None:
+    pipeline = Pipeline(schedule="pb", num_microbatches=4, synchronous_steps=1000)
+    config = Config(mesh=Mesh(pp=2), pipeline=pipeline)
+    found = [count_synchronous(config, 4, taken) for taken in (0, 4, 996, 998, 1000, 1004)]
+    assert found == [4, 4, 4, 2, 0, 0]
+    assert schedule_of(config, 4, 0) is schedule_of(config, 4, 996)

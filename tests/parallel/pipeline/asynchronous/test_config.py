@@ -190,7 +190,9 @@ def test_an_estimate_counts_the_shards_of_versions_and_the_states_of_a_method(
         precision=precision,
     )
     found, before = zeroshard.estimate(model, 8, config), zeroshard.estimate(model, 8, plain)
-    assert found.peak_versions == versions * size * 2
+    # Where nothing is gathered, a copy of the newest version is shown; it is the kept one after the step.
+    copies = int(stage == 0)
+    assert found.peak_versions == (versions + copies) * size * 2
     assert found.optimizer - before.optimizer == states * size * 4
     assert before.peak_versions == 0
-    assert ("versions of weights" in str(found)) is (versions > 0)
+    assert ("versions of weights" in str(found)) is (versions + copies > 0)

@@ -33,17 +33,26 @@ def sgd_8bit(parameters):
     return SGD8bit(parameters, lr=0.02, momentum=0.8, min_8bit_size=0)
 
 
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 MEAN, LAST = "mean_of_changes", "last_change"
-EVERY = MAKERS | {"adamw 8-bit": adamw_8bit, "sgd 8-bit": sgd_8bit}
+EVERY = MAKERS | {"adamw 8-bit": adamw_8bit, "sgd 8-bit": sgd_8bit, "plain sgd": plain_sgd}
 
 
-def begin(pipeline, maker="sgd", num_stages=2, model=None, **config):
+def square_loss(output, target):
+    """mse_loss of torch 2.11 has no backward for operands of two dtypes."""
+    return (output.float() - target).square().mean()
+
+
+def begin(pipeline, maker="sgd", num_stages=2, model=None, loss_fn=nn.functional.mse_loss, **config):
     balance = {} if "split" in pipeline else {"balance": "memory"}
     pipeline = {"num_microbatches": 6, **balance, **pipeline}
     config = {"mesh": {"pp": num_stages}, "pipeline": pipeline, **config}
     model = model_of(num_stages) if model is None else model
     make = EVERY[maker] if isinstance(maker, str) else maker
-    return zeroshard.initialize(model, make, config, loss_fn=nn.functional.mse_loss).engine
+    return zeroshard.initialize(model, make, config, loss_fn=loss_fn).engine
 
 
 def train(engine, numbers, num=6, dtype=torch.float64):
@@ -79,6 +88,35 @@ def test_a_pipeline_drains_at_the_end_of_each_list(ranks, name, stage):
     k = k or 2
     found = ranks(2, over_ranks, 2, pipeline, maker, stage, (0, 1, 2), 7)
     compare(found, expected(2, method, k, maker, (0, 1, 2), 7))
+
+
+LENGTHS = (5, 1, 7)
+
+
+def of_lengths(pipeline, maker):
+    engine = begin(pipeline, maker, 3, stage=3)
+    losses = []
+    for number, length in enumerate(LENGTHS):
+        engine.set_gradient_accumulation_steps(length)
+        losses += train(engine, [number], length)
+    state, steps = state_of(engine), engine.global_step
+    engine.close(restore=False)
+    return losses, state, steps
+
+
+@pytest.mark.parametrize("name", ["pipemare", "lwp-weights"])
+def test_changes_are_noted_at_each_step_of_lists_of_any_length(ranks, name):
+    """In a list of one micro-batch nothing is late, and its step belongs to the changes all the same."""
+    pipeline, method, k, maker = METHODS[name]
+    model = model_of(3)
+    stages = [reference.Stage(list(model)[2 * s : 2 * s + 2], MAKERS[maker]) for s in range(3)]
+    losses, taken = [], 0
+    for number, length in enumerate(LENGTHS):
+        batch = list(zip(*(value.chunk(length) for value in batch_of(number, length)), strict=True))
+        found = reference.train(stages, batch, nn.functional.mse_loss, k, method | {"taken": taken})
+        losses.append(sum(found) / length)
+        taken += length
+    compare(ranks(3, of_lengths, pipeline, maker), (losses, dict(model.named_parameters()), taken))
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
@@ -189,6 +227,7 @@ def resumed(folder, pipeline, maker, stage):
         ({"schedule": "pipemare", "anneal_steps": 15, "synchronous_steps": 2}, "sgd", {MEAN}),
         ({"schedule": "pipemare"}, "adamw 8-bit", {MEAN}),
         ({"schedule": "lwp", "weights": "lwp-weights"}, "adamw", {LAST}),
+        ({"schedule": "pb", "weights": "estimate"}, "plain sgd", {MEAN}),
         ({"schedule": "spectrain"}, "adamw", set()),
         ({"schedule": "spectrain"}, "sgd 8-bit", set()),
         ({"schedule": "pipedream"}, "adamw 8-bit", set()),
@@ -235,7 +274,7 @@ def in_bfloat16(name, stage, group=None):
     config = {"stage": stage, "precision": {"param_dtype": "bf16", "main_dtype": "fp32"}}
     if group is not None:
         config["shard_group_size"] = group
-    engine = begin({"schedule": name}, "adamw", model=model_of(2).float(), **config)
+    engine = begin({"schedule": name}, "adamw", model=model_of(2).float(), loss_fn=square_loss, **config)
     engine.reset_memory_report()
     losses = train(engine, [0], dtype=torch.float32)
     state, report = state_of(engine), engine.memory_report()
@@ -257,10 +296,25 @@ def test_bfloat16_gives_the_same_bits_at_all_stages_and_in_shard_groups(ranks, n
 
 @pytest.mark.parametrize(("stage", "num_parts"), [(0, 1), (1, 2), (3, 2)])
 def test_a_version_is_kept_as_the_shard_of_this_rank_in_the_compute_dtype(ranks, stage, num_parts):
-    """PipeDream keeps p - s versions at stage s, one of which is the newest: at p = 2, one more or none."""
+    """PipeDream keeps p - s versions at stage s, one of which is the newest: at p = 2, one more or none.
+
+    Where nothing is gathered, actions compute with a copy of the newest version, which is kept later.
+    """
+    copies = 2 if stage == 0 else 1
     for rank, (_, _, peak, size) in enumerate(ranks(4, in_bfloat16, "pipedream", stage)):
         assert size * num_parts == 3072  # 12 parameters, each padded to blocks of 256
-        assert peak == (2 * size if rank < 2 else 0)
+        assert peak == (2 * size * copies if rank < 2 else 0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", ["pipedream", "spectrain", "pipemare"])
+def test_an_estimate_of_versions_is_what_is_measured(ranks, name, stage):
+    pipeline = {"schedule": name, "num_microbatches": 6, "balance": "memory"}
+    precision = {"param_dtype": "bf16", "main_dtype": "fp32"}
+    config = {"stage": stage, "mesh": {"pp": 2}, "pipeline": pipeline, "precision": precision}
+    estimate = zeroshard.estimate(model_of(2).float(), 4, config)
+    measured = [peak for _, _, peak, _ in ranks(4, in_bfloat16, name, stage)]
+    assert estimate.peak_versions == max(measured)
 
 
 # ---------------------------------------------------------------------- evaluation, schedules, averages
@@ -367,15 +421,31 @@ def lion(parameters):
     return zeroshard.optim.Lion8bit(parameters, lr=1e-3)
 
 
-def plain_sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def nesterov(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
 
 
-EVERY |= {"lion": lion, "plain sgd": plain_sgd, "nesterov": nesterov}
+def heavy(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=1.0)
+
+
+class FailsAtFirst(torch.optim.SGD):
+    """An optimizer whose first step fails, on every rank."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls == 1:
+            raise LookupError("no step")
+        return super().step(closure)
+
+
+def fails_at_first(parameters):
+    return FailsAtFirst(parameters, lr=0.1)
+
+
+EVERY |= {"lion": lion, "nesterov": nesterov, "heavy": heavy, "fails at first": fails_at_first}
 
 
 @pytest.mark.parametrize(
@@ -385,6 +455,7 @@ EVERY |= {"lion": lion, "plain sgd": plain_sgd, "nesterov": nesterov}
         ({"schedule": "lwp"}, "plain sgd", "pipeline.weights='lwp' with SGD: expected momentum > 0, got 0"),
         ({"schedule": "lwp"}, "nesterov", "weights='lwp' with SGD: expected nesterov=False, got True"),
         ({"schedule": "pb", "correction": "spike"}, "adamw", "expected torch.optim.SGD with momentum"),
+        ({"schedule": "pb", "correction": "spike"}, "heavy", "expected momentum < 1, got 1.0"),
     ],
 )
 def test_a_method_that_does_not_go_with_the_optimizer_is_refused_by_name(ranks, pipeline, maker, message):
@@ -447,6 +518,32 @@ def test_after_an_exception_between_steps_training_cannot_go_on(ranks):
     for first, second in ranks(2, interrupted):
         assert first == "no rate for this step"
         assert second.startswith("train_batch() after a list that ended in an exception between its steps")
+
+
+def interrupted_at_first():
+    engine, messages = begin({"schedule": "pipedream"}, "fails at first"), []
+    for _ in range(2):
+        try:
+            train(engine, [0])
+        except (LookupError, RuntimeError) as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_after_an_exception_in_the_first_step_training_cannot_go_on(ranks):
+    """Micro-batches are under way then, whose messages the next list would take for its own."""
+    for first, second in ranks(2, interrupted_at_first):
+        assert first == "no step"
+        assert second.startswith("train_batch() after a list that ended in an exception between its steps")
+
+
+def test_a_model_in_float16_is_refused_on_all_ranks(ranks):
+    model = model_of(2).float()
+    model[3].half()
+    for found in ranks(2, refused, {"schedule": "pb"}, "sgd", 2, model):
+        assert found.startswith(
+            "an asynchronous pipeline: expected parameters of another dtype than float16, got '3.0.weight'"
+        )
 
 
 class Recomputed(nn.Module):

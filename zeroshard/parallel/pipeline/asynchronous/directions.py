@@ -93,3 +93,26 @@ def moved(buffer: FlatBuffer, change: Change, ahead: int) -> Callable[[], Tensor
         return values
 
     return compute
+
+
+@torch.no_grad()
+def write_moved(target: Tensor, buffer: FlatBuffer, change: Change, ahead: int) -> None:
+    """Write the main parameters of a buffer some steps ahead, w + ahead * change, in one pass if possible.
+
+    Args:
+        target: like the main parameters, perhaps in another dtype.
+        buffer: the buffer.
+        change: the change of a step.
+        ahead: the number of steps.
+    """
+    main = buffer.main.detach()
+    if not ahead or target.dtype != main.dtype:
+        target.copy_(moved(buffer, change, ahead)() if ahead else main)
+        return
+    for index, parameter in enumerate(buffer.sharded):
+        span = buffer.sharded_span(index).slice
+        weights, moving = main[span], target[span]
+        if weights.numel() and (step := change.of(parameter, weights)) is not None:
+            torch.add(weights, step.view_as(weights), alpha=ahead, out=moving)
+        else:
+            moving.copy_(weights)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from zeroshard.config.pipeline import KEPT_WEIGHTS, Pipeline
 from zeroshard.parallel.pipeline.actions import Action, Schedule
+from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.corrections import decay_of_changes
 from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected
 from zeroshard.parallel.pipeline.asynchronous.guards import refuse_autocast, refuse_recomputation
@@ -43,14 +44,25 @@ class AsynchronousMethod:
         if config.chosen_weights not in KEPT_WEIGHTS:
             refuse_recomputation(runtime.module.modules(), runtime.changes, config.chosen_weights)
         self._device = runtime.context.device
-        self._delays = Delays({}, (), (), 0)
+        self._delays = Delays({}, (), ())
+        self._most_crossed = 0
+        """The most steps between a forward and its backward on this rank, while the pipeline is full."""
         self._first = self._taken = 0
         """The steps of training before the list, and the steps of the list so far."""
-        self._has_failed = False
+        self._has_stepped = self._has_failed = False
+        """True if a step of the list has begun; true if a list has ended after that, in an exception."""
 
-    def check(self, schedule: Schedule) -> None:
-        """Raise the errors of `read_delays` for a schedule."""
+    def prepare(self, schedule: Schedule, full: Schedule) -> None:
+        """Raise the errors of `read_delays` for the lists of the config, and read the decay of changes.
+
+        Args:
+            schedule: the lists of the config.
+            full: those of a full pipeline. The decay is read from these: it belongs to the stage, and each
+                step has the same one, in short lists and in synchronous steps, too.
+        """
         self._read(schedule)
+        (chunk,) = full.chunks[self._rank]
+        self._most_crossed = Ages(full).most_crossed(chunk)
 
     def _read(self, schedule: Schedule) -> Delays:
         weights = self._config.chosen_weights
@@ -75,13 +87,14 @@ class AsynchronousMethod:
             )
         refuse_autocast(self._device)
         self._delays, self._first, self._taken = self._read(schedule), steps_taken, 0
+        self._has_stepped = False
         with ExitStack() as stack:
             if self.versions is not None:
-                stack.enter_context(self.versions.batch())
+                stack.enter_context(self.versions.batch(self._delays))
             try:
                 yield
             except BaseException:
-                self._has_failed = self._taken > 0
+                self._has_failed = self._has_stepped
                 raise
 
     def enter(self, action: Action) -> None:
@@ -92,12 +105,12 @@ class AsynchronousMethod:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Correct the optimizer's step inside, and keep what later actions need of it."""
-        number, delays = self._taken, self._delays
+        number, delays, self._has_stepped = self._taken, self._delays, True
         with ExitStack() as stack:
             if self.versions is not None:
-                stack.enter_context(self.versions.stepping(delays.kept[number]))
-            if self._change is not None and delays.most_crossed:
-                decay = decay_of_changes(self._config.decay, delays.most_crossed)
+                stack.enter_context(self.versions.stepping())
+            if self._change is not None and self._most_crossed:
+                decay = decay_of_changes(self._config.decay, self._most_crossed)
                 stack.enter_context(self._change.noting(decay))
             if self._corrected is not None:
                 stack.enter_context(self._corrected(delays.taus[number], self._first + number))

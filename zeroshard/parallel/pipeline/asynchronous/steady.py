@@ -64,22 +64,29 @@ def require_steps(schedule: Schedule) -> None:
 
     Raises:
         ValueError: a rank has several chunks, or actions beside compute and steps; or gradients are left that
-            no step applies, or a step that applies none.
+            no step applies, or a step that applies none; or ranks take different numbers of steps.
     """
+    numbers = []
     for rank, actions in enumerate(schedule.lists):
         where = f"pipeline rank {rank}"
         if len(schedule.chunks[rank]) != 1:
             got = ", ".join(map(str, schedule.chunks[rank]))
             raise ValueError(f"{where}: expected one chunk in an asynchronous list, got {got}")
-        since = 0
+        since = number = 0
         for action in actions:
             if action.kind is Kind.STEP:
                 if not since:
                     raise ValueError(f"{where}: expected a backward before each step, got none")
-                since = 0
+                since, number = 0, number + 1
             elif action.kind not in _KINDS:
                 kinds = ", ".join(kind.value for kind in _KINDS)
                 raise ValueError(f"{where}: expected {kinds} and STEP in an asynchronous list, got {action}")
             since += action.kind in END_BACKWARD
         if since:
             raise ValueError(f"{where}: expected a STEP behind the last backward of the list, got none")
+        numbers.append(number)
+    if len(set(numbers)) > 1:  # else schedules of the learning rate, and `global_step`, would differ
+        got = ", ".join(map(str, numbers))
+        raise ValueError(
+            f"expected the same number of steps in all lists of an asynchronous pipeline, got {got}"
+        )

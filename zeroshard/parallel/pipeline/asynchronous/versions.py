@@ -1,11 +1,10 @@
 """The versions of weights that this rank keeps, and those that each of its actions computes with.
 
-A version is this rank's shard of the weights, in the compute dtype. It is gathered when an action uses it, in
-the place of the main parameters, and freed after that as any unit is. So a version of the W bytes of a stage
-costs W / N on each of its N data-parallel ranks.
+A version is this rank's shard of the weights, in the compute dtype. So a version of the W bytes of a stage
+costs W / N on each of its N data-parallel ranks, if these divide the main parameters.
 
-    stage 0 to 3       each unit is filled before a forward and a backward, and freed after it
-    at a step          the version before it is copied, if an action behind it uses that
+    an action          its units have the weights that it uses; `places.py` tells how
+    at a step          the version before it is kept, if an action behind it uses that
     at the next steps  it is dropped when no action behind them uses it
 
 Source: the places of versions in a list are those of `uses.py`.
@@ -13,15 +12,14 @@ Source: the places of versions in a list are those of `uses.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from torch import Tensor
-
 from zeroshard.parallel.pipeline.actions import Action, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.directions import Change, moved
+from zeroshard.parallel.pipeline.asynchronous.directions import Change
+from zeroshard.parallel.pipeline.asynchronous.places import place_of
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, kept_versions
 from zeroshard.sharding.runtime import Runtime
 
@@ -35,8 +33,6 @@ class Delays(NamedTuple):
     """For each of its steps, the older versions that are used behind it."""
     taus: tuple[int, ...]
     """For each of its steps, the most steps since a forward whose gradient it applies."""
-    most_crossed: int
-    """The most steps between a forward and the backward of its micro-batch."""
 
 
 def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | None = None) -> Delays:
@@ -49,7 +45,8 @@ def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | 
         max_crossed: the most steps that may be crossed. None: any number.
 
     Raises:
-        ValueError: a micro-batch crosses more steps on any rank.
+        ValueError: a micro-batch crosses more steps on any rank; or an action of any rank uses a version that
+            its chunk does not have yet.
     """
     ages, (chunk,) = Ages(schedule), schedule.chunks[rank]
     crossed = max(map(ages.most_crossed, range(schedule.num_chunks)))
@@ -59,10 +56,17 @@ def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | 
             "forward and its backward: take more micro-batches in each step (pipeline.microbatches_per_step)"
         )
     uses = WEIGHTS[weights].uses(ages)
+    for action, use in uses.items():
+        if use.version is not None and use.version > ages.before[action]:
+            raise ValueError(
+                f"pipeline.weights={weights!r}: {action} uses the weights behind step {use.version} of the "
+                f"first pipeline rank, but comes behind step {ages.before[action]} of its own: move that "
+                "step before it in the lists of pipeline.schedule"
+            )
     kept = kept_versions(ages, rank, chunk, uses)
     own = {action: use for action, use in uses.items() if action.chunk == chunk}
     taus = tuple(ages.tau_of_step(chunk, step) for step in range(len(kept)))
-    return Delays(own, kept, taus, ages.most_crossed(chunk))
+    return Delays(own, kept, taus)
 
 
 class Versions:
@@ -74,65 +78,52 @@ class Versions:
     """
 
     def __init__(self, runtime: Runtime, change: Change | None) -> None:
-        self._runtime, self._change = runtime, change
-        self._buffers = [buffer for buffer in runtime.buffers if buffer.trainable]
-        self._kept: dict[int, list[Tensor]] = {}
-        """By version, the shards of all trained buffers."""
+        self._runtime = runtime
+        self._places = [place_of(buffer, change) for buffer in runtime.buffers if buffer.trainable]
+        self._kept: tuple[frozenset[int], ...] = ()
         self._newest = 0
         self.peak_bytes = 0
         """The most bytes of versions at a time since `reset_peak`."""
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all versions but the newest one, which are the main parameters."""
-        return sum(values.nbytes for shards in self._kept.values() for values in shards)
+        """The bytes of all weights beside the main parameters and what is gathered of them."""
+        return sum(place.num_bytes for place in self._places)
 
     def reset_peak(self) -> None:
         """Count the peak anew."""
         self.peak_bytes = self.num_bytes
 
     @contextmanager
-    def batch(self) -> Iterator[None]:
+    def batch(self, delays: Delays) -> Iterator[None]:
         """Run a list: versions are counted from 0, and none are left behind it."""
-        self._newest = 0
+        self._kept, self._newest = delays.kept, 0
+        moves = any(use.ahead for use in delays.uses.values())
         try:
+            for place in self._places:
+                place.begin(moves=moves)
             yield
         finally:
-            self._kept = {}
-            for buffer in self._buffers:
-                buffer.use_main()
+            for place in self._places:
+                place.end()
             self._runtime.refresh()
 
     def enter(self, use: Use) -> None:
         """Let the units of this rank have the weights of an action that begins."""
-        is_newest = use.version in (None, self._newest) and not use.ahead
-        for number, buffer in enumerate(self._buffers):
-            if is_newest:
-                buffer.use_main()
-            elif use.ahead and self._change is not None:
-                buffer.use((self._newest, use.ahead), moved(buffer, self._change, use.ahead))
-            else:
-                assert use.version is not None, "an older version"
-                buffer.use((use.version, 0), _give(self._kept[use.version][number]))
+        is_kept = self._newest < len(self._kept) and self._newest in self._kept[self._newest]
+        for place in self._places:
+            place.enter(use, self._newest, is_kept=is_kept)
         self._runtime.refresh()
 
     @contextmanager
-    def stepping(self, kept: frozenset[int]) -> Iterator[None]:
-        """Keep the weights from before the step inside, if they are used behind it.
-
-        Args:
-            kept: the versions that are used behind the step, without the new one.
-        """
-        self._kept = {version: shards for version, shards in self._kept.items() if version in kept}
-        if self._newest in kept:
-            dtype_of = {buffer: buffer.plan.compute_dtype for buffer in self._buffers}
-            self._kept[self._newest] = [
-                buffer.main.detach().to(dtype_of[buffer], copy=True) for buffer in self._buffers
-            ]
+    def stepping(self) -> Iterator[None]:
+        """Keep the weights from before the step inside, if they are used behind it, and drop older ones."""
+        kept = self._kept[self._newest]
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        for place in self._places:
+            place.drop(but=kept)
+            if self._newest in kept:
+                place.keep(self._newest)
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         yield
         self._newest += 1
-
-
-def _give(values: Tensor) -> Callable[[], Tensor]:
-    return lambda: values

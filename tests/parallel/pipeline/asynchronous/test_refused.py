@@ -1,0 +1,63 @@
+"""Lists that an asynchronous pipeline cannot run, and settings that a list cannot have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from zeroshard import Config
+from zeroshard.parallel.pipeline.actions import parse_schedule
+from zeroshard.parallel.pipeline.asynchronous.steady import require_steps
+from zeroshard.parallel.pipeline.asynchronous.versions import read_delays
+
+TEXT = "0F0,0F1,0B0,STEP,0B1,STEP\n1F0,1B0,STEP,1F1,1B1,STEP\n"
+SYNCHRONOUS = "0F0,0B0,STEP\n1F0,1B0,STEP\n"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "others", "message"),
+    [
+        (
+            {"schedule": SYNCHRONOUS, "correction": "rescale"},
+            {},
+            "pipeline.correction='rescale' needs pipeline.weights to be set, as an asynchronous list needs "
+            "them",
+        ),
+        (
+            {"schedule": TEXT, "weights": "stash", "synchronous_steps": 1},
+            {},
+            "pipeline.synchronous_steps=1 needs pipeline.schedule to be one of",
+        ),
+        (
+            {"schedule": TEXT, "weights": "stash"},
+            {"clip_grad_norm": 1.0},
+            "pipeline.weights='stash' needs clip_grad_norm to be None, got 1.0",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_with_a_list(
+    pipeline: dict[str, object], others: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Config.parse({"mesh": {"pp": 2}, "pipeline": pipeline, **others})
+
+
+def test_ranks_with_different_numbers_of_steps_are_refused() -> None:
+    """Their schedules of the learning rate would differ, and a checkpoint has one number of steps."""
+    text = "0F0,0F1,0B0,STEP,0B1,STEP\n1F0,1B0,1F1,1B1,STEP\n"
+    message = "expected the same number of steps in all lists of an asynchronous pipeline, got 2, 1"
+    with pytest.raises(ValueError, match=message):
+        require_steps(parse_schedule(text))
+
+
+LATE = "0F0,0F1,0B0,STEP,0F2,0B1,STEP,0B2,STEP\n1F0,1B0,1F1,1B1,1F2,1B2,STEP\n"
+
+
+@pytest.mark.parametrize("weights", ["vertical", "double"])
+def test_a_version_that_a_chunk_does_not_have_yet_is_refused_on_all_ranks(weights: str) -> None:
+    schedule = parse_schedule(LATE)
+    message = f"pipeline.weights='{weights}': 1F2 uses the weights behind step 1"
+    for rank in range(2):
+        with pytest.raises(ValueError, match=message):
+            read_delays(schedule, rank, weights)

@@ -1,0 +1,170 @@
+"""The places from which the units of this rank read the weights of an action, for each buffer one.
+
+Gathered    a version is this rank's shard. The units gather it before each forward and backward, in the
+            place of the main parameters, and free it after that
+Shown       a version is whole, as nothing is gathered. The parameters are views of it, without a copy.
+            The newest weights are the main parameters themselves, if no action behind the next step uses
+            them; else a copy is made at the first action, which is the kept version later
+Moved       the same for weights that are moved along a direction: all actions read one copy, which is
+            written where they differ. The weights of a forward and its backward share memory, so autograd
+            finds the new ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+
+from zeroshard.parallel.pipeline.asynchronous.directions import Change, moved, write_moved
+from zeroshard.parallel.pipeline.asynchronous.uses import Use
+from zeroshard.sharding.buffer import FlatBuffer
+
+
+class Place:
+    """The weights of one buffer; a subclass tells how the units get them.
+
+    Args:
+        buffer: the buffer.
+    """
+
+    def __init__(self, buffer: FlatBuffer) -> None:
+        self._buffer = buffer
+        self._kept: dict[int, Tensor] = {}
+        """Older versions, and perhaps the newest one, by their numbers."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all weights here, beside the main parameters."""
+        return sum(values.nbytes for values in self._kept.values())
+
+    def begin(self, *, moves: bool) -> None:
+        """Begin a list; `moves` if it has actions whose weights are moved."""
+
+    def enter(self, use: Use, newest: int, *, is_kept: bool) -> None:
+        """Let the units have the weights of an action.
+
+        Args:
+            use: the weights.
+            newest: the number of the newest version.
+            is_kept: True if it is used behind the next step.
+        """
+        raise NotImplementedError
+
+    def drop(self, but: Collection[int]) -> None:
+        """Drop versions that nobody uses any more."""
+        for version in self._kept.keys() - but:
+            del self._kept[version]
+
+    def keep(self, newest: int) -> None:
+        """Keep the newest version, before a step."""
+        if newest not in self._kept:
+            self._kept[newest] = _copy(self._buffer)
+
+    def end(self) -> None:
+        """Let the units have the main parameters again."""
+        self._kept = {}
+        self._show_main()
+
+    def _show_main(self) -> None:
+        raise NotImplementedError
+
+
+class Gathered(Place):
+    """The weights of a buffer that is gathered before each action.
+
+    Args:
+        buffer: the buffer.
+        change: the change of a step, if the method moves weights.
+    """
+
+    def __init__(self, buffer: FlatBuffer, change: Change | None) -> None:
+        super().__init__(buffer)
+        self._change = change
+
+    def enter(self, use: Use, newest: int, *, is_kept: bool) -> None:
+        """Let gathers start from the weights of an action; see `Place`."""
+        if use.ahead and self._change is not None:
+            self._buffer.use((newest, use.ahead), moved(self._buffer, self._change, use.ahead))
+        elif use.version in (None, newest):
+            self._buffer.use_main()
+        else:
+            self._buffer.use((use.version, 0), _give(self._kept[use.version]))
+
+    def _show_main(self) -> None:
+        self._buffer.use_main()
+
+
+class Shown(Place):
+    """The weights of a buffer that shows versions, for a method that keeps them."""
+
+    def enter(self, use: Use, newest: int, *, is_kept: bool) -> None:
+        """Show the weights of an action; see `Place`."""
+        version = newest if use.version is None else use.version
+        if version == newest and not is_kept:
+            self._show_main()  # all graphs over this memory end before the step that changes it
+            return
+        if version == newest:
+            self.keep(newest)
+        self._buffer.show(self._kept[version])
+
+    def _show_main(self) -> None:
+        self._buffer.show(None)
+
+
+class Moved(Place):
+    """The weights of a buffer that shows versions, for a method that moves them.
+
+    Args:
+        buffer: the buffer.
+        change: the change of a step.
+    """
+
+    def __init__(self, buffer: FlatBuffer, change: Change) -> None:
+        super().__init__(buffer)
+        self._change = change
+        self._copy: Tensor | None = None
+        self._written: tuple[int, int] | None = None
+        """The version that is in the copy, and by how many steps it is moved."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the copy."""
+        return 0 if self._copy is None else self._copy.nbytes
+
+    def begin(self, *, moves: bool) -> None:
+        """Make the copy, if an action needs it."""
+        self._copy, self._written = _copy(self._buffer) if moves else None, (0, 0)
+        self._buffer.show(self._copy)
+
+    def enter(self, use: Use, newest: int, *, is_kept: bool) -> None:
+        """Write the weights of an action into the copy; see `Place`."""
+        if self._copy is not None and self._written != (newest, use.ahead):
+            write_moved(self._copy, self._buffer, self._change, use.ahead)
+            self._written = newest, use.ahead
+
+    def _show_main(self) -> None:
+        self._copy = None
+        self._buffer.show(None)
+
+
+def place_of(buffer: FlatBuffer, change: Change | None) -> Place:
+    """Return the place of the weights of a buffer.
+
+    Args:
+        buffer: the buffer.
+        change: the change of a step, if the method moves weights.
+    """
+    if not buffer.plan.shows_versions:
+        return Gathered(buffer, change)
+    return Shown(buffer) if change is None else Moved(buffer, change)
+
+
+@torch.no_grad()
+def _copy(buffer: FlatBuffer) -> Tensor:
+    return buffer.main.detach().to(buffer.plan.compute_dtype, copy=True)
+
+
+def _give(values: Tensor) -> Callable[[], Tensor]:
+    return lambda: values
