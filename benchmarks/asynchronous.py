@@ -18,7 +18,7 @@ as many micro-batches a step and seeds of their own:
     quarter   a quarter of it, at the largest depth
     scaled    the best rate and the momentum of eight micro-batches a step, made for steps of one: m^(1/8) for
               a momentum m, and the rate at which a sample changes weights as much; at the largest depth.
-              Source: Kosson et al. 2021, "Pipelined Backpropagation at Scale", equation 9
+              Source: Kosson et al. 2021, "Pipelined Backpropagation at Scale"
 
 `asynchronous_ranks.py` runs two of the methods on ranks of their own.
 """
@@ -231,7 +231,7 @@ def choose_rates(task: str, args: argparse.Namespace) -> Rates:
 def scaled(lr: float, momentum: float, number: int) -> tuple[float, float]:
     """Return the learning rate and the momentum for steps of a `number`-th of the samples.
 
-    Source: Kosson et al. 2021, "Pipelined Backpropagation at Scale", equation 9.
+    Source: Kosson et al. 2021, "Pipelined Backpropagation at Scale".
     """
     root = momentum ** (1 / number)
     return lr * (1 - root) / ((1 - momentum) * number), root

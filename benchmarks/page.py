@@ -43,7 +43,7 @@ OF_DOCS = {
 """The kinds of tables in pages of docs/."""
 TEMPLATE = Path(__file__).parent / "page.html"
 PERFORMANCE = Path(__file__).parent.parent / "docs" / "performance.md"
-EXPERIMENTS = PERFORMANCE.with_name("asynchronous-experiments.md")
+EXPERIMENTS = PERFORMANCE.with_name("asynchronous_experiments.md")
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it."""
 

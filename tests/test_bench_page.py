@@ -325,6 +325,15 @@ def test_the_tables_of_the_experiments_are_those_of_the_documents() -> None:
     assert not re.search(r"^\|(?: *:?-+:? *\|)+$", rest, re.MULTILINE), "no table by hand"
 
 
+def test_the_findings_of_the_experiments_name_figures_of_their_tables() -> None:
+    text = page.EXPERIMENTS.read_text(encoding="utf-8")
+    words = text.partition("## Findings")[2].partition("## Accuracy and loss")[0]
+    cells = " ".join(re.findall(r"<!-- table: .*?<!-- end -->", text, re.DOTALL))
+    figures = set(re.findall(r"\d[\d,]*\.\d+|\d,\d{3}", words)) - {"2.6"}  # the target is in the titles
+    assert len(figures) > 20
+    assert not [one for one in figures if not re.search(rf"(?<![\d.,]){re.escape(one)}(?!\d)", cells)]
+
+
 def test_every_table_of_performance_is_made_of_documents() -> None:
     text = page.PERFORMANCE.read_text(encoding="utf-8")
     rest = re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
