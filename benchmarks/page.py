@@ -4,7 +4,7 @@
     python benchmarks/page.py --only step_time,memory --minutes 5
     python benchmarks/page.py --device cuda                       # the suite for a GPU
     python benchmarks/page.py --redraw                            # only draw what was measured
-    python benchmarks/page.py --tables                            # the tables of docs/performance.md
+    python benchmarks/page.py --tables                            # the tables of pages of docs/
 
 The page is `benchmarks/results/page/index.html` (`page_cuda` for a GPU), beside the JSON documents that it is
 made of. A benchmark that fails does not stop the others: the page tells its error, and the exit status is 1.
@@ -23,6 +23,7 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
+import asynchronous_report
 import plots
 import record
 import tables
@@ -31,10 +32,18 @@ from running import LEFT_OUT, MEASURED, Outcome, read_outcomes, run_all
 from suite import MINUTES, SUITES, Benchmark, budget, chosen
 from targets import targets
 
-OF_DOCS = {**tables.TABLES, "targets": targets}
-"""The kinds of tables in docs/performance.md."""
+OF_DOCS = {
+    **tables.TABLES,
+    "targets": targets,
+    "asynchronous": asynchronous_report.quality,
+    "asynchronous_times": asynchronous_report.times,
+    "asynchronous_memory": asynchronous_report.memory,
+    "asynchronous_ranks": asynchronous_report.on_ranks,
+}
+"""The kinds of tables in pages of docs/."""
 TEMPLATE = Path(__file__).parent / "page.html"
 PERFORMANCE = Path(__file__).parent.parent / "docs" / "performance.md"
+EXPERIMENTS = PERFORMANCE.with_name("asynchronous-experiments.md")
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it."""
 
@@ -48,7 +57,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--minutes", type=float, help=f"for all together; rounds change with it; default {MINUTES:g}"
     )
     parser.add_argument("--redraw", action="store_true", help="only draw the page of what was measured")
-    parser.add_argument("--tables", action="store_true", help="only write the tables of docs/performance.md")
+    parser.add_argument("--tables", action="store_true", help="only write the tables of pages of docs/")
     args = parser.parse_args(arguments)
     try:
         chosen(SUITES[args.device], args.only)
@@ -162,8 +171,9 @@ def main() -> int:
     """Measure and draw, or only draw, or write the tables of the documentation."""
     args = parse()
     if args.tables:
-        changed = write_tables(PERFORMANCE, record.RESULTS)
-        record.console().print(f"docs/{PERFORMANCE.name}: {'new tables' if changed else 'nothing new'}")
+        for one in (PERFORMANCE, EXPERIMENTS):
+            changed = write_tables(one, record.RESULTS)
+            record.console().print(f"docs/{one.name}: {'new tables' if changed else 'nothing new'}")
         return 0
     folder = record.RESULTS / ("page" if args.device == "cpu" else f"page_{args.device}")
     suite = SUITES[args.device]

@@ -318,6 +318,13 @@ def test_the_tables_of_performance_are_those_of_the_documents() -> None:
     assert tables.fill(text, RESULTS, page.OF_DOCS) == text, "python benchmarks/page.py --tables writes them"
 
 
+def test_the_tables_of_the_experiments_are_those_of_the_documents() -> None:
+    text = page.EXPERIMENTS.read_text(encoding="utf-8")
+    assert tables.fill(text, RESULTS, page.OF_DOCS) == text, "python benchmarks/page.py --tables writes them"
+    rest = re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
+    assert not re.search(r"^\|(?: *:?-+:? *\|)+$", rest, re.MULTILINE), "no table by hand"
+
+
 def test_every_table_of_performance_is_made_of_documents() -> None:
     text = page.PERFORMANCE.read_text(encoding="utf-8")
     rest = re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)

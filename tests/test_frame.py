@@ -165,6 +165,9 @@ def test_the_lists_of_pipelines_are_pure(module: str, trees: Trees) -> None:
 
 
 MEASURED = {
+    ("benchmarks/asynchronous_executor.py", "parallel"),
+    ("benchmarks/asynchronous_executor.py", "parameters"),
+    ("benchmarks/asynchronous_methods.py", "parallel"),
     ("benchmarks/nvme.py", "tiers"),
     ("benchmarks/offload_timeline.py", "tiers"),
     ("benchmarks/offload_timeline.py", "stepping"),

@@ -1,0 +1,114 @@
+"""The experiments of benchmarks/asynchronous.py train as a single process that keeps a history of weights."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parallel.pipeline.asynchronous.test_reference import (
+    MAKERS,
+    METHODS,
+    MICRO_BATCHES,
+    batch_of,
+    expected,
+    model_of,
+)
+from zeroshard.parallel.pipeline.asynchronous.steady import steady
+from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS
+
+sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))  # its modules have bare names
+
+from asynchronous import Case, scaled, train
+from asynchronous_executor import Delays, Executor, Rule
+
+
+def executed(num_stages, method, k, maker, numbers):
+    model = model_of(num_stages)
+    modules = [model[2 * rank : 2 * rank + 2] for rank in range(num_stages)]
+    rule = Rule(
+        weights=method["weights"],
+        correction=method.get("correction", "none"),
+        decay=method.get("d", 0.135),
+        anneal_steps=method.get("anneal"),
+    )
+    executor = Executor(modules, MAKERS[maker], rule, nn.functional.mse_loss)
+    losses = []
+    for number in numbers:
+        inputs, targets = (value.chunk(MICRO_BATCHES) for value in batch_of(number))
+        batch = list(zip(inputs, targets, strict=True))
+        log = executor.run(Delays(steady(num_stages, MICRO_BATCHES, k), rule.weights), batch.__getitem__)
+        losses.append(sum(log.losses) / MICRO_BATCHES)
+    return losses, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_experiments_train_as_the_history_of_weights_says(name, num_stages):
+    _, method, k, maker = METHODS[name]
+    k = k or num_stages
+    want_losses, want, _ = expected(num_stages, method, k, maker, numbers=(0, 1))
+    losses, parameters = executed(num_stages, method, k, maker, numbers=(0, 1))
+    assert losses == pytest.approx(want_losses, rel=1e-12)
+    for key, value in parameters.items():
+        torch.testing.assert_close(value, want[key], rtol=0, atol=1e-12, msg=key)
+
+
+def test_all_weights_are_tried():
+    assert {method["weights"] for _, method, _, _ in METHODS.values()} == WEIGHTS.keys()
+
+
+def case(task, ranks, method):
+    return Case(
+        task=task,
+        ranks=ranks,
+        method=method,
+        setting="large",
+        seed=0,
+        lr=0.01,
+        momentum=0.9,
+        microbatches=40,
+    )
+
+
+@pytest.mark.parametrize("task", ["digits", "text"])
+def test_synchronous_runs_are_the_same_at_every_depth_and_differ_in_time(task):
+    if task == "digits":
+        pytest.importorskip("sklearn")
+    whole, *rows = (train(case(task, *one)) for one in ((1, "1f1b"), (2, "gpipe"), (4, "1f1b")))
+    for row in rows:
+        assert row["train_loss"] == whole["train_loss"]
+        assert row["looks"][-1]["loss"] == whole["looks"][-1]["loss"]
+    # A step of 8 micro-batches on n ranks takes (8 + n - 1) forwards and backwards of 8 / n blocks.
+    for ranks, row in zip((1, 2, 4), (whole, *rows), strict=True):
+        assert row["makespan"] == 5 * 3 * (8 + ranks - 1) * 8 / ranks
+
+
+def test_the_weights_that_are_kept_are_those_of_the_papers():
+    found = {}
+    for method in ("pb", "pipedream", "2bw", "pipemare"):
+        row = train(case("text", 4, method))
+        found[method] = [
+            kept / size for kept, size in zip(row["kept_bytes"], row["weight_bytes"], strict=True)
+        ]
+    assert found == {
+        "pb": [1, 1, 1, 1],
+        "pipedream": [4, 3, 2, 1],  # Narayanan et al. 2019, section 3.3: a version for each micro-batch
+        "2bw": [2, 2, 2, 2],  # Narayanan et al. 2021, section 3.1
+        "pipemare": [2, 2, 2, 1],  # the mean of changes; the last rank has no delay
+    }
+
+
+def test_a_run_that_diverges_ends_and_tells_when():
+    row = train(replace(case("text", 2, "pb"), lr=1e4))
+    assert row["diverged_at"] is not None
+    assert row["diverged_at"] < 40
+    assert row["train_loss"] is None
+
+
+def test_scaled_hyperparameters_change_as_much_in_as_many_samples():
+    lr, momentum = scaled(0.1, 0.9, 8)
+    assert momentum**8 == pytest.approx(0.9)
+    assert 8 * lr / (1 - momentum) == pytest.approx(0.1 / (1 - 0.9))
