@@ -54,12 +54,13 @@ __all__ = [
     "shard",
 ]
 
-_SECTIONS = ("Checkpoint", "Config", "Loader", "Mesh", "Offload", "Pipeline", "Precision")
+_SECTIONS = ("Checkpoint", "Config", "Loader", "Mesh", "Offload", "Precision")
 
 _HOMES = {
     "EMA": "averaging",
     "CommReport": "comm.counter",
     **dict.fromkeys(_SECTIONS, "config.sections"),
+    "Pipeline": "config.pipeline",
     "Engine": "engine",
     **dict.fromkeys(("Initialized", "initialize"), "entry"),
     "from_pretrained": "hf.pretrained",

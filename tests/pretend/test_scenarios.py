@@ -46,6 +46,7 @@ LONG = {
     *("pipeline_stage0", "pipeline_reduce_apart"),
     *("asynchronous_2bw", "asynchronous_lwp", "asynchronous_pb", "asynchronous_of_4"),
     *("asynchronous_spectrain", "asynchronous_newest_host"),
+    *("asynchronous_alone_versions", "asynchronous_alone_moved"),
 }
 """Scenarios of features that have another one, alone or together with something else, and of rare uses."""
 

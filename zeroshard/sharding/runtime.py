@@ -142,6 +142,12 @@ class Runtime(Passes):
             self.local.show(self.units)
             self.is_bare = self.reducer.leaves_over
 
+    def await_shown(self) -> None:
+        """Let compute wait for parameters that follow a step while they are shown: bare forwards do not."""
+        if self.local.shows_all:
+            for unit in self.units:
+                unit.wait()
+
     def forget_part(self, name: Hashable) -> None:
         """Forget a forward with a name: no backward comes to it any more."""
         self._calls.forget(name)

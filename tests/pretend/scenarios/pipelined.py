@@ -91,4 +91,9 @@ for _schedule, _stage in (
 ):
     _add(f"asynchronous_{_schedule}", _schedule, stage=_stage, num_ranks=4, precision=BF16)
 _add("asynchronous_of_4", "pipedream", pp=4, num_ranks=4, stage=1)
+_add(
+    "asynchronous_alone", "pb", stage=1, precision=BF16
+)  # forwards are bare, and full parameters follow steps
+_add("asynchronous_alone_versions", "pipedream", stage=0, precision=BF16)
+_add("asynchronous_alone_moved", "spectrain", stage=3, precision=BF16)
 _add("asynchronous_newest_host", "pb", num_ranks=4, stage=2, offload={"optimizer": "cpu"}, precision=BF16)

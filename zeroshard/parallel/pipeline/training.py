@@ -357,6 +357,7 @@ class Pipelined:
             self._runtime.here.leave()
         if self.method is not None and self._take_step is not None:
             self.method.enter(action)
+            self._runtime.await_shown()
 
     def _named(self, piece: Any) -> Mapping[str, Any]:
         """The arguments of the model, by name.
