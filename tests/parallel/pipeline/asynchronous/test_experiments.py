@@ -112,3 +112,13 @@ def test_scaled_hyperparameters_change_as_much_in_as_many_samples():
     lr, momentum = scaled(0.1, 0.9, 8)
     assert momentum**8 == pytest.approx(0.9)
     assert 8 * lr / (1 - momentum) == pytest.approx(0.1 / (1 - 0.9))
+
+
+@pytest.mark.parametrize(("delay", "limit"), [(0, 3.8), (1, 0.1)])
+def test_the_stable_rates_that_the_page_names_are_those_of_a_quadratic(delay, limit):
+    for rate, is_stable in ((0.98 * limit, True), (1.02 * limit, False)):
+        history, velocity = [1.0] * (delay + 1), 0.0
+        for _ in range(5000):  # SGD with momentum 0.9 on w^2 / 2, whose gradient is w
+            velocity = 0.9 * velocity + history[-1 - delay]
+            history = [*history[-1 - delay :], history[-1] - rate * velocity]
+        assert (max(map(abs, history)) < 1) == is_stable
