@@ -40,13 +40,17 @@ class UpdateChange:
 
     def __init__(self, optimizer: Optimizer, asked: str) -> None:
         self._optimizer, self._update = optimizer, update_of(optimizer, asked)
+        self._places = {
+            id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
+        }
+        """The place of the group of each parameter: a load puts other groups into the same places."""
 
     def of(self, parameter: ShardedParameter, weights: Tensor) -> Tensor | None:
         """Return the change of a slice; see `Change`."""
-        for group in self._optimizer.param_groups:
-            if any(held is parameter for held in group["params"]):
-                return self._update(weights, group, self._optimizer.state.get(parameter, {}))
-        return None
+        if (place := self._places.get(id(parameter))) is None:
+            return None
+        group = self._optimizer.param_groups[place]
+        return self._update(weights, group, self._optimizer.state.get(parameter, {}))
 
     def noting(self, decay: float) -> AbstractContextManager[None]:
         """Note nothing: the optimizer does."""

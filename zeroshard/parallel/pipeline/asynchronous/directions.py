@@ -63,7 +63,7 @@ class NotedChange:
         before = [buffer.main.detach().clone() for buffer in self._buffers]
         yield
         for buffer, old in zip(self._buffers, before, strict=True):
-            change = old.neg_().add_(buffer.main.detach())
+            change = torch.sub(buffer.main.detach(), old, out=old)
             for index, parameter in enumerate(buffer.sharded):
                 self._note(parameter, change[buffer.sharded_span(index).slice], decay)
 
