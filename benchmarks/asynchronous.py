@@ -31,8 +31,9 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -106,11 +107,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def train(case: Case) -> dict[str, Any]:
-    """Run a case; return a row of the document. A run ends with the first loss that is not finite."""
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """Compute small tensors fast: a run is one thread, and the process has its settings back after it."""
+    num_threads, mkldnn = torch.get_num_threads(), torch.backends.mkldnn.enabled
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False  # convolutions of a few kB take longer with it
     torch.set_flush_denormal(True)  # a run that diverges is full of them, and they are slow
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        torch.backends.mkldnn.enabled = mkldnn
+        torch.set_num_threads(num_threads)
+
+
+@on_one_core()
+def train(case: Case) -> dict[str, Any]:
+    """Run a case; return a row of the document. A run ends with the first loss that is not finite."""
     task, method = TASKS[case.task], METHODS[case.method]
     delays = delays_of(case.method, case.ranks, case.microbatches)
     inputs, targets = task.microbatches(case.seed, case.microbatches)

@@ -115,7 +115,8 @@ def loss_of(model, number, own=slice(None), length=LENGTH):
 
 
 def adamw(parameters):
-    return torch.optim.AdamW((p for p in parameters if p.requires_grad), lr=1e-2)
+    # Adam with a small eps divides the smallest gradients by their own size, and so it enlarges roundings.
+    return torch.optim.AdamW((p for p in parameters if p.requires_grad), lr=1e-2, eps=1e-4)
 
 
 def sharded(model, config, plan):
@@ -188,8 +189,8 @@ def test_a_model_trains_as_in_one_process(ranks, cls, num_ranks, tp, stage):
 def test_a_model_of_transformers_trains_as_in_one_process(ranks, kind, num_ranks, tp, stage):
     want = plain(llama(kind))
     config = {"stage": stage, "mesh": {"tp": tp, "sequence": True}}
-    # The loss of transformers is in float32, and Adam divides small gradients by their own size.
-    check(ranks(num_ranks, divided, llama, (kind,), config, None), *want, 3e-5)
+    # Norms, softmax and the loss of transformers are in float32: their roundings differ in the last bit.
+    check(ranks(num_ranks, divided, llama, (kind,), config, None), *want, 1e-6)
 
 
 def recomputed(config):

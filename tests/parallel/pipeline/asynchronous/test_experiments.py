@@ -101,6 +101,14 @@ def test_the_weights_that_are_kept_are_those_of_the_papers():
     }
 
 
+def test_a_run_gives_the_process_its_settings_back():
+    smallest = torch.tensor(5e-324, dtype=torch.float64)
+    before = torch.get_num_threads(), torch.backends.mkldnn.enabled
+    train(case("text", 2, "pb"))
+    assert (torch.get_num_threads(), torch.backends.mkldnn.enabled) == before
+    assert smallest * 1 > 0  # numbers below the normal ones are not rounded to zero
+
+
 def test_a_run_that_diverges_ends_and_tells_when():
     row = train(replace(case("text", 2, "pb"), lr=1e4))
     assert row["diverged_at"] is not None
