@@ -232,7 +232,8 @@ def _kept_dtypes(
     changes = {key for key in there if not is_codes(key, there) and not is_scales(key, there)}
     if not _keeps_float32(optimizer):
         changes = {key for key in changes if there[key] == _wide(main_dtype)}
-    return there | dict.fromkeys(changes, _plain_dtype(optimizer, parameter))
+    own = dict.fromkeys(changes, _plain_dtype(optimizer, parameter))
+    return there | own | dict.fromkeys(there.keys() & _OF_PIPELINES, parameter.dtype)
 
 
 def _new_dtypes(optimizer: Optimizer, parameter: ShardedParameter, family: Family, bits: int) -> Dtypes:

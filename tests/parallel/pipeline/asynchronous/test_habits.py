@@ -196,16 +196,25 @@ def test_a_list_of_the_user_trains_with_the_weights_that_he_names(ranks):
 # --------------------------------------------------------------------------------------- checkpoints
 
 
+def noted_changes(engine):
+    """The states that the pipeline adds to those of the optimizer, by parameter and name."""
+    return {
+        (parameter.fqn, key): value.clone()
+        for parameter, state in engine.optimizer.state.items()
+        for key, value in state.items()
+        if key in (MEAN, LAST)
+    }
+
+
 def saved(folder, pipeline, maker, stage):
     engine = begin(pipeline, maker, stage=stage)
     train(engine, [0, 1])
     engine.save_checkpoint(folder, "here")
     train(engine, [2, 3])
     state = state_of(engine)
-    optimizer = engine.optimizer.state
-    extra = {key for values in optimizer.values() for key in values if key in (MEAN, LAST)}
+    noted = noted_changes(engine)
     engine.close(restore=False)
-    return state, extra
+    return state, noted
 
 
 def resumed(folder, pipeline, maker, stage):
@@ -215,9 +224,9 @@ def resumed(folder, pipeline, maker, stage):
     engine = begin(pipeline, maker, stage=stage, model=model)
     engine.load_checkpoint(folder, "here")
     train(engine, [2, 3])
-    state, steps = state_of(engine), engine.global_step
+    state, noted, steps = state_of(engine), noted_changes(engine), engine.global_step
     engine.close(restore=False)
-    return state, steps
+    return state, noted, steps
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -237,10 +246,12 @@ def test_resuming_equals_a_run_that_drained_at_the_same_step(ranks, tmp_path, pi
     """To the bit: the state of the versions that matters is in the checkpoint."""
     want = ranks(4, saved, str(tmp_path), pipeline, maker, stage)
     found = ranks(4, resumed, str(tmp_path), pipeline, maker, stage)
-    for rank, ((state, kinds), (other, steps)) in enumerate(zip(want, found, strict=True)):
-        assert kinds == (extra if rank < 2 else set())  # the last stage crosses no step
+    for rank, ((state, noted), (other, others, steps)) in enumerate(zip(want, found, strict=True)):
+        assert {key for _, key in noted} == (extra if rank < 2 else set())  # the last stage crosses no step
         assert steps == 24
         assert_same(other, state)
+        assert_same(others, noted)
+        assert all(value.dtype == others[key].dtype for key, value in noted.items())
 
 
 # -------------------------------------------------------------------------------------- 8-bit states

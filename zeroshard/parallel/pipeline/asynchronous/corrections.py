@@ -38,7 +38,7 @@ def decay_of_changes(decay: float, crossed: int) -> float:
 
 def mean_of_changes(mean: Tensor, change: Tensor, decay: float) -> Tensor:
     """Return the mean of changes after one more: decay * mean + (1 - decay) * change, in place."""
-    return mean.mul_(decay).add_(change, alpha=1.0 - decay)
+    return mean.lerp_(change, 1.0 - decay)
 
 
 class Spike(NamedTuple):
