@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,14 +42,8 @@ def rescaled(optimizer: Optimizer, anneal_steps: int | None) -> Corrected:
     @contextmanager
     def step(tau: int, number: int) -> Iterator[None]:
         factor = lr_factor(tau, number, anneal_steps)
-        before = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
-        try:
+        with _changed(optimizer, "lr", lambda lr: lr * factor):
             yield
-        finally:
-            for group, lr in zip(optimizer.param_groups, before, strict=True):
-                group["lr"] = lr
 
     return step
 
@@ -75,17 +69,25 @@ def spike_compensated(optimizer: Optimizer) -> Corrected:
 
     @contextmanager
     def step(tau: int, number: int) -> Iterator[None]:
-        decays = [group["weight_decay"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             _compensate_group(optimizer, group, tau)
-            group["weight_decay"] = 0.0  # it is in the gradients now
-        try:
+        with _changed(optimizer, "weight_decay", lambda _: 0.0):  # it is in the gradients now
             yield
-        finally:
-            for group, decay in zip(optimizer.param_groups, decays, strict=True):
-                group["weight_decay"] = decay
 
     return step
+
+
+@contextmanager
+def _changed(optimizer: Optimizer, key: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Change a hyperparameter of all parameter groups for the step inside."""
+    before = [group[key] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group[key] = change(group[key])
+    try:
+        yield
+    finally:
+        for group, value in zip(optimizer.param_groups, before, strict=True):
+            group[key] = value
 
 
 @torch.no_grad()

@@ -28,16 +28,17 @@ class Block(nn.Module):
 
 torch.manual_seed(0)
 model = nn.Sequential(*(Block() for _ in range(4)))
-last = model[3]
+first, last = model[0], model[3]
 x, y = torch.randn(16, 20), torch.randn(16, 20)
 pipeline = {"schedule": SCHEDULE, "num_microbatches": 8, "balance": "memory"}
-config = {"stage": 3, "mesh": {"pp": 2}, "pipeline": pipeline, "watchdog_s": 5.0}
+config = {"stage": STAGE, "mesh": {"pp": 2}, "pipeline": pipeline, "watchdog_s": 5.0}
 engine = zeroshard.initialize(model, torch.optim.AdamW, config, loss_fn=nn.functional.mse_loss).engine
-engine.train_batch(x, y)
 """
+TRAIN = "engine.train_batch(x, y)"
 
 # The last block computes on the last pipeline rank alone.
 DIE = """
+engine.train_batch(x, y)
 calls = []
 def die(*_):
     calls.append(0)
@@ -48,10 +49,21 @@ last.register_forward_pre_hook(die)
 engine.train_batch(x, y)
 """
 
+# The first block computes on the first pipeline rank alone, whose weights are used behind a step.
+EDIT = """
+def clamp(block, _):
+    with torch.no_grad():
+        block.linear.weight.clamp_(-0.1, 0.1)
+first.register_forward_pre_hook(clamp)
+engine.train_batch(x, y)
+"""
 
-def script(schedule, *, checkpoints, act=""):
+
+def script(schedule, *, checkpoints, act=TRAIN, stage=3):
     text = textwrap.dedent(MODEL) + act
-    return text.replace("SCHEDULE", repr(schedule)).replace("CHECKPOINTS", str(checkpoints))
+    for key, value in {"SCHEDULE": schedule, "CHECKPOINTS": checkpoints, "STAGE": stage}.items():
+        text = text.replace(key, repr(value))
+    return text
 
 
 def test_a_rank_that_is_killed_between_two_steps_ends_the_other_with_its_action(run: Forks):
@@ -70,4 +82,12 @@ def test_a_recomputation_with_other_weights_than_its_forward_is_refused(run: For
     assert last.last_line.startswith(
         "RuntimeError: an activation checkpoint runs the forward of Linear again inside the backward, where "
         "pipeline.weights='latest' has other weights"
+    )
+
+
+def test_a_forward_that_edits_a_version_is_refused(run: Forks):
+    [(first, _)] = run(script("pipedream", checkpoints=False, act=EDIT, stage=0))
+    assert first.code == 1
+    assert first.last_line.startswith(
+        "RuntimeError: '0.linear.weight' was edited in a forward, which computed with a version of it"
     )

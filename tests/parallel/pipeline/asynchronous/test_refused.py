@@ -61,3 +61,13 @@ def test_a_version_that_a_chunk_does_not_have_yet_is_refused_on_all_ranks(weight
     for rank in range(2):
         with pytest.raises(ValueError, match=message):
             read_delays(schedule, rank, weights)
+
+
+def test_double_keeps_two_versions_or_is_refused_on_all_ranks() -> None:
+    early = "0F0,0F1,0F2,0B0,STEP,0F3,0B1,STEP,0F4,0B2,STEP,0B3,STEP,0B4,STEP\n"
+    late = "1F0,1B0,STEP,1F1,1B1,STEP,1F2,1B2,STEP,1F3,1B3,STEP,1F4,1B4,STEP\n"
+    schedule = parse_schedule(early + late)
+    for rank in range(2):
+        with pytest.raises(ValueError, match="pipeline.weights='double': a pipeline rank keeps 3 versions"):
+            read_delays(schedule, rank, "double")
+        read_delays(schedule, rank, "stash")

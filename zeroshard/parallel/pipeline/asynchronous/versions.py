@@ -7,7 +7,7 @@ costs W / N on each of its N data-parallel ranks, if these divide the main param
     at a step          the version before it is kept, if an action behind it uses that
     at the next steps  it is dropped when no action behind them uses it
 
-Source: the places of versions in a list are those of `uses.py`.
+The lists of `uses.py` tell which versions that are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeroshard.parallel.pipeline.actions import Action, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.directions import Change
 from zeroshard.parallel.pipeline.asynchronous.places import place_of
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, kept_versions
+from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
 from zeroshard.sharding.runtime import Runtime
 
 
@@ -46,7 +46,7 @@ def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | 
 
     Raises:
         ValueError: a micro-batch crosses more steps on any rank; or an action of any rank uses a version that
-            its chunk does not have yet.
+            its chunk does not have yet; or a rank keeps more than two versions with "double".
     """
     ages, (chunk,) = Ages(schedule), schedule.chunks[rank]
     crossed = max(map(ages.most_crossed, range(schedule.num_chunks)))
@@ -63,6 +63,11 @@ def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | 
                 f"first pipeline rank, but comes behind step {ages.before[action]} of its own: move that "
                 "step before it in the lists of pipeline.schedule"
             )
+    if weights == "double" and (live := max(count_live(ages, uses))) > 2:
+        raise ValueError(
+            f"pipeline.weights='double': a pipeline rank keeps {live} versions with this pipeline.schedule, "
+            "and this method has two: let more micro-batches begin behind each step, or take 'stash'"
+        )
     kept = kept_versions(ages, rank, chunk, uses)
     own = {action: use for action, use in uses.items() if action.chunk == chunk}
     taus = tuple(ages.tau_of_step(chunk, step) for step in range(len(kept)))
