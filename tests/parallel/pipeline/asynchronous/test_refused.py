@@ -68,6 +68,6 @@ def test_double_keeps_two_versions_or_is_refused_on_all_ranks() -> None:
     late = "1F0,1B0,STEP,1F1,1B1,STEP,1F2,1B2,STEP,1F3,1B3,STEP,1F4,1B4,STEP\n"
     schedule = parse_schedule(early + late)
     for rank in range(2):
-        with pytest.raises(ValueError, match="pipeline.weights='double': a pipeline rank keeps 3 versions"):
+        with pytest.raises(ValueError, match=r"pipeline\.weights='double': a pipeline rank keeps 3 versions"):
             read_delays(schedule, rank, "double")
         read_delays(schedule, rank, "stash")
