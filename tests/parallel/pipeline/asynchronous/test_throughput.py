@@ -110,12 +110,14 @@ def test_no_rank_idles_after_the_start(ranks, num_ranks, schedule, per_step):
     ends = {span.action: span.end for spans in timelines for span in spans if span.action.is_compute}
     needed = needed_actions(lists)
     for spans in timelines:
-        late = [
-            span.start - max([before.end, *(ends[action] for action in needed.get(span.action, ()))])
-            for before, span in pairwise(spans)
-            if span.action.is_compute
-        ]
-        assert statistics.median(late) < BLOCK_S / 2
+        # Apart for actions behind a step, which are few: a wait that each step brings shows there alone.
+        late: dict[bool, list[float]] = {}
+        for before, span in pairwise(spans):
+            if span.action.is_compute:
+                others = (ends[action] for action in needed.get(span.action, ()))
+                late.setdefault(before.action.is_compute, []).append(span.start - max([before.end, *others]))
+        assert late.keys() == {True, False}
+        assert max(map(statistics.median, late.values())) < BLOCK_S / 2
         # A step waits for no other rank: these weights of 16 kB take less than a millisecond.
         steps = [span.end - span.start for span in spans if not span.action.is_compute]
         assert statistics.median(steps) < BLOCK_S / 2
