@@ -119,8 +119,8 @@ def test_adapters_train_as_in_one_process_where_norms_work_on_parts(ranks, kind,
     model = with_norms_on_parts(kind)
     losses, norms, state = along_sequence.plain(model)
     found = ranks(num_ranks, train_on_parts, kind, tp, stage)
-    # The loss of transformers is in float32, and Adam divides small gradients by their own size.
-    along_sequence.check(found, losses, norms, state, 1e-7 if kind == "own" else 3e-5)
+    # Norms, softmax and the loss of transformers are in float32: their roundings differ in the last bit.
+    along_sequence.check(found, losses, norms, state, 1e-7 if kind == "own" else 1e-6)
 
 
 def sent_on_parts():

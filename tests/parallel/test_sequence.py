@@ -116,7 +116,7 @@ def loss_of(model, number, own=slice(None), length=LENGTH):
 
 def adamw(parameters):
     # Adam with a small eps divides the smallest gradients by their own size, and so it enlarges roundings.
-    return torch.optim.AdamW((p for p in parameters if p.requires_grad), lr=1e-2, eps=1e-4)
+    return torch.optim.AdamW((p for p in parameters if p.requires_grad), lr=1e-2, eps=1e-3)
 
 
 def sharded(model, config, plan):
