@@ -35,12 +35,12 @@ from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, matc
 from zeroshard.checkpoint.tensors import TensorSlice, cuts_of, held_slices, read_model
 from zeroshard.checkpoint.values import read_values
 from zeroshard.comm.agreed import on_all
-from zeroshard.config.pipeline import NOTED_CHANGES
 from zeroshard.data.given import GivenLoader, check_state
 from zeroshard.data.loader import parse_state
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.layerwise import LayerWise
 from zeroshard.optim.statenames import from_common
+from zeroshard.parallel.pipeline.asynchronous.method import noted_change
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.loss_scale import LossScale
@@ -201,7 +201,7 @@ def _prepare(
                     groups = _convert_groups(parts.optimizer, values["groups"], matches)
                     schedule = _match_schedule(stored, parts.lr_scheduler, values["lr_scheduler"], matches)
             cuts = cuts_of(parts.runtime)
-            noted = NOTED_CHANGES.get(parts.config.pipeline.chosen_weights)
+            noted = noted_change(parts.config, parts.runtime.context.axes.pp.rank)
             scalars = values["scalars"]
             states = match_states(parts.optimizer, stored, scalars, names, cuts, convert_states, noted)
     try:

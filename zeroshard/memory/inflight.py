@@ -109,9 +109,9 @@ def usage_of_ranks(pipelined: Pipelined, costs: Costs) -> list[Usage]:
     usages = []
     for rank, chunks in enumerate(schedule.chunks):
         num_blocks = sum(len(runs[chunk]) for chunk in chunks)
-        sums = schedule.num_microbatches * costs.sent * num_blocks // len(costs.blocks)
+        sums = pipelined.num_microbatches * costs.sent * num_blocks // len(costs.blocks)
         messages = sum(_num_messages(schedule.placement, chunk, rank) for chunk in chunks)
-        sent = schedule.num_microbatches * messages * costs.between
+        sent = pipelined.num_microbatches * messages * costs.between
         # Some are received ahead of their use, and some are sent while their sender goes on.
         under_way = min(schedule.num_microbatches, 2 * AHEAD) * costs.between if messages else 0
         is_last = len(runs) - 1 in chunks

@@ -16,7 +16,7 @@ from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory.dryrun import without_memory
 from zeroshard.memory.typical import Sizes
 from zeroshard.parallel.pipeline.actions import Schedule
-from zeroshard.parallel.pipeline.choice import read_schedule, schedule_of, with_schedule
+from zeroshard.parallel.pipeline.choice import largest_schedule_of, read_schedule, with_schedule
 from zeroshard.parallel.pipeline.cut import Cut, cut_model
 from zeroshard.parallel.pipeline.narrowed import find_chosen, narrowed
 from zeroshard.parallel.pipeline.outline import outline_of
@@ -38,6 +38,9 @@ class Pipelined:
     """A model that is cut into chunks."""
 
     schedule: Schedule
+    """The lists that take the most memory."""
+    num_microbatches: int
+    """The micro-batches of a batch."""
     runs: tuple[range, ...]
     """The blocks of each chunk."""
     cut: Cut | None = None
@@ -104,9 +107,10 @@ def _plan_apart(model: nn.Module, config: Config, setting: Setting, tp_plan: Pla
         own = narrowed(part.config, whole, names)
         ranks.append(_units_of(whole, part.named(specify_units(whole, own)), own, setting, tp_plan))
         scales.append(_scale_bytes(whole))
-    # Behind the synchronous steps, where an asynchronous pipeline takes the most memory.
-    schedule = schedule_of(config, config.pipeline.num_microbatches, config.pipeline.synchronous_steps)
-    pipelined = Pipelined(schedule=schedule, runs=cut.runs, cut=cut)
+    schedule = largest_schedule_of(config)
+    pipelined = Pipelined(
+        schedule=schedule, num_microbatches=config.pipeline.num_microbatches, runs=cut.runs, cut=cut
+    )
     return Planned(setting=setting, units=tuple(ranks), scales=tuple(scales), pipelined=pipelined)
 
 
@@ -142,8 +146,7 @@ def plan_number(sizes: Sizes, config: Config, setting: Setting) -> Planned:
     config = with_schedule(config, read_schedule(config))
     if config.pipeline.split is not None or config.pipeline.trace:
         raise ValueError("pipeline.split: expected a model, whose blocks have names, got a number")
-    # Behind the synchronous steps, where an asynchronous pipeline takes the most memory.
-    schedule = schedule_of(config, config.pipeline.num_microbatches, config.pipeline.synchronous_steps)
+    schedule = largest_schedule_of(config)
     if schedule.num_chunks > sizes.depth:
         raise ValueError(
             f"mesh.pp: expected at most {sizes.depth} chunks, one for each block of such a model, got "
@@ -154,7 +157,7 @@ def plan_number(sizes: Sizes, config: Config, setting: Setting) -> Planned:
         _units(_counts(sizes, *(runs[chunk] for chunk in schedule.chunks[rank]), tp=tp), setting)
         for rank in range(schedule.num_ranks)
     )
-    pipelined = Pipelined(schedule=schedule, runs=runs)
+    pipelined = Pipelined(schedule=schedule, num_microbatches=config.pipeline.num_microbatches, runs=runs)
     return Planned(setting=setting, units=ranks, scales=(0,) * len(ranks), pipelined=pipelined)
 
 

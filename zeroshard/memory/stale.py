@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.config.sections import Config
 from zeroshard.memory.planned import Pipelined
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction, count_live
-from zeroshard.parallel.pipeline.choice import full_schedule_of
+from zeroshard.parallel.pipeline.asynchronous.method import noted_change
+from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live
 from zeroshard.parallel.pipeline.sharding import ends_of_steps
 
 
@@ -32,18 +31,18 @@ def staleness_of(pipelined: Pipelined | None, config: Config) -> list[Staleness]
     if pipelined is None or not config.pipeline.is_asynchronous:
         return None
     schedule, method = pipelined.schedule, WEIGHTS[config.pipeline.chosen_weights]
-    is_named = config.pipeline.schedule in ASYNCHRONOUS
-    ages, full = Ages(schedule), Ages(full_schedule_of(config) if is_named else schedule)
+    ages = Ages(schedule)
     uses = method.uses(ages)
     live = count_live(ages, uses)
     moved = {action.chunk for action, use in uses.items() if use.ahead}
-    has_state = method.direction in (Direction.MEAN_CHANGE, Direction.LAST_CHANGE)
     return [
         Staleness(
             versions=number - 1,
-            states=int(has_state and full.most_crossed(chunk) > 0),
+            states=int(noted_change(config, rank) is not None),
             moves=chunk in moved,
             microbatches_per_step=max(ends_of_steps(own).values()),
         )
-        for number, (chunk,), own in zip(live, schedule.chunks, schedule.lists, strict=True)
+        for rank, (number, (chunk,), own) in enumerate(
+            zip(live, schedule.chunks, schedule.lists, strict=True)
+        )
     ]

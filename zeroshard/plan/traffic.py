@@ -54,8 +54,7 @@ def main_bytes(units: Iterable[UnitPlan]) -> int:
 def version_bytes(units: Iterable[UnitPlan], num_versions: int, *, moves: bool) -> int:
     """Bytes of trained weights of other ages on a rank: its shards, in the compute dtype.
 
-    Where versions are shown, the newest one has a copy, too, which is kept later; and weights that are moved
-    have one.
+    Where versions are shown, weights that are moved have a copy.
 
     Args:
         units: the units.
@@ -64,7 +63,7 @@ def version_bytes(units: Iterable[UnitPlan], num_versions: int, *, moves: bool) 
     """
     total = 0
     for buffer in (buffer for unit in units for buffer in unit.buffers if buffer.trainable):
-        copies = int(num_versions > 0 or moves) if buffer.shows_versions else 0
+        copies = int(moves) if buffer.shows_versions else 0
         total += (num_versions + copies) * buffer.main_size * buffer.compute_dtype.itemsize
     return total
 

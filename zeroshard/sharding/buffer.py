@@ -23,6 +23,7 @@ from zeroshard.comm.collectives import Axis, Part
 from zeroshard.comm.streams import Mark, mark_here
 from zeroshard.lazy.deferred import is_stored
 from zeroshard.parameters.attributes import carry_attributes
+from zeroshard.parameters.gradient import move_values
 from zeroshard.parameters.original import class_before, retire
 from zeroshard.parameters.sharded import ShardedParameter, describe_unit
 from zeroshard.parameters.state import Phase
@@ -219,6 +220,29 @@ class FlatBuffer:
             self.full = shown
             for index, parameter in enumerate(self.unsharded):
                 move_onto(parameter, self._view(index))
+
+    def leave(self) -> Tensor:
+        """Go on in new memory with the same values; return the memory so far, which graphs may read.
+
+        So a step changes nothing that was computed before it. The plan of the buffer `shows_versions`.
+
+        Returns:
+            [total], compute dtype.
+        """
+        self.show(None)
+        left = self.full
+        self.full = left.clone()
+        for index, parameter in enumerate(self.unsharded):
+            move_onto(parameter, self._view(index))
+        own = self.full.detach()[self.main_span.slice]
+        if self.copy is not None:
+            self.copy = own
+        if self.plan.is_alias:
+            self.main = own
+            self._source, self._copied = Source(own), Source(own)
+            for index, sharded in enumerate(self.sharded):
+                move_values(sharded, own[self.sharded_span(index).slice])
+        return left
 
     def write(self, values: Tensor) -> None:
         """Write main parameters, [n] of any dtype on any device."""

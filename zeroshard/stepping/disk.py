@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.comm.streams import Mark
-from zeroshard.internals.dispatch import past_guards
-from zeroshard.parameters.gradient import gradient_of, set_gradient
+from zeroshard.parameters.gradient import move_values
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.layout import BLOCK
 from zeroshard.sharding.buffer import FlatBuffer
@@ -232,7 +231,7 @@ class _Block:
         """Make parameters and states views of host memory, [bytes] of uint8 each."""
         values = main.view(self.buffer.plan.main_dtype)
         for index, parameter in enumerate(self.buffer.sharded):
-            _set_values(parameter, values[self.buffer.sharded_span(index).slice])
+            move_values(parameter, values[self.buffer.sharded_span(index).slice])
         for (parameter, name), (start, resting) in self._places.items():
             value = states.get(parameter, {}).get(name)
             if isinstance(value, Tensor) and value.data_ptr() == resting.data_ptr():
@@ -242,7 +241,7 @@ class _Block:
     def rest(self, states: Mapping[Any, dict[str, Any]]) -> None:
         """Make parameters and states views of the files again; after an exception, those that were held."""
         for index, parameter in enumerate(self.buffer.sharded):
-            _set_values(parameter, self.buffer.main[self.buffer.sharded_span(index).slice])
+            move_values(parameter, self.buffer.main[self.buffer.sharded_span(index).slice])
         held, self._held = self._held, set()
         for parameter, name in held:
             value, (_, resting) = states.get(parameter, {}).get(name), self._places[parameter, name]
@@ -322,11 +321,3 @@ def _is_alike(value: Tensor, other: Tensor) -> bool:
 def _over(memory: Tensor, start: int, like: Tensor) -> Tensor:
     """A view of bytes from `start` on, with the dtype and shape of another tensor."""
     return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
-
-
-def _set_values(parameter: ShardedParameter, values: Tensor) -> None:
-    """Put a parameter over other memory of its dtype; its gradient stays."""
-    gradient = gradient_of(parameter)
-    with past_guards():
-        parameter.data = values
-    set_gradient(parameter, gradient)

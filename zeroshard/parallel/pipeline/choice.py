@@ -76,11 +76,25 @@ def full_schedule_of(config: Config) -> Schedule:
 
     The lists that a batch runs may be shorter, or have synchronous steps. Those of the user are as they are.
     """
+    return schedule_of(config, _num_until_full(config), config.pipeline.synchronous_steps)
+
+
+def largest_schedule_of(config: Config) -> Schedule:
+    """Return the lists that take the most memory, behind the synchronous steps.
+
+    They are those of a batch. But `train_batches` makes one list of many batches, so an asynchronous pipeline
+    may be full with few micro-batches in each.
+    """
+    num = max(config.pipeline.num_microbatches, _num_until_full(config))
+    return schedule_of(config, num, config.pipeline.synchronous_steps)
+
+
+def _num_until_full(config: Config) -> int:
+    """The micro-batches in which an asynchronous pipeline fills, and a step begins and ends."""
     pipeline, num_ranks = config.pipeline, config.mesh.pp
-    num = pipeline.num_microbatches
-    if pipeline.schedule in ASYNCHRONOUS:  # the pipeline fills, and a step begins and ends
-        num = num_ranks + pipeline.step_size(num_ranks)
-    return schedule_of(config, num, pipeline.synchronous_steps)
+    if pipeline.schedule not in ASYNCHRONOUS:
+        return pipeline.num_microbatches
+    return num_ranks + pipeline.step_size(num_ranks)
 
 
 def _is_text(schedule: str) -> bool:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.mesh import open_pairs
 from zeroshard.comm.messages import LAST_TAGS, Messages
+from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.data.losses import LossFunction, check_loss, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
@@ -172,9 +173,15 @@ class Pipelined:
             [num_batches], the mean loss over the micro-batches of each batch, on all ranks of the pipeline.
 
         Raises:
-            ValueError, RuntimeError: as `run`; or a batch has other shapes than the first one.
+            ValueError, RuntimeError: as `run`; or a batch has other shapes than the first one; or the list is
+                one of the user, which has the micro-batches of one batch, and there are several.
         """
         assert self.method is not None, "it is asynchronous"
+        if num_batches > 1 and self._part.config.pipeline.schedule not in ASYNCHRONOUS:
+            raise ValueError(
+                "train_batches() with a list of your own in pipeline.schedule: expected 1 batch, whose "
+                f"micro-batches the list has, got {num_batches}: call train_batch() for each"
+            )
         self._factor, self._take_step, total = 1.0, take_step, num * num_batches
         schedule = self._part.schedule(total, has_backward=True, steps_taken=steps_taken)
         runner = self._runner(total, has_backward=True, steps_taken=steps_taken)

@@ -190,8 +190,8 @@ def test_an_estimate_counts_the_shards_of_versions_and_the_states_of_a_method(
         precision=precision,
     )
     found, before = zeroshard.estimate(model, 8, config), zeroshard.estimate(model, 8, plain)
-    # Where nothing is gathered, a copy of the newest version is shown; it is the kept one after the step.
-    copies = int(stage == 0)
+    # Where nothing is gathered, weights that are moved have a copy.
+    copies = int(stage == 0 and schedule in ("pipemare", "spectrain"))
     assert found.peak_versions == (versions + copies) * size * 2
     assert found.optimizer - before.optimizer == states * size * 4
     assert before.peak_versions == 0

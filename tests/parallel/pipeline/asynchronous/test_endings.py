@@ -28,9 +28,9 @@ class Block(nn.Module):
 
 torch.manual_seed(0)
 model = nn.Sequential(*(Block() for _ in range(4)))
-first, last = model[0], model[3]
+last = model[3]
 x, y = torch.randn(16, 20), torch.randn(16, 20)
-pipeline = {"schedule": SCHEDULE, "num_microbatches": 8, "balance": "memory"}
+pipeline = {"schedule": SCHEDULE, "weights": WEIGHTS, "num_microbatches": 8, "balance": "memory"}
 config = {"stage": STAGE, "mesh": {"pp": 2}, "pipeline": pipeline, "watchdog_s": 5.0}
 engine = zeroshard.initialize(model, torch.optim.AdamW, config, loss_fn=nn.functional.mse_loss).engine
 """
@@ -49,19 +49,21 @@ last.register_forward_pre_hook(die)
 engine.train_batch(x, y)
 """
 
-# The first block computes on the first pipeline rank alone, whose weights are used behind a step.
+# The last pipeline rank computes with the version of the first one, which is not the newest one there.
 EDIT = """
 def clamp(block, _):
-    with torch.no_grad():
-        block.linear.weight.clamp_(-0.1, 0.1)
-first.register_forward_pre_hook(clamp)
+    if engine.global_step:
+        with torch.no_grad():
+            block.linear.weight.clamp_(-0.1, 0.1)
+last.register_forward_pre_hook(clamp)
 engine.train_batch(x, y)
 """
 
 
-def script(schedule, *, checkpoints, act=TRAIN, stage=3):
+def script(schedule, *, checkpoints, act=TRAIN, stage=3, weights=None):
     text = textwrap.dedent(MODEL) + act
-    for key, value in {"SCHEDULE": schedule, "CHECKPOINTS": checkpoints, "STAGE": stage}.items():
+    values = {"SCHEDULE": schedule, "WEIGHTS": weights, "CHECKPOINTS": checkpoints, "STAGE": stage}
+    for key, value in values.items():
         text = text.replace(key, repr(value))
     return text
 
@@ -86,8 +88,8 @@ def test_a_recomputation_with_other_weights_than_its_forward_is_refused(run: For
 
 
 def test_a_forward_that_edits_a_version_is_refused(run: Forks):
-    [(first, _)] = run(script("pipedream", checkpoints=False, act=EDIT, stage=0))
-    assert first.code == 1
-    assert first.last_line.startswith(
-        "RuntimeError: '0.linear.weight' was edited in a forward, which computed with a version of it"
+    [(_, last)] = run(script("pipedream", checkpoints=False, act=EDIT, stage=0, weights="vertical"))
+    assert last.code == 1
+    assert last.last_line.startswith(
+        "RuntimeError: '3.linear.weight' was edited in a forward, which computed with a version of it"
     )

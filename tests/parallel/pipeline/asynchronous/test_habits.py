@@ -254,6 +254,30 @@ def test_resuming_equals_a_run_that_drained_at_the_same_step(ranks, tmp_path, pi
         assert all(value.dtype == others[key].dtype for key, value in noted.items())
 
 
+def begun_at(folder, num_stages, tag, numbers, new_tag):
+    """Train from a checkpoint; return the noted changes before and after."""
+    engine = begin({"schedule": "lwp", "weights": "lwp-weights"}, num_stages=num_stages, model=model_of(4))
+    if tag:
+        engine.load_checkpoint(folder, tag)
+    before = noted_changes(engine)
+    train(engine, numbers)
+    engine.save_checkpoint(folder, new_tag)
+    after = noted_changes(engine)
+    engine.close(restore=False)
+    return before, after
+
+
+def test_a_rank_that_crosses_no_step_takes_no_change_from_a_checkpoint(ranks, tmp_path):
+    """Else it would save it again, unchanged, for a run that crosses steps there."""
+    ranks(4, begun_at, str(tmp_path), 4, "", [0], "four")
+    (_, first), (before, last) = ranks(2, begun_at, str(tmp_path), 2, "four", [1], "two")
+    assert {key for _, key in first} == {LAST}
+    assert before == last == {}
+    for rank, (before, after) in enumerate(ranks(4, begun_at, str(tmp_path), 4, "two", [2], "again")):
+        assert (before != {}) is (rank < 2)
+        assert (after != {}) is (rank < 3)
+
+
 # -------------------------------------------------------------------------------------- 8-bit states
 
 
@@ -307,18 +331,49 @@ def test_bfloat16_gives_the_same_bits_at_all_stages_and_in_shard_groups(ranks, n
 
 @pytest.mark.parametrize(("stage", "num_parts"), [(0, 1), (1, 2), (3, 2)])
 def test_a_version_is_kept_as_the_shard_of_this_rank_in_the_compute_dtype(ranks, stage, num_parts):
-    """PipeDream keeps p - s versions at stage s, one of which is the newest: at p = 2, one more or none.
-
-    Where nothing is gathered, actions compute with a copy of the newest version, which is kept later.
-    """
-    copies = 2 if stage == 0 else 1
+    """PipeDream keeps p - s versions at stage s, one of which is the newest: at p = 2, one more or none."""
     for rank, (_, _, peak, size) in enumerate(ranks(4, in_bfloat16, "pipedream", stage)):
         assert size * num_parts == 3072  # 12 parameters, each padded to blocks of 256
-        assert peak == (2 * size * copies if rank < 2 else 0)
+        assert peak == (2 * size if rank < 2 else 0)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("name", ["pipedream", "spectrain", "pipemare"])
+def memory_of_versions(pipeline, stage):
+    model = model_of(4).float()
+    engine = begin(
+        {**pipeline, "num_microbatches": 12}, "adamw", 4, model=model, loss_fn=square_loss, stage=stage
+    )
+    engine.reset_memory_report()
+    inputs, targets = (value.float() for value in batch_of(0, 12))
+    engine.train_batch(inputs, targets)
+    report = engine.memory_report()
+    size = 4 * sum(buffer.main.numel() for buffer in engine._runtime.buffers)
+    engine.close(restore=False)
+    return report.peak_versions, size
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("pipeline", "versions"),
+    [
+        ({"schedule": "pb"}, [0, 0, 0, 0]),
+        ({"schedule": "pipedream"}, [3, 2, 1, 0]),
+        ({"schedule": "pipedream", "weights": "vertical"}, [3, 3, 3, 3]),
+        ({"schedule": "2bw"}, [1, 1, 1, 1]),
+        ({"schedule": "pipemare"}, [1, 1, 1, 0]),  # not a version: the copy in which weights are moved
+    ],
+)
+def test_the_memory_of_versions_is_that_of_the_papers(ranks, pipeline, versions, stage):
+    """4 pipeline ranks with one data-parallel rank: versions beside the newest one, in its dtype.
+
+    Narayanan et al. 2019, section 3.3, and 2021, section 3.1.
+    """
+    found = ranks(4, memory_of_versions, pipeline, stage)
+    assert [peak / size for peak, size in found] == versions
+
+
+@pytest.mark.long_where(stage=[2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["pipedream", "2bw", "spectrain", "pipemare"])
 def test_an_estimate_of_versions_is_what_is_measured(ranks, name, stage):
     pipeline = {"schedule": name, "num_microbatches": 6, "balance": "memory"}
     precision = {"param_dtype": "bf16", "main_dtype": "fp32"}
@@ -532,7 +587,7 @@ def interrupted():
 def test_after_an_exception_between_steps_training_cannot_go_on(ranks):
     for first, second in ranks(2, interrupted):
         assert first == "no rate for this step"
-        assert second.startswith("train_batch() after a list that ended in an exception between its steps")
+        assert second.startswith("train_batch() after a list that ended in an exception between its actions")
 
 
 def interrupted_at_first():
@@ -543,7 +598,7 @@ def test_after_an_exception_in_the_first_step_training_cannot_go_on(ranks):
     """Micro-batches are under way then, whose messages the next list would take for its own."""
     for first, second in ranks(2, interrupted_at_first):
         assert first == "no step"
-        assert second.startswith("train_batch() after a list that ended in an exception between its steps")
+        assert second.startswith("train_batch() after a list that ended in an exception between its actions")
 
 
 def test_a_model_in_float16_is_refused_on_all_ranks(ranks):
@@ -671,6 +726,25 @@ def test_a_synchronous_pipeline_takes_one_batch_after_the_other(ranks):
     ):
         assert one[0] == other[0]
         assert_same(one[1], other[1])
+
+
+def several_batches_of_a_list():
+    engine = begin({"schedule": str(steady(2, 2)), "num_microbatches": 2, "weights": "stash"})
+    try:
+        engine.train_batches([tuple(batch_of(number, 2)) for number in range(2)])
+    except ValueError as error:
+        message = str(error)
+    losses = engine.train_batches([tuple(batch_of(0, 2))]).tolist()
+    engine.close(restore=False)
+    return message, losses
+
+
+def test_a_list_of_the_user_takes_one_batch_a_call(ranks):
+    for message, losses in ranks(2, several_batches_of_a_list):
+        assert message.startswith(
+            "train_batches() with a list of your own in pipeline.schedule: expected 1"
+        )
+        assert len(losses) == 1
 
 
 def wrong_batches():

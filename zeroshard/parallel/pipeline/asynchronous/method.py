@@ -6,16 +6,30 @@ import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from zeroshard.config.pipeline import KEPT_WEIGHTS, Pipeline
+from zeroshard.config.pipeline import KEPT_WEIGHTS, NOTED_CHANGES, Pipeline
+from zeroshard.config.sections import Config
 from zeroshard.parallel.pipeline.actions import Action, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.corrections import decay_of_changes
 from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected
 from zeroshard.parallel.pipeline.asynchronous.guards import refuse_autocast, refuse_recomputation
 from zeroshard.parallel.pipeline.asynchronous.versions import Delays, Versions, read_delays
+from zeroshard.parallel.pipeline.choice import full_schedule_of
 from zeroshard.sharding.runtime import Runtime
 
 _read_delays = functools.lru_cache(maxsize=32)(read_delays)
+
+
+def noted_change(config: Config, rank: int) -> str | None:
+    """Return the name of the state that a pipeline rank adds to those of its optimizer; None for none.
+
+    A rank that crosses no steps has none.
+    """
+    if (name := NOTED_CHANGES.get(config.pipeline.chosen_weights)) is None:
+        return None
+    full = full_schedule_of(config)
+    (chunk,) = full.chunks[rank]
+    return name if Ages(full).most_crossed(chunk) else None
 
 
 class AsynchronousMethod:
@@ -49,18 +63,20 @@ class AsynchronousMethod:
         """The most steps between a forward and its backward on this rank, while the pipeline is full."""
         self._first = self._taken = 0
         """The steps of training before the list, and the steps of the list so far."""
-        self._has_stepped = self._has_failed = False
-        """True if a step of the list has begun; true if a list has ended after that, in an exception."""
+        self._has_begun = self._has_failed = False
+        """True if an action of the list has begun; true if a list has ended after that, in an exception."""
 
     def prepare(self, schedule: Schedule, full: Schedule) -> None:
         """Raise the errors of `read_delays` for the lists of the config, and read the decay of changes.
 
         Args:
             schedule: the lists of the config.
-            full: those of a full pipeline. The decay is read from these: it belongs to the stage, and each
-                step has the same one, in short lists and in synchronous steps, too.
+            full: those of a full pipeline, as `train_batches` runs them behind the synchronous steps. The
+                decay is read from these: it belongs to the stage, and each step has the same one, in short
+                lists and in synchronous steps, too.
         """
-        self._read(schedule)
+        for lists in (schedule, full):
+            self._read(lists)
         (chunk,) = full.chunks[self._rank]
         self._most_crossed = Ages(full).most_crossed(chunk)
 
@@ -78,34 +94,36 @@ class AsynchronousMethod:
             steps_taken: the steps of training before it.
 
         Raises:
-            RuntimeError: an earlier list has failed between its steps; or torch.autocast is on.
+            RuntimeError: an earlier list has failed between its actions; or torch.autocast is on.
         """
         if self._has_failed:
             raise RuntimeError(
-                "train_batch() after a list that ended in an exception between its steps: pipeline ranks "
-                "have taken different numbers of steps. Make the engine anew, and load the last checkpoint"
+                "train_batch() after a list that ended in an exception between its actions: pipeline ranks "
+                "may have taken different numbers of steps, and messages may be under way. Make the engine "
+                "anew, and load the last checkpoint"
             )
         refuse_autocast(self._device)
         self._delays, self._first, self._taken = self._read(schedule), steps_taken, 0
-        self._has_stepped = False
+        self._has_begun = False
         with ExitStack() as stack:
             if self.versions is not None:
                 stack.enter_context(self.versions.batch(self._delays))
             try:
                 yield
             except BaseException:
-                self._has_failed = self._has_stepped
+                self._has_failed = self._has_begun
                 raise
 
     def enter(self, action: Action) -> None:
         """Let the units of this rank have the weights of a compute action that begins."""
+        self._has_begun = True
         if self.versions is not None and action.is_compute:
             self.versions.enter(self._delays.uses[action])
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Correct the optimizer's step inside, and keep what later actions need of it."""
-        number, delays, self._has_stepped = self._taken, self._delays, True
+        number, delays = self._taken, self._delays
         with ExitStack() as stack:
             if self.versions is not None:
                 stack.enter_context(self.versions.stepping())

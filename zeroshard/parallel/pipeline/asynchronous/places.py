@@ -3,8 +3,7 @@
 Gathered    a version is this rank's shard. The units gather it before each forward and backward, in the
             place of the main parameters, and free it after that
 Shown       a version is whole, as nothing is gathered. The parameters are views of it, without a copy.
-            The newest weights are the main parameters themselves, if no action behind the next step uses
-            them; else a copy is made at the first action, which is the kept version later
+            A step whose weights are used behind it writes into new memory, and leaves theirs as a version
 Moved       the same for weights that are moved along a direction: all actions read one copy, which is
             written where they differ. The weights of a forward and its backward share memory, so autograd
             finds the new ones
@@ -32,7 +31,7 @@ class Place:
     def __init__(self, buffer: FlatBuffer) -> None:
         self._buffer = buffer
         self._kept: dict[int, Tensor] = {}
-        """Older versions, and perhaps the newest one, by their numbers."""
+        """Older versions by their numbers."""
 
     @property
     def num_bytes(self) -> int:
@@ -42,13 +41,12 @@ class Place:
     def begin(self, *, moves: bool) -> None:
         """Begin a list; `moves` if it has actions whose weights are moved."""
 
-    def enter(self, use: Use, newest: int, *, is_kept: bool) -> None:
+    def enter(self, use: Use, newest: int) -> None:
         """Let the units have the weights of an action.
 
         Args:
             use: the weights.
             newest: the number of the newest version.
-            is_kept: True if it is used behind the next step.
         """
         raise NotImplementedError
 
@@ -59,8 +57,7 @@ class Place:
 
     def keep(self, newest: int) -> None:
         """Keep the newest version, before a step."""
-        if newest not in self._kept:
-            self._kept[newest] = _copy(self._buffer)
+        self._kept[newest] = _copy(self._buffer)
 
     def end(self) -> None:
         """Let the units have the main parameters again."""
@@ -83,7 +80,7 @@ class Gathered(Place):
         super().__init__(buffer)
         self._change = change
 
-    def enter(self, use: Use, newest: int, *, is_kept: bool) -> None:
+    def enter(self, use: Use, newest: int) -> None:
         """Let gathers start from the weights of an action; see `Place`."""
         if use.ahead and self._change is not None:
             self._buffer.use((newest, use.ahead), moved(self._buffer, self._change, use.ahead))
@@ -99,15 +96,16 @@ class Gathered(Place):
 class Shown(Place):
     """The weights of a buffer that shows versions, for a method that keeps them."""
 
-    def enter(self, use: Use, newest: int, *, is_kept: bool) -> None:
+    def enter(self, use: Use, newest: int) -> None:
         """Show the weights of an action; see `Place`."""
-        version = newest if use.version is None else use.version
-        if version == newest and not is_kept:
-            self._show_main()  # all graphs over this memory end before the step that changes it
-            return
-        if version == newest:
-            self.keep(newest)
-        self._buffer.show(self._kept[version])
+        if use.version is None or use.version == newest:
+            self._buffer.show(None)
+        else:
+            self._buffer.show(self._kept[use.version])
+
+    def keep(self, newest: int) -> None:
+        """Keep the newest version, before a step; graphs have its memory."""
+        self._kept[newest] = self._buffer.leave()
 
     def _show_main(self) -> None:
         self._buffer.show(None)
@@ -138,7 +136,7 @@ class Moved(Place):
         self._copy, self._written = _copy(self._buffer) if moves else None, (0, 0)
         self._buffer.show(self._copy)
 
-    def enter(self, use: Use, newest: int, *, is_kept: bool) -> None:
+    def enter(self, use: Use, newest: int) -> None:
         """Write the weights of an action into the copy; see `Place`."""
         if self._copy is not None and self._written != (newest, use.ahead):
             write_moved(self._copy, self._buffer, self._change, use.ahead)

@@ -115,9 +115,8 @@ class Versions:
 
     def enter(self, use: Use) -> None:
         """Let the units of this rank have the weights of an action that begins."""
-        is_kept = self._newest < len(self._kept) and self._newest in self._kept[self._newest]
         for place in self._places:
-            place.enter(use, self._newest, is_kept=is_kept)
+            place.enter(use, self._newest)
         self._runtime.refresh()
 
     @contextmanager
