@@ -4,7 +4,7 @@ Micro-batch m meets these versions at stage s of p, in 1F1B with a step after ea
 
     forward       f = max(0, m - (p - 1 - s)) // k        p - 1 - s forwards are ahead of the backwards
     backward      b = m // k                              also the version that the gradient is applied to
-    round trip    (m + s // 2) // k                       the version when m comes back to stage 0
+    round trip    (m + s // 2) // k, or the last one      the version when m comes back to stage 0
 """
 
 import copy
@@ -60,13 +60,13 @@ class Stage:
         self.note([decay * d + (1 - decay) * c for d, c in zip(before["delta"], last, strict=True)], last)
 
 
-def uses(weights, m, s, p, k):  # (version, steps ahead, direction) of forward and backward
-    f, b, back = max(0, m - (p - 1 - s)) // k, m // k, (m + s // 2) // k
-    first, late = max(0, m - (p - 1)) // k, max(b - 1, 0)
+def uses(weights, m, s, p, k, num):  # (version, steps ahead, direction) of forward and backward
+    f, b = max(0, m - (p - 1 - s)) // k, m // k
+    back = (m + s // 2) // k if m + s // 2 < num else -(-num // k)
     return {
         "stash": ((f, 0, "w"), (f, 0, "w")),
-        "vertical": ((first, 0, "w"), (first, 0, "w")),
-        "double": ((late, 0, "w"), (late, 0, "w")),
+        "vertical": ((max(0, m - (p - 1)) // k, 0, "w"),) * 2,
+        "double": ((max(b - 1, 0), 0, "w"),) * 2,
         "estimate": ((f, 0, "w"), (b, f - b, "delta")),
         "predict": ((f, back - f, "velocity"), (b, back - b, "velocity")),
         "lwp": ((f, b - f, "velocity"), (b, 0, "w")),
@@ -80,7 +80,7 @@ def train(stages, batch, loss_fn, k, method):
     for stage in stages:
         stage.history = stage.history[-1:]
     for m, (x, target) in enumerate(batch):
-        both, calls = [uses(method["weights"], m, s, p, k) for s in range(p)], []
+        both, calls = [uses(method["weights"], m, s, p, k, len(batch)) for s in range(p)], []
         for s, stage in enumerate(stages):
             model, entered = stage.model_with(*both[s][0]), x.detach().requires_grad_()
             x = model(entered) if s < p - 1 else loss_fn(model(entered), target)

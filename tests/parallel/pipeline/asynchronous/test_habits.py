@@ -741,9 +741,7 @@ def several_batches_of_a_list():
 
 def test_a_list_of_the_user_takes_one_batch_a_call(ranks):
     for message, losses in ranks(2, several_batches_of_a_list):
-        assert message.startswith(
-            "train_batches() with a list of your own in pipeline.schedule: expected 1"
-        )
+        assert message.startswith("train_batches() with a list of your own in pipeline.schedule: expected 1")
         assert len(losses) == 1
 
 
