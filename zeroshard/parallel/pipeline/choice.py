@@ -83,9 +83,12 @@ def largest_schedule_of(config: Config) -> Schedule:
     """Return the lists that take the most memory, behind the synchronous steps.
 
     They are those of a batch. But `train_batches` makes one list of many batches, so an asynchronous pipeline
-    may be full with few micro-batches in each.
+    may be full with few micro-batches in each. It has the most versions when those of the micro-batches that
+    filled it are replaced by later ones.
     """
-    num = max(config.pipeline.num_microbatches, _num_until_full(config))
+    num = config.pipeline.num_microbatches
+    if config.pipeline.schedule in ASYNCHRONOUS:
+        num = max(num, 2 * _num_until_full(config))
     return schedule_of(config, num, config.pipeline.synchronous_steps)
 
 

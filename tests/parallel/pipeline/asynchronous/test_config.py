@@ -196,3 +196,12 @@ def test_an_estimate_counts_the_shards_of_versions_and_the_states_of_a_method(
     assert found.optimizer - before.optimizer == states * size * 4
     assert before.peak_versions == 0
     assert ("versions of weights" in str(found)) is (versions + copies > 0)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw", "pipemare", "lwp"])
+def test_an_estimate_counts_a_full_pipeline_as_lists_of_many_batches_have_it(schedule: str) -> None:
+    """`train_batches` makes one list of many batches, also of those with few micro-batches."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    few, many = (zeroshard.estimate(model, 4, config_of(schedule, num=num, stage=0)) for num in (1, 16))
+    assert few.peak_versions == many.peak_versions > 0
+    assert few.optimizer == many.optimizer

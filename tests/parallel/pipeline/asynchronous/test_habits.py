@@ -610,6 +610,14 @@ def test_a_model_in_float16_is_refused_on_all_ranks(ranks):
         )
 
 
+@pytest.mark.parametrize("more", [{"num_microbatches": 2}, {"num_microbatches": 16, "synchronous_steps": 16}])
+def test_a_bound_of_crossed_steps_is_checked_for_a_full_pipeline_at_once(ranks, more):
+    """Lists that are short or synchronous cross fewer steps than those that follow them."""
+    pipeline = {"schedule": "paci", "microbatches_per_step": 1, **more}
+    for found in ranks(4, refused, pipeline, "sgd", 4):
+        assert found.startswith("pipeline.max_crossed_steps=1: a micro-batch crosses 3 steps")
+
+
 class Recomputed(nn.Module):
     """A layer under an activation checkpoint."""
 
