@@ -44,6 +44,7 @@ def executed(num_stages, method, k, maker, numbers):
     return losses, dict(model.named_parameters())
 
 
+@pytest.mark.long_where(num_stages=[2])
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("name", METHODS)
 def test_the_experiments_train_as_the_history_of_weights_says(name, num_stages):

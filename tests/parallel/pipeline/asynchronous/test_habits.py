@@ -80,6 +80,7 @@ def assert_same(found, want):
 # ------------------------------------------------------------------------------------ lists in a row
 
 
+@pytest.mark.long_where(stage=[0], name=["2bw", "spectrain"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", ["pipemare", "spectrain", "2bw", "lwp, spike"])
 def test_a_pipeline_drains_at_the_end_of_each_list(ranks, name, stage):
@@ -229,6 +230,7 @@ def resumed(folder, pipeline, maker, stage):
     return state, noted, steps
 
 
+@pytest.mark.long_where(stage=[0], maker=["plain sgd", "adamw", "adamw 8-bit"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
     ("pipeline", "maker", "extra"),
@@ -290,6 +292,7 @@ def eight_bit(pipeline, maker, stage):
 
 
 @pytest.mark.long_where(name=["lwp", "2bw", "pb"])
+@pytest.mark.long_where(maker=["sgd 8-bit"], name=["pipedream"])
 @pytest.mark.parametrize("name", ["pipedream", "spectrain", "lwp", "pipemare", "2bw", "pb"])
 @pytest.mark.parametrize("maker", ["adamw 8-bit", "sgd 8-bit"])
 def test_8_bit_states_give_the_same_bits_at_all_stages(ranks, name, maker):
@@ -351,6 +354,7 @@ def memory_of_versions(pipeline, stage):
     return report.peak_versions, size
 
 
+@pytest.mark.long_where(stage=[3])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
     ("pipeline", "versions"),
@@ -371,7 +375,7 @@ def test_the_memory_of_versions_is_that_of_the_papers(ranks, pipeline, versions,
     assert [peak / size for peak, size in found] == versions
 
 
-@pytest.mark.long_where(stage=[2])
+@pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["pipedream", "2bw", "spectrain", "pipemare"])
 def test_an_estimate_of_versions_is_what_is_measured(ranks, name, stage):
@@ -699,6 +703,7 @@ def in_one_list(name, stage, numbers):
     return losses, state, steps
 
 
+@pytest.mark.long_where(stage=[0], name=["pipedream", "pb"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", ["pipedream", "pipemare", "spectrain", "pb"])
 def test_batches_in_a_row_are_one_list_that_drains_at_its_end(ranks, name, stage):
