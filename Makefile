@@ -51,10 +51,10 @@ finetune-llm: setup-llm  ## Fine-tune a pretrained model of 135 M parameters on 
 	    --ask "In zeroshard, what does stage 3 shard?" $(ARGS)
 
 test: setup-dev  ## Run the tests of every behaviour, in minutes (ARGS="-k layout")
-	"$(PYTHON)" -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$(PYTHON)" -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-all: setup-all  ## Run all tests: those, and the long ones
-	"$(PYTHON)" -m pytest --all -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$(PYTHON)" -m pytest --all -n $(JOBS) --dist loadfile $(ARGS)
 
 fuzz: setup-dev  ## Train random models in random ways, against plain PyTorch (ARGS="--cases 300")
 	"$(PYTHON)" -m tests.fuzz $(ARGS)
