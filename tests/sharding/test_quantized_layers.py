@@ -100,7 +100,7 @@ def trained(stage, options):
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.long_where(stage=[1, 2])
+@pytest.mark.long_where(stage=[0, 1, 2])
 @pytest.mark.long_where(num_ranks=[1])
 def test_layers_of_any_size_with_biases_train_as_in_one_process(ranks, options, stage, num_ranks):
     model = Net(**options)

@@ -338,7 +338,7 @@ def expected(case):
     return log, dict(model.named_parameters())
 
 
-FAST, ALL = 4, 40
+FAST, ALL = 2, 40
 
 
 @pytest.mark.parametrize(

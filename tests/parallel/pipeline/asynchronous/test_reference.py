@@ -171,6 +171,7 @@ OTHERS = sorted(METHODS.keys() - {"pipedream", "2bw", "pipemare", "spectrain, ad
 @pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.long_where(stage=[0], num_ranks=[3, 4])
 @pytest.mark.long_where(num_ranks=[4], name=OTHERS)
+@pytest.mark.long_where(stage=[0], name=OTHERS)
 @pytest.mark.long_where(num_ranks=[3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("num_ranks", "num_stages"), [(2, 2), (3, 3), (4, 4), (4, 2)])
