@@ -1,6 +1,6 @@
 """Asynchronous methods of pipelines against synchronous ones: accuracy or loss, time and weight memory.
 
-    python benchmarks/asynchronous.py                        # all: about 25 minutes on one core
+    python benchmarks/asynchronous.py                        # all of it
     python benchmarks/asynchronous.py --quick                # a few micro-batches, to see that all of it runs
     python benchmarks/asynchronous.py --redraw asynchronous  # only draw, and print tables
     python benchmarks/asynchronous.py --tasks digits --depths 8 --methods pb,spectrain --seeds 0

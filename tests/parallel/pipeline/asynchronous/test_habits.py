@@ -312,7 +312,8 @@ def in_bfloat16(name, stage, group=None):
     config = {"stage": stage, "precision": {"param_dtype": "bf16", "main_dtype": "fp32"}}
     if group is not None:
         config["shard_group_size"] = group
-    engine = begin({"schedule": name}, "adamw", model=model_of(2).float(), loss_fn=square_loss, **config)
+    pipeline = {"schedule": "pipedream", "weights": name} if name == "vertical" else {"schedule": name}
+    engine = begin(pipeline, "adamw", model=model_of(2).float(), loss_fn=square_loss, **config)
     engine.reset_memory_report()
     losses = train(engine, [0], dtype=torch.float32)
     state, report = state_of(engine), engine.memory_report()
@@ -321,7 +322,7 @@ def in_bfloat16(name, stage, group=None):
     return losses, state, report.peak_versions, size
 
 
-@pytest.mark.parametrize("name", ["pipedream", "pipemare", "pb"])
+@pytest.mark.parametrize("name", ["pipedream", "vertical", "2bw", "pipemare", "pb"])
 def test_bfloat16_gives_the_same_bits_at_all_stages_and_in_shard_groups(ranks, name):
     want = ranks(4, in_bfloat16, name, 0)
     for stage, group in [(1, None), (2, None), (3, None), (3, 1), (2, 1)]:

@@ -104,8 +104,9 @@ class Shown(Place):
             self._buffer.show(self._kept[use.version])
 
     def keep(self, newest: int) -> None:
-        """Keep the newest version, before a step; graphs have its memory."""
-        self._kept[newest] = self._buffer.leave()
+        """Keep the newest version, before a step; graphs have its memory if an action has read it."""
+        self._buffer.show(None)
+        self._kept[newest] = _copy(self._buffer) if self._buffer.is_stale else self._buffer.leave()
 
     def _show_main(self) -> None:
         self._buffer.show(None)
