@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -272,15 +272,14 @@ class Swap:
     def flush(self) -> Transfer:
         """Start to wait for the disks: for all values that were written through tensors of `map`."""
         self._check_open()
-        return Transfer([self._threads.submit(_attempt, SwapFile.flush, file) for file in self._files])
+        return Transfer([self._submit(SwapFile.flush, file) for file in self._files])
 
     def _start(
         self, call: Callable[[SwapFile, memoryview, int], None], extent: Extent, memory: memoryview
     ) -> Transfer:
         return Transfer(
             [
-                self._threads.submit(
-                    _attempt,
+                self._submit(
                     call,
                     self._files[chunk.file],
                     memory[chunk.start : chunk.start + chunk.num_bytes],
@@ -289,6 +288,9 @@ class Swap:
                 for chunk in extent.chunks
             ]
         )
+
+    def _submit(self, call: Callable[..., None], *args: Any) -> Future[str]:
+        return self._threads.submit(_attempt, [partial(call, *args)])
 
     def _join(self, extent: Extent) -> None:
         """Wait for the transfers of an extent; whoever started them learns of their errors."""
@@ -337,10 +339,14 @@ class Swap:
                 file.leave()
 
 
-def _attempt(call: Callable[..., None], *args: Any) -> str:
-    """Return the message of an error. The error itself would hold the memory, through its traceback."""
+def _attempt(calls: list[Callable[[], None]]) -> str:
+    """Make one call, and return the message of its error.
+
+    Neither file nor memory is held when the result is there. The error would hold them through its traceback.
+    A thread holds its arguments a little longer than anybody waits for it: hence a list, which is emptied.
+    """
     try:
-        call(*args)
+        calls.pop()()
     except RuntimeError as error:
         return str(error)
     return ""
