@@ -26,9 +26,9 @@ from zeroshard.comm.handles import Handle
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.sharding import landing, runtime, storage
-from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.landing import Landing
 from zeroshard.sharding.reduced import ReducedGradients
+from zeroshard.sharding.source import Source
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.worker import Worker
 from zeroshard.tiers.hostcopies import HostCopy
@@ -244,7 +244,7 @@ def _no_wait_for_a_step_under_way(bench: Bench, patch: pytest.MonkeyPatch) -> No
 @_must_show(Kind.RACE, scenarios=("stepped_in_backward_evaluated",))
 def _no_wait_of_gathers_for_stepped_values(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """A unit is gathered while its stepped values are copied to the device."""
-    patch.setattr(FlatBuffer, "_await_stepped", lambda buffer: None)
+    patch.setattr(Source, "await_stepped", lambda buffer: None)
 
 
 @_must_show(Kind.REUSE, scenarios=("host_stage3_bf16", "host_stage1_bf16"))
@@ -272,7 +272,7 @@ def _no_wait_for_older_gradients(bench: Bench, patch: pytest.MonkeyPatch) -> Non
 )
 def _no_wait_before_the_host_writes(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """The host changes main parameters while gathers copy them to the device."""
-    patch.setattr(FlatBuffer, "await_copies", lambda buffer: None)
+    patch.setattr(Source, "await_copies", lambda buffer: None)
 
 
 def _no_wait_in(function: str, owner: type, method: str, kind: Kind, *scenarios: str) -> None:
@@ -292,9 +292,9 @@ def _no_wait_in(function: str, owner: type, method: str, kind: Kind, *scenarios:
     )
 
 
-_no_wait_in("settle", FlatBuffer, "await_copies", Kind.RACE, "host_saved_stage1")
-_no_wait_in("finish_gathers", FlatBuffer, "await_copies", Kind.RACE, "parameters_on_host_kept", "host_edited")
-_no_wait_in("release", FlatBuffer, "await_copies", Kind.FREED, "host_dropped")
+_no_wait_in("settle", Source, "await_copies", Kind.RACE, "host_saved_stage1")
+_no_wait_in("finish_gathers", Source, "await_copies", Kind.RACE, "parameters_on_host_kept", "host_edited")
+_no_wait_in("release", Source, "await_copies", Kind.FREED, "host_dropped")
 _no_wait_in("forget", ReducedGradients, "_wait_on_host", Kind.RACE, "host_gradients_forgotten")
 _no_wait_in("drop", ReducedGradients, "_wait_on_host", Kind.FREED, "host_gradients_forgotten")
 # Two more calls of await_copies, in Edits and in EarlySteps, are not needed as the engine is now, so nothing
@@ -306,13 +306,13 @@ _no_wait_in("drop", ReducedGradients, "_wait_on_host", Kind.FREED, "host_gradien
 @_must_show(Kind.RACE, scenarios=("files_stage3", "files_stepped_in_backward"))
 def _no_wait_for_stepped_values(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Files are read into memory whose stepped values are still copied to the device."""
-    stepped = FlatBuffer.stepped
+    stepped = Source.stepped
 
-    def steps(buffer: FlatBuffer, values: Tensor) -> Mark:
-        stepped(buffer, values)
+    def steps(source: Source, values: Tensor) -> Mark:
+        stepped(source, values)
         return Mark(None)
 
-    patch.setattr(FlatBuffer, "stepped", steps)
+    patch.setattr(Source, "stepped", steps)
 
 
 @_must_show(Kind.RACE, scenarios=("files_stage3",))
@@ -343,7 +343,7 @@ def _no_wait_for_copies_that_nobody_needs(bench: Bench, patch: pytest.MonkeyPatc
 def _no_wait_at_the_end(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """An engine goes, and the memory of the host with it, while copies are under way."""
     patch.setattr(runtime, "mark_here", lambda device: Mark(None))
-    patch.setattr(FlatBuffer, "await_copies", lambda buffer: None)
+    patch.setattr(Source, "await_copies", lambda buffer: None)
     patch.setattr(Landing, "arrival", lambda landing: lambda: None)
 
 

@@ -125,7 +125,7 @@ def _write_back(runtime: Runtime, opened: Sequence[_Opened], gradients: ShownGra
         for view, whole, original in zip(buffer.main_views(flat), wholes, buffer.originals, strict=True):
             if original.cut is not None:
                 view.copy_(own_value(whole, original, axes.tp))
-        buffer.write(flat[buffer.main_span.slice])
+        buffer.source.write(flat[buffer.main_span.slice])
     gradients.write_back()
 
 

@@ -1,37 +1,32 @@
 """One flat buffer: the parameters of a unit with one dtype and one `requires_grad`.
 
-    full    [total]           compute dtype; the unsharded parameters are views of it; freed and refilled
-    main    [shard] or [total]  main dtype; the sharded parameters are views of it; always there
-    copy    like main         compute dtype; where `main` lies on a tier that gathers do not read
-    second  [total / S]       compute dtype; from forward to backward, where S ranks keep a copy among them
+    full    [total]             compute dtype; the unsharded parameters are views of it; freed and refilled
+    main    [shard] or [total]  main dtype; the sharded parameters are views of it; where gathers start
+    second  [total / S]         compute dtype; from forward to backward, where S ranks keep a copy among them
 
 `main` is a view of `full`, and costs nothing, if both would hold the same values all the time: replicated
-parameters whose main dtype is the compute dtype, or one rank alone. `main` and `copy` may lie on other tiers
-than the device; the plan tells where.
+parameters whose main dtype is the compute dtype, or one rank alone.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Axis, Part
-from zeroshard.comm.streams import Mark, mark_here
 from zeroshard.lazy.deferred import is_stored
 from zeroshard.parameters.attributes import carry_attributes
 from zeroshard.parameters.gradient import move_values
 from zeroshard.parameters.original import class_before, retire
 from zeroshard.parameters.sharded import ShardedParameter, describe_unit
-from zeroshard.parameters.state import Phase
 from zeroshard.parameters.unsharded import DataNote, refuse_gradient
 from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original, counts
-from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.filling import read, take_over
 from zeroshard.sharding.source import Source
@@ -76,10 +71,13 @@ class FlatBuffer:
         self.is_stored = all(is_stored(original.parameter) for original in originals)
         """True if each rank has read its own part of the first values; else they are those of rank 0."""
         if self.is_stored:
-            self.full, self.main = read(plan, originals, self.main_span, context)
+            self.full, main = read(plan, originals, self.main_span, context)
         else:
-            self.full, self.main = take_over(plan, originals, self.main_span, context, self.describe())
-        self.rest()
+            self.full, main = take_over(plan, originals, self.main_span, context, self.describe())
+        own = self.full.detach()[self.main_span.slice] if self.is_resident else None
+        self.source = Source(main, plan, own, context)
+        """The main parameters, where gathers start."""
+        self.source.rest()
         for original in self.originals:
             retire(original.parameter, original.fqn)
         self.data_note = DataNote(context.state)
@@ -87,17 +85,8 @@ class FlatBuffer:
         self.unsharded = self._make_unsharded()
         for original, *others in zip(self.originals, self.sharded, self.unsharded, strict=True):
             carry_attributes(original.parameter, *others)
-        self._source, self._copied = Source(self.main), Source(self.main)
-        self._copies: list[Mark] = []
-        """The ends of copies out of host memory, which the host must not write to before."""
-        self._stepped: Mark | None = None
-        """The end of the copy of stepped values into `copy`, until a gather waits for it."""
-        self.copy = self._make_copy()
-        """The main parameters in the compute dtype, if gathers start from such a copy; else None."""
         self._second: Tensor | None = None
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
-        self._use: tuple[Hashable, Callable[[], Tensor]] | None = None
-        """The name of the values that gathers start from, and the call that gives them; None: `main`."""
         self._hidden: Tensor | None = None
         """The memory of `full` while other memory is shown; see `show`."""
         self._num_views = 0
@@ -111,15 +100,10 @@ class FlatBuffer:
         """The bytes of the unsharded parameters, padding included."""
         return self.layout.total * self.full.element_size()
 
-    def _make_copy(self) -> Tensor | None:
-        """The main parameters in the compute dtype, if gathers start from such a copy."""
-        plan = self.plan
-        if plan.copy_tier is None:
-            return None
-        if self.is_resident:
-            return self.full.detach()[self.main_span.slice]
-        copy = self._context.memory.empty(self.main_span.size, plan.compute_dtype, plan.copy_tier)
-        return self._copy_over(self.main, copy)
+    @property
+    def main(self) -> Tensor:
+        """[shard] or [total], main dtype: the main parameters."""
+        return self.source.main
 
     def _make_sharded(self) -> tuple[ShardedParameter, ...]:
         return tuple(
@@ -173,34 +157,12 @@ class FlatBuffer:
     @property
     def is_stale(self) -> bool:
         """True if main parameters changed since `full` was filled from them."""
-        return not (self.is_alias_of_all or self.shows_other) and self._source.has_changed
+        return not (self.is_alias_of_all or self.shows_other) and self.source.has_changed
 
     @property
     def shows_other(self) -> bool:
         """True while the unsharded parameters are those of `show`."""
         return self._hidden is not None
-
-    def changed(self) -> None:
-        """Note that main parameters were written: `full` is older from now on."""
-        self._source.changed()
-        self._copied.changed()
-
-    def use(self, name: Hashable, values: Callable[[], Tensor]) -> None:
-        """Let gathers start from other values than the main parameters, until `use_main`.
-
-        Args:
-            name: another name for other values; those under one name are the same.
-            values: gives them, like `main`, in the main or the compute dtype; each gather asks again.
-        """
-        if self._use is None or self._use[0] != name:
-            self._source.changed()
-        self._use = name, values
-
-    def use_main(self) -> None:
-        """Let gathers start from the main parameters again."""
-        if self._use is not None:
-            self._use = None
-            self._source.changed()
 
     def show(self, values: Tensor | None) -> None:
         """Let the unsharded parameters be views of other memory, without a copy.
@@ -234,52 +196,11 @@ class FlatBuffer:
         self.full = left.clone()
         for index, parameter in enumerate(self.unsharded):
             move_onto(parameter, self._view(index))
-        own = self.full.detach()[self.main_span.slice]
-        if self.copy is not None:
-            self.copy = own
+        self.source.move(self.full.detach()[self.main_span.slice])
         if self.plan.is_alias:
-            self.main = own
-            self._source, self._copied = Source(own), Source(own)
             for index, sharded in enumerate(self.sharded):
-                move_values(sharded, own[self.sharded_span(index).slice])
+                move_values(sharded, self.main[self.sharded_span(index).slice])
         return left
-
-    def write(self, values: Tensor) -> None:
-        """Write main parameters, [n] of any dtype on any device."""
-        self._context.memory.check(self.main)
-        self.main.copy_(values)  # the host waits: it may read them at once
-        self.rest()
-
-    def rest(self) -> None:
-        """Take main parameters in files out of host memory, after somebody has read or written them."""
-        self._context.memory.rest(self.main)
-
-    def stepped(self, values: Tensor, start: int = 0) -> Mark:
-        """Note that main parameters were written while they were on another tier; from any thread.
-
-        Args:
-            values: main parameters where they are now, all or some of them. The current stream copies them.
-            start: the first of them, counted in `main`.
-
-        Returns:
-            The mark up to which the device may read them there.
-        """
-        is_current = not self._copied.has_changed
-        self.changed()
-        is_in_use = self.is_resident and self._context.state.phase is Phase.BACKWARD
-        if self.copy is None or is_in_use:
-            return mark_here(self._context.device)
-        self._move(values, self.copy[start : start + values.numel()])
-        if is_current or values.numel() == self.main.numel():
-            self._copied.follow()
-        self._stepped = mark_here(self._context.device)
-        return self._stepped
-
-    def _await_stepped(self) -> None:
-        """Let the current stream wait for the copy of stepped values, which another stream may do."""
-        if self._stepped is not None:
-            self._stepped.wait()
-            self._stepped = None
 
     def take_back(self, index: int) -> None:
         """Make an unsharded parameter a view of `full` again, if `set_()` gave it other memory.
@@ -301,29 +222,16 @@ class FlatBuffer:
             )
         view.copy_(values)
 
-    def read_ahead(self) -> None:
-        """Let the system read the values that the next gather starts from, if they lie in files."""
-        self._context.memory.fetch(self.main if self.copy is None else self.copy)
-
-    def check(self) -> None:
-        """Check the values that a gather starts from.
-
-        Raises:
-            RuntimeError: they are lost; the message names their file.
-        """
-        copy = None if self._copied.has_changed else self.copy
-        self._context.memory.check(self.main if copy is None else copy)
-
     def begin_gather(self) -> Gather | None:
         """Allocate `full` and write this rank's part, on the current stream.
 
         Returns:
             The exchange that fills the rest; None if there is none.
         """
-        self._await_stepped()
+        self.source.await_stepped()
         if self.is_stale:
             self._keep_second(False)
-            self.follow_main()
+            self.source.follow()
         if self.is_alias_of_all:
             return None
         axes = self._context.axes
@@ -332,60 +240,9 @@ class FlatBuffer:
             self._context.meter.add(self.full_bytes)
         if self._second is not None:
             return Gather(axes[self.plan.regathers[0].axis], Part(self.full, self._second, self.tag))
-        own = self._first_values()
-        is_in_place = self.copy is not None and self.is_resident
-        is_near = own.dtype == self.full.dtype and self.plan.gather_tier is Tier.DEVICE
-        if not is_in_place and not (is_near and self.is_partial):
-            own = self._copy_over(own, self.full[self.main_span.slice])
-            del self._copies[:-1]  # this stream has begun after them
+        own = self.source.begin(self.full[self.main_span.slice])
         (exchange,) = self.plan.gathers or (None,)
         return Gather(axes[exchange.axis], Part(self.full, own, self.tag)) if exchange else None
-
-    def _first_values(self) -> Tensor:
-        """The values that a gather starts from."""
-        if self._use is not None:
-            return self._use[1]()
-        return self.main.detach() if self.copy is None else self.copy
-
-    def follow_main(self) -> None:
-        """Copy main parameters that were written into the copy from which gathers start."""
-        self._await_stepped()
-        if self.copy is not None and self._copied.has_changed:
-            self._copy_over(self.main.detach(), self.copy)
-            self._copied.follow()
-        self._source.follow()
-
-    def _copy_over(self, values: Tensor, target: Tensor) -> Tensor:
-        """Copy main parameters, or their copy, on the current stream; note it if they lie on the host."""
-        self._move(values, target)
-        if self.plan.main_tier is not Tier.DEVICE:
-            mark = mark_here(self._context.device)
-            if mark.event is not None:
-                self._copies.append(mark)
-                self._context.state.reads_main = True
-        return target
-
-    def _move(self, values: Tensor, target: Tensor) -> None:
-        """Copy values of any tier and dtype, on the current stream; a device beside the host casts them."""
-        memory = self._context.memory
-        memory.fetch(values)
-        memory.check(target)
-        if values.is_cpu and not target.is_cpu:  # torch would cast on the host, and wait
-            values = values.to(target.device, non_blocking=True)
-        target.copy_(values, non_blocking=True)
-        memory.rest(values)
-        memory.rest(target)
-
-    @property
-    def is_copied(self) -> bool:
-        """True if streams may still copy values of this buffer out of host memory."""
-        return bool(self._copies)
-
-    def await_copies(self) -> None:
-        """Let the host wait for the copies out of host memory, before it writes there."""
-        copies, self._copies = self._copies, []
-        for mark in copies:
-            mark.synchronize()
 
     def free(self, keep_second: bool) -> None:
         """Give the storage of `full` back; nothing may still be writing to it.
@@ -440,19 +297,15 @@ class FlatBuffer:
     def release(self) -> None:
         """Forget all values; tensors that others hold keep theirs."""
         self.drop_second()
-        self._await_stepped()
-        self.await_copies()
-        self.full = self.main = self.main.new_empty(0)
-        self._hidden = None
-        self.copy = None
-        self._source = self._copied = Source(self.main)
+        self.source.release()
+        self.full, self._hidden = self.main, None
         self.sharded, self.unsharded, self.originals = (), (), ()
 
     def gather_main(self) -> Tensor:
         """[total], main dtype: the whole main parameters, a copy."""
         whole = torch.empty(self.layout.total, dtype=self.main.dtype, device=self._context.device)
         own = whole[self.main_span.slice]
-        self._copy_over(self.main.detach(), own)
+        self.source.copy_to(self.main.detach(), own)
         if self.is_partial:
             label = f"all-gather of the main parameters of {self.describe()}"
             self._context.axis.all_gather(whole, own, tag=self.tag, label=label).wait()

@@ -107,8 +107,8 @@ class Edits:
                 for index in edited:
                     _write_own(buffer, index, is_stale)
                 if not is_stale:  # only now: this may copy all main parameters into `full`
-                    buffer.follow_main()
-                buffer.rest()
+                    buffer.source.follow()
+                buffer.source.rest()
         self._versions, _ = self._read()
 
 
@@ -140,7 +140,7 @@ def _write_own(buffer: FlatBuffer, index: int, is_stale: bool) -> None:
     span = buffer.sharded_span(index)
     own = buffer.main[span.slice]
     seen = moves.beside(buffer.full[span.shifted(buffer.main_span.start).slice], own)
-    buffer.await_copies()
+    buffer.source.await_copies()
     is_edited = seen != own.to(seen.dtype)
     if not is_stale:
         own.copy_(torch.where(is_edited, seen.to(own.dtype), own))

@@ -136,14 +136,14 @@ class ShardedModule:
         """The main parameters of buffers, None: of all, were written; `refresh` gathers them again."""
         self.state.num_changes += 1
         for buffer in self.buffers if buffers is None else buffers:
-            buffer.changed()
+            buffer.source.changed()
 
     def refresh(self) -> None:
         """Gather replicated parameters again and free the others, after main parameters have changed."""
         for unit in reversed(self.order.of_reductions()):  # the same on all ranks; about that of a forward
             unit.refresh()
         self.state.reads_main = any(unit.state is UnitState.GATHERING for unit in self.units)
-        self.state.reads_main |= any(buffer.is_copied for buffer in self._offloaded)
+        self.state.reads_main |= any(buffer.source.is_copied for buffer in self._offloaded)
 
     def finish_gathers(self) -> None:
         """Wait for the gathers that read main parameters, before these change; on the host, it waits."""
@@ -153,7 +153,7 @@ class ShardedModule:
                 if unit.state is UnitState.GATHERING:
                     unit.wait()
             for buffer in self._offloaded:
-                buffer.await_copies()
+                buffer.source.await_copies()
 
     def _owns_memory(self, tensor: Tensor) -> bool:
         """True if a tensor lies in the memory of unsharded parameters."""

@@ -207,7 +207,7 @@ class Runtime(Passes):
             if unit.state is UnitState.GATHERING:
                 unit.wait()
         for buffer in self._offloaded:
-            buffer.await_copies()
+            buffer.source.await_copies()
 
     def _forget_gradient(self, parameter: ShardedParameter) -> None:
         """Forget the sum of gradients of one parameter that was not reduced yet."""

@@ -1,12 +1,219 @@
-"""Main parameters as the source of other values."""
+"""Where the gathers of a flat buffer start: its main parameters, or other values in their place.
+
+    main    [shard] or [total]  main dtype; always there
+    copy    like main           compute dtype; where `main` lies on a tier that gathers do not read
+
+Both may lie on other tiers than the device; the plan tells where.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 from torch import Tensor
+
+from zeroshard.comm.streams import Mark, mark_here
+from zeroshard.parameters.state import Phase
+from zeroshard.plan.buffers import BufferPlan
+from zeroshard.plan.tiers import Tier
+from zeroshard.sharding.context import Context
 
 
 class Source:
-    """Main parameters as the source of other values; it tells if they have changed since.
+    """The main parameters of one buffer, their copy, and who has the values of them.
+
+    Args:
+        main: the main parameters.
+        plan: the plan of the buffer.
+        unsharded: the part of the unsharded parameters that `main` holds, if they are resident; else None.
+        context: the objects that all buffers share.
+    """
+
+    def __init__(self, main: Tensor, plan: BufferPlan, unsharded: Tensor | None, context: Context) -> None:
+        self.main = main
+        self._plan, self._context = plan, context
+        self._unsharded, self._copied = _Versions(main), _Versions(main)
+        """Seen of `main` by the unsharded parameters, and by `copy`."""
+        self._copies: list[Mark] = []
+        """The ends of copies out of host memory, which the host must not write to before."""
+        self._stepped: Mark | None = None
+        """The end of the copy of stepped values into `copy`, until a gather waits for it."""
+        self._use: tuple[Hashable, Callable[[], Tensor]] | None = None
+        """The name of the values that gathers start from, and the call that gives them; None: `main`."""
+        self.copy = self._make_copy(unsharded)
+        """The main parameters in the compute dtype, if gathers start from such a copy; else None."""
+
+    def _make_copy(self, unsharded: Tensor | None) -> Tensor | None:
+        plan = self._plan
+        if plan.copy_tier is None:
+            return None
+        if unsharded is not None:
+            return unsharded
+        copy = self._context.memory.empty(self.main.numel(), plan.compute_dtype, plan.copy_tier)
+        return self.copy_to(self.main, copy)
+
+    # -- values ---------------------------------------------------------------------------------------
+
+    @property
+    def has_changed(self) -> bool:
+        """True if other values than before are to be gathered."""
+        return self._unsharded.have_changed
+
+    def changed(self) -> None:
+        """Note that main parameters were written: unsharded parameters are older from now on."""
+        self._unsharded.changed()
+        self._copied.changed()
+
+    def use(self, name: Hashable, values: Callable[[], Tensor]) -> None:
+        """Let gathers start from other values than the main parameters, until `use_main`.
+
+        Args:
+            name: another name for other values; those under one name are the same.
+            values: gives them, like `main`, in the main or the compute dtype; each gather asks again.
+        """
+        if self._use is None or self._use[0] != name:
+            self._unsharded.changed()
+        self._use = name, values
+
+    def use_main(self) -> None:
+        """Let gathers start from the main parameters again."""
+        if self._use is not None:
+            self._use = None
+            self._unsharded.changed()
+
+    def move(self, unsharded: Tensor) -> None:
+        """Go on with the same values in other memory of unsharded parameters, which are resident."""
+        if self.copy is not None:
+            self.copy = unsharded
+        if self._plan.is_alias:
+            self.main = unsharded
+            self._unsharded, self._copied = _Versions(unsharded), _Versions(unsharded)
+
+    def write(self, values: Tensor) -> None:
+        """Write main parameters, [n] of any dtype on any device."""
+        self._context.memory.check(self.main)
+        self.main.copy_(values)  # the host waits: it may read them at once
+        self.rest()
+
+    def rest(self) -> None:
+        """Take main parameters in files out of host memory, after somebody has read or written them."""
+        self._context.memory.rest(self.main)
+
+    def stepped(self, values: Tensor, start: int = 0) -> Mark:
+        """Note that main parameters were written while they were on another tier; from any thread.
+
+        Args:
+            values: main parameters where they are now, all or some of them. The current stream copies them.
+            start: the first of them, counted in `main`.
+
+        Returns:
+            The mark up to which the device may read them there.
+        """
+        is_current = not self._copied.have_changed
+        self.changed()
+        is_in_use = self._plan.is_resident and self._context.state.phase is Phase.BACKWARD
+        if self.copy is None or is_in_use:
+            return mark_here(self._context.device)
+        self._move(values, self.copy[start : start + values.numel()])
+        if is_current or values.numel() == self.main.numel():
+            self._copied.follow()
+        self._stepped = mark_here(self._context.device)
+        return self._stepped
+
+    # -- gathers --------------------------------------------------------------------------------------
+
+    def read_ahead(self) -> None:
+        """Let the system read the values that the next gather starts from, if they lie in files."""
+        self._context.memory.fetch(self.main if self.copy is None else self.copy)
+
+    def check(self) -> None:
+        """Check the values that a gather starts from.
+
+        Raises:
+            RuntimeError: they are lost; the message names their file.
+        """
+        copy = None if self._copied.have_changed else self.copy
+        self._context.memory.check(self.main if copy is None else copy)
+
+    def await_stepped(self) -> None:
+        """Let the current stream wait for the copy of stepped values, which another stream may do."""
+        if self._stepped is not None:
+            self._stepped.wait()
+            self._stepped = None
+
+    def follow(self) -> None:
+        """Note that the present values are gathered; copy main parameters that were written into `copy`."""
+        self.await_stepped()
+        if self.copy is not None and self._copied.have_changed:
+            self.copy_to(self.main.detach(), self.copy)
+            self._copied.follow()
+        self._unsharded.follow()
+
+    def begin(self, own: Tensor) -> Tensor:
+        """Return the values that a gather starts from, in `own` unless it can read them where they are.
+
+        Args:
+            own: this rank's part of the unsharded parameters.
+        """
+        values = self._values()
+        if self.copy is not None and self._plan.is_resident:
+            return values
+        is_near = values.dtype == own.dtype and self._plan.gather_tier is Tier.DEVICE
+        if is_near and self._plan.is_partial:
+            return values
+        self.copy_to(values, own)
+        del self._copies[:-1]  # this stream has begun after them
+        return own
+
+    def _values(self) -> Tensor:
+        if self._use is not None:
+            return self._use[1]()
+        return self.main.detach() if self.copy is None else self.copy
+
+    # -- copies ---------------------------------------------------------------------------------------
+
+    @property
+    def is_copied(self) -> bool:
+        """True if streams may still copy values out of host memory."""
+        return bool(self._copies)
+
+    def await_copies(self) -> None:
+        """Let the host wait for the copies out of host memory, before it writes there."""
+        copies, self._copies = self._copies, []
+        for mark in copies:
+            mark.synchronize()
+
+    def copy_to(self, values: Tensor, target: Tensor) -> Tensor:
+        """Copy main parameters, or their copy, on the current stream; note it if they lie on the host."""
+        self._move(values, target)
+        if self._plan.main_tier is not Tier.DEVICE:
+            mark = mark_here(self._context.device)
+            if mark.event is not None:
+                self._copies.append(mark)
+                self._context.state.reads_main = True
+        return target
+
+    def _move(self, values: Tensor, target: Tensor) -> None:
+        """Copy values of any tier and dtype, on the current stream; a device beside the host casts them."""
+        memory = self._context.memory
+        memory.fetch(values)
+        memory.check(target)
+        if values.is_cpu and not target.is_cpu:  # torch would cast on the host, and wait
+            values = values.to(target.device, non_blocking=True)
+        target.copy_(values, non_blocking=True)
+        memory.rest(values)
+        memory.rest(target)
+
+    def release(self) -> None:
+        """Forget all values; tensors that others hold keep theirs."""
+        self.await_stepped()
+        self.await_copies()
+        self.main, self.copy = self.main.new_empty(0), None
+        self._unsharded = self._copied = _Versions(self.main)
+
+
+class _Versions:
+    """Main parameters as they were seen; it tells if they have changed since.
 
     Steps and loads report their writes by `changed()`. Edits by the user count versions of torch, which are
     compared here and nowhere else.
@@ -16,7 +223,7 @@ class Source:
         self._main, self._seen = main, main._version
 
     @property
-    def has_changed(self) -> bool:
+    def have_changed(self) -> bool:
         """True if the main parameters were written to since `follow`."""
         return self._main._version != self._seen
 

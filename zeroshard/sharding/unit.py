@@ -209,7 +209,7 @@ class Unit:
         self.step_under_way()
         needed = [buffer for buffer in self.buffers if buffer.is_stale or not buffer.is_resident]
         for buffer in needed:
-            buffer.check()
+            buffer.source.check()
         self._move(UnitState.GATHERING)
         with torch.no_grad(), self._stream.after_compute():
             gathers = [gather for buffer in needed if (gather := buffer.begin_gather()) is not None]
@@ -223,7 +223,7 @@ class Unit:
         """Let the system read what the next gather starts from, if it lies in files."""
         if self.reads_files and self.state is UnitState.SHARDED:
             for buffer in self.buffers:
-                buffer.read_ahead()
+                buffer.source.read_ahead()
 
     def wait(self) -> None:
         """Let compute wait for the full parameters; start their gather if nobody has."""

@@ -181,7 +181,7 @@ class Averages:
     def _write(self, parameters: list[Tensor], buffers: Mapping[str, Tensor]) -> None:
         runtime = self._runtime
         for one, values in zip(self._averaged, parameters, strict=True):
-            one.buffer.write(values)
+            one.buffer.source.write(values)
         for name, value in self._model_buffers():
             if name in buffers and buffers[name].shape == value.shape:
                 value.copy_(buffers[name])

@@ -120,7 +120,7 @@ class DiskTier:
         optimizer, swap = self._optimizer(), self._memory.swap
         assert optimizer is not None, "it takes a step"
         values = main.view(block.buffer.plan.main_dtype)[: block.numel]
-        staging.copies.append(block.buffer.stepped(values))
+        staging.copies.append(block.buffer.source.stepped(values))
         staging.transfers.append(swap.write(block.main_extent, main))
         is_moved = block.pack(packed, optimizer.state, self._memory)
         if not is_moved and block.states_extent is not None:

@@ -162,7 +162,7 @@ class EarlySteps:
 def _take(unit: Unit, deliver: Sequence[Callable[[], None]], step: Callable[[], None]) -> None:
     """Take the step of a unit, in any thread."""
     for gradients in unit.gradients:
-        gradients.buffer.await_copies()
+        gradients.buffer.source.await_copies()
     with torch.no_grad(), past_guards():
         for set_gradients in deliver:
             set_gradients()

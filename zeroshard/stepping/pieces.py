@@ -245,7 +245,7 @@ class PieceTier:
                 target.copy_(value)
             self._memory.rest(whole)
         if values.numel():
-            place.buffer.stepped(values, place.start + piece.start)
+            place.buffer.source.stepped(values, place.start + piece.start)
             self._memory.rest(values)
 
     def _rest(

@@ -137,8 +137,8 @@ class Shared:
                 self._memory.rest(buffer.main)
             else:
                 [values] = self._messages.expect(first, label, None).wait()
-                buffer.write(values)
-                buffer.changed()
+                buffer.source.write(values)
+                buffer.source.changed()
         if optimizer is not None:
             self._compare(optimizer)
 

@@ -83,14 +83,14 @@ class Gathered(Place):
     def enter(self, use: Use, newest: int) -> None:
         """Let gathers start from the weights of an action; see `Place`."""
         if use.ahead and self._change is not None:
-            self._buffer.use((newest, use.ahead), moved(self._buffer, self._change, use.ahead))
+            self._buffer.source.use((newest, use.ahead), moved(self._buffer, self._change, use.ahead))
         elif use.version in (None, newest):
-            self._buffer.use_main()
+            self._buffer.source.use_main()
         else:
-            self._buffer.use((use.version, 0), _give(self._kept[use.version]))
+            self._buffer.source.use((use.version, 0), _give(self._kept[use.version]))
 
     def _show_main(self) -> None:
-        self._buffer.use_main()
+        self._buffer.source.use_main()
 
 
 class Shown(Place):
