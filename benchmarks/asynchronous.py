@@ -15,10 +15,11 @@ as many micro-batches a step and seeds of their own:
 
     large     momentum 0.9, and the largest rate of a grid whose loss is at most 0.05 nats above that of the
               best one: delays matter most here
-    quarter   a quarter of it, at the largest depth
     scaled    the best rate and the momentum of eight micro-batches a step, made for steps of one: m^(1/8) for
               a momentum m, and the rate at which a sample changes weights as much; at the largest depth.
               Source: Kosson et al. 2021, "Pipelined Backpropagation at Scale"
+    own       momentum 0.9, and the rate with the least loss of the method itself, at the largest depth: the
+              only setting that is chosen with delays, and from a longer grid
 
 `asynchronous_ranks.py` runs two of the methods on ranks of their own.
 """
@@ -31,10 +32,10 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,15 @@ from torch import Tensor
 import record
 from asynchronous_executor import Executor, Shown
 from asynchronous_methods import MANY, METHODS, delays_of
-from asynchronous_report import LARGE, QUARTER, SCALED, SETTINGS, draw, memory, quality, times
+from asynchronous_report import LARGE, OWN, SCALED, SETTINGS, draw, memory, quality, times
 from asynchronous_tasks import BLOCKS, TASKS
 from documents import read
 
 MOMENTUM = 0.9
 RATES = tuple(0.008 * 2**power for power in range(6))
 """The grid of learning rates."""
+OWN_RATES = tuple(0.002 * 2**power for power in range(8))
+"""That of rates of a method's own: 2BW with momentum bears a far smaller one than 1F1B."""
 TUNING_SEEDS = (100, 101)
 GRID = "grid"
 """The setting of runs that choose a rate."""
@@ -73,7 +76,7 @@ class Case:
     ranks: int
     method: str
     setting: str
-    """LARGE, QUARTER or SCALED."""
+    """LARGE, SCALED or OWN; GRID in runs that choose a rate."""
     seed: int
     lr: float
     momentum: float
@@ -196,25 +199,31 @@ class Rates:
 
     best: dict[int, float]
     large: dict[int, float]
+    own: dict[str, float]
+    """By method, the rates that were chosen with its own delays, if the runs need them."""
     grid: list[dict[str, Any]]
     """The runs that they were chosen with."""
 
 
 def rates_of(task: str, args: argparse.Namespace) -> Rates:
-    """Choose learning rates, or take those of an earlier run."""
+    """Choose learning rates; those without delays may come from an earlier run."""
     if args.rates is None:
-        return choose_rates(task, args)
-    found = read(record.RESULTS / f"{args.rates}_{task}.json").field("rates")
-    best, large = ({int(per_step): lr for per_step, lr in found[key].items()} for key in ("best", "large"))
-    return Rates(best=best, large=large, grid=found["grid"])
+        rates = choose_rates(task, args)
+    else:
+        found = read(record.RESULTS / f"{args.rates}_{task}.json").field("rates")
+        best, large = ({int(step): lr for step, lr in found[key].items()} for key in ("best", "large"))
+        rates = Rates(best=best, large=large, own={}, grid=found["grid"])
+    return choose_own(task, rates, args) if OWN in args.settings.split(",") else rates
 
 
-def choose_rates(task: str, args: argparse.Namespace) -> Rates:
-    """Choose learning rates."""
+def grid_runs(
+    task: str, ranks: int, methods: Iterable[str], rates: Sequence[float], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The runs that a rate is chosen with, as rows of the document."""
     cases = [
         Case(
             task=task,
-            ranks=1,
+            ranks=ranks,
             method=method,
             setting=GRID,
             seed=seed,
@@ -222,24 +231,43 @@ def choose_rates(task: str, args: argparse.Namespace) -> Rates:
             momentum=MOMENTUM,
             microbatches=args.microbatches,
         )
-        for method in REFERENCES.values()
-        for lr in (RATES[1:4] if args.quick else RATES)
+        for method in methods
+        for lr in (rates[1:4] if args.quick else rates)
         for seed in TUNING_SEEDS
     ]
-    rows = run_all(cases, args.processes)
-    kept = ("method", "lr", "seed", "train_loss", "diverged_at")
-    rates = Rates(best={}, large={}, grid=[{key: row[key] for key in kept} for row in rows])
+    kept = ("method", "ranks", "lr", "seed", "train_loss", "diverged_at")
+    return [{key: row[key] for key in kept} for row in run_all(cases, args.processes)]
+
+
+def mean_losses(rows: Sequence[dict[str, Any]], method: str) -> dict[float, float]:
+    """The mean training loss of a method by learning rate; infinite if a run diverged."""
+    found: dict[float, list[float]] = {}
+    for row in rows:
+        if row["method"] == method:
+            loss = row["train_loss"]
+            found.setdefault(row["lr"], []).append(math.inf if loss is None else loss)
+    return {lr: statistics.fmean(losses) for lr, losses in found.items()}
+
+
+def choose_rates(task: str, args: argparse.Namespace) -> Rates:
+    """Choose learning rates without delays."""
+    rates = Rates(best={}, large={}, own={}, grid=grid_runs(task, 1, REFERENCES.values(), RATES, args))
     for per_step, method in REFERENCES.items():
-        found: dict[float, list[float]] = {}
-        for row in rows:
-            if row["method"] == method:
-                loss = row["train_loss"]
-                found.setdefault(row["lr"], []).append(math.inf if loss is None else loss)
-        means = {lr: statistics.fmean(losses) for lr, losses in found.items()}
+        means = mean_losses(rates.grid, method)
         least = min(means.values())
         rates.best[per_step] = min(means, key=lambda lr: means[lr])
         rates.large[per_step] = max(lr for lr, mean in means.items() if mean <= least + MARGIN)
     return rates
+
+
+def choose_own(task: str, rates: Rates, args: argparse.Namespace) -> Rates:
+    """Choose the learning rate of each method with its own delays, at the largest depth."""
+    depth = max(map(int, args.depths.split(",")))
+    rows = grid_runs(task, depth, args.methods.split(","), OWN_RATES, args)
+    for method in args.methods.split(","):
+        means = mean_losses(rows, method)
+        rates.own[method] = min(means, key=lambda lr: means[lr])
+    return replace(rates, grid=[*rates.grid, *rows])
 
 
 def scaled(lr: float, momentum: float, number: int) -> tuple[float, float]:
@@ -259,7 +287,8 @@ def cases_of(task: str, rates: Rates, args: argparse.Namespace) -> list[Case]:
         per_step = METHODS[name].per_step
         settings = {LARGE: (rates.large[per_step], MOMENTUM)}
         if ranks == max(depths):
-            settings[QUARTER] = rates.large[per_step] / 4, MOMENTUM
+            if name in rates.own:
+                settings[OWN] = rates.own[name], MOMENTUM
             if per_step == 1:
                 settings[SCALED] = scaled(rates.best[MANY], MOMENTUM, MANY)
         cases += [

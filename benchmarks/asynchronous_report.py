@@ -11,7 +11,7 @@ from typing import Any
 from documents import Document
 from tables import NONE, Table
 
-LARGE, QUARTER, SCALED = SETTINGS = ("large", "quarter", "scaled")
+LARGE, SCALED, OWN = SETTINGS = ("large", "scaled", "own")
 """The settings of the hyperparameters."""
 TARGETS = {"digits": ("accuracy", 0.95), "text": ("loss", 2.6)}
 """By task, what is reported of held-out samples, and the value to which the time is taken."""
@@ -115,6 +115,14 @@ def quality(*documents: Document) -> Table:
     ]
     titles = (f"{setting} rate, {ranks} ranks" for ranks, setting in settings)
     return Table((f"{task}: {unit}", *titles), rows)
+
+
+def rates(*documents: Document) -> Table:
+    """The learning rates that were chosen for each method with its own delays."""
+    tasks = [one.field("rows", 0, "task") for one in documents]
+    chosen = [one.field("rates", "own") for one in documents]
+    rows = [(TITLES[name], *(f"{own[name]:g}" for own in chosen)) for name in chosen[0]]
+    return Table(("learning rate", *tasks), rows)
 
 
 def _settings(groups: Iterable[tuple[str, int, str]]) -> list[tuple[int, str]]:

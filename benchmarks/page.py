@@ -38,6 +38,7 @@ OF_DOCS = {
     "asynchronous": asynchronous_report.quality,
     "asynchronous_times": asynchronous_report.times,
     "asynchronous_memory": asynchronous_report.memory,
+    "asynchronous_rates": asynchronous_report.rates,
     "asynchronous_ranks": asynchronous_report.on_ranks,
 }
 """The kinds of tables in pages of docs/."""
