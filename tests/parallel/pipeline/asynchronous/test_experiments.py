@@ -76,8 +76,6 @@ def case(task, ranks, method):
 
 @pytest.mark.parametrize("task", ["digits", "text"])
 def test_synchronous_runs_are_the_same_at_every_depth_and_differ_in_time(task):
-    if task == "digits":
-        pytest.importorskip("sklearn")
     whole, *rows = (train(case(task, *one)) for one in ((1, "1f1b"), (2, "gpipe"), (4, "1f1b")))
     for row in rows:
         assert row["train_loss"] == whole["train_loss"]
