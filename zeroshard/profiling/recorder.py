@@ -53,7 +53,7 @@ _VERBS: dict[str, tuple[str, str, Callable[[Unit], bool]]] = {
 has nothing to do."""
 
 _OF_GRADIENTS = ("pack", "deliver")
-_OF_BUFFERS = "_move"
+_OF_SOURCES = "transfer"
 
 
 class Recorder:
@@ -97,7 +97,7 @@ class Recorder:
                     self._replace(gradients, verb, Label("reduce", unit.described), _never)
             # The streams of an accelerator copy beside compute, which notes nothing of it.
             for buffer in unit.buffers if self._runtime.context.device.type == "cpu" else ():
-                self._replace(buffer, _OF_BUFFERS, Label("copy", unit.described), _never)
+                self._replace(buffer.source, _OF_SOURCES, Label("copy", unit.described), _never)
         self._note_steps()
 
     def detach(self) -> None:

@@ -114,7 +114,7 @@ class Source:
         is_in_use = self._plan.is_resident and self._context.state.phase is Phase.BACKWARD
         if self.copy is None or is_in_use:
             return mark_here(self._context.device)
-        self._move(values, self.copy[start : start + values.numel()])
+        self.transfer(values, self.copy[start : start + values.numel()])
         if is_current or values.numel() == self.main.numel():
             self._copied.follow()
         self._stepped = mark_here(self._context.device)
@@ -185,7 +185,7 @@ class Source:
 
     def copy_to(self, values: Tensor, target: Tensor) -> Tensor:
         """Copy main parameters, or their copy, on the current stream; note it if they lie on the host."""
-        self._move(values, target)
+        self.transfer(values, target)
         if self._plan.main_tier is not Tier.DEVICE:
             mark = mark_here(self._context.device)
             if mark.event is not None:
@@ -193,7 +193,7 @@ class Source:
                 self._context.state.reads_main = True
         return target
 
-    def _move(self, values: Tensor, target: Tensor) -> None:
+    def transfer(self, values: Tensor, target: Tensor) -> None:
         """Copy values of any tier and dtype, on the current stream; a device beside the host casts them."""
         memory = self._context.memory
         memory.fetch(values)
