@@ -85,6 +85,7 @@ def test_stages_that_a_config_rules_out_are_left_out():
     assert {f.config.stage for f in found} == {1, 3}  # stage 2 holds what stage 1 holds
 
 
+@pytest.mark.long
 @given(st.integers(10**8, 10**11), st.integers(1, 200))
 def test_more_memory_never_takes_a_setting_away(num_params, gib):
     few, many = (kinds(fits(num_params, size * GIB, host=1 << 40)) for size in (gib, 2 * gib))
@@ -144,6 +145,7 @@ LLAMA_2_7B = {
 }
 
 
+@pytest.mark.long
 def test_the_command_takes_little_more_processor_time_than_to_import_torch(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
     torch_alone = processor_time("-c", "import torch")  # about 1.9 s; the command then takes 2.0 s

@@ -41,7 +41,7 @@ class Selected:
     ("options", "name", "expected"),
     [
         pytest.param([], "", FAST, id="no option"),
-        pytest.param(["--all"], "", FAST + LONG, id="all"),
+        pytest.param(["--all"], "", FAST + LONG, id="all", marks=pytest.mark.long),
         pytest.param(["-m", "long"], "", LONG, id="only long ones", marks=pytest.mark.long),
         pytest.param(["-m", "not gpu"], "", FAST + LONG, id="another mark", marks=pytest.mark.long),
         pytest.param(["-k", "kind"], "", ["test_kind[fast]"], id="a part of a name", marks=pytest.mark.long),

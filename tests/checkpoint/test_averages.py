@@ -61,6 +61,7 @@ def run(ranks, tmp_path_factory):
     return folder, saved, end
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_averages_load_at_another_number_of_ranks_and_come_back(ranks, run, tmp_path, num_ranks):

@@ -535,6 +535,7 @@ CRAFTED = {
 }
 
 
+@pytest.mark.long_where(name=[name for name in CRAFTED if "deep tuple" in name])
 @pytest.mark.long_where(name=[name for number, name in enumerate(CRAFTED) if number % 4])
 @pytest.mark.parametrize("name", CRAFTED)
 def test_a_crafted_pickle_runs_no_code_and_is_one_error_that_names_it(old, tmp_path, name):

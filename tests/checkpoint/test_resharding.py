@@ -55,6 +55,7 @@ def run(ranks, tmp_path_factory):
     return folder, stop, end
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_what_two_ranks_saved_goes_on_at_another_number_of_ranks_and_comes_back(

@@ -123,6 +123,7 @@ def edited(block, units, **config):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("block", [Normalized, ByData, ActNorm, Teaching])

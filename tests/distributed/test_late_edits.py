@@ -77,6 +77,7 @@ def edited(block, edit, units):
     return same_as_replicated(build(block, edit), "SGD", 3, same_batch_loss, units=units)
 
 
+@pytest.mark.long_where(block=[InTensorHook])
 @pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("block", [InHook, InTensorHook, InSecondForward])

@@ -94,6 +94,7 @@ def leaves_nothing(ranks, num_ranks, count, folder):
             assert grown < 20
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @RANKS
 def test_engines_that_are_dropped_or_closed_leave_nothing(ranks, num_ranks, tmp_path):
     leaves_nothing(ranks, num_ranks, 12, tmp_path)

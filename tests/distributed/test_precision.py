@@ -40,6 +40,7 @@ def against_hand_written(kind, optimizer, **precision):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(("kind", "optimizer"), [("tied GPT", "AdamW"), ("Llama", "SGD")])
 def test_bf16_equals_the_hand_written_loop_to_the_bit(ranks, num_ranks, kind, optimizer):

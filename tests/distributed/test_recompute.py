@@ -36,6 +36,7 @@ def recomputed_against_ddp(kinds):
     ]
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_recomputed_units_give_the_numbers_of_ddp_to_the_bit(ranks, num_ranks):
     assert ranks(num_ranks, recomputed_against_ddp, ["tied GPT", "Llama"]) == [[]] * num_ranks

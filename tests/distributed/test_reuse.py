@@ -111,6 +111,7 @@ def loop_by_name(name, kind):
     return run_loop(build(kind), LOOPS[name])
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @RANKS
 @pytest.mark.parametrize("name", LOOPS)
 def test_forwards_between_and_before_backwards_give_the_numbers_of_plain_pytorch(ranks, num_ranks, name):
@@ -184,6 +185,7 @@ def separate_backwards():
     return gradients_of(build("tied GPT"), ways)
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @RANKS
 def test_several_backwards_over_pending_forwards_add_up(ranks, num_ranks):
     """1e-6: two reductions are added where plain PyTorch reduces the sum; on one rank to the bit."""

@@ -178,6 +178,7 @@ def refuses_another_base(folder, tp, options):
     engine.close(restore=False)
 
 
+@pytest.mark.long_where(target=["tp 2 x dp 2"])
 @pytest.mark.long_where(target=["tp 2"])
 @pytest.mark.parametrize("target", ["tp 2 x dp 2", "tp 2"])
 def test_8_bit_states_keep_their_bits_at_the_same_number_of_tensor_ranks(ranks, tmp_path, target):

@@ -102,6 +102,7 @@ def divided(name, config):
     return losses, state
 
 
+@pytest.mark.long_where(name=["Llama"], num_ranks=[4])
 @pytest.mark.long_where(num_ranks=[4], stage=[1])
 @pytest.mark.long_where(name=["Llama"], tp=[4])
 @pytest.mark.long_where(name=["Qwen3"], num_ranks=[4])

@@ -47,6 +47,8 @@ LONG = {
     *("asynchronous_2bw", "asynchronous_lwp", "asynchronous_pb", "asynchronous_of_4"),
     *("asynchronous_spectrain", "asynchronous_newest_host"),
     *("asynchronous_alone_versions", "asynchronous_alone_moved"),
+    *("pipeline_recompute", "pipeline_chunks_host", "pipeline_kept", "muon_tensor", "muon_on_host"),
+    *("tensor_sequence", "host_stage3_clip_accumulate", "ema_stage3_on_host", "log_stage3"),
 }
 """Scenarios of features that have another one, alone or together with something else, and of rare uses."""
 

@@ -375,6 +375,7 @@ def loaded(kind, stage, seed, directory):
     return train(engine, range(2, 4)), engine.full_state_dict()
 
 
+@pytest.mark.long_where(kind=["nf4 twice"], frozen=[False])
 @pytest.mark.parametrize(
     "kind", ["nf4 twice", "int8", pytest.param("fp4 in bfloat16", marks=pytest.mark.long)]
 )

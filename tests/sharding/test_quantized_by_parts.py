@@ -85,6 +85,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.long_where(kind=["fp4 in bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("build", [from_file, from_init])
 @pytest.mark.parametrize(

@@ -354,6 +354,7 @@ def bits_in_one_unit(config, far, make):
     return same, notes
 
 
+@pytest.mark.long_where(make=[Twice], stage=[1])
 @pytest.mark.parametrize("precision", [{}, BF16_MAIN], ids=["fp32", "bf16 main"])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("make", [Sparse, Twice])

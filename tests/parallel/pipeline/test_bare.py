@@ -78,6 +78,7 @@ def in_one_process(habit):
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.long_where(schedule=["zb-h1"])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.long_where(schedule=["zb-h1", "interleaved"], stage=[0])
 @pytest.mark.long_where(

@@ -114,6 +114,7 @@ def test_checkpoints_go_to_and_from_three_dimensions_to_the_bit(ranks, tmp_path,
     exchange(ranks, tmp_path, before, after, name)
 
 
+@pytest.mark.long_where(before=["pp 2"])
 @pytest.mark.long_where(before=["dp 4"])
 @pytest.mark.parametrize(("before", "after"), [("pp 2", "dp 4"), ("dp 4", "pp 4")])
 def test_states_of_8_bits_go_from_layout_to_layout_to_the_bit(ranks, tmp_path, before, after):

@@ -104,6 +104,7 @@ def with_reduces(name, behind):
     return str(Schedule(schedule.placement, 4, frozen(lists)))
 
 
+@pytest.mark.long_where(name=["tied gpt"])
 @pytest.mark.long_where(name=["llama", "tied llama", "mixtral"])
 @pytest.mark.parametrize(
     ("num_ranks", "name", "options"),

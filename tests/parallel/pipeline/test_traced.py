@@ -149,6 +149,7 @@ CASES = {
 }
 
 
+@pytest.mark.long_where(case=["in a block"])
 @pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.long_where(case=["in a block", "four chunks"], stage=[0])
 @pytest.mark.long_where(case=["two chunks"], stage=[3])

@@ -42,6 +42,7 @@ def compare(found, name):
     assert names == want.keys()
 
 
+@pytest.mark.long_where(pipeline=[{"schedule": "gpipe", "num_microbatches": 2}], stage=[0])
 @pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.long_where(mesh=[{"pp": 2, "tp": 2}], stage=[0])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

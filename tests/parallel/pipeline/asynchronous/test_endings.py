@@ -68,6 +68,7 @@ def script(schedule, *, checkpoints, act=TRAIN, stage=3, weights=None):
     return text
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_between_two_steps_ends_the_other_with_its_action(run: Forks):
     [(waiting, killed)] = run(script("pipedream", checkpoints=False, act=DIE))
     assert killed.code == -signal.SIGKILL

@@ -44,6 +44,7 @@ def executed(num_stages, method, k, maker, numbers):
     return losses, dict(model.named_parameters())
 
 
+@pytest.mark.long_where(name=[name for name in METHODS if name not in ("pipedream", "2bw", "pipemare")])
 @pytest.mark.long_where(num_stages=[2])
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("name", METHODS)
@@ -85,6 +86,7 @@ def test_synchronous_runs_are_the_same_at_every_depth_and_differ_in_time(task):
         assert row["makespan"] == 5 * 3 * (8 + ranks - 1) * 8 / ranks
 
 
+@pytest.mark.long
 def test_the_weights_that_are_kept_are_those_of_the_papers():
     found = {}
     for method in ("pb", "pipedream", "2bw", "pipemare"):

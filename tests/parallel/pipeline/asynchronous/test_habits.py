@@ -230,6 +230,7 @@ def resumed(folder, pipeline, maker, stage):
     return state, noted, steps
 
 
+@pytest.mark.long_where(maker=["plain sgd", "sgd 8-bit"])
 @pytest.mark.long_where(stage=[0], maker=["plain sgd", "adamw", "adamw 8-bit"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
@@ -291,6 +292,8 @@ def eight_bit(pipeline, maker, stage):
     return losses, state
 
 
+@pytest.mark.long_where(name=["spectrain"])
+@pytest.mark.long_where(maker=["adamw 8-bit"], name=["pipemare"])
 @pytest.mark.long_where(name=["lwp", "2bw", "pb"])
 @pytest.mark.long_where(maker=["sgd 8-bit"], name=["pipedream"])
 @pytest.mark.parametrize("name", ["pipedream", "spectrain", "lwp", "pipemare", "2bw", "pb"])
@@ -322,6 +325,7 @@ def in_bfloat16(name, stage, group=None):
     return losses, state, report.peak_versions, size
 
 
+@pytest.mark.long_where(name=["vertical", "2bw", "pb"])
 @pytest.mark.parametrize("name", ["pipedream", "vertical", "2bw", "pipemare", "pb"])
 def test_bfloat16_gives_the_same_bits_at_all_stages_and_in_shard_groups(ranks, name):
     want = ranks(4, in_bfloat16, name, 0)

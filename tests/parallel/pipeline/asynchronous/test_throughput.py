@@ -95,6 +95,7 @@ def run_sleepers(num, num_ranks, schedule, per_step):
     return [Span(*event) for event in events.found], steps
 
 
+@pytest.mark.long_where(schedule=["2bw"])
 @pytest.mark.parametrize(
     ("num_ranks", "schedule", "per_step"),
     [(2, "pipedream", 1), (4, "2bw", 4), pytest.param(4, "pipemare", 1, marks=pytest.mark.long)],
