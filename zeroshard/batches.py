@@ -16,7 +16,7 @@ from zeroshard.data.losses import LossFunction, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
 from zeroshard.parallel.pipeline.feed import next_batch
 from zeroshard.parallel.pipeline.training import Pipelined
-from zeroshard.parameters.state import refuse_averages
+from zeroshard.parameters.state import refuse_averages, refuse_in_batch
 from zeroshard.sharding.runtime import Runtime
 
 
@@ -120,7 +120,8 @@ class Batches:
         return self._pipeline is not None and self._pipeline.method is not None
 
     def _check_batch(self, call: str) -> None:
-        """Raise RuntimeError in the middle of a step, and where averages are shown."""
+        """Raise RuntimeError in the middle of a batch or a step, and where averages are shown."""
+        refuse_in_batch(self._runtime.state, call)
         refuse_averages(self._runtime.state, call)
         if self._micro_step:
             raise RuntimeError(
@@ -159,7 +160,9 @@ class Batches:
 
         Raises:
             ValueError: the batch does not divide into the micro-batches; there is no loss.
+            RuntimeError: another batch is under way, or a list of an asynchronous pipeline has failed.
         """
+        refuse_in_batch(self._runtime.state, "eval_batch()")
         with _evaluating(self.module):
             if self._pipeline is not None:
                 return self._mean(self._pipeline.evaluate(inputs, targets, self._num_micro_batches))

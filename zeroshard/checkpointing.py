@@ -21,7 +21,7 @@ from zeroshard.hf.format import Format
 from zeroshard.hf.live import stream_parameters
 from zeroshard.hf.merged import export_merged
 from zeroshard.hf.weights import MAX_SHARD_BYTES
-from zeroshard.parameters.state import refuse_averages
+from zeroshard.parameters.state import refuse_averages, refuse_in_batch
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
 from zeroshard.stepping.early import EarlySteps
@@ -74,9 +74,10 @@ class Checkpointing:
         Raises:
             ValueError: a bad tag or path; a value that can't be saved, by its key; other places on
                 other ranks.
-            RuntimeError: the checkpoint could not be written; the call is in the middle of a step; or the
-                last save failed.
+            RuntimeError: the checkpoint could not be written; the call is in the middle of a step or a
+                batch; a list of an asynchronous pipeline has failed; or the last save failed.
         """
+        refuse_in_batch(self._runtime.state, "save_checkpoint()")
         self._halfway.check("save_checkpoint()")
         refuse_averages(self._runtime.state, "save_checkpoint()")
         if self._micro_step:
@@ -117,8 +118,10 @@ class Checkpointing:
         Raises:
             ValueError: there is no checkpoint, or it belongs to another model or optimizer; nothing has
                 changed.
-            RuntimeError: a file is missing or damaged; nothing has changed unless the message says so.
+            RuntimeError: a file is missing or damaged; nothing has changed unless the message says so. Or the
+                call is in the middle of a batch, or a list of an asynchronous pipeline has failed.
         """
+        refuse_in_batch(self._runtime.state, "load_checkpoint()")
         refuse_averages(self._runtime.state, "load_checkpoint()")
         self._saver.finish()
         with torch.inference_mode(False):  # tensors that are made here are trained

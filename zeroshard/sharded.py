@@ -18,7 +18,7 @@ from zeroshard.full.parameters import full_state_dict, unsharded
 from zeroshard.guards.copies import NotCopied
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.counts import count
-from zeroshard.parameters.state import refuse_averages, refuse_in_step
+from zeroshard.parameters.state import refuse_averages, refuse_in_batch, refuse_in_step
 from zeroshard.restore import Closed
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import UnitInfo
@@ -70,8 +70,9 @@ class ShardedCalls(NotCopied):
 
         Raises:
             ValueError: a module is not part of the model.
-            RuntimeError: the ranks made different edits.
+            RuntimeError: the ranks made different edits; or a batch of a pipeline is under way.
         """
+        refuse_in_batch(self._runtime.state, "unsharded()")
         if write_back:
             refuse_averages(self._runtime.state, "unsharded(write_back=True)")
         root = self._runtime.module

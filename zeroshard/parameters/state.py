@@ -53,6 +53,10 @@ class ModuleState:
     """Scales gradients whose clip factor is still to be applied, before somebody sees or changes one."""
     is_averaged = False
     """True while averages stand in the main parameters for the trained values; see `stepping/averages.py`."""
+    is_in_batch = False
+    """True while a pipeline runs the micro-batches of a batch, or of a list of many."""
+    has_failed_in_list = False
+    """True if a list of an asynchronous pipeline has ended in an exception, between its actions."""
     num_changes = 0
     """How often main parameters were written: by steps, loads, and averages that were shown or taken away."""
     has_sums = False
@@ -119,6 +123,25 @@ def refuse_averages(state: ModuleState, what: str) -> None:
         raise RuntimeError(
             f"{what} inside EMA.applied(), where averages stand in the model for the trained parameters: "
             "call it after the block, which puts the trained values back"
+        )
+
+
+def refuse_in_batch(state: ModuleState, what: str) -> None:
+    """Refuse a call that needs a pipeline without micro-batches under way.
+
+    Raises:
+        RuntimeError: a batch is under way, or a list of an asynchronous pipeline has failed in the middle.
+    """
+    if state.is_in_batch:
+        raise RuntimeError(
+            f"{what} inside of a batch, whose micro-batches are under way over the pipeline ranks: call it "
+            "before or after the batch, not from a hook, a loss function or the iterator of train_batches()"
+        )
+    if state.has_failed_in_list:
+        raise RuntimeError(
+            f"{what} after a list that ended in an exception between its actions: pipeline ranks may have "
+            "taken different numbers of steps, and messages may be under way. Make the engine anew, and "
+            "load the last checkpoint"
         )
 
 

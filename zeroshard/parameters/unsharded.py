@@ -22,10 +22,20 @@ class DataNote:
         state: the state of the module.
     """
 
-    __slots__ = ("is_taken", "state")
+    __slots__ = ("before", "is_taken", "state")
 
     def __init__(self, state: ModuleState) -> None:
         self.is_taken, self.state = False, state
+        self.before: dict[str, Tensor] | None = None
+        """By name, the values that somebody was given; None where nobody asks if they were edited."""
+
+    def take(self, parameter: UnshardedParameter) -> Tensor:
+        """Return the values of a parameter, and note that somebody has them."""
+        values: Tensor = _GET_DATA(parameter)
+        self.is_taken = True
+        if self.before is not None and parameter.fqn not in self.before:
+            self.before[parameter.fqn] = values.clone()
+        return values
 
 
 class UnshardedParameter(nn.Parameter):
@@ -42,9 +52,7 @@ class UnshardedParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The values, in the shape of the original. A read is noted: an edit through it counts no version."""
-        self.note.is_taken = True
-        data: Tensor = _GET_DATA(self)
-        return data
+        return self.note.take(self)
 
     @data.setter
     def data(self, new: Tensor) -> None:
@@ -67,9 +75,8 @@ class UnshardedParameter(nn.Parameter):
                     "initialize"
                 )
             new = new.clone()  # a view of itself, such as its transpose
-        self.note.is_taken = True
         with torch.no_grad():
-            _GET_DATA(self).copy_(new)
+            self.note.take(self).copy_(new)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ parameters whose main dtype is the compute dtype, or one rank alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from zeroshard.sharding.context import Context
 from zeroshard.sharding.filling import read, take_over
 from zeroshard.sharding.source import Source
 from zeroshard.sharding.storage import allocate, count_views, release
-from zeroshard.sharding.views import move_onto, shaped, unsharded_over
+from zeroshard.sharding.views import equal_values, move_onto, shaped, unsharded_over
 
 
 class Gather(NamedTuple):
@@ -157,12 +157,22 @@ class FlatBuffer:
     @property
     def is_stale(self) -> bool:
         """True if main parameters changed since `full` was filled from them."""
-        return not (self.is_alias_of_all or self.shows_other) and self.source.has_changed
+        return not (self.is_alias_of_all or self._hidden is not None) and self.source.has_changed
 
     @property
     def shows_other(self) -> bool:
-        """True while the unsharded parameters are those of `show`."""
-        return self._hidden is not None
+        """True while unsharded parameters have other values than the main ones: those of `show` or `use`."""
+        return self._hidden is not None or self.source.uses_other
+
+    def use(self, name: Hashable, values: Callable[[], Tensor]) -> None:
+        """Gather other values than the main parameters, until `use_main`; see `Source.use`."""
+        self.source.use(name, values)
+        self.data_note.before = {}
+
+    def use_main(self) -> None:
+        """Gather the main parameters again."""
+        self.source.use_main()
+        self.data_note.before = None
 
     def show(self, values: Tensor | None) -> None:
         """Let the unsharded parameters be views of other memory, without a copy.
@@ -174,6 +184,7 @@ class FlatBuffer:
             values: [total], compute dtype; the plan of the buffer `shows_versions`. None: its own memory.
         """
         shown = (self.full if self._hidden is None else self._hidden) if values is None else values
+        self.data_note.before = None if values is None else {}
         if values is None:
             self._hidden = None
         elif self._hidden is None:
@@ -202,8 +213,11 @@ class FlatBuffer:
                 move_values(sharded, self.main[self.sharded_span(index).slice])
         return left
 
-    def take_back(self, index: int) -> None:
+    def take_back(self, index: int) -> bool:
         """Make an unsharded parameter a view of `full` again, if `set_()` gave it other memory.
+
+        Returns:
+            True if it had other values there.
 
         Raises:
             RuntimeError: the other memory has another shape or dtype.
@@ -211,7 +225,7 @@ class FlatBuffer:
         parameter = self.unsharded[index]
         view = self._view(index)
         if parameter.data_ptr() == view.data_ptr() and parameter.shape == view.shape:
-            return
+            return False
         values = parameter.detach()
         move_onto(parameter, view)
         if (values.shape, values.dtype) != (view.shape, view.dtype):
@@ -220,7 +234,9 @@ class FlatBuffer:
                 f"expected the shape {list(view.shape)} and {view.dtype}, got {list(values.shape)} and "
                 f"{values.dtype}. Change shapes before initialize"
             )
+        has_changed = not equal_values(values, view)
         view.copy_(values)
+        return has_changed
 
     def begin_gather(self) -> Gather | None:
         """Allocate `full` and write this rank's part, on the current stream.

@@ -26,6 +26,7 @@ from zeroshard.comm import moves
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.storage import is_allocated
+from zeroshard.sharding.views import equal_values
 
 _version_of = attrgetter("_version")
 _address_of = methodcaller("data_ptr")
@@ -93,15 +94,14 @@ class Edits:
         seen = iter(zip(self._parameters, self._versions, strict=True))
         for buffer in self._buffers:
             is_taken, buffer.data_note.is_taken = buffer.data_note.is_taken, False
-            edited = [
-                index
+            counted = {
+                index: parameter._version != version
                 for index, (parameter, version) in enumerate(islice(seen, len(buffer.unsharded)))
-                if is_taken or has_moved or parameter._version != version
-            ]
-            for index in edited:
-                buffer.take_back(index)
+            }
+            edited = [index for index, is_edited in counted.items() if is_taken or has_moved or is_edited]
+            moved = {index for index in edited if buffer.take_back(index)}
             if buffer.shows_other:
-                _refuse_edits(buffer, edited, is_taken=is_taken)
+                _refuse_edits(buffer, [index for index in edited if counted[index] or index in moved])
             elif edited and not buffer.plan.is_alias:  # else they share their memory with the main parameters
                 is_stale = buffer.is_stale
                 for index in edited:
@@ -112,15 +112,26 @@ class Edits:
         self._versions, _ = self._read()
 
 
-def _refuse_edits(buffer: FlatBuffer, edited: Sequence[int], *, is_taken: bool) -> None:
-    """Refuse edits of other values than the main parameters. Some that were given away may have none.
+def _refuse_edits(buffer: FlatBuffer, edited: Sequence[int]) -> None:
+    """Refuse edits of other values than the main parameters.
+
+    Args:
+        buffer: the buffer, which shows the other values.
+        edited: the places of parameters that are known to be edited. Those whose `.data` was taken are
+            compared with the values that they had then.
 
     Raises:
         RuntimeError: there are edits.
     """
-    if edited and not is_taken:
+    names = [buffer.originals[index].fqn for index in edited]
+    before, buffer.data_note.before = buffer.data_note.before or {}, {}
+    for parameter in buffer.unsharded if before else ():
+        values = before.get(fqn := getattr(parameter, "fqn", ""))
+        if values is not None and not equal_values(parameter.detach(), values):
+            names.append(fqn)
+    if names:
         raise RuntimeError(
-            f"'{buffer.originals[edited[0]].fqn}' was edited in a forward, which computed with a version of "
+            f"'{names[0]}' was edited in a forward, which computed with a version of "
             "it, and versions do not change: edit main parameters between batches, or choose a method that "
             "computes with the newest weights, such as pipeline.schedule='pb'"
         )

@@ -114,15 +114,16 @@ class Runtime(Passes):
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Run the micro-batches of a batch; no code of the user runs between them.
+        """Run the micro-batches of a batch; no other forward runs between them.
 
         Where nothing is exchanged, autograd goes on adding up gradients from one backward to the next.
         """
         self.reducer.leaves_over = self.is_local and self.context.axes.everyone.size == 1
+        self.state.is_in_batch = True
         try:
             yield
         finally:
-            self.reducer.leaves_over = self.is_bare = False
+            self.reducer.leaves_over = self.is_bare = self.state.is_in_batch = False
             self.local.hide()
             for unit in self.units:
                 for gradients in unit.gradients:

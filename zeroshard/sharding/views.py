@@ -25,6 +25,11 @@ def shaped(flat: Tensor, shape: torch.Size) -> Tensor:
     return flat.view(shape)
 
 
+def equal_values(values: Tensor, others: Tensor) -> bool:
+    """True if two tensors of one shape and dtype have the same values; NaN is equal to itself."""
+    return bool(((values == others) | ((values != values) & (others != others))).all())
+
+
 def unsharded_over(view: Tensor, fqn: str, note: DataNote, class_name: str | None = None) -> nn.Parameter:
     """The unsharded parameter over a `shaped` view, with a version counter of its own.
 

@@ -39,18 +39,20 @@ class UpdateChange:
     """
 
     def __init__(self, optimizer: Optimizer, asked: str) -> None:
-        self._optimizer, self._update = optimizer, update_of(optimizer, asked)
-        self._places = {
-            id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
-        }
+        self._optimizer, self._asked = optimizer, asked
+        self._update = update_of(optimizer, asked)
+        self._places: dict[int, int] = {}
         """The place of the group of each parameter: a load puts other groups into the same places."""
 
     def of(self, parameter: ShardedParameter, weights: Tensor) -> Tensor | None:
         """Return the change of a slice; see `Change`."""
+        groups = self._optimizer.param_groups
+        if sum(len(group["params"]) for group in groups) != len(self._places):  # of a later add_param_group
+            self._update = update_of(self._optimizer, self._asked)
+            self._places = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         if (place := self._places.get(id(parameter))) is None:
             return None
-        group = self._optimizer.param_groups[place]
-        return self._update(weights, group, self._optimizer.state.get(parameter, {}))
+        return self._update(weights, groups[place], self._optimizer.state.get(parameter, {}))
 
     def noting(self, decay: float) -> AbstractContextManager[None]:
         """Note nothing: the optimizer does."""

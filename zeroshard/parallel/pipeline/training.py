@@ -194,7 +194,7 @@ class Pipelined:
             if (found := shapes_of(later)) != shapes:
                 raise ValueError(
                     f"batch {loaded}: expected the shapes of the first batch of the list, {shapes}, got "
-                    f"{found}"
+                    f"{found}: leave out a last batch that is smaller (drop_last=True of a DataLoader)"
                 )
             loaded += 1
             self._comparison.note(later)

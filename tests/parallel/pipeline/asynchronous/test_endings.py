@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 torch.manual_seed(0)
 model = nn.Sequential(*(Block() for _ in range(4)))
-last = model[3]
+first, last = model[0], model[3]
 x, y = torch.randn(16, 20), torch.randn(16, 20)
 pipeline = {"schedule": SCHEDULE, "weights": WEIGHTS, "num_microbatches": 8, "balance": "memory"}
 config = {"stage": STAGE, "mesh": {"pp": 2}, "pipeline": pipeline, "watchdog_s": 5.0}

@@ -62,10 +62,12 @@ class NotedChange:
         """Note the change of the step inside."""
         before = [buffer.main.detach().clone() for buffer in self._buffers]
         yield
+        stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         for buffer, old in zip(self._buffers, before, strict=True):
             change = torch.sub(buffer.main.detach(), old, out=old)
             for index, parameter in enumerate(buffer.sharded):
-                self._note(parameter, change[buffer.sharded_span(index).slice], decay)
+                if id(parameter) in stepped:
+                    self._note(parameter, change[buffer.sharded_span(index).slice], decay)
 
     def _note(self, parameter: ShardedParameter, change: Tensor, decay: float) -> None:
         # A state that is looked up is made, and an optimizer takes an empty one for that of a first step.

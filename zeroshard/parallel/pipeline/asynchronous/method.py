@@ -6,13 +6,19 @@ import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from torch import nn
+
 from zeroshard.config.pipeline import KEPT_WEIGHTS, NOTED_CHANGES, Pipeline
 from zeroshard.config.sections import Config
 from zeroshard.parallel.pipeline.actions import Action, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.corrections import decay_of_changes
 from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected
-from zeroshard.parallel.pipeline.asynchronous.guards import refuse_autocast, refuse_recomputation
+from zeroshard.parallel.pipeline.asynchronous.guards import (
+    refuse_autocast,
+    refuse_recomputation,
+    refuse_saved_copies,
+)
 from zeroshard.parallel.pipeline.asynchronous.versions import Delays, Versions, read_delays
 from zeroshard.parallel.pipeline.choice import full_schedule_of
 from zeroshard.sharding.runtime import Runtime
@@ -55,16 +61,20 @@ class AsynchronousMethod:
         self._change, self._corrected = change, corrected
         self.versions = Versions(runtime, change) if config.has_versions else None
         """The versions of weights; None if all actions compute with the newest ones."""
+        self._looked_at: set[nn.Module] = set()
+        """The layers for which no hooks of saved tensors were found in this list."""
         if config.chosen_weights not in KEPT_WEIGHTS:
-            refuse_recomputation(runtime.module.modules(), runtime.changes, config.chosen_weights)
-        self._device = runtime.context.device
+            layers, weights = list(runtime.module.modules()), config.chosen_weights
+            refuse_recomputation(layers, runtime.changes, weights)
+            self._looked_at = refuse_saved_copies(layers, runtime.changes, weights)
+        self._device, self._state = runtime.context.device, runtime.state
         self._delays = Delays({}, (), ())
         self._most_crossed = 0
         """The most steps between a forward and its backward on this rank, while the pipeline is full."""
         self._first = self._taken = 0
         """The steps of training before the list, and the steps of the list so far."""
-        self._has_begun = self._has_failed = False
-        """True if an action of the list has begun; true if a list has ended after that, in an exception."""
+        self._has_begun = False
+        """True if an action of the list has begun."""
 
     def prepare(self, schedule: Schedule, full: Schedule) -> None:
         """Raise the errors of `read_delays` for the lists of the config, and read the decay of changes.
@@ -94,24 +104,19 @@ class AsynchronousMethod:
             steps_taken: the steps of training before it.
 
         Raises:
-            RuntimeError: an earlier list has failed between its actions; or torch.autocast is on.
+            RuntimeError: torch.autocast is on.
         """
-        if self._has_failed:
-            raise RuntimeError(
-                "train_batch() after a list that ended in an exception between its actions: pipeline ranks "
-                "may have taken different numbers of steps, and messages may be under way. Make the engine "
-                "anew, and load the last checkpoint"
-            )
         refuse_autocast(self._device)
         self._delays, self._first, self._taken = self._read(schedule), steps_taken, 0
         self._has_begun = False
+        self._looked_at.clear()
         with ExitStack() as stack:
             if self.versions is not None:
                 stack.enter_context(self.versions.batch(self._delays))
             try:
                 yield
             except BaseException:
-                self._has_failed = self._has_begun
+                self._state.has_failed_in_list = self._has_begun
                 raise
 
     def enter(self, action: Action) -> None:

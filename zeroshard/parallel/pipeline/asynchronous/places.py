@@ -50,6 +50,9 @@ class Place:
         """
         raise NotImplementedError
 
+    def rest(self) -> None:
+        """Show the main parameters where units stay gathered: a step may call hooks of the user."""
+
     def drop(self, but: Collection[int]) -> None:
         """Drop versions that nobody uses any more."""
         for version in self._kept.keys() - but:
@@ -62,10 +65,7 @@ class Place:
     def end(self) -> None:
         """Let the units have the main parameters again."""
         self._kept = {}
-        self._show_main()
-
-    def _show_main(self) -> None:
-        raise NotImplementedError
+        self.rest()
 
 
 class Gathered(Place):
@@ -83,14 +83,16 @@ class Gathered(Place):
     def enter(self, use: Use, newest: int) -> None:
         """Let gathers start from the weights of an action; see `Place`."""
         if use.ahead and self._change is not None:
-            self._buffer.source.use((newest, use.ahead), moved(self._buffer, self._change, use.ahead))
+            self._buffer.use((newest, use.ahead), moved(self._buffer, self._change, use.ahead))
         elif use.version in (None, newest):
-            self._buffer.source.use_main()
+            self._buffer.use_main()
         else:
-            self._buffer.source.use((use.version, 0), _give(self._kept[use.version]))
+            self._buffer.use((use.version, 0), _give(self._kept[use.version]))
 
-    def _show_main(self) -> None:
-        self._buffer.source.use_main()
+    def end(self) -> None:
+        """Let the units have the main parameters again."""
+        super().end()
+        self._buffer.use_main()
 
 
 class Shown(Place):
@@ -103,13 +105,13 @@ class Shown(Place):
         else:
             self._buffer.show(self._kept[use.version])
 
+    def rest(self) -> None:
+        """Show the main parameters; see `Place`."""
+        self._buffer.show(None)
+
     def keep(self, newest: int) -> None:
         """Keep the newest version, before a step; graphs have its memory if an action has read it."""
-        self._buffer.show(None)
         self._kept[newest] = _copy(self._buffer) if self._buffer.is_stale else self._buffer.leave()
-
-    def _show_main(self) -> None:
-        self._buffer.show(None)
 
 
 class Moved(Place):
@@ -135,17 +137,22 @@ class Moved(Place):
     def begin(self, *, moves: bool) -> None:
         """Make the copy, if an action needs it."""
         self._copy, self._written = _copy(self._buffer) if moves else None, (0, 0)
-        self._buffer.show(self._copy)
+
+    def rest(self) -> None:
+        """Show the main parameters; see `Place`."""
+        self._buffer.show(None)
 
     def enter(self, use: Use, newest: int) -> None:
         """Write the weights of an action into the copy; see `Place`."""
+        self._buffer.show(self._copy)
         if self._copy is not None and self._written != (newest, use.ahead):
             write_moved(self._copy, self._buffer, self._change, use.ahead)
             self._written = newest, use.ahead
 
-    def _show_main(self) -> None:
+    def end(self) -> None:
+        """Let the units have the main parameters again."""
         self._copy = None
-        self._buffer.show(None)
+        super().end()
 
 
 def place_of(buffer: FlatBuffer, change: Change | None) -> Place:

@@ -1,0 +1,288 @@
+"""Code of the user in the middle of a list: it reads and edits weights, and calls the engine or autograd."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parallel.pipeline.asynchronous.test_endings import run, script
+from tests.parallel.pipeline.asynchronous.test_habits import assert_same, begin, state_of, train
+from tests.parallel.pipeline.asynchronous.test_reference import WIDTH, batch_of
+
+__all__ = ["run"]
+
+# ------------------------------------------------------------------------------------- reads and edits
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x.tanh())
+
+
+class Reading(Block):
+    """A layer that looks at its weight without a graph, as layers that log norms do."""
+
+    def forward(self, x):
+        self.linear.weight.data.norm()
+        return super().forward(x)
+
+
+def blocks_of(kind):
+    torch.manual_seed(0)
+    return nn.Sequential(*(kind() for _ in range(4))).double()
+
+
+def trained(kind, schedule, stage):
+    engine = begin({"schedule": schedule}, model=blocks_of(kind), stage=stage)
+    losses = train(engine, [0, 1])
+    state = state_of(engine)
+    engine.close(restore=False)
+    return losses, state
+
+
+@pytest.mark.long_where(stage=[1])
+@pytest.mark.long_where(stage=[0], schedule=["spectrain"])
+@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 0), (4, 1), (4, 3)])
+@pytest.mark.parametrize("schedule", ["lwp", "spectrain", "2bw"])
+def test_a_forward_that_reads_weights_changes_none(ranks, schedule, num_ranks, stage):
+    want = ranks(num_ranks, trained, Block, schedule, stage)
+    for found, plain in zip(ranks(num_ranks, trained, Reading, schedule, stage), want, strict=True):
+        assert found[0] == plain[0]
+        assert_same(found[1], plain[1])
+
+
+# The first pipeline rank computes with predicted weights.
+EDITS = {
+    "in place": "with torch.no_grad():\n            block.linear.bias.clamp_(-0.05, 0.05)",
+    "through data": "block.linear.bias.data.clamp_(-0.05, 0.05)",
+}
+EDIT = """
+def clamp(block, _):
+    if engine.global_step >= FIRST:
+        EDIT
+first.register_forward_pre_hook(clamp)
+engine.train_batch(x, y)
+"""
+
+
+FAST_EDITS = [(0, 2, "through data", 2), (3, 4, "in place", 0)]
+"""Stage, ranks, kind of edit, and the micro-batch from which on there are edits."""
+LONG_EDITS = [
+    (stage, num_ranks, how, first)
+    for stage, num_ranks in ((0, 2), (3, 4))
+    for how in EDITS
+    for first in (0, 2)
+    if (stage, num_ranks, how, first) not in FAST_EDITS
+]
+
+
+def check_refused(run, stage, num_ranks, how, first):
+    act = EDIT.replace("EDIT", EDITS[how]).replace("FIRST", str(first))
+    [endings] = run(script("spectrain", checkpoints=False, act=act, stage=stage), num_ranks=num_ranks)
+    found = [ending.last_line for ending in endings]
+    text = "RuntimeError: '0.linear.bias' was edited in a forward, which computed with a version of it"
+    assert any(line.startswith(text) for line in found), found
+
+
+@pytest.mark.parametrize(("stage", "num_ranks", "how", "first"), FAST_EDITS)
+def test_a_forward_that_edits_weights_that_are_no_main_parameters_is_refused(
+    run, stage, num_ranks, how, first
+):
+    """The first micro-batch is noted in another way than those behind it."""
+    check_refused(run, stage, num_ranks, how, first)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("stage", "num_ranks", "how", "first"), LONG_EDITS)
+def test_edits_of_each_kind_are_refused(run, stage, num_ranks, how, first):
+    check_refused(run, stage, num_ranks, how, first)
+
+
+def with_hook(schedule, through):
+    """A hook of the optimizer clamps the weights behind each of its steps."""
+    engine = begin({"schedule": schedule}, stage=0)
+
+    @torch.no_grad()
+    def clamp(optimizer, args, kwargs):
+        if through == "the groups":
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.clamp_(-0.2, 0.2)
+        else:
+            for parameter in engine.module.parameters():
+                parameter.data.clamp_(-0.2, 0.2)
+
+    engine.optimizer.register_step_post_hook(clamp)
+    train(engine, [0, 1])
+    state = state_of(engine)
+    engine.close(restore=False)
+    return state
+
+
+@pytest.mark.long_where(schedule=["pb", "pipemare", "spectrain"])
+@pytest.mark.parametrize("schedule", ["pb", "pipedream", "2bw", "lwp", "pipemare", "spectrain"])
+def test_a_hook_of_the_optimizer_has_the_main_parameters(ranks, schedule):
+    want = ranks(2, with_hook, schedule, "the groups")
+    for found, groups in zip(ranks(2, with_hook, schedule, "the model"), want, strict=True):
+        assert max(value.abs().max().item() for value in groups.values()) <= 0.2
+        assert_same(found, groups)
+
+
+# ------------------------------------------------------------------------------ parameters of optimizers
+
+
+def half_of(parameters):
+    return torch.optim.SGD(list(parameters)[::2], lr=0.02, momentum=0.8)
+
+
+def all_of(parameters):
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.8)
+
+
+def in_groups(schedule, adds, stage):
+    engine = begin({"schedule": schedule}, half_of if adds else all_of, stage=stage)
+    if adds:
+        held = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
+        others = [p for p in engine.module.parameters() if id(p) not in held]
+        engine.optimizer.add_param_group({"params": others})
+    losses = train(engine, [0, 1])
+    state = state_of(engine)
+    engine.close(restore=False)
+    return losses, state
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("schedule", ["lwp", "pipemare"])
+def test_parameters_that_are_added_to_the_optimizer_are_moved_too(ranks, schedule, stage):
+    want = ranks(2, in_groups, schedule, False, stage)
+    for found, plain in zip(ranks(2, in_groups, schedule, True, stage), want, strict=True):
+        assert found[0] == plain[0]
+        assert_same(found[1], plain[1])
+
+
+def states_of_half():
+    engine = begin({"schedule": "pipemare"}, half_of)
+    train(engine, [0, 1])
+    held = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
+    names = sorted({key for state in engine.optimizer.state.values() for key in state})
+    others = [p.fqn for p in engine.optimizer.state if id(p) not in held]
+    number = len(engine.optimizer.state_dict()["state"])
+    engine.close(restore=False)
+    return names, others, number == len(held)
+
+
+def test_changes_are_noted_of_the_parameters_of_the_optimizer_alone(ranks):
+    (first, last) = ranks(2, states_of_half)
+    assert first == (["mean_of_changes", "momentum_buffer"], [], True)
+    assert last == (["momentum_buffer"], [], True)
+
+
+# ---------------------------------------------------------------------------- hooks of saved tensors
+
+SAVED = """
+from torch.autograd.graph import saved_tensors_hooks
+class Copying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(20, 20)
+    def forward(self, x):
+        with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            return self.linear(x.tanh())
+torch.manual_seed(0)
+model = nn.Sequential(*(Copying() for _ in range(4)))
+engine = zeroshard.initialize(model, torch.optim.AdamW, config, loss_fn=nn.functional.mse_loss).engine
+engine.train_batch(x, y)
+"""
+
+
+def test_hooks_that_keep_the_weights_of_the_forward_are_refused_where_the_backward_has_others(run):
+    refused, trained = run(*(script(name, checkpoints=False, act=SAVED) for name in ("pb", "pipedream")))
+    assert any(
+        ending.last_line.startswith(
+            "RuntimeError: hooks of saved tensors, such as save_on_cpu, give the backward a copy of 'weight' "
+            "of Linear from its forward, where pipeline.weights='latest' has other weights"
+        )
+        for ending in refused
+    ), [ending.last_line for ending in refused]
+    assert [ending.code for ending in trained] == [0, 0]
+
+
+# ------------------------------------------------------------------------------- calls of the engine
+
+CALLS = {
+    "eval_batch()": "engine.eval_batch(x, y)",
+    "train_batch()": "engine.train_batch(x, y)",
+    "save_checkpoint()": "engine.save_checkpoint('nowhere')",
+    "load_checkpoint()": "engine.load_checkpoint('nowhere')",
+    "unsharded()": "engine.unsharded().__enter__()",
+}
+BETWEEN = """
+def batches():
+    yield x, y
+    CALL
+    yield x, y
+engine.train_batches(batches(), 2)
+"""
+
+
+@pytest.mark.long_where(call=[call for call in CALLS if call != "save_checkpoint()"])
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_in_the_middle_of_a_list_are_refused(run, call):
+    [endings] = run(script("pipedream", checkpoints=False, act=BETWEEN.replace("CALL", CALLS[call])))
+    lines = [ending.last_line for ending in endings]
+    assert any(line.startswith(f"RuntimeError: {call} inside of a batch") for line in lines), lines
+
+
+RAGGED = """
+engine.train_batches([(x, y), (x[:8], y[:8])])
+"""
+
+
+def test_a_smaller_last_batch_is_refused_with_a_remedy(run):
+    [endings] = run(script("pipedream", checkpoints=False, act=RAGGED))
+    lines = [ending.last_line for ending in endings]
+    assert any("ValueError: batch 1: expected the shapes" in line for line in lines), lines
+    assert any(line.endswith("smaller (drop_last=True of a DataLoader)") for line in lines), lines
+
+
+class FailsAtTheThird(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.02)
+        self.calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls == 3:
+            raise LookupError("no step")
+        super().step(closure)
+
+
+def calls_after_a_failure(folder):
+    engine = begin({"schedule": "pipedream"}, FailsAtTheThird)
+    with pytest.raises(LookupError, match="no step"):
+        train(engine, [0])
+    found, batch = {}, [value.double() for value in batch_of(0, 6)]
+    calls = {
+        "train_batch()": lambda: engine.train_batch(*batch),
+        "train_batches()": lambda: engine.train_batches([tuple(batch)]),
+        "eval_batch()": lambda: engine.eval_batch(*batch),
+        "save_checkpoint()": lambda: engine.save_checkpoint(folder),
+        "load_checkpoint()": lambda: engine.load_checkpoint(folder),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_after_a_list_that_failed_ranks_neither_compute_nor_save(ranks, tmp_path):
+    """They may have taken different numbers of steps."""
+    for found in ranks(2, calls_after_a_failure, tmp_path):
+        assert len(found) == 5
+        for call, message in found.items():
+            assert message.startswith(f"{call} after a list that ended in an exception between its actions")
