@@ -208,7 +208,7 @@ _MOST_ON_DEVICE = {**HOST, "device_fraction": 0.7}
 """The root stays on the device, and one block of five."""
 _WHOLE = {"parameters": "cpu", **HOST}
 _FRACTION = {**HOST, "device_fraction": 0.5}
-_FULL = ("full/parameters.py", "full/gradients.py", "sharding/buffer.py(write)")
+_FULL = ("full/parameters.py", "full/gradients.py", "sharding/source.py(write)")
 
 _add("host_stage3_one_rank", HOST, stage=3, num_ranks=1)
 _add("host_stage2_one_rank_bf16", HOST, stage=2, num_ranks=1, precision=BF16)

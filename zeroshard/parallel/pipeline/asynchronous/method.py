@@ -14,11 +14,7 @@ from zeroshard.parallel.pipeline.actions import Action, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.corrections import decay_of_changes
 from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected
-from zeroshard.parallel.pipeline.asynchronous.guards import (
-    refuse_autocast,
-    refuse_recomputation,
-    refuse_saved_copies,
-)
+from zeroshard.parallel.pipeline.asynchronous.guards import refuse_autocast, refuse_weights_of_forwards
 from zeroshard.parallel.pipeline.asynchronous.versions import Delays, Versions, read_delays
 from zeroshard.parallel.pipeline.choice import full_schedule_of
 from zeroshard.sharding.runtime import Runtime
@@ -65,8 +61,7 @@ class AsynchronousMethod:
         """The layers for which no hooks of saved tensors were found in this list."""
         if config.chosen_weights not in KEPT_WEIGHTS:
             layers, weights = list(runtime.module.modules()), config.chosen_weights
-            refuse_recomputation(layers, runtime.changes, weights)
-            self._looked_at = refuse_saved_copies(layers, runtime.changes, weights)
+            self._looked_at = refuse_weights_of_forwards(layers, runtime.changes, weights)
         self._device, self._state = runtime.context.device, runtime.state
         self._delays = Delays({}, (), ())
         self._most_crossed = 0
