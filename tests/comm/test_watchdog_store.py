@@ -39,6 +39,7 @@ def test_ranks_of_another_machine_or_network_use_the_address_of_the_master(ranks
     assert not said
 
 
+@pytest.mark.long
 def test_where_rank_0_is_out_of_reach_all_ranks_go_on_without_a_watchdog(ranks):
     """The others wait for the one that tries no longer than they wait in any collective."""
     for found, said in ranks(2, open_on_hosts, [["one"], ["other"]], "240.0.0.1", 20.0):

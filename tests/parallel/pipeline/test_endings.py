@@ -42,6 +42,7 @@ def script(act, dead):
     return textwrap.dedent(MODEL) + DIE.replace("ACT", act).replace("DEAD", str(dead))
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_in_the_middle_ends_all_others_with_their_actions(run: Forks):
     [endings] = run(script("time.sleep(1.5); os.kill(os.getpid(), signal.SIGKILL)", 3), num_ranks=4)
     assert endings[3].code == -signal.SIGKILL

@@ -230,6 +230,7 @@ def resumed(folder, pipeline, maker, stage):
     return state, noted, steps
 
 
+@pytest.mark.long_where(stage=[3], maker=["adamw"])
 @pytest.mark.long_where(maker=["plain sgd", "sgd 8-bit"])
 @pytest.mark.long_where(stage=[0], maker=["plain sgd", "adamw", "adamw 8-bit"])
 @pytest.mark.parametrize("stage", [0, 3])
