@@ -1,4 +1,4 @@
-"""Where the gathers of a flat buffer start: its main parameters, or other values in their place.
+"""The source of the gathers of a flat buffer: its main parameters, or other values in their place.
 
     main    [shard] or [total]  main dtype; always there
     copy    like main           compute dtype; where `main` lies on a tier that gathers do not read

@@ -40,19 +40,24 @@ class UpdateChange:
 
     def __init__(self, optimizer: Optimizer, asked: str) -> None:
         self._optimizer, self._asked = optimizer, asked
-        self._update = update_of(optimizer, asked)
         self._places: dict[int, int] = {}
         """The place of the group of each parameter: a load puts other groups into the same places."""
+        self._read_groups()
 
     def of(self, parameter: ShardedParameter, weights: Tensor) -> Tensor | None:
         """Return the change of a slice; see `Change`."""
         groups = self._optimizer.param_groups
-        if sum(len(group["params"]) for group in groups) != len(self._places):  # of a later add_param_group
-            self._update = update_of(self._optimizer, self._asked)
-            self._places = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+        is_known = id(parameter) in self._places
+        if not is_known and sum(len(group["params"]) for group in groups) != len(self._places):
+            self._read_groups()  # after a later add_param_group
         if (place := self._places.get(id(parameter))) is None:
             return None
         return self._update(weights, groups[place], self._optimizer.state.get(parameter, {}))
+
+    def _read_groups(self) -> None:
+        groups = self._optimizer.param_groups
+        self._update = update_of(self._optimizer, self._asked)
+        self._places = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
 
     def noting(self, decay: float) -> AbstractContextManager[None]:
         """Note nothing: the optimizer does."""
