@@ -120,17 +120,15 @@ class Stage:
         asked = Use(self._newest if use.version is None else use.version, use.ahead)
         if asked == self._loaded:
             return
-        self.show(self.main if asked.version == self._newest else self._kept[asked.version])
-        if use.ahead and (change := self._change()) is not None:
-            self._used.add_(change, alpha=use.ahead)
+        if not use.ahead:
+            self.show(self.main if asked.version == self._newest else self._kept[asked.version])
+        elif self._update is None:
+            torch.add(self.main, self.noted, alpha=use.ahead, out=self._used)
+        else:
+            [group] = self.optimizer.param_groups
+            state = self.optimizer.state.get(self.main, {})
+            self._update(self.main.detach(), group, state, use.ahead, self._used)
         self._loaded = asked
-
-    def _change(self) -> Tensor | None:
-        if self._update is None:
-            return self.noted
-        return self._update(
-            self.main, self.optimizer.param_groups[0], self.optimizer.state.get(self.main, {})
-        )
 
     def forward(self, microbatch: int, use: Use, inputs: Tensor) -> Tensor:
         """Compute the output of a micro-batch."""

@@ -35,7 +35,7 @@ from before import run_on_cpu
 from medians import Median, median_of, median_ratio
 from pipeline_clock import Clock, makespans, measure_transfer, predict
 from pipeline_engines import TORCHS, Ours, Setting, Torchs
-from pipeline_jobs import Job, Llama, Sleepers
+from pipeline_jobs import VOCABULARY, Job, Llama, Sleepers
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "varuna")
 WARM_UP = 2
@@ -53,6 +53,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--batch", type=int, default=8, help="sequences of a batch")
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="of the Llama")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--noted", type=int, default=2, help="durations are noted before each so many rounds")
     parser.add_argument("--name", help="of the JSON file in benchmarks/results")
@@ -64,7 +65,7 @@ def job_of(args: argparse.Namespace) -> Job:
     """The model and its batches."""
     if args.sleep is not None:
         return Sleepers(args.sleep / 1e3, args.blocks, args.batch)
-    return Llama(args.width, args.blocks, args.batch, args.length)
+    return Llama(args.width, args.blocks, args.batch, args.length, args.vocabulary)
 
 
 Engines = dict[tuple[str, str], Ours | Torchs]

@@ -43,7 +43,7 @@ from medians import Median, median_of, median_ratio
 from pipeline import job_of
 from pipeline_clock import Clock, makespans, measure_transfer, predict
 from pipeline_engines import adamw
-from pipeline_jobs import Job
+from pipeline_jobs import VOCABULARY, Job
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.parallel.pipeline.asynchronous.steady import steady
 
@@ -66,6 +66,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--size", type=int, default=1, help="sequences of a micro-batch")
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="of the Llama")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--noted", type=int, default=2, help="durations are noted before each so many rounds")
     parser.add_argument("--name", help="of the JSON file in benchmarks/results")

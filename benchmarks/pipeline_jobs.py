@@ -51,12 +51,16 @@ class Llama:
         num_blocks: decoder layers.
         batch: sequences of a batch.
         length: tokens of a sequence.
+        vocabulary: the words, whose logits the last chunk computes beside its blocks.
     """
 
     cuts = ("layers", "model")
 
-    def __init__(self, width: int, num_blocks: int, batch: int, length: int) -> None:
+    def __init__(
+        self, width: int, num_blocks: int, batch: int, length: int, vocabulary: int = VOCABULARY
+    ) -> None:
         self.num_blocks, self._width, self._batch, self._length = num_blocks, width, batch, length
+        self._vocabulary = vocabulary
 
     def model(self) -> transformers.LlamaForCausalLM:
         torch.manual_seed(0)
@@ -65,7 +69,7 @@ class Llama:
             intermediate_size=8 * self._width // 3,
             num_hidden_layers=self.num_blocks,
             num_attention_heads=self._width // HEAD,
-            vocab_size=VOCABULARY,
+            vocab_size=self._vocabulary,
             max_position_embeddings=self._length,
             use_cache=False,
         )
@@ -76,7 +80,7 @@ class Llama:
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(number)
-        tokens = torch.randint(VOCABULARY, (self._batch, self._length), generator=generator)
+        tokens = torch.randint(self._vocabulary, (self._batch, self._length), generator=generator)
         return tokens, tokens
 
     def named(self, inputs: Tensor) -> Any:

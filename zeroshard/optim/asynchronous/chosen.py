@@ -44,15 +44,16 @@ class UpdateChange:
         """The place of the group of each parameter: a load puts other groups into the same places."""
         self._read_groups()
 
-    def of(self, parameter: ShardedParameter, weights: Tensor) -> Tensor | None:
-        """Return the change of a slice; see `Change`."""
+    def move(self, parameter: ShardedParameter, weights: Tensor, ahead: int, out: Tensor) -> None:
+        """Write a slice some steps ahead; see `Change`."""
         groups = self._optimizer.param_groups
         is_known = id(parameter) in self._places
         if not is_known and sum(len(group["params"]) for group in groups) != len(self._places):
             self._read_groups()  # after a later add_param_group
         if (place := self._places.get(id(parameter))) is None:
-            return None
-        return self._update(weights, groups[place], self._optimizer.state.get(parameter, {}))
+            out.copy_(weights)
+        else:
+            self._update(weights, groups[place], self._optimizer.state.get(parameter, {}), ahead, out)
 
     def _read_groups(self) -> None:
         groups = self._optimizer.param_groups

@@ -1,4 +1,4 @@
-"""The next update of an optimizer, read from its momentum: the change that a step is taken to make.
+"""The next updates of an optimizer, read from its momentum: the changes that steps are taken to make.
 
     SGD         -lr v                                        v: the momentum buffer, [n], like a slice
     Adam(W)     -lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps),     and -lr * decay * w of AdamW
@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -21,12 +22,16 @@ from zeroshard.optim.eightbit import rules, states
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.rule import Rule
 
-Update = Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], Tensor | None]
-"""(weights, group, state) -> the change of the next step, like the weights; None before the first step."""
+Update = Callable[[Tensor, Mapping[str, Any], Mapping[str, Any], int, Tensor], None]
+"""(weights, group, state, ahead, out): write weights + ahead * change into `out`, which is like the weights.
+
+Before the first step the change is zero. This runs before most actions, so it allocates nothing of the size
+of the weights where the states have their dtype.
+"""
 
 
 def update_of(optimizer: Optimizer, asked: str) -> Update:
-    """Return the function that reads the next update of an optimizer.
+    """Return the function that moves weights along the next update of an optimizer.
 
     Args:
         optimizer: the optimizer.
@@ -78,35 +83,61 @@ def require_groups(
             )
 
 
-def _of_sgd(weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor | None:
+def _of_sgd(
+    weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], ahead: int, out: Tensor
+) -> None:
     velocity = state.get("momentum_buffer")
-    return None if velocity is None else velocity * -float(group["lr"])
+    if velocity is None:
+        out.copy_(weights)
+    else:
+        _sgd(weights, group, velocity, ahead, out)
 
 
-def _of_adam(weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor | None:
+def _sgd(weights: Tensor, group: Mapping[str, Any], velocity: Tensor, ahead: int, out: Tensor) -> None:
+    torch.add(weights, velocity.view_as(weights), alpha=-ahead * float(group["lr"]), out=out)
+
+
+def _of_adam(
+    weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], ahead: int, out: Tensor
+) -> None:
     if "exp_avg" not in state:
-        return None
+        out.copy_(weights)
+        return
     second = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-    return _adam(weights, group, state["exp_avg"], second, float(state["step"]))
+    _adam(weights, group, (state["exp_avg"], second), float(state["step"]), ahead, out)
 
 
-def _adam(weights: Tensor, group: Mapping[str, Any], first: Tensor, second: Tensor, step: float) -> Tensor:
-    beta1, beta2 = group["betas"]
-    lr = float(group["lr"])
-    root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
-    change: Tensor = (first / root).mul_(-lr / (1 - beta1**step))
+def _adam(
+    weights: Tensor,
+    group: Mapping[str, Any],
+    moments: tuple[Tensor, Tensor],
+    step: float,
+    ahead: int,
+    out: Tensor,
+) -> None:
+    first, second = (moment.view_as(weights) for moment in moments)
+    (beta1, beta2), rate = group["betas"], ahead * float(group["lr"])
+    root = torch.sqrt(second, out=out if out.dtype == second.dtype else None)
+    root.div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    torch.addcdiv(weights, first, root, value=-rate / (1 - beta1**step), out=out)
     if group.get("decoupled_weight_decay"):
-        change.sub_(weights, alpha=lr * group["weight_decay"])
-    return change
+        out.sub_(weights, alpha=rate * group["weight_decay"])
 
 
 def _of_codes(
-    rule: Rule, weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
-) -> Tensor | None:
+    rule: Rule,
+    weights: Tensor,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    ahead: int,
+    out: Tensor,
+) -> None:
     if not state:
-        return None
-    loaded = [one.load().view(weights.shape) for one in states.read(rule, dict(state))]
+        out.copy_(weights)
+        return
+    loaded = [one.load() for one in states.read(rule, dict(state))]
     if rule is rules.SGD:
-        return loaded[0] * -float(group["lr"])
-    first, second = loaded
-    return _adam(weights, {**group, "decoupled_weight_decay": True}, first, second, float(state["step"]))
+        _sgd(weights, group, loaded[0], ahead, out)
+    else:
+        decoupled = {**group, "decoupled_weight_decay": True}
+        _adam(weights, decoupled, (loaded[0], loaded[1]), float(state["step"]), ahead, out)

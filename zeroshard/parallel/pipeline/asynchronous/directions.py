@@ -27,8 +27,15 @@ Corrected = Callable[[int, int], AbstractContextManager[None]]
 class Change(Protocol):
     """The change of one step, of each parameter of the optimizer."""
 
-    def of(self, parameter: ShardedParameter, weights: Tensor) -> Tensor | None:
-        """Return the change of a slice, like the slice; None: it is zero."""
+    def move(self, parameter: ShardedParameter, weights: Tensor, ahead: int, out: Tensor) -> None:
+        """Write a slice of the main parameters some steps ahead, weights + ahead * change.
+
+        Args:
+            parameter: the parameter.
+            weights: its slice.
+            ahead: the number of steps.
+            out: like the slice, with memory of its own.
+        """
 
     def noting(self, decay: float) -> AbstractContextManager[None]:
         """Note the change of the step inside; `decay` is that of a mean."""
@@ -50,11 +57,13 @@ class NotedChange:
         self._optimizer, self._buffers = optimizer, buffers
         self._is_mean, self._name = is_mean, name
 
-    def of(self, parameter: ShardedParameter, weights: Tensor) -> Tensor | None:
-        """Return the change of a slice; see `Change`."""
-        state = self._optimizer.state.get(parameter, {})
-        found: Tensor | None = state.get(self._name)
-        return found
+    def move(self, parameter: ShardedParameter, weights: Tensor, ahead: int, out: Tensor) -> None:
+        """Write a slice some steps ahead; see `Change`."""
+        change: Tensor | None = self._optimizer.state.get(parameter, {}).get(self._name)
+        if change is None:
+            out.copy_(weights)
+        else:
+            torch.add(weights, change.view_as(weights), alpha=ahead, out=out)
 
     @contextmanager
     @torch.no_grad()
@@ -88,10 +97,7 @@ def moved(buffer: FlatBuffer, change: Change, ahead: int) -> Callable[[], Tensor
     @torch.no_grad()
     def compute() -> Tensor:
         values = buffer.main.detach().clone()
-        for index, parameter in enumerate(buffer.sharded):
-            weights = values[buffer.sharded_span(index).slice]
-            if weights.numel() and (step := change.of(parameter, weights)) is not None:
-                weights.add_(step.view_as(weights), alpha=ahead)
+        write_moved(values, buffer, change, ahead)
         return values
 
     return compute
@@ -99,7 +105,7 @@ def moved(buffer: FlatBuffer, change: Change, ahead: int) -> Callable[[], Tensor
 
 @torch.no_grad()
 def write_moved(target: Tensor, buffer: FlatBuffer, change: Change, ahead: int) -> None:
-    """Write the main parameters of a buffer some steps ahead, w + ahead * change, in one pass if possible.
+    """Write the main parameters of a buffer some steps ahead, w + ahead * change.
 
     Args:
         target: like the main parameters, perhaps in another dtype.
@@ -108,13 +114,12 @@ def write_moved(target: Tensor, buffer: FlatBuffer, change: Change, ahead: int) 
         ahead: the number of steps.
     """
     main = buffer.main.detach()
-    if not ahead or target.dtype != main.dtype:
-        target.copy_(moved(buffer, change, ahead)() if ahead else main)
-        return
-    for index, parameter in enumerate(buffer.sharded):
-        span = buffer.sharded_span(index).slice
-        weights, moving = main[span], target[span]
-        if weights.numel() and (step := change.of(parameter, weights)) is not None:
-            torch.add(weights, step.view_as(weights), alpha=ahead, out=moving)
-        else:
-            moving.copy_(weights)
+    if not ahead:
+        target.copy_(main)
+    elif target.dtype != main.dtype:
+        target.copy_(moved(buffer, change, ahead)())
+    else:
+        for index, parameter in enumerate(buffer.sharded):
+            span = buffer.sharded_span(index).slice
+            if target[span].numel():
+                change.move(parameter, main[span], ahead, target[span])
