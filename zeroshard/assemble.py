@@ -224,6 +224,7 @@ def read_setting(config: Config, sizes: Mapping[str, int], *, host_computes: boo
         num_threads=offload.num_threads or (None if host_computes else share_of_cores()),
         steps_in_backward=offload.step_in_backward,
         has_versions=config.pipeline.has_versions,
+        moves_weights=config.pipeline.moves_weights,
     )
 
 

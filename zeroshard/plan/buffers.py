@@ -67,6 +67,9 @@ class Setting:
     has_versions: bool = False
     """True if forwards and backwards may compute with other values than the main parameters. Then trained
     parameters that are gathered are so before each of them, at all stages, and freed after it."""
+    moves_weights: bool = False
+    """True if these values are computed from the main parameters. Where a stage frees parameters, they are
+    computed unit by unit then, also by a rank that has nothing to gather."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +237,8 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     far = tiers.parameters if is_sharded else Tier.DEVICE
     main_tier = tiers.optimizer if first.requires_grad else far
     is_cast = main != compute and main_tier is Tier.DEVICE
-    is_freed = is_sharded and (bool(gathers) or is_cast or far is not Tier.DEVICE)
+    is_computed = setting.moves_weights and first.requires_grad
+    is_freed = is_sharded and (bool(gathers) or is_cast or is_computed or far is not Tier.DEVICE)
     is_filled = bool(gathers) or is_freed or main_tier is not Tier.DEVICE
     has_versions = setting.has_versions and first.requires_grad and is_filled
     summands = SUMMANDS_OF_PARTS if originals[0].is_summed else SUMMANDS

@@ -1,10 +1,11 @@
 """The places from which the units of this rank read the weights of an action, for each buffer one.
 
 Gathered    a version is this rank's shard. The units gather it before each forward and backward, in the
-            place of the main parameters, and free it after that
+            place of the main parameters, and free it after that. Weights that are moved along a direction
+            are computed for each gather, and at stage 3 for each use by a rank that gathers nothing
 Shown       a version is whole, as nothing is gathered. The parameters are views of it, without a copy.
             A step whose weights are used behind it writes into new memory, and leaves theirs as a version
-Moved       the same for weights that are moved along a direction: all actions read one copy, which is
+Moved       the same for weights that are moved, where units stay whole: all actions read one copy, which is
             written where they differ. The weights of a forward and its backward share memory, so autograd
             finds the new ones
 """
@@ -69,7 +70,7 @@ class Place:
 
 
 class Gathered(Place):
-    """The weights of a buffer that is gathered before each action.
+    """The weights of a buffer that is gathered or computed before each action.
 
     Args:
         buffer: the buffer.
