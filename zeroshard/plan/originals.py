@@ -81,7 +81,13 @@ def computes_in_own_dtype(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm)
 
 
-def counts(original: Original, tp_rank: int, pp_rank: int) -> bool:
-    """True for the one of several ranks with the same values that counts them, as in norms."""
-    is_first = not original.holders or pp_rank == original.holders[0]
+def counts(original: Original, tp_rank: int, pp_rank: int | None = None) -> bool:
+    """True for the one of several ranks with the same values that counts them, as in norms.
+
+    Args:
+        original: the parameter.
+        tp_rank: the tensor rank.
+        pp_rank: the pipeline rank; None for one answer on each pipeline rank that holds the parameter.
+    """
+    is_first = pp_rank is None or not original.holders or pp_rank == original.holders[0]
     return is_first and (tp_rank == 0 or original.cut is not None)

@@ -144,8 +144,10 @@ class FlatBuffer:
 
     def counted(self, index: int) -> slice:
         """The part of a sharded parameter that this rank counts: each element once in a copy of the model."""
-        if not self._counts[index]:
-            return slice(0, 0)
+        return self.owned(index) if self._counts[index] else slice(0, 0)
+
+    def owned(self, index: int) -> slice:
+        """The part of a sharded parameter that the layout gives to this rank of a shard group."""
         return slice(None) if self.is_partial else self.layout.owned(index, self._context.axis.rank).slice
 
     def describe(self) -> str:

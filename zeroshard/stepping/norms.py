@@ -15,6 +15,7 @@ from zeroshard.comm import moves
 from zeroshard.comm.mesh import Axes
 from zeroshard.internals.foreach import foreach_sum_of_squares
 from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.plan.originals import counts
 from zeroshard.sharding.buffer import FlatBuffer
 
 Norms = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
@@ -71,12 +72,16 @@ class NormsOverRanks:
 
     Each rank adds up the squares of the elements that the layout gives it, at every stage alike. Parameters
     that are cut over tensor ranks are added up over these too; of others the first tensor rank counts the
-    elements.
+    elements. Pipeline ranks that hold the same parameter have its norm each, without an exchange.
     """
 
     def __init__(self, buffers: Iterable[FlatBuffer], axes: Axes) -> None:
         self._axes, self._device = (axes.dp_shard, axes.tp), axes.dp_shard.device
-        self._own = {p: buffer.counted(at) for buffer in buffers for at, p in enumerate(buffer.sharded)}
+        self._own = {
+            p: buffer.owned(at) if counts(buffer.originals[at], axes.tp.rank) else slice(0, 0)
+            for buffer in buffers
+            for at, p in enumerate(buffer.sharded)
+        }
 
     @torch.no_grad()
     def __call__(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:

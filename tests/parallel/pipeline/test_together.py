@@ -1,11 +1,14 @@
 """Pipelines together with precisions, tiers, 8-bit states, hybrid sharding, recomputation, schedules."""
 
+import functools
+
 import pytest
 import torch
 
 import zeroshard
-from tests.parallel.pipeline.runs import adamw, build, parameters_of, start, tokens_of, train
-from zeroshard.optim import AdamW8bit
+from tests.parallel.pipeline.runs import adamw, build, parameters_of, plain, start, tokens_of, train
+from zeroshard.optim import LAMB, LARS, AdamW8bit, LAMB8bit, LARS8bit, Muon
+from zeroshard.stepping.wholes import whole_shape
 
 TIED = {"transformer.wte.weight", "model.embed_tokens.weight", "lm_head.weight"}
 PIPELINE = {"pp": 2}, {"schedule": "1f1b", "num_microbatches": 2}
@@ -138,3 +141,59 @@ def test_a_schedule_of_the_learning_rate_goes_on_with_each_batch(ranks):
     for rates, steps in ranks(2, scheduled):
         assert rates == [1e-3 / 8]
         assert steps == 3
+
+
+# --------------------------------------------------------------------------------------- whole tensors
+
+
+def muon(parameters):
+    matrices, others = [], []
+    for parameter in parameters:
+        (matrices if len(whole_shape(parameter)) == 2 else others).append(parameter)
+    return Muon([{"params": matrices}, {"params": others, "use_muon": False}], lr=1e-2)
+
+
+OF_WHOLES = {
+    "LAMB": functools.partial(LAMB, lr=1e-2),
+    "LARS": functools.partial(LARS, lr=0.5, weight_decay=0.01, trust_coefficient=0.02),
+    "LAMB8bit": functools.partial(LAMB8bit, lr=1e-2, min_8bit_size=600),
+    "LARS8bit": functools.partial(LARS8bit, lr=0.5, trust_coefficient=0.02, min_8bit_size=600),
+    "Muon": muon,
+}
+
+
+@pytest.mark.long_where(stage=[1, 2])
+@pytest.mark.long_where(name=["LARS8bit", "LAMB8bit", "Muon"], stage=[0])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", OF_WHOLES)
+def test_each_holder_of_a_tied_weight_steps_it_by_the_whole(ranks, name, stage):
+    check_wholes(ranks, name, {"stage": stage})
+
+
+@pytest.mark.long_where(name=["LARS", "LARS8bit", "LAMB8bit", "Muon"])
+@pytest.mark.parametrize("name", OF_WHOLES)
+def test_each_tensor_rank_of_each_holder_steps_a_tied_weight_by_the_whole(ranks, name):
+    check_wholes(ranks, name, {"stage": 1, "mesh": {"pp": 2, "tp": 2}})
+
+
+def check_wholes(ranks, name, config):
+    make, tied = OF_WHOLES[name], {}
+    # Blocks of parts hold other elements than those of wholes; Muon iterates in bfloat16.
+    relative, absolute = {"Muon": (1e-5, 3e-3), "LAMB": (1e-6, 1e-6), "LARS": (1e-6, 1e-6)}.get(
+        name, (2e-3, 1e-2)
+    )
+    losses, _, want = plain("tied llama", range(3), make=make)
+    options = {"mesh": PIPELINE[0], "pipeline": PIPELINE[1]} | config
+    for (found, _), state in ranks(4, trained, options, make):
+        assert found == pytest.approx(losses, rel=relative)
+        for key, value in state.items():
+            if key in TIED:
+                assert torch.equal(tied.setdefault("", value), value), key
+            torch.testing.assert_close(value, want[key], rtol=0, atol=absolute, msg=key)
+
+
+def trained(config, make):
+    engine = start("tied llama", config, make)
+    found = train(engine, range(3)), parameters_of(engine)
+    engine.close(restore=False)
+    return found
