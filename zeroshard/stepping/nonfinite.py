@@ -47,11 +47,13 @@ def largest(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def describe_nonfinite(runtime: Runtime, order: float = 2.0) -> str:
-    """The message: the norm, and the first parameters with such gradients on any rank."""
+    """The message, the same on all ranks: the norm, and the first parameters with such gradients."""
     parameters = list(runtime.parameters)
     own = [p.grad is not None and not bool(p.grad.isfinite().all()) for p in parameters]
-    answer = runtime.context.axes.world.any(own, "search for gradients that are not finite")
-    names = [p.fqn for p, is_bad in zip(parameters, answer(), strict=True) if is_bad]
+    axes, label = runtime.context.axes, "search for gradients that are not finite"
+    answer = axes.everyone.any(own, label)()  # pipeline ranks hold other parameters
+    found = [p.fqn for p, is_bad in zip(parameters, answer, strict=True) if is_bad]
+    names = list(dict.fromkeys(name for part in axes.pp.all_gather_object(found, label) for name in part))
     shown = ", ".join(map(repr, names[:_NUM_SHOWN])) or "none: they are too large to be added up"
     more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
     norm = global_norm(runtime, order).item()

@@ -1,6 +1,8 @@
 """Pipelines together with precisions, tiers, 8-bit states, hybrid sharding, recomputation, schedules."""
 
 import functools
+import math
+import warnings
 
 import pytest
 import torch
@@ -109,6 +111,38 @@ def test_all_ranks_leave_out_a_step_that_overflows_on_one(ranks):
     assert others == [first] * 3
     assert first[0][:2] == (1, 0)
     assert first[1] == (1, 1, 0.5)
+
+
+def with_bad_gradients(bad, config):
+    """The message about gradients that are nan, of some parameters alone."""
+    engine = start("tied gpt", config | {"mesh": PIPELINE[0], "pipeline": PIPELINE[1]}, adamw)
+    for name, parameter in engine.module.named_parameters():
+        if name in bad:
+            parameter.register_hook(lambda gradient: gradient * math.nan)
+    told = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            train(engine, [0])
+        except RuntimeError as error:
+            told = str(error)
+    steps = engine.global_step
+    engine.close(restore=False)
+    return told + "".join(str(one.message) for one in caught), steps
+
+
+@pytest.mark.long_where(stage=[0])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    "config", [{"nonfinite": "error"}, {"precision": {"param_dtype": "fp16", "loss_scale": 8.0}}]
+)
+def test_all_ranks_name_the_gradients_that_are_not_finite(ranks, config, stage):
+    first, tied, last = "transformer.h.0.ln_1.weight", "transformer.wte.weight", "transformer.ln_f.bias"
+    for bad in ([first], [last], [first, tied, last]):
+        names = ", ".join(map(repr, sorted(bad, key=[tied, first, last].index)))
+        for told, steps in ranks(4, with_bad_gradients, bad, config | {"stage": stage}):
+            assert f"not finite are the gradients of {names}. The step was " in told
+            assert steps == 0
 
 
 # ---------------------------------------------------------------------------------- compile, schedules
