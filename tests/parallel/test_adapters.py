@@ -188,13 +188,55 @@ def refused(tp, options, text):
     ("tp", "options", "text"),
     [
         (2, {"use_dora": True}, "'base_model.model.blocks.0.up' is a Linear with an adapter, a Linear of "
-         "peft.tuners.lora.layer; expected LoRA over a Linear, or 'replicate' for the layer"),
+         "peft.tuners.lora.layer; expected LoRA without variants over a Linear, or 'replicate' for the"),
+        (2, {"kasa_config": {}}, "is a Linear with an adapter, a Linear of peft.tuners.lora.layer; expected"),
         (4, {}, "v_proj' has an adapter and is 'colwise_shared_heads'; expected no adapter there, or as many "
          "heads as ranks"),
     ],
 )  # fmt: skip
 def test_adapters_that_cannot_be_divided_are_refused(ranks, tp, options, text):
     ranks(tp, refused, tp, options, text)
+
+
+def patched_adapter(model, *, hooks):
+    layer = model.base_model.model.blocks[0].up
+    forward = layer.forward
+    if hooks:
+        layer.register_forward_hook(lambda module, args, output: 3.0 * output)
+    else:
+        layer.forward = lambda x: 3.0 * forward(x)
+    return model
+
+
+def train_whole(hooks):
+    """The error, and losses with a plan that leaves the layer whole."""
+    model, name = patched_adapter(adapted(0), hooks=hooks), "base_model.model.blocks.0"
+    plan = {f"base_model.model.{pattern}": style for pattern, style in PLAN.items()}
+    with pytest.raises(ValueError, match="tp_plan") as caught:
+        initialize(model, adamw, {"stage": 1, "mesh": {"tp": 2}}, plan)
+    plan = {f"{name}.up": "replicate", f"{name}.down": "rowwise_split_input", **plan}
+    engine, losses = initialize(model, adamw, {"stage": 1, "mesh": {"tp": 2}}, plan), []
+    for number in range(2):
+        losses.append(loss_of(engine, number))
+        engine.backward(losses[-1])
+        engine.step()
+    engine.close(restore=False)
+    return str(caught.value), [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_adapters_with_code_of_the_user_are_refused_and_right_if_whole(ranks, hooks):
+    model, want = patched_adapter(adapted(0), hooks=hooks), []
+    optimizer = adamw(model.parameters())
+    for number in range(2):
+        want.append(loss_of(model, number))
+        want[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    what = "hooks" if hooks else "a forward of its own"
+    for told, losses in ranks(2, train_whole, hooks):
+        assert f"'base_model.model.blocks.0.up' is a Linear with {what}, which would get a part" in told
+        assert losses == pytest.approx([loss.item() for loss in want], rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,9 @@ def test_layers_with_a_forward_of_their_own_are_refused_where_it_would_be_left_o
         ValueError, match=re.escape("'attention.o_proj' is a Scaled with a forward of its own")
     ):
         match(model, {"attention.o_proj": "rowwise"}, 2)
-    with pytest.raises(ValueError, match=re.escape("fewer heads (1) than mesh.tp=2 ranks and is a Scaled")):
+    with pytest.raises(
+        ValueError, match=re.escape("'attention.k_proj' is a Scaled with a forward of its own")
+    ):
         match(model, {"attention.k_proj": "colwise"}, 2)
 
 

@@ -66,10 +66,14 @@ def through_adapters(model: nn.Module, plan: Plan, num_ranks: int, *, by_sequenc
 
 def _check(name: str, module: nn.Module, base: nn.Module, style: Style) -> None:
     kinds = {attribute for attribute in ("lora_A", "lora_B") if getattr(module, attribute, None)}
-    if kinds != {"lora_A", "lora_B"} or getattr(module, "lora_magnitude_vector", None):
+    has_more = any(
+        getattr(module, attribute, None) for attribute in ("lora_magnitude_vector", "lora_variant")
+    )
+    if kinds != {"lora_A", "lora_B"} or has_more:
         raise ValueError(
             f"tp_plan: '{name}' is a {type(base).__name__} with an adapter, a {type(module).__name__} of "
-            f"{type(module).__module__}; expected LoRA over a Linear, or 'replicate' for the layer"
+            f"{type(module).__module__}; expected LoRA without variants over a Linear, or 'replicate' "
+            "for the layer"
         )
     if style.way in (Way.SHARED_COLUMNS, Way.SUMMED):
         raise ValueError(

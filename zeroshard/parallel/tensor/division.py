@@ -24,6 +24,9 @@ from zeroshard.plan.originals import Original
 from zeroshard.plan.wrapping import UnitSpec
 
 _WHOLE = Style(Way.REPLICATE)
+_TORCH, _LORA = ("torch.nn.modules.linear", "torch.nn.modules.sparse"), ("peft.tuners.lora.",)
+"""The Python modules whose forwards compute parts of outputs with parts of weights."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
@@ -58,9 +61,34 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
             else:
                 cuts = {} if style.way in WITHOUT_CUTS else dict(_cuts(name, module, style, num_ranks))
             found.append(Divided(name, module, style, cuts, parent, adapter))
+            _refuse_own_code(found[-1])
     for pattern in styles.keys() - fitting:
         raise ValueError(f"tp_plan: no module of the model is called '{pattern}'")
     return found
+
+
+def _refuse_own_code(layer: Divided) -> None:
+    """Refuse code of the user that would be left out, or see a part of the weight or of the values."""
+    module, way, name = layer.module, layer.style.way, layer.name.removesuffix(".base_layer")
+    is_table = isinstance(module, nn.Embedding)
+    is_product = way in BY_ROWS and not is_table and not is_conv1d(module)  # F.linear in place of a forward
+    known = _TORCH if is_product or way is Way.SHARED_COLUMNS else (*_TORCH, "transformers.")
+    sees_wholes = way is Way.SEQUENCE_SPLIT or (way is Way.ROWS and is_table)
+    owners = [(module, ("",) if way is Way.EXPERTS else known)]
+    for one, origins in [*owners, *([] if layer.adapter is None else [(layer.adapter, _LORA)])]:
+        is_other = "forward" in vars(one) or not type(one).forward.__module__.startswith(origins)
+        if is_other and layer.has_other_forward:
+            what = "a forward of its own"
+        elif not sees_wholes and any(getattr(one, kind) for kind in _HOOKS):
+            what = "hooks"
+        else:
+            continue
+        raise ValueError(
+            f"tp_plan: '{name}' is a {type(one).__name__} with {what}, which would get a part of the weight "
+            "or of the values on each tensor rank; expected a Linear, an Embedding or a layer of "
+            f"transformers as it is. Put '{name}': 'replicate' first in tp_plan. Then the divided layer "
+            "before it is 'colwise_gather_output', and the one after it 'rowwise_split_input'"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +278,6 @@ def _cuts(name: str, module: nn.Module, style: Style, num_ranks: int) -> Iterato
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(f"tp_plan: '{name}' has max_norm, scale_grad_by_freq or sparse, not supported")
         dims = {"weight": 1 if is_columns else 0}
-    elif not is_columns and not is_conv1d(module) and type(module).forward is not nn.Linear.forward:
-        raise ValueError(
-            f"tp_plan: '{name}' is a {type(module).__name__} with a forward of its own; expected a Linear or "
-            "a Conv1D of transformers for 'rowwise'"
-        )
     elif is_linear(module) and style.way not in (Way.PER_HEAD, Way.PACKED_ROWS):
         dims = {"weight": dim_of(module, is_columns)} | ({"bias": 0} if is_columns else {})
     else:

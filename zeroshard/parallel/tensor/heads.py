@@ -112,11 +112,6 @@ def with_heads(style: Style, name: str, module: Any, parent: nn.Module, num_rank
     unit = sections[0].unit
     num_heads = total // unit
     is_shared = style.way is Way.COLUMNS and num_heads < num_ranks and num_ranks % num_heads == 0
-    if is_shared and type(module).forward is not nn.Linear.forward:
-        raise ValueError(
-            f"tp_plan: '{name}' has fewer heads ({num_heads}) than mesh.tp={num_ranks} ranks and is a "
-            f"{type(module).__name__}; expected a Linear, of which ranks can share a head"
-        )
     return Style(Way.SHARED_COLUMNS if is_shared else style.way, sections)
 
 

@@ -1,0 +1,150 @@
+"""Layers with code of the user, which would compute with a part, are refused; left whole they are right."""
+
+import functools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from tests.parallel.runs import check_same, divided, plain
+from tests.parallel.test_divided import PLAN, adamw, build
+from zeroshard.parallel.tensor.division import match
+
+
+class Ternary(nn.Linear):
+    """A layer with a statistic of its whole weight, as of BitNet."""
+
+    def forward(self, x):
+        weight = self.weight.sign() * self.weight.abs().mean()
+        return F.linear(x, self.weight + (weight - self.weight).detach(), self.bias)
+
+
+class Centred(nn.Embedding):
+    """An embedding whose rows have the mean 0."""
+
+    def forward(self, tokens):
+        return F.embedding(tokens, self.weight - self.weight.mean(0))
+
+
+class Same(nn.Linear):
+    """A subclass without a forward."""
+
+
+def of_class(cls, layer):
+    layer.__class__ = cls
+
+
+def patched(layer):
+    forward = layer.forward
+    layer.forward = lambda x: 3.0 * forward(x)
+
+
+def hooked(layer):
+    layer.register_forward_hook(
+        lambda module, args, output: output / (1.0 + output.abs().amax(-1, keepdim=True))
+    )
+
+
+def hooked_before(layer):
+    layer.register_forward_pre_hook(lambda module, args: args[0] - args[0].mean(-1, keepdim=True))
+
+
+def hooked_after(layer):
+    layer.register_full_backward_hook(lambda module, given, gained: None)
+
+
+ternary, centred, same = (functools.partial(of_class, cls) for cls in (Ternary, Centred, Same))
+UP = {"blocks.0.up": "replicate", "blocks.0.down": "rowwise_split_input"}
+DOWN = {"blocks.0.down": "replicate", "blocks.0.up": "colwise_gather_output"}
+TABLE = {"tokens": "replicate", "head": "replicate"}
+"""Plans that leave a layer whole, as the errors say, by the layer."""
+CASES = {
+    "a statistic of columns": ("blocks.0.up", ternary, UP, "a Ternary with a forward of its own"),
+    "a statistic of rows": ("blocks.0.down", ternary, DOWN, "a Ternary with a forward of its own"),
+    "a patch of columns": ("blocks.0.up", patched, UP, "a Linear with a forward of its own"),
+    "a patch of rows": ("blocks.0.down", patched, DOWN, "a Linear with a forward of its own"),
+    "a hook of columns": ("blocks.0.up", hooked, UP, "a Linear with hooks"),
+    "a hook before rows": ("blocks.0.down", hooked_before, DOWN, "a Linear with hooks"),
+    "a statistic of tokens": ("tokens", centred, TABLE, "a Centred with a forward of its own"),
+    "a patch of the head": ("head", patched, TABLE, "a Linear with a forward of its own"),
+}
+
+
+def changing(case):
+    name, change, *_ = CASES[case]
+    return lambda model: change(model.get_submodule(name))
+
+
+def told_and_trained(case, stage):
+    """The error, and a run with the plan that it asks for."""
+    config = {"stage": stage, "mesh": {"tp": 2}}
+    with pytest.raises(ValueError, match="tp_plan") as caught:
+        divided(config, adamw, changing(case))
+    plan = CASES[case][2]
+    return str(caught.value), divided(config, adamw, changing(case), plan=plan | PLAN | plan)
+
+
+@pytest.mark.long_where(case=["a patch of columns", "a patch of rows", "a patch of the head"], stage=[1])
+@pytest.mark.long_where(stage=[3])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_code_of_the_user_is_refused_and_right_in_a_whole_layer(ranks, case, stage):
+    name, _, _, what = CASES[case]
+    found = ranks(2, told_and_trained, case, stage)
+    want = plain(adamw, changing(case))
+    check_same([run for _, run in found])
+    for told, run in found:
+        assert told.startswith(f"tp_plan: '{name}' is {what}, which would get a part of the weight or of the")
+        assert f"Put '{name}': 'replicate' first in tp_plan. Then the divided layer before it is" in told
+        assert run.losses == pytest.approx(want.losses, rel=1e-9)
+        for key, value in run.state.items():
+            torch.testing.assert_close(value, want.state[key], rtol=0, atol=1e-8, msg=key)
+
+
+@pytest.mark.parametrize(
+    "word", ["colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input"]
+)
+@pytest.mark.parametrize("change", [patched, hooked, hooked_before, hooked_after, ternary, same])
+def test_all_ways_to_divide_a_layer_refuse_the_same(change, word):
+    model = build(0)
+    change(model.blocks[0].up)
+    if change is same:
+        assert match(model, {"blocks.*.up": word}, 2)
+    else:
+        with pytest.raises(ValueError, match=re.escape("'blocks.0.up' is a ")):
+            match(model, {"blocks.*.up": word}, 2)
+
+
+def test_hooks_of_an_embedding_by_tokens_see_whole_values():
+    """Such as those of enable_input_require_grads()."""
+    model = build(0)
+    model.tokens.register_forward_hook(lambda module, args, output: output.requires_grad_())
+    assert match(model, {"tokens": "rowwise"}, 2)
+
+
+def test_forwards_of_transformers_are_known():
+    conv = nn.ModuleDict({"inner": Conv1D(24, 8), "outer": Conv1D(8, 24)})
+    assert match(conv, {"inner": "colwise", "outer": "rowwise"}, 2)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
+    config = transformers.Gemma3TextConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    model = transformers.Gemma3ForCausalLM(config)
+    assert match(model, {"model.embed_tokens": "rowwise"}, 2)
+    patched(model.model.embed_tokens)
+    with pytest.raises(
+        ValueError, match=re.escape("'model.embed_tokens' is a Gemma3TextScaledWordEmbedding")
+    ):
+        match(model, {"model.embed_tokens": "rowwise"}, 2)
+
+
+def one_rank(case):
+    return divided({"stage": 1}, adamw, changing(case)).losses
+
+
+def test_without_tensor_ranks_nothing_is_refused(ranks):
+    assert ranks(1, one_rank, "a statistic of columns")[0] == pytest.approx(
+        plain(adamw, changing("a statistic of columns")).losses
+    )
