@@ -30,7 +30,7 @@ from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompu
 from zeroshard.guards.additions import guard_additions
 from zeroshard.guards.copies import guard_copies
 from zeroshard.guards.inputs import guard_inputs
-from zeroshard.guards.merges import guard_merges
+from zeroshard.guards.methods import guard_methods
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
 from zeroshard.lazy.recording import refuse_recording
@@ -162,7 +162,7 @@ def shard_over(
     guard_copies(runtime)
     guard_additions(runtime)
     guard_inputs(runtime)
-    guard_merges(runtime)
+    guard_methods(runtime)
     refuse_wrappers(module.modules(), changes.set)
     return runtime, replacements
 

@@ -18,14 +18,7 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.data.losses import LossFunction, check_loss
 from zeroshard.deepspeed.habits import DeepSpeedNames
-from zeroshard.forwards.methods import (
-    EnginesOwn,
-    NotSharded,
-    WholeOnly,
-    as_forward,
-    held_unsharded,
-    register_method_of_part,
-)
+from zeroshard.forwards.methods import EnginesOwn, as_forward, held_unsharded, register_method_of_part
 from zeroshard.internals.autograd import outside_transforms
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import cast_inputs
@@ -92,12 +85,6 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
                 self._early = EarlySteps(parts.runtime, parts.optimizer, steps, self._halfway)
         refuse_wrappers([self], object.__setattr__)
         parts.runtime.changes.set(module, "zero_grad", EnginesOwn(self, module, "zero_grad"))
-        if hasattr(module, "save_pretrained"):
-            whole_only = WholeOnly(parts.runtime, module, "save_pretrained")
-            parts.runtime.changes.set(module, "save_pretrained", whole_only)
-        if hasattr(type(module), "resize_token_embeddings"):  # peft hands on the method of the model inside
-            refused = NotSharded(module, "resize_token_embeddings")
-            parts.runtime.changes.set(module, "resize_token_embeddings", refused)
 
     def _pipelined(self, part: Part, parts: Parts) -> Pipelined:
         trained = [buffer for buffer in parts.runtime.buffers if buffer.trainable]

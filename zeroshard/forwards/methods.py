@@ -15,6 +15,7 @@ from torch import nn
 from zeroshard.forwards.casts import casting
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.nested import cast_inputs
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 
@@ -117,32 +118,26 @@ class _InPlace:
         return types.MethodType(getattr(type(module), self._name), memo.get(id(module), module))
 
 
-class WholeOnly(_InPlace):
-    """A method of a model that would take slices for its parameters: it runs only on whole ones."""
+class OnWholes(_InPlace):
+    """A method of a model that would take slices for its parameters: it runs on whole ones, or never.
 
-    def __init__(self, runtime: Runtime, module: nn.Module, name: str) -> None:
+    Args:
+        module, name: the model and the name of the method.
+        refusal: the message of the error.
+        is_ever_right: False refuses the method for whole parameters, too, unless it is given a state_dict.
+    """
+
+    def __init__(self, module: nn.Module, name: str, refusal: str, *, is_ever_right: bool) -> None:
         super().__init__(module, name)
-        self._runtime = weakref.ref(runtime)
+        self._refusal, self._is_ever_right = refusal, is_ever_right
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        runtime = self._runtime()
-        is_shown = runtime is None or any(unit.slots.is_shown for unit in runtime.units)
-        if not is_shown and kwargs.get("state_dict") is None:
-            raise RuntimeError(
-                f"{self._name}() of the sharded model sees only this rank's slices: call "
-                f"engine.{self._name}(), or call it under engine.unsharded()"
-            )
+        module = self._module()
+        assert module is not None, "it is being called"
+        has_slices = any(isinstance(parameter, ShardedParameter) for parameter in module.parameters())
+        if kwargs.get("state_dict") is None and (has_slices or not self._is_ever_right):
+            raise RuntimeError(self._refusal)
         return self._original(*args, **kwargs)
-
-
-class NotSharded(_InPlace):
-    """A method of a model that would give parameters other shapes: refused."""
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError(
-            f"{self._name}() would replace parameters of a sharded model: call it before initialize. For a "
-            f"sharded model call engine.close() on all ranks, then {self._name}(), then initialize again"
-        )
 
 
 class EnginesOwn(_InPlace):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections import OrderedDict
 from typing import Any, ClassVar, Self
@@ -29,6 +30,11 @@ class SavedSlices(OrderedDict[str, Any]):
         plain = OrderedDict(self)
         plain.__dict__.update(self.__dict__)
         return plain.__reduce_ex__(protocol)
+
+    def items(self) -> Any:
+        if sys._getframe(1).f_code.co_name == "_find_shared_tensors":  # of safetensors, before it writes
+            warnings.warn(self.warning, stacklevel=6)  # the caller of save_file
+        return super().items()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = type(self)((name, copy.deepcopy(value, memo)) for name, value in self.items())
