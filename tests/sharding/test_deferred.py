@@ -90,6 +90,21 @@ class MetaParts(nn.Module):
         self.last = nn.Linear(4, 2)
 
 
+class Placed(nn.Module):
+    """Tensors that are made where others are, or moved there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = nn.Linear(4, 4).weight
+        self.asked = str(weight.device), weight.is_cpu, weight.is_meta, weight.get_device()
+        self.beside = nn.Linear(4, 4, device=weight.device)
+        self.moved = nn.Linear(4, 4).to(weight.device, torch.bfloat16)
+        self.copied = nn.Parameter(weight.detach().to(device="cpu", copy=True).double())
+        self.register_buffer("counts", torch.arange(4, device=weight.device))
+        self.register_buffer("number", torch.tensor(2.5).to(weight.device))
+        self.sum = weight.detach().cpu().numpy().sum()
+
+
 def tensors(model: nn.Module) -> dict[str, Tensor]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     return {name: values_of(tensor) for name, tensor in named}
@@ -106,7 +121,7 @@ def both(make: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
     return plain, deferred
 
 
-@pytest.mark.parametrize("make", [Layers, Inits, Buffers, MetaParts])
+@pytest.mark.parametrize("make", [Layers, Inits, Buffers, MetaParts, Placed])
 def test_deferred_values_are_those_of_an_ordinary_init_to_the_bit(make):
     plain, deferred = both(make)
     assert all(parameter.is_meta for parameter in deferred.parameters())
@@ -116,7 +131,7 @@ def test_deferred_values_are_those_of_an_ordinary_init_to_the_bit(make):
         torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("make", [Layers, Inits, Buffers, MetaParts])
+@pytest.mark.parametrize("make", [Layers, Inits, Buffers, MetaParts, Placed])
 def test_a_copy_has_the_values_of_its_model(make):
     plain, deferred = both(make)
     twin = copy.deepcopy(deferred)
@@ -300,6 +315,36 @@ def test_a_model_may_be_changed_in_a_block_of_its_own():
     check_values(twin)
     assert not values_of(twin.a.weight).any()
     assert torch.equal(values_of(deferred.a.weight), plain.a.weight)
+
+
+def test_tensors_without_memory_answer_as_those_of_an_ordinary_init():
+    plain, deferred = both(Placed)
+    assert deferred.asked == plain.asked == ("cpu", True, False, -1)
+    assert deferred.sum == plain.sum
+    assert deferred.beside.weight.device.type == "meta"
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("options", [{"mean_resizing": False}, {"pad_to_multiple_of": 8}])
+def test_tokens_are_added_to_a_model_without_memory(tmp_path, is_tied, options):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"vocab_size": 30, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = LlamaConfig(**shape, num_attention_heads=2, tie_word_embeddings=is_tied)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    plain = LlamaForCausalLM.from_pretrained(tmp_path)
+    deferred = zeroshard.from_pretrained(LlamaForCausalLM, str(tmp_path))
+    for model, block in ((plain, torch.no_grad()), (deferred, zeroshard.deferred_init())):
+        torch.manual_seed(1)
+        with block:
+            model.resize_token_embeddings(37, **options)
+    check_values(deferred)
+    assert (deferred.lm_head.weight is deferred.model.embed_tokens.weight) == is_tied
+    expected = dict(plain.named_parameters())
+    for name, parameter in deferred.named_parameters():
+        assert parameter.device.type == "meta"
+        torch.testing.assert_close(values_of(parameter), expected[name], rtol=0, atol=0)
 
 
 def test_a_change_between_two_blocks_is_refused_by_name():

@@ -96,8 +96,9 @@ class Op:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """True if a tensor is on a device; `is_meta` answers something else while a model is recorded."""
-    return tensor.device.type != "meta"
+    """True if a tensor is on a device, also while a model is recorded (see `recording._AsOnCPU`)."""
+    with torch._C.DisableTorchFunction():
+        return tensor.device.type != "meta"
 
 
 def deferred_of(tensor: Tensor) -> Deferred | None:

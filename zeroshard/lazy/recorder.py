@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, draw: bool, adopts_meta: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._draw, self._adopts_meta = draw, adopts_meta
+        self._draw, self.adopts_meta = draw, adopts_meta
         self._seen: dict[int, nn.Parameter | None] = {}
         """The parameters of earlier recordings that an operation had, by id; None: changed in between."""
 
@@ -75,16 +75,16 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def changed(self, draw: bool, adopts_meta: bool) -> Iterator[None]:
         """Draw random numbers and adopt meta tensors, or not, for a while."""
-        before = self._draw, self._adopts_meta
-        self._draw, self._adopts_meta = draw, adopts_meta
+        before = self._draw, self.adopts_meta
+        self._draw, self.adopts_meta = draw, adopts_meta
         try:
             yield
         finally:
-            self._draw, self._adopts_meta = before
+            self._draw, self.adopts_meta = before
 
     def takes(self, tensor: Tensor) -> bool:
         """True if the operations on a tensor are recorded."""
-        return not has_memory(tensor) and (self._adopts_meta or deferred_of(tensor) is not None)
+        return not has_memory(tensor) and (self.adopts_meta or deferred_of(tensor) is not None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
             like = func(*args, **kwargs | {"device": _META})
             func, args, tensors = _EMPTY, (like.shape, like.stride()), []
             kwargs = {"dtype": like.dtype, "device": _CPU}
-        is_wanted = device in _DEFERRED or (self._adopts_meta and device == _META)
+        is_wanted = device in _DEFERRED or (self.adopts_meta and device == _META)
         is_made = not tensors and _has_device(func) and is_wanted
         if not is_made and not any(map(self.takes, tensors)):
             return func(*args, **kwargs)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 from torch.nn.modules.module import (
@@ -17,11 +18,15 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from zeroshard.internals import pytree
 from zeroshard.lazy.copies import guard_copies
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.recorder import Recorder
 
+_META, _CPU = torch.device("meta"), torch.device("cpu")
 _GET_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_DEVICES = {Tensor.device.__get__: _CPU, Tensor.is_cpu.__get__: True}  # type: ignore[attr-defined]
+"""The answers to questions about the device."""
 
 
 @contextmanager
@@ -108,12 +113,16 @@ def recording(*, draw: bool, adopts_meta: bool = True) -> Iterator[None]:
             yield
     else:
         recorder = Recorder(draw, adopts_meta)
-        with _watch_modules(recorder), _NothingIsMeta(recorder), recorder:
+        with _watch_modules(recorder), _AsOnCPU(recorder), recorder:
             yield
 
 
-class _NothingIsMeta(TorchFunctionMode):
-    """Hides `is_meta` from the model: trunc_normal_ of torch 2.15 leaves a meta tensor as it is."""
+class _AsOnCPU(TorchFunctionMode):
+    """Lets deferred tensors answer as an ordinary init's would, which have memory on the CPU.
+
+    Code makes tensors on the device of others, `device=weight.device`, and moves some there; trunc_normal_ of
+    torch 2.15 leaves a tensor as it is whose `is_meta` is true.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -122,6 +131,16 @@ class _NothingIsMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func == _GET_IS_META and self._recorder.takes(args[0]):
+        recorder = self._recorder
+        if func == _GET_IS_META and recorder.takes(args[0]):
             return False
+        # transformers looks for meta tensors while it loads, and from_pretrained adopts them.
+        if not recorder.adopts_meta and (func in _DEVICES or func is Tensor.to) and recorder.takes(args[0]):
+            if func in _DEVICES:
+                return _DEVICES[func]
+            args, kwargs = pytree.tree_map_only((str, torch.device), _as_meta, (args, kwargs))
         return func(*args, **(kwargs or {}))
+
+
+def _as_meta(device: str | torch.device) -> str | torch.device:
+    return _META if torch.device(device) == _CPU else device
