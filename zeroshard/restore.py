@@ -8,6 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from zeroshard.forwards.composed import form_of
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.attributes import carry_attributes
 from zeroshard.parameters.original import revive
@@ -34,8 +35,8 @@ def restore(runtime: Runtime) -> None:
 
     They are the objects that the module had before it was sharded, of full shape, in the main dtype and on
     the device of the runtime; those from the meta device are new objects. The engine keeps frozen ones in the
-    compute dtype; they come in the main dtype, too, so that a plain forward works. One unit is gathered at a
-    time.
+    compute dtype; they come in the main dtype, too, so that a plain forward works. With weights of torchao
+    all come in the dtypes that they had: such weights compute in one dtype. One unit is gathered at a time.
 
     Raises:
         RuntimeError: a forward, a backward or `unsharded()` is running; or a parameter was replaced on any
@@ -47,11 +48,12 @@ def restore(runtime: Runtime) -> None:
     _check_replaced(runtime)
     runtime.drop_deferred()
     runtime.put_away()
+    in_own = any(form_of(layer) is not None for layer in runtime.module.modules())
     for unit in runtime.units:
         for buffer in unit.buffers:
             views = gather_wholes(buffer, runtime.context.axes.tp)
             for original, sharded, view in zip(buffer.originals, buffer.sharded, views, strict=True):
-                _give_back(original, sharded, view.to(_dtype_of(original, view, runtime), copy=True))
+                _give_back(original, sharded, view.to(_dtype_of(original, view, runtime, in_own), copy=True))
     release(
         runtime,
         "belongs to an engine that was closed, and its model has the whole parameter again: make a new "
@@ -112,9 +114,9 @@ def _replaced(unit: Unit) -> Iterator[str]:
                     yield original.fqn
 
 
-def _dtype_of(original: Original, view: Tensor, runtime: Runtime) -> torch.dtype:
-    if original.is_packed:
-        return view.dtype
+def _dtype_of(original: Original, view: Tensor, runtime: Runtime, in_own: bool) -> torch.dtype:
+    if in_own or original.is_packed:
+        return view.dtype if original.is_packed else original.parameter.dtype
     main = runtime.context.setting.dtypes.main_dtype or torch.promote_types(
         original.parameter.dtype, torch.float32
     )

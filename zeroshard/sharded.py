@@ -101,8 +101,9 @@ class ShardedCalls(NotCopied):
         """Make the model an ordinary module again; collective. A second call does nothing.
 
         The model has its original parameters again, with the trained values, whole on every rank, in the
-        main dtype. Hooks are gone and methods are its own. It may be used as it is, or given to `initialize`
-        or `shard` again. Gradients are dropped. The optimizer cannot step any more: its states are of slices.
+        main dtype; with weights of torchao, in the dtypes that they had. Hooks are gone and methods are its
+        own. It may be used as it is, or given to `initialize` or `shard` again. Gradients are dropped. The
+        optimizer cannot step any more: its states are of slices.
 
         Args:
             restore: False only gives back memory and waits for no other rank. The model cannot be used then.

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zeroshard
+from tests.distributed.training import STAGES
 from tests.sharding.test_quantized import adamw, llama, plain, same_state, train
 from zeroshard.hf.export import export_checkpoint
 from zeroshard.hf.format import Format
@@ -169,6 +170,33 @@ def given_again():
 def test_an_engine_goes_on_if_its_model_is_given_again_and_may_be_closed_without_weights(ranks):
     want = plain(build("int8"), range(3), 2)
     assert ranks(2, given_again) == [want, want]
+
+
+def closed_in_bfloat16(kind, stage):
+    torch.manual_seed(0)
+    layers = nn.Embedding(9, 32), nn.Linear(32, 32, bias=False), nn.Linear(32, 3)
+    model = nn.Sequential(*layers).bfloat16().requires_grad_(False)
+    model[1].weight = nn.Parameter(MAKES[kind](model[1].weight), requires_grad=False)
+    model[2].requires_grad_(True)
+    before = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    tokens = torch.arange(6)
+    hidden = model[:2](tokens)
+    engine = zeroshard.initialize(
+        model, torch.optim.SGD(model[2].parameters(), lr=0.1), {"stage": stage}
+    ).engine
+    engine.backward(engine(tokens).float().square().mean())
+    engine.step()
+    head = [engine.full_parameter(f"2.{name}").bfloat16() for name in ("weight", "bias")]
+    engine.close()
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == before
+    return torch.equal(model(tokens), F.linear(hidden, *head))
+
+
+@pytest.mark.parametrize("kind", MAKES)
+@pytest.mark.long_where(kind=LONG)
+def test_a_closed_model_in_bfloat16_computes_with_its_codes(ranks, kind):
+    for stage in STAGES:
+        assert ranks(2, closed_in_bfloat16, kind, stage) == [True, True]
 
 
 def with_options(kind, config):

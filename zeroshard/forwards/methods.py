@@ -8,7 +8,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -132,9 +132,8 @@ class OnWholes(_InPlace):
         self._refusal, self._is_ever_right = refusal, is_ever_right
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        assert module is not None, "it is being called"
-        has_slices = any(isinstance(parameter, ShardedParameter) for parameter in module.parameters())
+        parameters = cast(nn.Module, self._module()).parameters()
+        has_slices = any(isinstance(parameter, ShardedParameter) for parameter in parameters)
         if kwargs.get("state_dict") is None and (has_slices or not self._is_ever_right):
             raise RuntimeError(self._refusal)
         return self._original(*args, **kwargs)

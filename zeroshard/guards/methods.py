@@ -22,8 +22,8 @@ def guard_methods(runtime: Runtime) -> None:
     for path, module in runtime.module.named_modules():
         for name in (*_REPLACE, *_EDIT, *_READ):
             if hasattr(type(module), name):  # peft hands on the methods of the model inside
-                refusal, runs = _describe(name, path, is_divided), name not in _REPLACE
-                runs = runs and not (name in _READ and is_divided)
+                refusal = _describe(name, path, is_divided)
+                runs = name in _EDIT or (name in _READ and not is_divided)
                 runtime.changes.set(module, name, OnWholes(module, name, refusal, is_ever_right=runs))
         base = module._modules.get("base_layer")
         if isinstance(base, nn.Module) and has_codes(base):
