@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.files import as_folder
-from zeroshard.checkpoint.tensors import TensorSlice
 from zeroshard.comm.agreed import on_all, on_first
+from zeroshard.full.parts import Named, collect
 from zeroshard.hf.format import Format
-from zeroshard.hf.parts import collect
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.wholes import gather_wholes
 
-_Written = dict[str, dict[str, str]]
-"""By adapter and name in its file, the name in the model's state_dict()."""
+_Written = dict[str, dict[str, list[str]]]
+"""By adapter and name in its file, all names of the tensor in the model's state_dict()."""
 
 
 def has_adapters(module: Any) -> bool:
@@ -49,7 +48,9 @@ def export_adapters(runtime: Runtime, dir: object, how: Format) -> None:
     whole = _join(module, parts)
     own, before = _names_in(parts[axes.pp.rank : axes.pp.rank + 1]), _names_in(parts[: axes.pp.rank])
     pieces = collect(axes, _gather(runtime, own - before, how.dtype))
-    adapters = {piece.name: piece.data.view(piece.shape).cpu() for piece in pieces}
+    firsts = {name: values.cpu().contiguous() for name, values in pieces}
+    every = [known for part in parts for names in part.values() for known in names.values()]
+    adapters = {name: firsts[known[0]] for known in every for name in known if known[0] in firsts}
 
     def write() -> None:
         module.save_pretrained(str(folder), state_dict=adapters)
@@ -65,7 +66,9 @@ def _select(module: Any) -> _Written:
     from peft import get_peft_model_state_dict
 
     state = module.state_dict(keep_vars=True)
-    names = {id(value): name for name, value in state.items()}
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(id(value), []).append(name)
     selected: _Written = {}
     for adapter, config in module.peft_config.items():
         if config.is_prompt_learning:
@@ -89,8 +92,8 @@ def _join(module: Any, parts: Sequence[_Written]) -> _Written:
 
 
 def _names_in(parts: Sequence[_Written]) -> set[str]:
-    """Return the names in the model's state_dict() that some parts have."""
-    return {name for part in parts for names in part.values() for name in names.values()}
+    """Return the first names in the model's state_dict() of the tensors that some parts have."""
+    return {known[0] for part in parts for names in part.values() for known in names.values()}
 
 
 def _computed(module: Any, adapter: str) -> ValueError:
@@ -100,31 +103,27 @@ def _computed(module: Any, adapter: str) -> ValueError:
     )
 
 
-def _gather(runtime: Runtime, wanted: Collection[str], dtype: torch.dtype | None) -> Iterator[TensorSlice]:
+def _gather(runtime: Runtime, wanted: Collection[str], dtype: torch.dtype | None) -> Iterator[Named]:
     """Yield full tensors by their names in state_dict(), on the first rank of a part; nothing on others."""
     state = runtime.module.state_dict(keep_vars=True)
-    names = {id(state[name]): name for name in sorted(wanted)}
+    names = {id(state[name]): name for name in wanted}
     axes = runtime.context.axes
     is_first = axes.everyone.rank == 0
     sharded_ones = set(map(id, runtime.parameters))
     for number, name in names.items() if is_first else ():
         if number not in sharded_ones:
-            yield _piece(name, state[name].detach())
+            yield Named(name, state[name].detach())
     for buffer in runtime.buffers:
         if names.keys().isdisjoint(map(id, buffer.sharded)):
             continue
         views = gather_wholes(buffer, axes.tp)
         for sharded, view in zip(buffer.sharded, views if is_first else (), strict=is_first):
             if (own := names.get(id(sharded))) is not None:
-                yield _piece(own, view.to("cpu", dtype or view.dtype, copy=True))
-
-
-def _piece(name: str, values: Tensor) -> TensorSlice:
-    return TensorSlice(name, tuple(values.shape), 0, values.reshape(-1))
+                yield Named(own, view.to("cpu", dtype or view.dtype, copy=True))
 
 
 def _complete(
-    module: Any, adapter: str, names: Mapping[str, str], tensors: Mapping[str, Tensor], folder: Path
+    module: Any, adapter: str, names: Mapping[str, list[str]], tensors: Mapping[str, Tensor], folder: Path
 ) -> None:
     """Write the file of an adapter again if peft has left tensors out: it looks for some modules by class.
 
@@ -145,5 +144,5 @@ def _complete(
             f"ranks hold its '{missing[0]}', got a {type(module).__name__}"
         )
     place = folder if adapter == "default" else folder / adapter
-    whole = {name: tensors[source].contiguous() for name, source in names.items()}
+    whole = {name: tensors[known[0]].contiguous() for name, known in names.items()}
     save_file(whole, place / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})

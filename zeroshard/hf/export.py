@@ -24,8 +24,8 @@ from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name,
 from zeroshard.comm.agreed import on_all, on_first
 from zeroshard.comm.mesh import Axes
 from zeroshard.forwards.composed import is_wrapper
+from zeroshard.full.parts import Named, collect
 from zeroshard.hf.format import Format
-from zeroshard.hf.parts import collect
 from zeroshard.hf.weights import check_folder, write_weights
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.originals import is_packed
@@ -69,6 +69,9 @@ def write_model(folder: Path, weights: Weights, slices: Iterator[TensorSlice], h
         config = dict(weights.model["config"])
         if weights.dtype is not None:
             config["dtype"] = dtype_name(weights.dtype)
+        tied = weights.model.get("tied", {}).keys()
+        if tied and tied <= weights.parameters.keys():  # each has a weight of its own by now
+            config["tie_word_embeddings"] = False
         _write_json(folder / "config.json", config)
     if "generation_config" in weights.model:
         _write_json(folder / "generation_config.json", weights.model["generation_config"])
@@ -246,18 +249,25 @@ def _gather(
 ) -> Iterator[TensorSlice]:
     """Yield the full tensors of all parts on rank 0, their parameters first; nothing on other ranks."""
     axes = runtime.context.axes
-    yield from collect(axes, chain.from_iterable(_gather_buffer(b, names, axes) for b in runtime.buffers))
+    parameters = chain.from_iterable(_gather_buffer(b, names, axes) for b in runtime.buffers)
     state = read_model(runtime)
     others = (state.buffers | state.ignored).items() if axes.everyone.rank == 0 else ()
-    slices = (TensorSlice(name, tuple(value.shape), 0, value.reshape(-1)) for name, value in others)
-    yield from collect(axes, (one for one in slices if one.name in buffers and one.data.numel()))
+    own = (Named(name, value) for name, value in others if name in buffers and value.numel())
+    for source in (parameters, own):
+        # map, unlike a loop, does not hold the last tensor while the next one is gathered.
+        yield from map(whole_slice, collect(axes, source))
 
 
-def _gather_buffer(buffer: FlatBuffer, names: Mapping[str, list[str]], axes: Axes) -> Iterator[TensorSlice]:
+def _gather_buffer(buffer: FlatBuffer, names: Mapping[str, list[str]], axes: Axes) -> Iterator[Named]:
     is_first, views = axes.everyone.rank == 0, gather_wholes(buffer, axes.tp)
     for sharded, view in zip(buffer.sharded, views if is_first else (), strict=is_first):
         for name in names.get(sharded.fqn, ()) if view.numel() else ():
-            yield TensorSlice(name, tuple(view.shape), 0, view.view(-1))
+            yield Named(name, view)
+
+
+def whole_slice(named: Named) -> TensorSlice:
+    """All of a tensor."""
+    return TensorSlice(named.name, tuple(named.values.shape), 0, named.values.reshape(-1))
 
 
 def info_of(tensor: Tensor | StoredTensor) -> TensorInfo:

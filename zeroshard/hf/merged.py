@@ -15,7 +15,7 @@ from zeroshard.checkpoint.tensors import TensorSlice, read_model
 from zeroshard.comm.agreed import on_all, on_first
 from zeroshard.forwards.quantized import names_beside
 from zeroshard.full.parts import Named, collect
-from zeroshard.hf.export import Weights, cast, info_of, join, write_model
+from zeroshard.hf.export import Weights, cast, info_of, join, whole_slice, write_model
 from zeroshard.hf.format import Format
 from zeroshard.hf.live import merging_of, stream_parameters, streamed_tensors
 from zeroshard.hf.merging import Merging
@@ -120,11 +120,10 @@ def _slices(
     axes = runtime.context.axes
     for name, values in stream_parameters(runtime, None, merge_adapters=True):
         for saved in names[name] if axes.world.rank == 0 and values.numel() else ():
-            yield TensorSlice(saved, tuple(values.shape), 0, values.reshape(-1))
+            yield whole_slice(Named(saved, values))
         del values  # before the next unit is gathered
     is_first = axes.everyone.rank == 0
     own = (
         Named(name, b) for name, b in part.buffers.items() if is_first and name not in before and b.numel()
     )
-    for name, values in collect(axes, own):
-        yield TensorSlice(name, tuple(values.shape), 0, values.reshape(-1))
+    yield from map(whole_slice, collect(axes, own))
