@@ -471,6 +471,24 @@ def test_a_copy_of_a_model_without_memory_has_its_codes_and_scales(ranks, folder
         assert own == of_copy
 
 
+class Head(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+@pytest.mark.parametrize("around", [lambda model: model, Head])
+def test_a_model_with_adapters_is_refused_and_one_that_is_quantized_before_them_trains_them(around):
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    adapted = around(with_adapters(transformers.LlamaForCausalLM(llama())))
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    with pytest.raises(ValueError, match=r"without adapters, got .*: quantize the model before peft adds"):
+        zeroshard.quantize(adapted, config)
+    assert {name for name, p in adapted.named_parameters() if p.requires_grad} == trained
+    quantized = around(with_adapters(zeroshard.quantize(transformers.LlamaForCausalLM(llama()), config)))
+    assert {name for name, p in quantized.named_parameters() if p.requires_grad} == trained
+
+
 def test_a_config_without_bits_is_refused():
     config = SimpleNamespace(load_in_4bit=False, load_in_8bit=False, llm_int8_has_fp16_weight=False)
     with pytest.raises(ValueError, match="expected load_in_4bit or load_in_8bit"):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.hf.adapters import has_adapters
 from zeroshard.lazy.codes import Codes
 from zeroshard.lazy.copies import guard_copies
 from zeroshard.lazy.deferred import defer, has_memory
@@ -33,10 +34,15 @@ def quantize(model: nn.Module, config: Any) -> nn.Module:
 
     Raises:
         ValueError: the config asks for neither 4 nor 8 bits, or for weights that stay in float16; the model
-            has no layer to quantize.
+            has no layer to quantize, or adapters of peft.
     """
     if not (config.load_in_4bit or config.load_in_8bit) or config.llm_int8_has_fp16_weight:
         raise ValueError(f"quantization_config: expected load_in_4bit or load_in_8bit, got {config}")
+    if any(map(has_adapters, model.modules())):
+        raise ValueError(
+            f"quantize: expected a model without adapters, got a {type(model).__name__} with those of peft, "
+            "whose weights would become frozen codes: quantize the model before peft adds adapters"
+        )
     chosen = list(_chosen(model, config.llm_int8_skip_modules))
     if not chosen:
         raise ValueError(
