@@ -286,6 +286,85 @@ def test_of_a_model_with_adapters_peft_loads_those(ranks, tmp_path, capsys):
     assert "call engine.save_pretrained()" in capsys.readouterr().err
 
 
+TIED = {
+    "rows": {"trainable_token_indices": [1, 4]},
+    "copy of both": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "copy of one": {"modules_to_save": ["embed_tokens"]},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "rows of the head": {"trainable_token_indices": {"lm_head": [1, 4]}},
+}
+"""Adapters of a model whose embedding and head share a weight."""
+UNMERGED = {
+    "embedding": "embed_tokens.base_layer.weight', and adapters ('base_model.model.model.embed_tokens')",
+    "head": "embed_tokens.weight', and adapters ('base_model.model.lm_head')",
+    "rows of the head": "adapters ('base_model.model.lm_head.token_adapter.trainable_tokens_delta.default')",
+}
+"""Of adapters that the weight cannot take in, a part of the error."""
+
+
+def tied_base(is_untied: bool = False) -> nn.Module:
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True))
+    if is_untied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
+
+
+def tied(how: str, is_untied: bool = False) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    options = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    return get_peft_model(tied_base(is_untied), LoraConfig(**copy.deepcopy(options | TIED[how])))
+
+
+def train_tied(folder: str, hows: list[str], is_untied: bool) -> dict[str, tuple]:
+    """The state_dict of each model, and the refusals of merged adapters; exports are in `folder`."""
+    ends = {}
+    for how in hows:
+        engine, _ = start(tied(how, is_untied), "SGD", stage=3)
+        train(engine)
+        engine.save_pretrained(Path(folder, how, "adapters"))
+        refusals = []
+        try:
+            list(engine.named_full_parameters(merge_adapters=True))
+        except ValueError as error:
+            refusals.append(str(error))
+        try:
+            engine.save_pretrained(Path(folder, how, "merged"), merge_adapters=True)
+        except ValueError as error:
+            refusals.append(str(error))
+        ends[how] = engine.full_state_dict(), refusals
+        engine.close(restore=False)
+    return ends
+
+
+@pytest.mark.parametrize("is_untied", [False, True])
+def test_adapters_of_a_tied_weight_are_written_as_they_were_trained_or_refused(ranks, tmp_path, is_untied):
+    peft = pytest.importorskip("peft")
+    hows = list(UNMERGED if is_untied else TIED)
+    ends, others = ranks(2, train_tied, str(tmp_path), hows, is_untied)
+    for how, (state, refusals) in ends.items():
+        folder = tmp_path / how
+        plain = tied(how, is_untied)
+        plain.load_state_dict(state)
+        plain.save_pretrained(folder / "plain")
+        written = [load_file(folder / one / "adapter_model.safetensors") for one in ("adapters", "plain")]
+        assert_equal(*written)
+        models = [peft.PeftModel.from_pretrained(tied_base(is_untied), folder / "adapters")]
+        if how in UNMERGED and not is_untied:
+            assert [UNMERGED[how] in text for text in (*refusals, *others[how][1])] == [True] * 4
+            assert not (folder / "merged").exists()
+        else:
+            assert not refusals
+            models.append(load("Llama", folder / "merged"))
+            config = json.loads((folder / "merged" / "config.json").read_text())
+            assert config["tie_word_embeddings"] == (how in ("rows", "copy of both"))
+        for model in models:
+            torch.testing.assert_close(answer(model), answer(plain), rtol=0, atol=1e-5)
+
+
 # ------------------------------------------------------------------------------------ memory and errors
 
 MEGABYTE = 1 << 20

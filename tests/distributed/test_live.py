@@ -93,6 +93,7 @@ LORA = {
     "saved embedding, tied": {"modules_to_save": ["embed_tokens"]},
     "embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
     "tokens": {"trainable_token_indices": [1, 5]},
+    "tokens, tied": {"trainable_token_indices": [1, 5]},
 }
 
 
@@ -152,6 +153,21 @@ def test_adapters_are_merged_at_all_stages(ranks, num_ranks):
 def test_adapters_in_units_of_their_own_are_merged(ranks):
     pytest.importorskip("peft")
     assert ranks(2, merged, "linear", (3,), units=["Linear"]) == [[]] * 2
+
+
+def beside_a_copy(stage):
+    """Parameters that are not sharded, and of which a copy stands in for the first of two names."""
+    plain = adapted("saved embedding, tied")
+    config = {"ignored": ["*original_module.weight", "*norm.weight"]}
+    engine, _ = start(copy.deepcopy(plain), "SGD", stage=stage, **config)
+    got = {name: values.clone() for name, values in engine.named_full_parameters(merge_adapters=True)}
+    want = dict(plain.merge_and_unload().named_parameters())
+    return list(unequal("", dict(sorted(got.items())), dict(sorted(want.items()))))
+
+
+def test_a_tied_parameter_that_is_not_sharded_keeps_its_other_name(ranks):
+    pytest.importorskip("peft")
+    assert ranks(1, beside_a_copy, 3) == [[]]
 
 
 def with_prompts():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -43,8 +44,31 @@ def merging_of(runtime: Runtime) -> Merging | None:
     if not has_adapters(runtime.module):
         return None
     merging = Merging(runtime.module)
-    on_all(runtime.context.axes.world, "check of adapters", lambda: merging.check(runtime.ignored))
+
+    def check() -> set[tuple[str, str]]:
+        merging.check(runtime.ignored)
+        return set() if runtime.context.axes.everyone.rank else _changes(runtime, merging)
+
+    changes = set().union(*on_all(runtime.context.axes.world, "check of adapters", check))
+    for fqn, num_changes in sorted(Counter(fqn for fqn, _ in changes).items()):
+        if num_changes > 1:
+            adapters = ", ".join(repr(change) for own, change in sorted(changes) if own == fqn and change)
+            raise ValueError(
+                f"merge_adapters: modules share '{fqn}', and adapters ({adapters}) change it for some of "
+                "them alone, or for each in another way. Save the adapters without merge_adapters; or untie "
+                "the weight before peft adds adapters: for a head model.config.tie_word_embeddings = False, "
+                "then model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())"
+            )
     return merging
+
+
+def _changes(runtime: Runtime, merging: Merging) -> set[tuple[str, str]]:
+    """How adapters change the parameters of this rank's part: a pair for each way in which one is used."""
+    named = runtime.module.named_parameters(remove_duplicate=False)
+    shown = {(getattr(p, "fqn", ""), merging.change_of(n)) for n, p in named if merging.rename(n) is not None}
+    # A parameter that this part writes for other parts, too, and of which it shows only a copy.
+    hidden = {sharded.fqn for sharded in own_parameters(runtime)} - {fqn for fqn, _ in shown}
+    return shown | {(fqn, "modules_to_save") for fqn in hidden}
 
 
 def _check_moment(runtime: Runtime, begun: int) -> None:
@@ -114,10 +138,10 @@ def streamed_tensors(runtime: Runtime, merging: Merging | None) -> dict[str, Str
                 info = TensorInfo(dtype, form[::-1] if is_transposed(owner) else form)
             every = (original.fqn, *aliases.get(original.fqn, ()))
             found[names[original.fqn]] = Streamed(info, _renamed(every, merging))
-    for name, (owner, parameter) in _ignored(runtime, merging).items():
+    for name, (owner, parameter, known) in _ignored(runtime, merging).items():
         dtype, form = dequantized_form(owner, parameter.dtype, tuple(parameter.shape))
         is_turned = is_packed(parameter) and is_transposed(owner)
-        found[name] = Streamed(TensorInfo(dtype, form[::-1] if is_turned else form), [name])
+        found[name] = Streamed(TensorInfo(dtype, form[::-1] if is_turned else form), known)
     return found
 
 
@@ -127,11 +151,16 @@ def _renamed(names: Iterable[str], merging: Merging | None) -> list[str]:
     return [name for name in known if name is not None]
 
 
-def _ignored(runtime: Runtime, merging: Merging | None) -> dict[str, tuple[nn.Module, nn.Parameter]]:
-    """The parameters that are not sharded, by their names in the stream, with a module that has each."""
+def _ignored(
+    runtime: Runtime, merging: Merging | None
+) -> dict[str, tuple[nn.Module, nn.Parameter, list[str]]]:
+    """The parameters that are not sharded, by first name in the stream: a module of each, and all names."""
     owners = {p: module for module in runtime.module.modules() for p in module._parameters.values()}
-    pairs = ((_renamed([fqn], merging), parameter) for parameter, fqn in runtime.ignored.items())
-    return {names[0]: (owners[parameter], parameter) for names, parameter in pairs if names}
+    names: dict[nn.Parameter, list[str]] = {parameter: [] for parameter in runtime.ignored}
+    for fqn, parameter in runtime.module.named_parameters(remove_duplicate=False):
+        if parameter in names:
+            names[parameter] += _renamed([fqn], merging)
+    return {known[0]: (owners[p], p, known) for p, known in names.items() if known}
 
 
 _Step = Callable[[], dict[str, Tensor]]
@@ -146,7 +175,7 @@ def _steps(runtime: Runtime, names: Mapping[str, str], merging: Merging | None) 
             layers = [] if merging is None else merging.layers_of(unit.slots.owners)
             steps.append(_merger(runtime, unit, names, layers) if layers else _gatherer(runtime, unit, names))
     if own := _ignored(runtime, merging):
-        steps.append(lambda: {name: _as_it_is(owner, p) for name, (owner, p) in own.items()})
+        steps.append(lambda: {name: _as_it_is(owner, p) for name, (owner, p, _) in own.items()})
     return steps
 
 

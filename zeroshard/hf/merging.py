@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -74,6 +75,15 @@ class Merging:
             for layer in self._layers.values()
             if layer.active_adapters and not set(layer.get_base_layer().modules()).isdisjoint(owners)
         ]
+
+    def change_of(self, name: str) -> str:
+        """Return the name of the adapters that change a parameter when they are merged; "" for none."""
+        for place in accumulate(name.split("."), "{}.{}".format):
+            if place in self._layers and (added := _added_by(self._layers[place])):
+                # Tied layers put the same rows of tokens into their weight, and it may take them in twice.
+                tokens = getattr(self._layers[place], "trainable_tokens_delta", None)
+                return place if tokens is None else ", ".join(getattr(tokens[a], "fqn", place) for a in added)
+        return ""
 
     def check(self, ignored: Mapping[nn.Parameter, str]) -> None:
         """Check the adapters around quantized weights, the biases that adapters have, and ignored parameters.

@@ -197,3 +197,26 @@ def test_a_stream_has_the_merged_parameters_of_all_parts_on_all_ranks(ranks, lay
     for found in (got, *(found for found, _ in others)):
         assert found.keys() == want.keys()
         assert all(torch.equal(found[key], want[key]) for key in want)
+
+
+def merge_a_hidden_weight(folder):
+    """The last pipeline rank shows a weight, which the first one would write and has a copy of."""
+    engine = start("pp 2", adapted("tied llama", modules_to_save=["embed_tokens"]), stage=3)
+    train(engine, [0])
+    with pytest.raises(
+        ValueError, match=r"modules share '.*original_module\.weight', and adapters \('modules_"
+    ):
+        engine.save_pretrained(folder / "merged", merge_adapters=True)
+    engine.save_pretrained(folder)
+    state = engine.full_state_dict()
+    engine.close(restore=False)
+    return state
+
+
+def test_a_tied_weight_with_a_copy_on_the_first_pipeline_rank_is_not_merged_but_saved(ranks, tmp_path):
+    state, _ = ranks(2, merge_a_hidden_weight, tmp_path)
+    model = adapted("tied llama", modules_to_save=["embed_tokens"])
+    model.load_state_dict(state)
+    read = peft.PeftModel.from_pretrained(build("tied llama"), tmp_path).double()
+    found, want = (one(input_ids=tokens_of(0)).logits for one in (read, model))
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
