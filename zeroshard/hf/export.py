@@ -22,6 +22,7 @@ from zeroshard.checkpoint.quantized import is_beside_codes
 from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, read_model
 from zeroshard.comm.agreed import on_all, on_first
+from zeroshard.comm.collectives import Axis
 from zeroshard.comm.mesh import Axes
 from zeroshard.forwards.composed import is_wrapper
 from zeroshard.full.parts import Named, collect
@@ -177,8 +178,18 @@ def export_engine(
     folder = on_first(axis, "start of an export", lambda: as_folder(dir))
     own, names = _plan(runtime, how.dtype, described or describe_model(runtime.module))
     weights, before = join(runtime.context.axes, own)
+    write_together(axis, folder, weights, _gather(runtime, own.buffers.keys() - before, names), how)
+
+
+def write_together(
+    axis: Axis, folder: Path, weights: Weights, slices: Iterator[TensorSlice], how: Format
+) -> None:
+    """Write a folder as `write_model` does, on rank 0; collective, as the ranks gather the slices together.
+
+    Raises:
+        ValueError, RuntimeError: rank 0 could not write, on all ranks.
+    """
     on_first(axis, "start of an export", lambda: check_folder(folder, weights.tensors))
-    slices = _gather(runtime, own.buffers.keys() - before, names)
 
     def take() -> None:
         for _ in slices:

@@ -12,14 +12,13 @@ from torch import Tensor
 from zeroshard.checkpoint.description import describe_model, saved_names
 from zeroshard.checkpoint.files import as_folder
 from zeroshard.checkpoint.tensors import TensorSlice, read_model
-from zeroshard.comm.agreed import on_all, on_first
+from zeroshard.comm.agreed import on_first
 from zeroshard.forwards.quantized import names_beside
 from zeroshard.full.parts import Named, collect
-from zeroshard.hf.export import Weights, cast, info_of, join, whole_slice, write_model
+from zeroshard.hf.export import Weights, cast, info_of, join, whole_slice, write_together
 from zeroshard.hf.format import Format
 from zeroshard.hf.live import merging_of, stream_parameters, streamed_tensors
 from zeroshard.hf.merging import Merging
-from zeroshard.hf.weights import check_folder
 from zeroshard.safetensors import TensorInfo
 from zeroshard.sharding.runtime import Runtime
 
@@ -60,20 +59,7 @@ def export_merged(
     part = _plan(runtime, merging, how.dtype, _plainly(runtime.module, described))
     weights, before = join(axes, part.weights)
     names = _join_names(runtime, part.names)
-    on_first(axes.world, "start of an export", lambda: check_folder(folder, weights.tensors))
-    slices = _slices(runtime, part, names, before)
-
-    def take() -> None:
-        for _ in slices:
-            pass
-
-    def write() -> None:
-        try:
-            write_model(folder, weights, slices, how)
-        finally:
-            take()  # the ranks gather together, even if the writing has failed
-
-    on_all(axes.world, "end of an export", take if axes.world.rank else write)
+    write_together(axes.world, folder, weights, _slices(runtime, part, names, before), how)
 
 
 def _plainly(module: Any, described: Mapping[str, Any] | None) -> dict[str, Any]:
