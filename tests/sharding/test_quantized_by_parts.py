@@ -482,7 +482,7 @@ def test_a_model_with_adapters_is_refused_and_one_that_is_quantized_before_them_
     config = transformers.BitsAndBytesConfig(load_in_4bit=True)
     adapted = around(with_adapters(transformers.LlamaForCausalLM(llama())))
     trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
-    with pytest.raises(ValueError, match=r"without adapters, got .*: quantize the model before peft adds"):
+    with pytest.raises(ValueError, match=r"has adapters of peft, .* Quantize it before peft adds"):
         zeroshard.quantize(adapted, config)
     assert {name for name, p in adapted.named_parameters() if p.requires_grad} == trained
     quantized = around(with_adapters(zeroshard.quantize(transformers.LlamaForCausalLM(llama()), config)))

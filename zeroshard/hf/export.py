@@ -70,9 +70,8 @@ def write_model(folder: Path, weights: Weights, slices: Iterator[TensorSlice], h
         config = dict(weights.model["config"])
         if weights.dtype is not None:
             config["dtype"] = dtype_name(weights.dtype)
-        tied = weights.model.get("tied", {}).keys()
-        if tied and tied <= weights.parameters.keys():  # each has a weight of its own by now
-            config["tie_word_embeddings"] = False
+        if (tied := weights.model.get("tied", {}).keys()) and tied <= weights.parameters.keys():
+            config["tie_word_embeddings"] = False  # each has a weight of its own by now
         _write_json(folder / "config.json", config)
     if "generation_config" in weights.model:
         _write_json(folder / "generation_config.json", weights.model["generation_config"])
@@ -178,12 +177,10 @@ def export_engine(
     folder = on_first(axis, "start of an export", lambda: as_folder(dir))
     own, names = _plan(runtime, how.dtype, described or describe_model(runtime.module))
     weights, before = join(runtime.context.axes, own)
-    write_together(axis, folder, weights, _gather(runtime, own.buffers.keys() - before, names), how)
+    write_all(axis, folder, weights, _gather(runtime, own.buffers.keys() - before, names), how)
 
 
-def write_together(
-    axis: Axis, folder: Path, weights: Weights, slices: Iterator[TensorSlice], how: Format
-) -> None:
+def write_all(axis: Axis, folder: Path, weights: Weights, slices: Iterator[TensorSlice], how: Format) -> None:
     """Write a folder as `write_model` does, on rank 0; collective, as the ranks gather the slices together.
 
     Raises:

@@ -15,7 +15,7 @@ from zeroshard.checkpoint.tensors import TensorSlice, read_model
 from zeroshard.comm.agreed import on_first
 from zeroshard.forwards.quantized import names_beside
 from zeroshard.full.parts import Named, collect
-from zeroshard.hf.export import Weights, cast, info_of, join, whole_slice, write_together
+from zeroshard.hf.export import Weights, cast, info_of, join, whole_slice, write_all
 from zeroshard.hf.format import Format
 from zeroshard.hf.live import merging_of, stream_parameters, streamed_tensors
 from zeroshard.hf.merging import Merging
@@ -59,7 +59,7 @@ def export_merged(
     part = _plan(runtime, merging, how.dtype, _plainly(runtime.module, described))
     weights, before = join(axes, part.weights)
     names = _join_names(runtime, part.names)
-    write_together(axes.world, folder, weights, _slices(runtime, part, names, before), how)
+    write_all(axes.world, folder, weights, _slices(runtime, part, names, before), how)
 
 
 def _plainly(module: Any, described: Mapping[str, Any] | None) -> dict[str, Any]:

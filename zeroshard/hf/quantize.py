@@ -40,8 +40,8 @@ def quantize(model: nn.Module, config: Any) -> nn.Module:
         raise ValueError(f"quantization_config: expected load_in_4bit or load_in_8bit, got {config}")
     if any(map(has_adapters, model.modules())):
         raise ValueError(
-            f"quantize: expected a model without adapters, got a {type(model).__name__} with those of peft, "
-            "whose weights would become frozen codes: quantize the model before peft adds adapters"
+            f"quantize: {type(model).__name__} has adapters of peft, which would become codes and frozen: "
+            "expected a model without. Quantize it before peft adds adapters"
         )
     chosen = list(_chosen(model, config.llm_int8_skip_modules))
     if not chosen:
