@@ -481,15 +481,12 @@ def test_the_command_says_what_could_not_be_written(trained, tmp_path, capsys, m
     (tmp_path / "file").touch()
     code, said = failure(capsys, *export, tmp_path / "file")
     assert code == 1
-    assert str(tmp_path / "file") in said
+    assert f"'{tmp_path / 'file'}': expected a folder that can be made and written to" in said
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 5, 5))
     code, said = failure(capsys, *export, tmp_path / "small")
     assert code == 1
     assert "5 bytes are free" in said
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 0, 10**9))
-    assert "is not writable" in failure(capsys, *export, tmp_path / "read-only")[1]
 
 
 @pytest.mark.parametrize("damage", ["shortened", "changed", "missing"])

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,14 +201,21 @@ def save_where_one_cannot(folder: str) -> None:
     run, file = Run(), Path(folder) / "file"
     file.touch()
     run.train()
-    for place in (file, file / "below"):
-        assert f"{file}" in message_of(lambda place=place: run.engine.save_checkpoint(place))
-        run.engine.save_checkpoint(place, blocking=False)
-        assert f"{file}" in message_of(lambda: [token_loss(run.engine, 9) for _ in iter(int, 1)])
+    if dist.get_rank() == 0:
+        (Path(folder) / "link").symlink_to("nowhere")
+    for place in (file, file / "below", Path(folder, "link"), Path("/proc"), Path("/proc/below")):
+        for save in (
+            run.engine.save_checkpoint,
+            partial(run.engine.save_checkpoint, blocking=False),  # at the call, not in a later step
+            run.engine.save_pretrained,
+        ):
+            wanted = f"'{place}': expected a folder that can be made and written to"
+            assert wanted in message_of(lambda save=save, place=place: save(place))
     (Path(folder) / "taken").mkdir(exist_ok=True)
     assert "taken" in message_of(lambda: run.engine.save_checkpoint(folder, "taken"))
-    assert sorted(os.listdir(folder)) == ["file", "taken"]
+    assert sorted(os.listdir(folder)) == ["file", "link", "taken"]
     run.train()
+    run.engine.save_checkpoint(Path(folder) / "new" / "folder", blocking=False)
 
 
 def test_a_folder_that_cannot_be_one_is_one_error(ranks, tmp_path):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -39,6 +40,20 @@ def as_folder(path: object) -> Path:
     if not isinstance(name, str) or not name.strip() or "\0" in name:
         raise ValueError(f"dir: expected a path as a string or os.PathLike, on every rank; got {path!r:.200}")
     return Path(name).absolute()  # what a thread writes to, wherever the process goes meanwhile
+
+
+def make_folder(folder: Path) -> Path:
+    """Make a folder, see that a file can be written to it, and return it.
+
+    Raises:
+        OSError: it cannot be made, or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise OSError(f"'{folder}': expected a folder that can be made and written to: {error}") from error
 
 
 def check_tag(tag: object) -> str:
@@ -111,7 +126,7 @@ def open_place(folder: Path, tag: str, num_bytes: int) -> Place:
         OSError: the folder can't be written to.
         RuntimeError: there is less space than that.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     current = _read_pointer(folder, tag)
     is_named = current is not None and (folder / current / MANIFEST).is_file()
     known = dict(_generations(folder, tag))

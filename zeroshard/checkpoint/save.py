@@ -141,11 +141,14 @@ class Saver:
         """Copy what is to be written and write it in a thread. An accelerator copies while the host goes on.
 
         Raises:
-            RuntimeError: there is no memory for the copy, on some rank; on all of them.
+            RuntimeError: there is no memory for the copy, on some rank, or the folder cannot be written to;
+                on all of them.
         """
 
         def copy() -> None:
             nonlocal snapshot
+            if self._axis.rank == 0:
+                files.make_folder(snapshot.folder)  # an error is told now, before further steps
             slices, wait = self._copies.copy(snapshot.slices)
             snapshot = replace(snapshot, slices=slices, wait=wait)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.files import as_folder
+from zeroshard.checkpoint.files import as_folder, make_folder
 from zeroshard.comm.agreed import on_all, on_first
 from zeroshard.full.parts import Named, collect
 from zeroshard.hf.format import Format
@@ -41,7 +41,7 @@ def export_adapters(runtime: Runtime, dir: object, how: Format) -> None:
     runtime.require_slices("save_pretrained()")
     axes = runtime.context.axes
     module: Any = runtime.module
-    folder = on_first(axes.world, "start of an export", lambda: as_folder(dir))
+    folder = on_first(axes.world, "start of an export", lambda: make_folder(as_folder(dir)))
     is_asked = axes.everyone.rank == 0
     answers = on_all(axes.world, "start of an export", lambda: _select(module) if is_asked else None)
     parts = [answer for answer in answers if answer is not None]

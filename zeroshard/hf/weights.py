@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import torch
 
-from zeroshard.checkpoint.files import sync, write_synced
+from zeroshard.checkpoint.files import make_folder, sync, write_synced
 from zeroshard.checkpoint.tensors import TensorSlice
 from zeroshard.hf.safetensors import INDEX, SINGLE
 from zeroshard.safetensors import TensorInfo, begin_file
@@ -40,7 +40,7 @@ def check_folder(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
         RuntimeError: there is too little space.
         ValueError: the folder has adapters of peft.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     if (folder / ADAPTERS).exists():
         raise ValueError(
             f"'{folder}' has adapters of peft ({ADAPTERS}), which transformers would load in place of the "
@@ -49,8 +49,6 @@ def check_folder(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
     needed = sum(tensor.num_bytes for tensor in tensors.values())
     if (free := shutil.disk_usage(folder).free) < needed:
         raise RuntimeError(f"{folder}: weights need {needed:,} bytes of free space; {free:,} bytes are free")
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"{folder}: is not writable")
 
 
 def write_weights(
