@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -291,15 +292,16 @@ def main() -> None:
         history = resume(engine, args, train.digest, console)
     except ValueError as error:
         sys.exit(f"finetune.py: {error}")
-    history = history or History([(0, evaluate(engine, held_out))], [], 0.0, train.digest)
-    first = len(history.losses)
+    begin = time.perf_counter()
+    history = history or History([(0, evaluate(engine, held_out))], [], train.digest)
+    evaluation, first = time.perf_counter() - begin, len(history.losses)
     console.print(f"held-out loss before training: {history.evaluations[0][1]:.3f} nats per {args.unit}")
     if args.ask:
         when = f"after step {first}" if first else "before training"
         report.show_answer(console, when, args.ask, answer(engine, tokenizer, args.ask))
 
     try:
-        trainer = Trainer(engine, dataloader, held_out, args, steps, console)
+        trainer = Trainer(engine, dataloader, held_out, args, steps, console, evaluation)
     except (RuntimeError, ValueError) as error:  # of --metrics
         sys.exit(f"finetune.py: {error}")
     history, memory = trainer.train(history)

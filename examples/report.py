@@ -122,8 +122,8 @@ def show_sample(console: Console, prompt: str, text: str) -> None:
 class TrainingProgress:
     """A bar with the newest figures on a terminal; elsewhere a line for every twentieth of the run."""
 
-    def __init__(self, console: Console, steps: int, unit: str) -> None:
-        self._console, self._steps, self._unit = console, steps, unit
+    def __init__(self, console: Console, steps: int, unit: str, eval_every: int) -> None:
+        self._console, self._steps, self._unit, self._eval_every = console, steps, unit, eval_every
         self._is_shown = console.is_terminal and not console.quiet
         columns = (
             BarColumn(16),
@@ -134,6 +134,7 @@ class TrainingProgress:
         self._task = self._bar.add_task("", total=steps, state="")
         self._every = max(1, steps // (100 if console.is_terminal else 20))
         self._tokens, self._first, self._begin, self._told = 0, 0, 0.0, 0
+        self._evaluation, self._evaluating = 0.0, 0.0  # seconds of the last evaluation, and of all
 
     def __enter__(self) -> TrainingProgress:
         self._bar.start()
@@ -142,9 +143,13 @@ class TrainingProgress:
     def __exit__(self, *exc_info: object) -> None:
         self._bar.stop()
 
-    def begin(self, first: int) -> None:
-        """Start the clock, after `first` steps of an earlier part of the run."""
-        self._first = self._told = first
+    def begin(self, first: int, evaluation: float) -> None:
+        """Start the clock, after `first` steps of an earlier part of the run.
+
+        Args:
+            evaluation: the seconds of an evaluation, as far as they are known.
+        """
+        self._first, self._told, self._evaluation = first, first, evaluation
         self._begin = time.perf_counter()
         self._bar.update(self._task, completed=first)
 
@@ -152,9 +157,10 @@ class TrainingProgress:
         """True if the figures are told after the step with this number, which counts from 0."""
         return (step + 1) % self._every == 0 or step + 1 == self._steps
 
-    def leave_out(self, seconds: float) -> None:
-        """Leave an evaluation out of the speed and of the time that is left."""
-        self._begin += seconds
+    def evaluated(self, seconds: float) -> None:
+        """Count an evaluation, which is no part of the speed."""
+        self._evaluation = seconds
+        self._evaluating += seconds
 
     def count(self, num_tokens: int) -> None:
         """Count the tokens of a step, of all ranks."""
@@ -164,24 +170,27 @@ class TrainingProgress:
     def tell(self, done: int, history: History, engine: zeroshard.Engine) -> None:
         """Tell the figures after `done` steps."""
         seconds = time.perf_counter() - self._begin
+        training = seconds - self._evaluating
         recent = history.losses[self._told :]
-        left = seconds / (done - self._first) * (self._steps - done)
+        left = training / (done - self._first) * (self._steps - done)
+        left += self._evaluation * (-(-self._steps // self._eval_every) - done // self._eval_every)
         (lr,) = set(engine.get_lr()[:1])
         norm = engine.grad_norm
-        losses = [f"loss {sum(recent) / len(recent):.3f}", f"held-out {history.evaluations[-1][1]:.3f}"]
+        evaluated, held_out = history.evaluations[-1]
+        is_new = evaluated > self._told
+        losses = [f"loss {sum(recent) / len(recent):.3f}", f"held-out {held_out:.3f}"]
         pace = [
             f"lr {lr:.1e}",
             f"grad norm {norm.item():.2f}" if norm is not None else "",
-            f"{self._tokens / seconds:,.0f} {self._unit}s/s",
+            f"{self._tokens / training:,.0f} {self._unit}s/s",
         ]
         time_left = [f"{clock(left)} left" if done < self._steps else f"{clock(seconds)} in all"]
         self._told = done
         lines = (losses + time_left, pace)  # two lines, for a terminal of 80 columns
         self._bar.update(self._task, state="\n".join(map(joined, lines)))
         if not self._is_shown:
-            self._console.print(
-                f"step {done}/{self._steps}: {joined(losses + pace + time_left)}", soft_wrap=True
-            )
+            figures = joined(losses[: 1 + is_new] + pace + time_left)
+            self._console.print(f"step {done}/{self._steps}: {figures}", soft_wrap=True)
 
 
 def joined(figures: list[str]) -> str:

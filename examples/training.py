@@ -21,7 +21,6 @@ class History(NamedTuple):
 
     evaluations: list[tuple[int, float]]  # steps taken, and the loss on the held-out text
     losses: list[float]  # one per step, mean over all ranks
-    seconds: float  # of training
     digest: str  # of the text
 
 
@@ -66,6 +65,7 @@ class Trainer:
         args: the options of finetune.py.
         steps: the number of optimizer steps of the whole run.
         console: where rank 0 tells.
+        evaluation: the seconds of an evaluation, as far as they are known.
     """
 
     def __init__(
@@ -76,14 +76,15 @@ class Trainer:
         args: Namespace,
         steps: int,
         console: Console,
+        evaluation: float,
     ) -> None:
         self._engine, self._dataloader, self._held_out = engine, dataloader, held_out
-        self._args, self._steps = args, steps
+        self._args, self._steps, self._evaluation = args, steps, evaluation
         self._eval_every = args.eval_every or max(1, steps // 5)
         self._log = zeroshard.StepLog(
             engine, *args.metrics, every=args.metrics_every, num_steps=steps, config=vars(args)
         )
-        self._progress = report.TrainingProgress(console, steps, args.unit)
+        self._progress = report.TrainingProgress(console, steps, args.unit, self._eval_every)
         engine.reset_memory_report()  # an answer before training had gathered the whole model
         self._memory = engine.memory_report()
 
@@ -95,9 +96,9 @@ class Trainer:
         """
         first = len(history.losses)
         losses = torch.zeros(self._steps, device=self._engine.device)  # of this rank, from `first` on
-        batches, start, begin = self._forever(), time.perf_counter(), first
+        batches, begin = self._forever(), first
         with self._progress as progress, self._log as log:
-            progress.begin(first)
+            progress.begin(first, self._evaluation)
             for step in range(first, self._steps):
                 num_tokens = self._step(batches, losses, step, is_told=progress.is_due(step))
                 progress.count(num_tokens * self._engine.dp_world_size)
@@ -107,14 +108,13 @@ class Trainer:
                     with log.pause():
                         evaluation = (done, evaluate(self._engine, self._held_out))
                     log.note(held_out_loss=evaluation[1])
-                    progress.leave_out(time.perf_counter() - begin_evaluation)
+                    progress.evaluated(time.perf_counter() - begin_evaluation)
                     history = history._replace(evaluations=[*history.evaluations, evaluation])
                 saves = self._args.checkpoint_dir and self._is_due(done, self._args.save_every)
                 if progress.is_due(step) or saves:
                     means = over_ranks(losses[begin:done]).mean(0).tolist()
-                    seconds = history.seconds + time.perf_counter() - start
-                    history = history._replace(losses=history.losses + means, seconds=seconds)
-                    start, begin = time.perf_counter(), done
+                    history = history._replace(losses=history.losses + means)
+                    begin = done
                 if progress.is_due(step):
                     progress.tell(done, history, self._engine)
                 if saves:

@@ -367,13 +367,55 @@ def test_the_bar_and_all_figures_fit_into_80_columns() -> None:
         from training import History
 
         engine = SimpleNamespace(get_lr=lambda: [3e-5], grad_norm=torch.tensor(12.345))
-        with report.TrainingProgress(console, 10000, "token") as progress:
-            progress.begin(9000)
+        with report.TrainingProgress(console, 10000, "token", 2000) as progress:
+            progress.begin(9000, 0.0)
             progress.count(10**6)
-            progress.tell(9500, History([(0, 12.345)], [12.345] * 9500, 0.0, ""), engine)
+            progress.tell(9500, History([(0, 12.345)], [12.345] * 9500, ""), engine)
     last = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.getvalue()).replace("\r", "\n")
     for figure in ("9001/10000", "loss 12.345", "held-out 12.345", "grad norm 12.35", "tokens/s", " left"):
         assert figure in last
+
+
+def test_the_time_left_counts_the_evaluations_and_a_held_out_loss_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """10 steps of 1 s and 4 evaluations of 20 s, after each 3rd step and after the last one."""
+    screen, now = io.StringIO(), [0.0]
+    with example_modules():
+        import report
+        from training import History
+
+        monkeypatch.setattr(report.time, "perf_counter", lambda: now[0])
+        engine = SimpleNamespace(get_lr=lambda: [3e-5], grad_norm=None)
+        history = History([(0, 9.0)], [], "")
+        with report.TrainingProgress(Console(file=screen, width=80), 10, "token", 3) as progress:
+            progress.begin(0, 20.0)
+            for done in range(1, 11):
+                now[0] += 1
+                progress.count(100)
+                history = history._replace(losses=[*history.losses, 1.0])
+                if done % 3 == 0 or done == 10:
+                    now[0] += 20
+                    progress.evaluated(20.0)
+                    history = history._replace(evaluations=[*history.evaluations, (done, 10.0 - done)])
+                if done % 2 == 0:
+                    progress.tell(done, history, engine)
+    lines = screen.getvalue().splitlines()
+    assert [line.rsplit(", ", 1)[1] for line in lines] == [
+        "1:28 left",  # 8 steps and 4 evaluations
+        "1:06 left",
+        "0:44 left",
+        "0:42 left",
+        "1:30 in all",
+    ]
+    assert [re.findall(r"held-out ([\d.]+)", line) for line in lines] == [
+        [],
+        ["7.000"],
+        ["4.000"],
+        [],
+        ["0.000"],
+    ]
+    assert all("100 tokens/s" in line for line in lines)
 
 
 # -------------------------------------------------------------------------------------------------- texts
