@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import tempfile
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from rich.console import Console
 from torch import nn
@@ -188,6 +190,25 @@ def warmup_cosine(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
     return LambdaLR(optimizer, factor)
 
 
+def check_folders(args: Namespace) -> None:
+    """Write to the folders of the results on rank 0, and end all ranks if a folder cannot be written to."""
+    told: list[str | None] = [None]
+    folders = {"--output": args.output, "--checkpoint-dir": args.checkpoint_dir, "--plot": args.plot}
+    for option, name in folders.items() if RANK == 0 else ():
+        try:
+            if name is not None:
+                folder = Path(name).parent if option == "--plot" else Path(name)
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder) as file:
+                    file.write(bytes(1))
+        except OSError as error:
+            told = [f"{option}: expected a folder that can be written to: {error}"]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told)
+    if told[0] is not None:
+        sys.exit(f"finetune.py: {told[0]}")
+
+
 def resume(engine: zeroshard.Engine, args: Namespace, digest: str, console: Console) -> History | None:
     """Go on from the checkpoint that --resume asks for, and tell so; None if there is none.
 
@@ -282,6 +303,7 @@ def main() -> None:
         lr_scheduler=warmup_cosine(optimizer, steps),
     )
     assert dataloader is not None  # there is training data
+    check_folders(args)  # nobody trains for hours, and then cannot save
     report.show_run(console, args, engine, train, held_out, steps)
     try:
         if not args.no_packing:

@@ -244,6 +244,23 @@ def test_a_mistake_is_one_line(run: Callable[..., Ended], arguments: list[str], 
     assert "Traceback" not in ended.printed
 
 
+@pytest.mark.parametrize("option", ["--output", "--checkpoint-dir", "--plot"])
+def test_a_folder_that_cannot_be_written_to_ends_all_ranks_before_the_first_step(
+    ranks: Ranks, text: Path, tmp_path: Path, option: str
+) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    place = "/proc/loss.png" if option == "--plot" else str(tmp_path / "link")
+    options = [*TINY, "--data", str(text), "--steps", "2", option, place]
+    for ended in ranks(2, finetune, str(tmp_path), *options, dies_at=0, process_group=False):
+        assert str(ended.code).startswith(
+            f"finetune.py: {option}: expected a folder that can be written to: "
+        )
+    if option == "--checkpoint-dir":  # the remedy
+        options[-1] = str(tmp_path / "new" / "folder")
+        codes = [end.code for end in ranks(2, finetune, str(tmp_path), *options, process_group=False)]
+        assert codes == [None, None]
+
+
 def test_short_blocks_leave_room_for_a_sample(run: Callable[..., Ended], text: Path, tmp_path: Path) -> None:
     file = text.rename(tmp_path / "[b]data.jsonl")
     ended = run(1, *TINY[:4], "--seq-len", "32", "--data", str(file), "--steps", "2", "--output", "out")
