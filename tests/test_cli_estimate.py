@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import zeroshard
+from zeroshard.cli import planning
 from zeroshard.cli.main import main
 from zeroshard.memory.activations import Tokens
 from zeroshard.tables import format_bytes
@@ -122,6 +123,22 @@ def test_adapters_over_codes_are_estimated(capsys):
     whole = zeroshard.estimate(3e8, 4, {"precision": "bf16"})
     assert found["gradients"].endswith("MiB")
     assert float(found["gradients"].split()[0]) < whole.gradients / (1 << 20) / 20
+
+
+@pytest.mark.parametrize(
+    ("option", "missing", "extras"),
+    [
+        (("--lora", 16), "peft", "hf,lora"),
+        (("--lora", 16), "transformers", "hf,lora"),
+        (("--weight-bits", 4), "bitsandbytes", "hf,eightbit"),
+    ],
+)
+def test_a_package_that_is_missing_is_told_before_any_work(capsys, monkeypatch, option, missing, extras):
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr(planning, "_model", lambda _: pytest.fail("a model was built"))
+    told = refused(capsys, "70B", *option)
+    assert missing in told
+    assert told.strip().endswith(f"pip install zeroshard[{extras}]")
 
 
 def test_the_time_of_a_training_is_told(capsys):

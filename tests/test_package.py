@@ -6,12 +6,14 @@ import ast
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 from tests.test_frame import imported
+from tools.install import requirements
 from tools.package import link, required
 from tools.smoke import OPTIONAL
 
@@ -85,6 +87,35 @@ def find(name: str) -> Distribution:
     if name not in REQUIREMENTS:
         raise PackageNotFoundError(name)
     return Installed(name, REQUIREMENTS[name])
+
+
+def texts_of(tree: ast.AST) -> Iterator[str]:
+    """Yield the strings of a module; f-strings without their values."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value for part in node.values if isinstance(part, ast.Constant))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_an_extra_that_a_message_names_brings_the_packages_that_it_says_are_needed() -> None:
+    files = [path for folder in ("zeroshard", "examples", "tools") for path in (ROOT / folder).rglob("*.py")]
+    texts = {text for path in files for text in texts_of(ast.parse(path.read_text(encoding="utf-8")))}
+    found = {text for text in texts if "pip install zeroshard[" in text}
+    for text in found:
+        match = re.search(r"\bneeds? ([\w-]+)(?: and ([\w-]+))?: pip install zeroshard\[([\w,]+)\]$", text)
+        assert match, f"expected 'needs PACKAGE: pip install zeroshard[EXTRA]' in {text!r}"
+        *packages, extras = filter(None, match.groups())
+        brought = {re.match(r"[\w.-]+", line)[0] for line in requirements(PROJECT, extras.split(","))}  # type: ignore[index]
+        assert brought >= set(packages), text
+    named = {text.split("zeroshard[")[1].split("]")[0] for text in found}
+    assert named == {"hf", "hf,lora", "hf,eightbit", "eightbit", "plot"}
+
+
+def test_each_extra_that_a_page_names_is_there() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for extras in re.findall(r"zeroshard\[([\w,]+)\]", page.read_text(encoding="utf-8")):
+            assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys(), page
 
 
 def test_requirements_are_followed_with_their_extras_and_markers() -> None:

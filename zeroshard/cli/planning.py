@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -48,6 +49,7 @@ def plan(options: Namespace) -> None:
             "--tp, --pp, --microbatches and --recompute"
         )
     _refuse_unused(options)
+    _refuse_missing(options)
     model = _model(options)
     tokens = Tokens(options.tokens, options.length, options.attention == "eager")
     counted, configs = Counted(model, tokens), _configs(options)
@@ -81,6 +83,18 @@ def _refuse_unused(options: Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} needs {needed}")
     if nodes is not None and nodes < 1:
         raise ValueError(f"--ranks-per-node: expected an integer >= 1, got {nodes}")
+
+
+def _refuse_missing(options: Namespace) -> None:
+    """Refuse options whose packages are not installed, before a model is built for seconds."""
+    lora = "--lora needs transformers and peft: pip install zeroshard[hf,lora]"
+    codes = "--weight-bits needs transformers and bitsandbytes: pip install zeroshard[hf,eightbit]"
+    for given, package, remedy in (
+        (options.lora, "peft", lora),
+        (options.weight_bits, "bitsandbytes", codes),
+    ):
+        if given is not None and not (find_spec("transformers") and find_spec(package)):
+            raise ImportError(remedy)
 
 
 def _bits(options: Namespace) -> int:

@@ -46,9 +46,9 @@ def build_skeleton(path: Path, *, computes: bool = True) -> nn.Module:
             model: nn.Module = _builder(transformers, config)(config).to(torch.float32)
             if (how := getattr(config, "quantization_config", None)) is not None:
                 quantize(model, read_quantization(file, how))
-    except ImportError:
+    except ImportError as error:
         raise ImportError(
-            f"'{file}': a model with weights of bitsandbytes needs it: pip install zeroshard[eightbit]"
+            f"'{file}': {error}; its quantized weights need bitsandbytes: pip install zeroshard[eightbit]"
         ) from None
     except Exception as error:  # whatever the file makes it raise
         raise ValueError(f"'{file}': transformers builds no model of it: {error}") from None
@@ -75,15 +75,9 @@ def _builder(transformers: Any, config: Any) -> Any:
 
 
 def typical_skeleton(depth: int, width: int, num_heads: int, vocabulary: int, *, is_tied: bool) -> nn.Module:
-    """Return the float32 model of a Llama on the meta device, whose blocks have 12 * width**2 parameters.
+    """Return the float32 model of a Llama on the meta device, whose blocks have 12 * width**2 parameters."""
+    import transformers
 
-    Raises:
-        ImportError: transformers is not installed.
-    """
-    try:
-        import transformers
-    except ImportError:
-        raise ImportError("a model of layers needs transformers: pip install zeroshard[hf]") from None
     config = transformers.LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -104,9 +98,6 @@ def with_codes(model: nn.Module, bits: int) -> nn.Module:
     Args:
         model: the model, which changes.
         bits: 4, with scales that are quantized, too (QLoRA, Dettmers et al. 2023, section 3); or 8.
-
-    Raises:
-        ImportError: transformers or bitsandbytes is not installed.
     """
     from transformers import BitsAndBytesConfig
 
@@ -122,13 +113,10 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
     """Add adapters of LoRA to all linear layers of a model without memory but the head, and freeze the rest.
 
     Raises:
-        ImportError: peft is not installed.
         ValueError: peft cannot add them.
     """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ImportError("adapters need peft: pip install zeroshard[hf]") from None
+    from peft import LoraConfig, get_peft_model
+
     try:
         with torch.device("meta"):
             adapted: Any = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
