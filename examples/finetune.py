@@ -14,6 +14,7 @@ Llama with random weights that reads bytes. docs/data.md tells which text --data
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -21,6 +22,7 @@ import tempfile
 import time
 from argparse import Namespace
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,24 @@ def read_data(args: Namespace, tokenizer: Any) -> TextDatasets:
         )
 
 
+def read_questions(file: str) -> list[tuple[str, str]]:
+    """Return the questions of a file of conversations, and the right answers.
+
+    Raises:
+        ValueError: a line is no conversation of two messages.
+    """
+    pairs = []
+    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            question, right = (message["content"] for message in json.loads(line)["messages"])
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(
+                f'--questions: expected "messages" with a question and its answer in line {number} of {file}'
+            ) from None
+        pairs.append((question, right))
+    return pairs
+
+
 def count_steps(args: Namespace, config: zeroshard.Config, num_blocks: int) -> int:
     """Return the number of optimizer steps that --steps or --epochs asks for.
 
@@ -227,51 +247,84 @@ def resume(engine: zeroshard.Engine, args: Namespace, digest: str, console: Cons
 # ------------------------------------------------------------------------------------------ what it says
 
 
-def write(engine: zeroshard.Engine, tokenizer: Any, prompt: list[int], length: int, sample: bool) -> str:
-    """Return what the model writes after a prompt, up to its last position: nothing if the prompt fills all.
+def write(
+    engine: zeroshard.Engine, tokenizer: Any, prompts: list[list[int]], length: int, sample: bool
+) -> list[str]:
+    """Return what the model writes after each prompt, up to its last position: nothing if a prompt fills all.
 
     All ranks must call it; rank 0 alone writes to the end, with those that compute its layers.
     """
-    length = min(length, num_positions(engine.module) - len(prompt))
+    longest = max(map(len, prompts))
+    length = min(length, num_positions(engine.module) - longest)
     if length < 1:
-        return ""
-    ids = torch.tensor([prompt], device=engine.device)
+        return [""] * len(prompts)
+    gaps = [longest - len(prompt) for prompt in prompts]  # at the left, so that all answers begin together
+    ids = torch.tensor([[0] * gap + prompt for gap, prompt in zip(gaps, prompts, strict=True)])
+    mask = torch.tensor([[0] * gap + [1] * (longest - gap) for gap in gaps])
     how = {"do_sample": sample, "temperature": TEMPERATURE} if sample else {"do_sample": False}
     engine.eval()
     with torch.random.fork_rng():
         torch.manual_seed(0)
         written = engine.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
+            input_ids=ids.to(engine.device),
+            attention_mask=mask.to(engine.device),
             max_new_tokens=length if engine.dp_rank == 0 else 1,
             use_cache=True,
             **how,
         )
     engine.train()
-    ids_after = written[0, len(prompt) :].tolist()
-    return str(tokenizer.decode([id for id in ids_after if id != tokenizer.eos_token_id]))
+    rows = written[:, longest:].tolist()
+    return [tokenizer.decode(list(takewhile(lambda id: id != tokenizer.eos_token_id, row))) for row in rows]
 
 
-def answer(engine: zeroshard.Engine, tokenizer: Any, question: str) -> str:
-    """Return the model's answer, as its chat template asks for it, or its continuation of the question."""
+def answers(engine: zeroshard.Engine, tokenizer: Any, questions: list[str], length: int) -> list[str]:
+    """Return the model's answers, as its chat template asks for them, or its continuations of the questions.
+
+    The most probable token is taken each time. All ranks must call it.
+    """
     if getattr(tokenizer, "chat_template", None):
-        messages = [{"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        chats = [[{"role": "user", "content": question}] for question in questions]
+        prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
     else:
-        prompt = tokenizer.encode(question)
-    return write(engine, tokenizer, list(prompt), ANSWER_TOKENS, sample=False).strip()
+        prompts = [tokenizer.encode(question) for question in questions]
+    return [text.strip() for text in write(engine, tokenizer, prompts, length, sample=False)]
+
+
+def ask(engine: zeroshard.Engine, tokenizer: Any, args: Namespace) -> list[str]:
+    """Return the answers to --questions, and to --ask. All ranks must call it."""
+    found = []
+    if args.questions:
+        questions, right = zip(*args.questions, strict=True)
+        length = max(len(tokenizer.encode(text)) for text in right) + 1  # with the end
+        found = answers(engine, tokenizer, list(questions), length)
+    if args.ask:
+        found += answers(engine, tokenizer, [args.ask], ANSWER_TOKENS)
+    return found
 
 
 def show_results(
-    console: Console, args: Namespace, engine: zeroshard.Engine, tokenizer: Any, held_out: Blocks
+    console: Console,
+    args: Namespace,
+    engine: zeroshard.Engine,
+    tokenizer: Any,
+    held_out: Blocks,
+    before: list[str],
 ) -> None:
-    """Show the answer to --ask, or else how the model continues a held-out text. All ranks must call it."""
+    """Show the answers, or else how the model continues a held-out text. All ranks must call it.
+
+    Args:
+        before: the answers before training.
+    """
+    after = ask(engine, tokenizer, args)
+    if args.questions:
+        console.print(report.answers_table(args.questions, before, after))
     if args.ask:
-        report.show_answer(console, "after training", args.ask, answer(engine, tokenizer, args.ask))
+        report.show_answer(console, "after training", args.ask, after[-1])
+    if after:
         return
     prompt = held_out[0]["input_ids"][: min(PROMPT_TOKENS, args.seq_len // 2)].tolist()
     length = min(SAMPLE_TOKENS, args.seq_len - len(prompt))
-    text = write(engine, tokenizer, prompt, length, sample=True)
+    (text,) = write(engine, tokenizer, [prompt], length, sample=True)
     report.show_sample(console, tokenizer.decode(prompt), text)
 
 
@@ -286,6 +339,7 @@ def main() -> None:
         folder = args.model
         if folder and not Path(folder).is_dir():
             folder = snapshot_download(folder, allow_patterns=FILES)
+        args.questions = read_questions(args.questions) if args.questions else []
         args.saved_dtype = AutoConfig.from_pretrained(folder).dtype if folder else None
         tokenizer: Any = AutoTokenizer.from_pretrained(folder) if folder else ByteTokenizer()
         train, held_out = read_data(args, tokenizer)
@@ -318,9 +372,10 @@ def main() -> None:
     history = history or History([(0, evaluate(engine, held_out))], [], train.digest)
     evaluation, first = time.perf_counter() - begin, len(history.losses)
     console.print(f"held-out loss before training: {history.evaluations[0][1]:.3f} nats per {args.unit}")
+    before = ask(engine, tokenizer, args)
     if args.ask:
         when = f"after step {first}" if first else "before training"
-        report.show_answer(console, when, args.ask, answer(engine, tokenizer, args.ask))
+        report.show_answer(console, when, args.ask, before[-1])
 
     try:
         trainer = Trainer(engine, dataloader, held_out, args, steps, console, evaluation)
@@ -330,7 +385,7 @@ def main() -> None:
     console.print(f"held-out loss after training: {history.evaluations[-1][1]:.3f} nats per {args.unit}")
     if args.output:  # first of all: nothing that follows may lose the model
         engine.save_pretrained(args.output, tokenizer if folder else None, dtype=args.saved_dtype)
-    show_results(console, args, engine, tokenizer, held_out)
+    show_results(console, args, engine, tokenizer, held_out, before)
     if first < steps:  # else there were no gradients to measure
         console.print(report.memory_table(memory, engine, WORLD_SIZE))
     if RANK == 0:

@@ -99,6 +99,12 @@ def build_parser() -> argparse.ArgumentParser:
     result = parser.add_argument_group("result")
     result.add_argument("--output", metavar="DIR", help="folder for the model (none; finetuned)")
     result.add_argument("--ask", metavar="TEXT", help="a question for the model, before and after training")
+    result.add_argument(
+        "--questions",
+        metavar="FILE",
+        help='JSONL with "messages", a question and its answer in each line: the model is asked before and '
+        "after training, and its answers are compared",
+    )
     result.add_argument(  # not --log, which torchrun takes for one of its own
         "--metrics",
         action="append",

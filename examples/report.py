@@ -109,6 +109,20 @@ def show_answer(console: Console, when: str, question: str, text: str) -> None:
     console.print(Panel(body, title=f"asked {when}", box=box.ROUNDED))
 
 
+def answers_table(questions: list[tuple[str, str]], before: list[str], after: list[str]) -> Table:
+    """Return the answers before and after training side by side; an answer is right if it is the file's."""
+    table = Table(box=box.ROUNDED, show_lines=True)
+    for column in ("question", "before", "after", "right"):
+        table.add_column(column)
+    num_right = [0, 0]
+    for (question, right), *given in zip(questions, before, after, strict=False):
+        is_right = [text == right for text in given]
+        num_right = [num + one for num, one in zip(num_right, is_right, strict=True)]
+        table.add_row(*map(Text, (question, *given, "yes" if is_right[1] else f"no: {right}")))
+    table.title = f"right answers: {num_right[0]} of {len(questions)} before, {num_right[1]} after"
+    return table
+
+
 def show_sample(console: Console, prompt: str, text: str) -> None:
     """Show the beginning of a held-out document and how the model goes on."""
     console.print(

