@@ -113,12 +113,13 @@ def answers_table(questions: list[tuple[str, str]], before: list[str], after: li
     """Return the answers before and after training side by side; an answer is right if it is the file's."""
     table = Table(box=box.ROUNDED, show_lines=True)
     for column in ("question", "before", "after", "right"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     num_right = [0, 0]
     for (question, right), *given in zip(questions, before, after, strict=False):
         is_right = [text == right for text in given]
         num_right = [num + one for num, one in zip(num_right, is_right, strict=True)]
-        table.add_row(*map(Text, (question, *given, "yes" if is_right[1] else f"no: {right}")))
+        cells = (question, *given, "yes" if is_right[1] else f"no: {right}")
+        table.add_row(*(Text(" ".join(cell.split())) for cell in cells))
     table.title = f"right answers: {num_right[0]} of {len(questions)} before, {num_right[1]} after"
     return table
 
