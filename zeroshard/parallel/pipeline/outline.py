@@ -16,6 +16,9 @@ from typing import Any
 
 from torch import nn
 
+_OF_A_SEQUENCE = ("forward", "__call__", "__iter__")
+"""The methods that make a Sequential call its modules one after another."""
+
 
 @dataclass(frozen=True)
 class Outline:
@@ -42,6 +45,8 @@ def outline_of(model: nn.Module) -> Outline:
         ValueError: the model is neither, or has modules whose place is not known.
     """
     if isinstance(model, nn.Sequential):
+        if any(getattr(type(model), name) is not getattr(nn.Sequential, name) for name in _OF_A_SEQUENCE):
+            raise unknown_model(model, "it is a Sequential with a forward of its own")
         return Outline((), tuple(model._modules), ())  # a module may have several places
     refuse_collected(_options_of(model))
     causal = without_adapters(model)
@@ -152,7 +157,7 @@ def unknown_model(model: nn.Module, why: str) -> ValueError:
     return ValueError(
         "mesh.pp: expected a torch.nn.Sequential, or a causal language model of transformers whose "
         f"embedding, blocks, norm and head follow each other; got a {type(model).__name__}: {why}. "
-        "pipeline.trace=True cuts models of other structures"
+        "pipeline.trace=True cuts models of other structures that return one tensor"
     )
 
 
