@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch import nn
 
-from zeroshard.parallel.pipeline.handed import require_handed_on
+from zeroshard.parallel.pipeline.cut import require_handed_on
 from zeroshard.parallel.pipeline.outline import outline_of
 
 SMALL = {

@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 import zeroshard
-from zeroshard.parallel.pipeline.handed import require_handed_on
+from zeroshard.parallel.pipeline.cut import require_handed_on
 from zeroshard.parallel.pipeline.outline import outline_of
 
 CPU = torch.device("cpu")

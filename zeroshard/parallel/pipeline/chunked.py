@@ -17,6 +17,7 @@ from zeroshard.parallel.pipeline.outline import Outline, names_below, refuse_col
 
 _OF_THE_HEAD = ("labels", "logits_to_keep", "num_logits_to_keep")
 """Arguments of transformers that concern the logits alone."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Turn:
@@ -33,12 +34,24 @@ class Absent(nn.Module):
         adds: True for an embedding, whose rows are added to values that a chunk before has made: it gives a
             zero.
         turn: the chunk that computes.
+        name: the name of the module.
         names: the names of the parameters of the module, in it.
     """
 
-    def __init__(self, *, adds: bool, turn: Turn, names: Sequence[str]) -> None:
+    def __init__(self, *, adds: bool, turn: Turn, name: str, names: Sequence[str]) -> None:
         super().__init__()
-        self._adds, self._turn, self.names = adds, turn, tuple(names)
+        self._adds, self._turn, self._name, self.names = adds, turn, name, tuple(names)
+
+    def __getattr__(self, key: str) -> Any:
+        """Refuse to stand for an attribute in the forward of the model: that of the module may differ.
+
+        Raises:
+            RuntimeError: a chunk computes.
+            AttributeError: none does.
+        """
+        if self._turn.chunk is not None:
+            raise RuntimeError(f"it reads '{self._name}.{key}', and another chunk has '{self._name}'")
+        return super().__getattr__(key)
 
     def forward(self, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return the value; or a zero for an embedding.
@@ -52,6 +65,8 @@ class Absent(nn.Module):
                 "engine.train_batch(inputs, targets) or engine.eval_batch(inputs, targets) on all ranks"
             )
         return _nothing(value) if self._adds else value
+
+    __call__ = forward  # without hooks: those of a layer run where it computes
 
     def extra_repr(self) -> str:
         """Return no details."""
@@ -76,6 +91,9 @@ class Chunked:
         outline: the order of its modules.
         blocks: the run of blocks of each chunk of the pipeline.
         own: the chunks of this rank.
+
+    Raises:
+        ValueError: a module that is cut has hooks, which would run once a chunk.
     """
 
     def __init__(
@@ -84,6 +102,13 @@ class Chunked:
         self.model, self._num_chunks, self.chunks = model, len(blocks), tuple(own)
         self._is_sequence = isinstance(model, nn.Sequential)
         self._turn = Turn()
+        parts = [name.split(".") for name in names_below(outline)]
+        names = sorted({".".join(part[:end]) for part in parts for end in range(len(part))})
+        self.containers = [(name, model.get_submodule(name)) for name in names]
+        """The modules that are cut: each chunk runs their forwards."""
+        for name, container in self.containers:
+            if any(surroundings_of(container)):
+                raise ValueError(tell_hooked(name))
         num_blocks = len(outline.blocks)
         chunk_of = {
             name: chunk for chunk, run in enumerate(blocks) for name in outline.chunk(run, num_blocks)
@@ -93,8 +118,8 @@ class Chunked:
             parent, _, attribute = name.rpartition(".")
             module, holder = model.get_submodule(name), model.get_submodule(parent)
             is_added = is_embedding(module) and not self._is_sequence
-            names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-            absent = Absent(adds=is_added, turn=self._turn, names=names)
+            names = [inside for inside, _ in module.named_parameters(remove_duplicate=False)]
+            absent = Absent(adds=is_added, turn=self._turn, name=name, names=names)
             if chunk_of[name] in own:
                 self._places.append(_Place(chunk_of[name], holder, attribute, module, absent))
             else:
@@ -148,6 +173,20 @@ class Chunked:
             for place in others:
                 place.holder._modules[place.attribute] = place.module
             self._turn.chunk = None
+
+
+def surroundings_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return the forward that is set on the instance of a module, and the keys of its hooks."""
+    return vars(module).get("forward"), *(tuple(getattr(module, kind)) for kind in _HOOKS)
+
+
+def tell_hooked(name: str = "") -> str:
+    """Return the message about a module whose hooks or forward chunks do not call as a whole model does."""
+    return (
+        f"mesh.pp: expected no hooks on {repr(name) if name else 'the model'} and no forward set on it, which "
+        "each chunk would call. Hook its first or its last layer, which one chunk computes; with pipeline.trace, "
+        "put the work of hooks into a forward"
+    )
 
 
 def is_embedding(module: nn.Module) -> bool:

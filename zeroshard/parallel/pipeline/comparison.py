@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Axis
+from zeroshard.parallel.pipeline.chunked import surroundings_of, tell_hooked
 
 _NUM_BITS = 32
 """Bits of the checksum that pipeline ranks compare."""
@@ -21,10 +22,15 @@ class Comparison:
     Args:
         axis: these ranks.
         parameters: the parameters of this rank.
+        containers: modules that must not get hooks from now on, with their names.
     """
 
-    def __init__(self, axis: Axis, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, axis: Axis, parameters: Iterable[nn.Parameter], containers: Iterable[tuple[str, nn.Module]]
+    ) -> None:
         self._axis, self._parameters = axis, tuple(parameters)
+        self._containers = [(name, one, surroundings_of(one)) for name, one in containers]
+        """With the hooks that the engine has put there."""
         self._num_batches = self._num_changes = 0
         self._trained: Any = None
         """The parameters and inputs that need a gradient."""
@@ -37,7 +43,7 @@ class Comparison:
         Returns:
             A function that waits for the answer. It returns a value that all ranks have alike: where they
             had it before, the tensors between chunks have the forms that they had then. It raises a
-            RuntimeError if the batches differ.
+            RuntimeError if the batches differ, or if a container was given hooks.
         """
         shapes = shapes_of(batch)
         value = crc32(repr(shapes).encode())
@@ -45,10 +51,14 @@ class Comparison:
             value = _checksum(batch, value)
         trained = tuple(p.requires_grad for p in self._parameters), _trained_in(batch)
         has_changed, self._trained = self._trained not in (None, trained), trained
-        answer = self._axis.any([*_flags(value), has_changed], "comparison of the batches of a pipeline")
+        hooked = [name for name, one, known in self._containers if surroundings_of(one) != known]
+        flags = *_flags(value), has_changed, bool(hooked)
+        answer = self._axis.any(flags, "comparison of the batches of a pipeline")
 
         def agree() -> Any:
-            *found, any_has_changed = answer()
+            *found, any_has_changed, any_is_hooked = answer()
+            if any_is_hooked:
+                raise RuntimeError(tell_hooked(*hooked[:1]))
             self._num_changes += any_has_changed  # then activations may need gradients that did not before
             self._refuse_others(found)
             return self._num_changes, shapes

@@ -11,19 +11,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.config.sections import Config
 from zeroshard.parallel.pipeline.choice import read_schedule, schedule_of, with_schedule
-from zeroshard.parallel.pipeline.handed import require_handed_on
-from zeroshard.parallel.pipeline.outline import Outline
+from zeroshard.parallel.pipeline.chunked import Chunked
+from zeroshard.parallel.pipeline.outline import Outline, names_below, unknown_model, without_adapters
 from zeroshard.parallel.pipeline.partition import Balance, Block, partition
-from zeroshard.parallel.pipeline.profile import measure_blocks, weigh_blocks
-from zeroshard.parallel.pipeline.sample import Source, sample_of
+from zeroshard.parallel.pipeline.profile import Profiler, measure_blocks, weigh_blocks
+from zeroshard.parallel.pipeline.sample import Source, same_random_numbers, sample_of
 from zeroshard.parallel.pipeline.traced import TracedModel
+
+_LENGTH = 2
+"""Tokens of the input of a check: a forward that takes the first token alone is found."""
 
 
 class Cut(NamedTuple):
@@ -82,6 +85,39 @@ def cut_model(
     measured = _measure(model, outline, config, source, device) if is_by_time else None
     blocks = measured or weighed
     return Cut(outline, schedule, partition(blocks, num_chunks, balance), blocks, measured is not None)
+
+
+def require_handed_on(model: nn.Module, outline: Outline, device: torch.device) -> None:
+    """Check that a model computes nothing between its modules; it does not change.
+
+    A chunk is the whole model, in which the modules of other chunks hand on what they are given. So a model
+    whose modules all hand on their input must return its input. One that scales embeddings or logits in a
+    forward of its own would scale them in every chunk. One whose blocks return tuples would take them apart.
+
+    Args:
+        model: a `Sequential`, which is not checked, or a causal language model of transformers.
+        outline: the order of its modules.
+        device: the device of the check, which needs a few kilobytes.
+
+    Raises:
+        ValueError: the model computes something outside of its modules.
+    """
+    if isinstance(model, nn.Sequential):
+        return
+    inside = {p for name in names_below(outline) for p in model.get_submodule(name).parameters()}
+    if outside := [name for name, parameter in model.named_parameters() if parameter not in inside]:
+        raise unknown_model(model, f"its parameter '{outside[0]}' is in none of these")
+    embedding: Any = without_adapters(model).get_input_embeddings()  # type: ignore[operator]
+    with same_random_numbers(device), torch.no_grad(), Profiler(device, None).inside(model, outline):
+        value = torch.rand(1, _LENGTH, embedding.weight.shape[-1], device=device)
+        try:  # all modules are in chunk 0, so in any other chunk all of them hand on
+            found = Chunked(model, outline, [range(len(outline.blocks))], [0])(1, [value.clone()], {})[0]
+        except Exception as error:  # of any kind: the model takes apart what its blocks return
+            why = f"its forward does not run without its blocks ({type(error).__name__}: {error})"
+            raise unknown_model(model, why) from error
+    if not (isinstance(found, Tensor) and torch.equal(found, value)):
+        why = "its forward computes outside of these, such as a factor of embeddings or logits"
+        raise unknown_model(model, why)
 
 
 def _one_each(model: TracedModel, outline: Outline, schedule: str, num_chunks: int) -> Cut:
