@@ -97,7 +97,8 @@ def take_part(model: nn.Module, config: Config, cut: Cut, rank: int) -> Part:
         rank: this rank's place on the axis pp.
 
     Raises:
-        ValueError: several chunks share a parameter that each rank is to keep for itself.
+        ValueError: several chunks share a parameter that each rank is to keep for itself, or a buffer that
+            they may write.
     """
     config, outline, runs = with_schedule(config, cut.schedule), cut.outline, cut.runs
     schedule = schedule_of(config, config.pipeline.num_microbatches)
@@ -162,11 +163,17 @@ def _refuse_half(model: nn.Module, config: Config) -> None:
 def _find_holders(
     model: nn.Module, outline: Outline, runs: Sequence[range], schedule: Schedule
 ) -> dict[nn.Parameter, Holders]:
-    """Find the parameters that modules of several chunks use."""
-    chunks: dict[nn.Parameter, set[int]] = {}
+    """Find the parameters that modules of several chunks use; refuse buffers, which each would write."""
+    chunks: dict[torch.Tensor, set[int]] = {}
     for chunk, run in enumerate(runs):
-        for parameter in _parameters_of(model, outline, chunk, run):
-            chunks.setdefault(parameter, set()).add(chunk)
+        for tensor in _tensors_of(model, outline, chunk, run):
+            chunks.setdefault(tensor, set()).add(chunk)
+    for name, buffer in model.named_buffers():
+        if len(users := sorted(chunks.get(buffer, ()))) > 1:
+            raise ValueError(
+                f"mesh.pp: expected a buffer of one chunk, got '{name}', which chunks {users} may write. "
+                "Copy its module (copy.deepcopy), or register it with persistent=False if it is only read"
+            )
     holders: dict[nn.Parameter, Holders] = {}
     for name, parameter in model.named_parameters():
         if len(users := sorted(chunks.get(parameter, ()))) > 1:
@@ -175,9 +182,12 @@ def _find_holders(
     return holders
 
 
-def _parameters_of(model: nn.Module, outline: Outline, chunk: int, run: range) -> Iterator[nn.Parameter]:
+def _tensors_of(model: nn.Module, outline: Outline, chunk: int, run: range) -> Iterator[torch.Tensor]:
+    """Yield the parameters of a chunk, and the buffers that it may write."""
     if isinstance(model, TracedModel):
         yield from model.trace.parameters_of(chunk)
         return
+    tables = {part._buffers.get(key) for part in model.modules() for key in part._non_persistent_buffers_set}
     for name in outline.chunk(run, len(outline.blocks)):
-        yield from model.get_submodule(name).parameters()
+        module = model.get_submodule(name)
+        yield from (*module.parameters(), *(buffer for buffer in module.buffers() if buffer not in tables))

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from zeroshard.parallel.pipeline.chunked import surroundings_of, tell_hooked
 from zeroshard.parallel.pipeline.sample import Sample, same_random_numbers
 
 Value = tuple[int, int]
@@ -92,11 +93,15 @@ def trace(model: nn.Module, sample: Sample, names: Sequence[str]) -> Trace:
         names: the modules that each begin a new chunk.
 
     Raises:
-        ValueError: there is no such module, the model cannot be traced, or its output is no tensor.
+        ValueError: there is no such module, one has hooks, the model cannot be traced, or its output is no
+            tensor.
     """
     from torch.distributed.pipelining import SplitPoint, pipeline  # here: few scripts need them
 
     known = dict(model.named_modules())
+    for name, module in known.items():
+        if any(surroundings_of(module)[1:]):
+            raise ValueError(tell_hooked(name))
     for name in names:
         if name not in known or not name:
             raise ValueError(
@@ -119,13 +124,15 @@ def trace(model: nn.Module, sample: Sample, names: Sequence[str]) -> Trace:
                 f"pipeline.trace: the {type(model).__name__} could not be traced: {error.__cause__ or error}"
             ) from error
     stages = _read_stages(pipe.split_gm)
-    for name in _readers_of(stages):
+    readers = _readers_of(stages)
+    for name in readers:
         if "@" in name:  # torch names the second call of a module so, and copies its parameters
             called = re.sub(r"@\d+", "", name).rpartition(".")[0]
             raise ValueError(
                 "pipeline.trace: expected modules with parameters to run once in a forward, but "
                 f"'{called}' runs several times"
             )
+    _refuse_written(model, bound, readers)
     if len(stages) != len(names) + 1:
         raise ValueError(
             f"pipeline.split: expected {len(names) + 1} chunks, as many as names and one more, got "
@@ -133,6 +140,21 @@ def trace(model: nn.Module, sample: Sample, names: Sequence[str]) -> Trace:
         )
     forms = {name: form_of(value) for name, value in bound.arguments.items()}
     return Trace(model, stages, forms, has_modes=has_modes)
+
+
+def _refuse_written(model: nn.Module, bound: inspect.BoundArguments, readers: Mapping[str, set[int]]) -> None:
+    """Refuse buffers that one chunk writes and another one reads: each rank has a copy."""
+    chunks: dict[Tensor, set[int]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        chunks.setdefault(buffer, set()).update(readers.get(name, ()))
+    if max(map(len, chunks.values()), default=0) > 1:
+        program = torch.export.export(model, bound.args, bound.kwargs).run_decompositions()
+        for name in program.graph_signature.buffers_to_mutate.values():
+            if len(found := sorted(chunks[model.get_buffer(name)])) > 1:
+                raise ValueError(
+                    f"pipeline.trace: expected a written buffer in one chunk, got '{name}' in {found}. Make "
+                    "a tensor, use that, and write it once: step = self.step + 1; self.step.copy_(step)"
+                )
 
 
 @contextmanager
@@ -328,6 +350,8 @@ class TracedModel(nn.Module):
         if chunk == len(given.stages) - 1:
             return outputs[0] if isinstance(outputs, list | tuple) else outputs
         made = outputs if isinstance(outputs, list | tuple) else (outputs,)
+        # It may be a buffer, into which the next micro-batch writes while it is under way.
+        made = [one.clone() if isinstance(one, Tensor) and not one.requires_grad else one for one in made]
         values |= {(chunk, place): value for place, value in enumerate(made)}
         return [values[key] for key in given.boundaries[chunk]]
 
@@ -363,6 +387,8 @@ class TracedChunks:
         self.model, self.chunks = model, tuple(own)
         self.signature = inspect.signature(model.trace.model.forward)
         model.keep(own)
+        self.containers = [*model.named_modules(), *model.trace.model.named_modules()]
+        """All modules: a graph calls its own with other arguments, and nobody calls those of the model."""
 
     def modules_of(self, chunk: int) -> list[nn.Module]:
         """Return the modules of a chunk of this rank."""
