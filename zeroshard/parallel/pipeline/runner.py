@@ -232,7 +232,8 @@ class Runner:
         if is_recomputed := (chunk, microbatch) in self._recomputed:
             random = random_states(self._messages.device)
             with torch.no_grad():
-                outputs = tuple(self._chunks.forward(chunk, microbatch, inputs))
+                copies = [value.clone() for value in inputs]  # the forward may edit them, and comes again
+                outputs = tuple(self._chunks.forward(chunk, microbatch, copies))
         else:
             random = ()
             with self._leaving(action):

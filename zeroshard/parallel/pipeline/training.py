@@ -31,6 +31,7 @@ from zeroshard.comm.messages import LAST_TAGS, Messages
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.data.losses import LossFunction, check_loss, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
+from zeroshard.internals import pytree
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
 from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
@@ -110,7 +111,7 @@ class Pipelined:
         self.is_stepping = False
         """True while the step after a batch is taken."""
         self._loss_scale = 1.0
-        self._comparison = Comparison(self._axes.pp, runtime.parameters)
+        self._comparison = Comparison(self._axes.pp, runtime.parameters, part.chunked.containers)
         config = part.config.pipeline
         self.method = None
         """The method of an asynchronous pipeline; None for a synchronous one."""
@@ -286,6 +287,8 @@ class Pipelined:
 
     def _compute(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         piece, target = self._feed[microbatch]
+        if not torch.is_grad_enabled():  # a forward that comes again must not find the edits of the first one
+            piece, target = pytree.tree_map_only(Tensor, Tensor.clone, (piece, target))
         if chunk < self._part.num_chunks - 1:
             outputs: Sequence[Any] = self._part.chunked(chunk, inputs, piece)
             for output in outputs:
