@@ -13,7 +13,7 @@ import zeroshard
 from zeroshard.lazy.deferred import values_of
 from zeroshard.lazy.materialize import check_values, materialize_others, record_resets
 from zeroshard.lazy.recording import is_recording
-from zeroshard.parallel.pipeline.likeness import likeness_of
+from zeroshard.parallel.pipeline.profile import likeness_of
 
 
 class Layers(nn.Module):

@@ -14,9 +14,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import zeroshard
 from zeroshard.parallel.pipeline import profile
-from zeroshard.parallel.pipeline.likeness import likeness_of
 from zeroshard.parallel.pipeline.outline import outline_of
-from zeroshard.parallel.pipeline.profile import measure_blocks, weigh_blocks
+from zeroshard.parallel.pipeline.profile import likeness_of, measure_blocks, weigh_blocks
 from zeroshard.parallel.pipeline.sample import Sample, Source, sample_of
 
 CPU = torch.device("cpu")
@@ -250,14 +249,11 @@ def test_only_one_block_at_a_time_is_on_the_device(monkeypatch):
     assert len(alive) == 2 + 2 + 5 + 2
 
 
-class Skips(nn.Sequential):
-    def forward(self, x):
-        return self[0](x)
-
-
 def test_a_forward_that_leaves_out_a_block_is_an_error():
-    with pytest.raises(RuntimeError, match="expected the model's forward to call '1'"):
-        measured(Skips(nn.Linear(4, 4), nn.Linear(4, 4)), rows(2, 4))
+    model = llama()
+    model.config.num_hidden_layers = 1
+    with pytest.raises(RuntimeError, match=r"expected the model's forward to call 'model\.layers\.1'"):
+        measured(model, sample_of(model, Source(), 2))
 
 
 # ------------------------------------------------------------------------------------------- samples

@@ -64,7 +64,7 @@ class Absent(nn.Module):
                 "this rank has only its chunks of the model (mesh.pp >= 2), and cannot run its forward: call "
                 "engine.train_batch(inputs, targets) or engine.eval_batch(inputs, targets) on all ranks"
             )
-        return _nothing(value) if self._adds else value
+        return torch.zeros((), device=value.device) if self._adds else value  # it may be added to anything
 
     __call__ = forward  # without hooks: those of a layer run where it computes
 
@@ -183,9 +183,8 @@ def surroundings_of(module: nn.Module) -> tuple[Any, ...]:
 def tell_hooked(name: str = "") -> str:
     """Return the message about a module whose hooks or forward chunks do not call as a whole model does."""
     return (
-        f"mesh.pp: expected no hooks on {repr(name) if name else 'the model'} and no forward set on it, which "
-        "each chunk would call. Hook its first or its last layer, which one chunk computes; with pipeline.trace, "
-        "put the work of hooks into a forward"
+        f"mesh.pp: expected no hooks on {repr(name) if name else 'the model'} and no forward set on it: each "
+        "chunk calls it. Hook the first or the last layer inside; with pipeline.trace, write it into a forward"
     )
 
 
@@ -193,8 +192,3 @@ def is_embedding(module: nn.Module) -> bool:
     """True for an embedding, also with an adapter around it or a trained copy beside it."""
     inside = getattr(module, "base_layer", getattr(module, "original_module", module))
     return isinstance(inside, nn.Embedding)
-
-
-def _nothing(value: Tensor) -> Tensor:
-    """A zero that may be added to anything."""
-    return torch.zeros((), device=value.device)

@@ -7,8 +7,9 @@ inputs that have arrived: its forward and its backward. Then its outputs go on.
     on the device        measured      measured    as block 0          measured ...
 
 Only one module is on the device at a time, so a model that is larger than the device can be measured. A block
-that equals an earlier one in its classes, shapes and settings has the time of that one. Modules before the
-blocks count as a part of the first block; those after them, and the loss, as a part of the last one.
+that equals an earlier one in its classes, shapes and settings has the time of that one. A setting of an
+unknown class equals only itself: a doubt costs a measurement. Modules before the blocks count as a part of
+the first block; those after them, and the loss, as a part of the last one.
 
 The model does not change: modules compute with tensors in the place of their parameters and buffers. Those
 of parameters on the meta device have arbitrary values, because the time does not depend on them.
@@ -20,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +34,6 @@ from zeroshard.data.losses import LossFunction
 from zeroshard.data.microbatch import to_device
 from zeroshard.internals import pytree
 from zeroshard.lazy.deferred import has_memory, is_known, values_of
-from zeroshard.parallel.pipeline.likeness import facts_of, likeness_of
 from zeroshard.parallel.pipeline.outline import Outline, names_below
 from zeroshard.parallel.pipeline.partition import Block
 from zeroshard.parallel.pipeline.sample import Sample, same_random_numbers
@@ -43,6 +44,10 @@ _ENOUGH = 0.05
 """Seconds of runs after which the fewest are enough."""
 _SPREAD = 0.02
 """The standard deviation of arbitrary parameters: as in usual inits, so that no value overflows."""
+_INTERNAL = frozenset(vars(nn.Module()))
+_PLACE = "layer_idx"
+"""The number of a block, as models of transformers keep it: it differs between blocks that are alike."""
+_PLAIN = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, type(None))
 
 
 class Cost(NamedTuple):
@@ -349,3 +354,35 @@ def _has_tensors(module: nn.Module) -> bool:
 def _loss_in(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else None
+
+
+def likeness_of(module: nn.Module) -> Hashable:
+    """Return facts that are equal for modules of the same classes, shapes and settings."""
+    return tuple((name, _own_facts(part)) for name, part in module.named_modules())
+
+
+def facts_of(value: Any) -> Hashable:
+    """Return facts of an argument or a setting: the form of a tensor, the value of a number or a text."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), value.requires_grad
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(facts_of, value))
+    if isinstance(value, Mapping):
+        return type(value), tuple((facts_of(key), facts_of(item)) for key, item in value.items())
+    if isinstance(value, partial):
+        return partial, value.func, facts_of(value.args), facts_of(value.keywords)
+    return id(value)
+
+
+def _own_facts(module: nn.Module) -> Hashable:
+    known = _INTERNAL | {_PLACE}
+    settings = [(key, facts_of(value)) for key, value in sorted(vars(module).items()) if key not in known]
+    return (
+        type(module),
+        module.training,
+        tuple(settings),
+        facts_of(dict(module._parameters)),
+        facts_of(dict(module._buffers)),
+    )

@@ -232,8 +232,8 @@ class Runner:
         if is_recomputed := (chunk, microbatch) in self._recomputed:
             random = random_states(self._messages.device)
             with torch.no_grad():
-                copies = [value.clone() for value in inputs]  # the forward may edit them, and comes again
-                outputs = tuple(self._chunks.forward(chunk, microbatch, copies))
+                # The forward may edit its inputs, and comes again.
+                outputs = tuple(self._chunks.forward(chunk, microbatch, [one.clone() for one in inputs]))
         else:
             random = ()
             with self._leaving(action):

@@ -99,9 +99,8 @@ def trace(model: nn.Module, sample: Sample, names: Sequence[str]) -> Trace:
     from torch.distributed.pipelining import SplitPoint, pipeline  # here: few scripts need them
 
     known = dict(model.named_modules())
-    for name, module in known.items():
-        if any(surroundings_of(module)[1:]):
-            raise ValueError(tell_hooked(name))
+    if hooked := [name for name, module in known.items() if any(surroundings_of(module)[1:])]:
+        raise ValueError(tell_hooked(hooked[0]))
     for name in names:
         if name not in known or not name:
             raise ValueError(

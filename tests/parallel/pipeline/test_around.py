@@ -1,0 +1,386 @@
+"""Code of a user around chunks: hooks on modules that are cut, buffers of two chunks, edits in place.
+
+Losses are compared within 1e-6, because an engine adds them up in float32.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import zeroshard
+from tests.parallel.pipeline.runs import build as language_model
+from tests.parallel.pipeline.runs import sgd, tokens_of
+from zeroshard.parallel.pipeline.chunked import Chunked
+from zeroshard.parallel.pipeline.cut import require_handed_on
+from zeroshard.parallel.pipeline.outline import outline_of
+from zeroshard.parallel.pipeline.sample import Sample
+from zeroshard.parallel.pipeline.traced import TracedModel, trace
+
+WIDTH, ROWS, STEPS, NUM = 6, 8, 2, 4
+CPU = torch.device("cpu")
+
+
+def layers(num=4):
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num)]
+
+
+def batch(number):
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2)]
+
+
+def made(make):
+    torch.manual_seed(0)
+    return make().double()
+
+
+def start(make, schedule="1f1b", *, trace=False, split=None):
+    pipeline = {"schedule": schedule, "num_microbatches": NUM, "trace": trace}
+    pipeline |= {"balance": "memory"} if split is None else {"split": split}
+    config = {"stage": 1, "mesh": {"pp": 2}, "pipeline": pipeline, "micro_batch_size": ROWS // NUM}
+    data = list(zip(*batch(0), strict=True)) if trace else None
+    return zeroshard.initialize(made(make), sgd, config, loss_fn=F.mse_loss, training_data=data).engine
+
+
+def trained(engine):
+    """Losses of steps and of an evaluation."""
+    losses = [engine.train_batch(*batch(number)).item() for number in range(STEPS)]
+    losses.append(engine.eval_batch(*batch(STEPS)).item())
+    engine.close(restore=False)
+    return losses
+
+
+def plain(make):
+    """The same in one process."""
+    model, losses = made(make), []
+    optimizer = sgd(model.parameters())
+    for number in range(STEPS + 1):
+        model.train(number < STEPS)
+        losses.append(0.0)
+        for x, y in zip(*(value.chunk(NUM) for value in batch(number)), strict=True):
+            loss = F.mse_loss(model(x), y) / NUM
+            loss.backward()
+            losses[-1] += loss.item()
+        if number < STEPS:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def message_of(error, call, *args, **kwargs):
+    with pytest.raises(error) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+# ----------------------------------------------------------------------------------------------- hooks
+
+HOOKS = {
+    "forward pre": lambda m: m.register_forward_pre_hook(lambda m, args: (args[0] * 0.5 + 1,)),
+    "with kwargs": lambda m: m.register_forward_pre_hook(lambda m, a, k: (a, k), with_kwargs=True),
+    "forward": lambda m: m.register_forward_hook(lambda m, args, output: output * 0.5),
+    "backward pre": lambda m: m.register_full_backward_pre_hook(lambda m, grads: None),
+    "backward": lambda m: m.register_full_backward_hook(lambda m, grads, outer: None),
+    "set": lambda m: setattr(m, "forward", type(m).forward.__get__(m)),
+}
+
+
+def hooked(kind, place):
+    model = nn.Sequential(*layers())
+    HOOKS[kind](model if place is None else model[place])
+    return model
+
+
+def with_hooks():
+    found = {kind: message_of(ValueError, start, lambda k=kind: hooked(k, None)) for kind in HOOKS}
+    found["remedy"] = [
+        trained(start(lambda: hooked("forward pre", 0))),
+        trained(start(lambda: hooked("forward", 3))),
+    ]
+    engine = start(lambda: nn.Sequential(*layers()))
+    engine.train_batch(*batch(0))
+    handle = HOOKS["forward"](engine.module) if torch.distributed.get_rank() == 0 else None
+    found["later"] = message_of(RuntimeError, engine.train_batch, *batch(0))
+    found["evaluation"] = message_of(RuntimeError, engine.eval_batch, *batch(0))
+    if handle is not None:
+        handle.remove()
+    engine.close(restore=False)
+    engine = start(lambda: nn.Sequential(*layers()))
+    HOOKS["forward"](engine.module[3])  # a stand-in on the first rank, which does not run it
+    found["later remedy"] = trained(engine)
+    return found
+
+
+def test_hooks_on_a_model_that_is_cut_are_refused_and_those_on_its_layers_run_once(ranks):
+    first, last = plain(lambda: hooked("forward pre", 0)), plain(lambda: hooked("forward", 3))
+    for found in ranks(2, with_hooks):
+        for kind in (*HOOKS, "later", "evaluation"):
+            assert found[kind].startswith("mesh.pp: expected no hooks on the model and no forward set on it")
+        for losses, want in zip(found["remedy"], (first, last), strict=True):
+            assert losses == pytest.approx(want, rel=1e-6)
+        assert found["later remedy"] == pytest.approx(last, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["", "model", "model.layers"])
+def test_hooks_on_modules_around_the_blocks_are_refused_by_name(name):
+    model = language_model("llama")
+    HOOKS["forward"](model.get_submodule(name))
+    want = rf"^mesh\.pp: expected no hooks on {repr(name) if name else 'the model'} "
+    with pytest.raises(ValueError, match=want):
+        Chunked(model, outline_of(model), [range(2), range(2, 4)], [0])
+
+
+class Plain(nn.Module):
+    """A model that is no Sequential, with a buffer that its forward uses in a given way."""
+
+    def __init__(self, use=None):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("step", torch.ones(1))
+        self.use = use
+
+    def forward(self, x):
+        step = 1.0
+        if self.use in ("read", "read first", "assigned"):
+            step = self.step * 1.0
+        if self.use == "in place":
+            step = self.step.add_(1.0)
+        if self.use == "copied":
+            step = self.step + 1.0
+            self.step.copy_(step)
+        x = self.b(torch.tanh(self.a(x) / step))
+        if self.use == "read first":
+            self.step.add_(1.0)
+        if self.use == "assigned":
+            self.step = self.step + 1.0
+        return self.c(torch.tanh(x)) / (self.step if self.use == "read" else step)
+
+
+@pytest.mark.parametrize("name", ["", "b"])
+def test_hooks_are_refused_in_a_trace(name):
+    model = Plain()
+    HOOKS["forward"](model.get_submodule(name))
+    with pytest.raises(ValueError, match=r"with pipeline\.trace, write it into a forward"):
+        trace(model, Sample((torch.rand(2, WIDTH),), {}, None), ["b"])
+
+
+def with_hooks_on_a_trace():
+    engine = start(Plain, trace=True, split=["b"])
+    engine.train_batch(*batch(0))
+    HOOKS["forward"](engine.module.a if torch.distributed.get_rank() == 0 else engine.module.c)
+    return message_of(RuntimeError, engine.train_batch, *batch(0))
+
+
+@pytest.mark.long
+def test_hooks_that_come_after_a_trace_are_refused(ranks):
+    for found in ranks(2, with_hooks_on_a_trace):
+        assert found.startswith("mesh.pp: expected no hooks on ")
+
+
+# ------------------------------------------------------------------------------- a forward of its own
+
+
+class Residual(nn.Sequential):
+    def forward(self, input):
+        return input + 2.0 * super().forward(input)
+
+
+class Backwards(nn.Sequential):
+    def __iter__(self):
+        return reversed(self._modules.values())
+
+
+class Named(nn.Sequential):
+    """A class that makes its layers, and computes as any Sequential."""
+
+    def __init__(self):
+        super().__init__(*layers())
+
+
+def of_sequences():
+    options = {"trace": True, "split": ["2"]}
+    traced = trained(start(lambda: Residual(*layers()), **options))
+    return message_of(ValueError, start, lambda: Residual(*layers())), traced, trained(start(Named))
+
+
+def test_a_sequence_with_a_forward_of_its_own_is_refused_and_a_trace_cuts_it(ranks):
+    want, plainly = plain(lambda: Residual(*layers())), plain(Named)
+    for message, traced, losses in ranks(2, of_sequences):
+        assert "got a Residual: it is a Sequential with a forward of its own. pipeline.trace=True" in message
+        assert traced == pytest.approx(want, rel=1e-6)
+        assert losses == pytest.approx(plainly, rel=1e-6)
+    with pytest.raises(ValueError, match="got a Backwards: it is a Sequential with a forward of its own"):
+        outline_of(Backwards(*layers()))
+
+
+# -------------------------------------------------------------------------- attributes of other chunks
+
+
+class Reads(transformers.LlamaForCausalLM):
+    """A model whose forward looks at modules, as that of Mamba does."""
+
+    look = staticmethod(lambda model: None)
+
+    def forward(self, **kwargs):
+        self.look(self)
+        return super().forward(**kwargs)
+
+
+LOOKS = {
+    "lm_head.weight": lambda model: model.lm_head.weight.dtype,
+    "model.norm.variance_epsilon": lambda model: getattr(model.model.norm, "variance_epsilon", 0.0),
+    "model.layers.1.mlp": lambda model: hasattr(model.model.layers[1], "mlp"),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_forward_that_reads_an_attribute_of_another_chunk_is_refused_by_name(name, monkeypatch):
+    monkeypatch.setattr(Reads, "look", staticmethod(LOOKS[name]))
+    model = Reads(language_model("llama").config)
+    with pytest.raises(ValueError, match=rf"got a Reads: .*it reads '{name}'.*pipeline\.trace=True cuts"):
+        require_handed_on(model, outline_of(model), CPU)
+    assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape  # it is as it was
+
+
+def test_a_parameter_outside_of_the_modules_that_chunks_have_is_refused_by_name():
+    model = language_model("llama")
+    model.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match="its parameter 'scale' is in none of these"):
+        require_handed_on(model, outline_of(model), CPU)
+
+
+def mamba():
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+
+
+def test_mamba_is_refused():
+    model = mamba()
+    with pytest.raises(ValueError, match=r"it reads 'lm_head\.weight', and another chunk has 'lm_head'"):
+        require_handed_on(model, outline_of(model), CPU)
+
+
+class Logits(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = mamba()
+
+    def forward(self, tokens):
+        return self.model(tokens, use_cache=False).logits
+
+
+@pytest.mark.long
+def test_a_trace_cuts_mamba_that_returns_one_tensor():
+    torch.manual_seed(0)
+    model, tokens = Logits(), tokens_of(0, rows=2)
+    want = model(tokens)
+    found = TracedModel(trace(model, Sample((tokens,), {}, None), ["model.backbone.layers.1"]), range(2))
+    torch.testing.assert_close(found(1, found(0, (), {"tokens": tokens}), {"tokens": tokens}), want)
+
+
+# ------------------------------------------------------------------------------ buffers of two chunks
+
+
+class Scaled(nn.Module):
+    """A layer that reads a table."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.dense, self.table = nn.Linear(WIDTH, WIDTH), table
+
+    def forward(self, x):
+        return torch.tanh(self.dense(x)) * self.table.values
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("values", torch.linspace(0.5, 1.0, WIDTH), persistent=False)
+
+
+def with_table():
+    table = Table()
+    return nn.Sequential(*(Scaled(table) for _ in range(4)))
+
+
+def with_norms(copies=False):
+    norm = nn.BatchNorm1d(WIDTH)
+    other = copy.deepcopy(norm) if copies else norm
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH), other)
+
+
+def with_buffers():
+    message = message_of(ValueError, start, with_norms, split=["2"])
+    return message, trained(start(lambda: with_norms(copies=True), split=["2"])), trained(start(with_table))
+
+
+def test_a_buffer_that_two_chunks_may_write_is_refused_and_a_table_is_not(ranks):
+    copies, table = plain(lambda: with_norms(copies=True)), plain(with_table)
+    for message, norms, tables in ranks(2, with_buffers):
+        assert message.startswith(
+            "mesh.pp: expected a buffer of one chunk, got '1.running_mean', which chunks [0, 1]"
+        )
+        assert norms == pytest.approx(copies, rel=1e-6)
+        assert tables == pytest.approx(table, rel=1e-6)
+
+
+@pytest.mark.parametrize("use", ["read first", pytest.param("assigned", marks=pytest.mark.long)])
+def test_a_traced_buffer_that_one_chunk_writes_and_another_one_reads_is_refused(use):
+    with pytest.raises(ValueError, match=r"a written buffer in one chunk, got 'step' in \[0, 1\]"):
+        trace(Plain(use), Sample((torch.rand(2, WIDTH),), {}, None), ["b"])
+
+
+@pytest.mark.long_where(use=["read", "copied"])
+@pytest.mark.parametrize("use", ["read", "in place", "copied"])
+def test_a_traced_chunk_hands_on_the_value_that_a_buffer_has(use):
+    """All forwards of the first chunk run before those of the second one, as in GPipe."""
+    pieces = batch(0)[0].chunk(NUM)
+    want, found = made(lambda: Plain(use)), []
+    for own in range(2):
+        model = made(lambda: Plain(use))
+        found.append(TracedModel(trace(model, Sample((pieces[0],), {}, None), ["b"]), range(2)))
+        found[own].keep([own])
+    values = [found[0](0, (), {"x": piece}) for piece in pieces]
+    for piece, value in zip(pieces, values, strict=True):
+        torch.testing.assert_close(found[1](1, value, {"x": piece}), want(piece))
+
+
+# ------------------------------------------------------------------------------------ edits in place
+
+
+class Doubles(nn.Module):
+    def forward(self, x):
+        return x.mul_(2.0)
+
+
+class Shifts(nn.Linear):
+    """A layer that edits its input, which may be one that a chunk has received."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            x.add_(0.125)
+        return super().forward(x)
+
+
+FIRST = {
+    "doubles": lambda: nn.Sequential(Doubles(), *layers()),
+    "relu": lambda: nn.Sequential(nn.ReLU(inplace=True), *layers()),
+    "shifts": lambda: nn.Sequential(*(Shifts(WIDTH, WIDTH) for _ in range(4))),
+}
+
+
+def edited(kind, schedule):
+    return trained(start(FIRST[kind], schedule))
+
+
+@pytest.mark.long_where(schedule=["1f1b", "interleaved", "zb-h1"], kind=["doubles", "shifts"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "varuna"])
+@pytest.mark.parametrize("kind", FIRST)
+def test_a_layer_that_edits_its_input_trains_as_in_one_process(ranks, kind, schedule):
+    want = plain(FIRST[kind])
+    for losses in ranks(2, edited, kind, schedule):
+        assert losses == pytest.approx(want, rel=1e-6)
