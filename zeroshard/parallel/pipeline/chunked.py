@@ -102,13 +102,11 @@ class Chunked:
         self.model, self._num_chunks, self.chunks = model, len(blocks), tuple(own)
         self._is_sequence = isinstance(model, nn.Sequential)
         self._turn = Turn()
-        parts = [name.split(".") for name in names_below(outline)]
-        names = sorted({".".join(part[:end]) for part in parts for end in range(len(part))})
-        self.containers = [(name, model.get_submodule(name)) for name in names]
+        above = {name[:at] for name in names_below(outline) for at, one in enumerate(name) if one == "."}
+        self.containers = [(name, model.get_submodule(name)) for name in sorted({"", *above})]
         """The modules that are cut: each chunk runs their forwards."""
-        for name, container in self.containers:
-            if any(surroundings_of(container)):
-                raise ValueError(tell_hooked(name))
+        if hooked := [name for name, one in self.containers if any(surroundings_of(one))]:
+            raise ValueError(tell_hooked(hooked[0]))
         num_blocks = len(outline.blocks)
         chunk_of = {
             name: chunk for chunk, run in enumerate(blocks) for name in outline.chunk(run, num_blocks)
@@ -184,7 +182,7 @@ def tell_hooked(name: str = "") -> str:
     """Return the message about a module whose hooks or forward chunks do not call as a whole model does."""
     return (
         f"mesh.pp: expected no hooks on {repr(name) if name else 'the model'} and no forward set on it: each "
-        "chunk calls it. Hook the first or the last layer inside; with pipeline.trace, write it into a forward"
+        "chunk calls it. Hook the first or last layer inside; with pipeline.trace, write it into a forward"
     )
 
 

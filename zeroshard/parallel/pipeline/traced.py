@@ -123,15 +123,14 @@ def trace(model: nn.Module, sample: Sample, names: Sequence[str]) -> Trace:
                 f"pipeline.trace: the {type(model).__name__} could not be traced: {error.__cause__ or error}"
             ) from error
     stages = _read_stages(pipe.split_gm)
-    readers = _readers_of(stages)
-    for name in readers:
+    for name in _readers_of(stages):
         if "@" in name:  # torch names the second call of a module so, and copies its parameters
             called = re.sub(r"@\d+", "", name).rpartition(".")[0]
             raise ValueError(
                 "pipeline.trace: expected modules with parameters to run once in a forward, but "
                 f"'{called}' runs several times"
             )
-    _refuse_written(model, bound, readers)
+    _refuse_written(model, bound, _readers_of(stages))
     if len(stages) != len(names) + 1:
         raise ValueError(
             f"pipeline.split: expected {len(names) + 1} chunks, as many as names and one more, got "
