@@ -96,10 +96,9 @@ def _take_apart(module: nn.Module, ignored: Sequence[str] | None) -> list[nn.Mod
     done: dict[Tensor, tuple[nn.Parameter, Form, dict[str, Tensor]]] = {}
     try:
         for layer in module.modules():
-            weight = layer._parameters.get("weight")
-            if type(layer) is not nn.Linear or weight is None or weight in left_out:
+            if type(layer) is not nn.Linear or (weight := layer._parameters.get("weight")) is None:
                 continue
-            if not _can_be_apart(layer):
+            if weight in left_out or not _can_be_apart(layer):
                 continue
             if weight not in done:
                 done[weight] = _parts_of(weight)

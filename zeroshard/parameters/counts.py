@@ -79,8 +79,8 @@ def count(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -
 def _shape(parameter: nn.Parameter) -> torch.Size:
     coded: torch.Size | None = getattr(getattr(parameter, "quant_state", None), "shape", None)
     coded = coded or getattr(parameter, "coded_shape", None)
-    whole: torch.Size | None = getattr(parameter, "full_shape", None)
-    return coded or whole or parameter.shape
+    whole: torch.Size = getattr(parameter, "full_shape", parameter.shape)  # of a scalar it is empty, false
+    return coded or whole
 
 
 def answer(parameter: Slice, func: Callable[..., Any], frame: FrameType | None) -> int | None:

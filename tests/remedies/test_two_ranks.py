@@ -1,0 +1,458 @@
+"""Remedies in errors of several ranks, of pipelines and of divided layers are followed, and they work."""
+
+import copy
+import functools
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import DistributedSampler, TensorDataset
+
+import zeroshard
+from tests.distributed.models import Tiny
+from tests.remedies.told import (
+    DATA,
+    adamw,
+    loss_of,
+    mean_square,
+    net,
+    same,
+    start,
+    take_step,
+    told,
+    trained,
+    trains,
+    warned,
+    whole,
+)
+from zeroshard import Config
+
+CASES = []
+
+
+def case(function):
+    """A remedy that all ranks follow; it is given a folder."""
+    CASES.append(function)
+    return function
+
+
+def follow(folder, names=()):
+    """The cases that failed on this rank."""
+    failed = []
+    for function in CASES:
+        if names and function.__name__ not in names:
+            continue
+        try:
+            function(Path(folder) / function.__name__)
+        except (Exception, pytest.fail.Exception):
+            failed.append(f"{function.__name__}: {traceback.format_exc()}")
+    return "\n".join(failed)
+
+
+def test_the_remedies_work_on_two_ranks(ranks, tmp_path):
+    assert ranks(2, follow, str(tmp_path), timeout=120) == ["", ""]
+
+
+@case
+def a_parameter_is_used_where_it_is_whole(folder):
+    class Encodes(Tiny):
+        def encode(self, x):
+            return self.inner(x)
+
+    torch.manual_seed(0)
+    model = Encodes()
+    want = model.encode(DATA)
+    engine = start(model)
+    words = "inside the forward of its unit, inside a method that was given to engine.register_forward_method"
+    with told(words):
+        engine.module.encode(DATA)
+    with engine.unsharded(engine.module.inner):
+        assert torch.equal(engine.module.inner(DATA), want)
+    engine.register_forward_method("encode")
+    assert torch.equal(engine.encode(DATA), want)
+
+
+@case
+def gradients_are_taken_after_the_forward(folder):
+    class Differentiates(Tiny):
+        def forward(self, x):
+            x = x.requires_grad_()
+            return torch.autograd.grad(super().forward(x).sum(), x)[0]
+
+    engine = start(Differentiates())
+    with told("take gradients after the forward has returned"):
+        engine(DATA.clone())
+    x, y = (DATA.clone().requires_grad_() for _ in range(2))
+    got = torch.autograd.grad(start()(x).sum(), x)[0]
+    assert torch.equal(got, torch.autograd.grad(net()(y).sum(), y)[0])
+
+
+@case
+def norms_and_counts_are_those_of_the_engine(folder):
+    model = net()
+    engine = start()
+    with warned("engine.num_parameters() counts the model"):
+        sum(p.numel() for p in engine.module.parameters())
+    assert engine.num_parameters() == sum(p.numel() for p in model.parameters())
+    with warned("Take it under engine.unsharded(module) for the whole parameter or gradient"):
+        engine.module.inner.weight.norm()
+    with engine.unsharded(engine.module.inner):
+        assert torch.equal(engine.module.inner.weight.norm(), model.inner.weight.norm())
+    engine.backward(loss_of(engine))
+    loss_of(model).backward()
+    with told("use engine.clip_grad_norm_(max_norm) or Config(clip_grad_norm=...) instead"):
+        nn.utils.clip_grad_norm_(engine.parameters(), 0.01)
+    norm = engine.clip_grad_norm_(0.01)
+    torch.testing.assert_close(
+        norm, nn.utils.clip_grad_norm_(model.parameters(), 0.01).double(), check_dtype=False
+    )
+    engine.step()
+    clipped = start(clip_grad_norm=0.01)
+    take_step(clipped)
+    same(whole(clipped), whole(engine))
+
+
+@case
+def a_loss_scale_is_that_of_the_engine(folder):
+    engine = start()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(engine)).backward()
+    with told(
+        "use Precision(param_dtype='float16', loss_scale=...) with engine.backward(loss) and engine.step()"
+    ):
+        scaler.unscale_(engine.optimizer)
+    precision = zeroshard.Precision(param_dtype="float16", loss_scale=8.0)
+    engine = zeroshard.initialize(net(), adamw, Config(precision=precision)).engine
+    take_step(engine)
+    assert engine.skipped_steps == 0
+
+
+@case
+def norms_and_whole_parameters_are_for_attached_optimizers(folder):
+    engine = start(optimizer=None)
+    loss_of(engine).backward()
+    with told("Hand the optimizer to zeroshard.initialize, or to attach() of what zeroshard.shard returns"):
+        zeroshard.optim.LAMB(engine.parameters(), lr=1e-2).step()
+    engine.zero_grad()
+    sharded = zeroshard.shard(net())
+    optimizer = zeroshard.optim.LAMB(sharded.module.parameters(), lr=1e-2)
+    sharded.attach(optimizer)
+    loss_of(sharded.module).backward()
+    optimizer.step()
+    want = trained(optimizer=lambda parameters: zeroshard.optim.LAMB(parameters, lr=1e-2))
+    for name, value in whole(sharded).items():
+        torch.testing.assert_close(value, want[name], atol=1e-6, rtol=1e-5)
+
+
+@case
+def a_gradient_is_dropped_on_all_ranks(folder):
+    engine = start()
+    engine.backward(loss_of(engine))
+    if dist.get_rank() == 1:
+        engine.module.gain.grad = None
+    with told("Drop p.grad on all ranks alike"):
+        engine.full_gradient("gain")
+    engine.module.gain.grad = None
+    assert engine.full_gradient("gain") is None
+
+
+@case
+def a_whole_gradient_is_given_by_name(folder):
+    model = net()
+    loss_of(model).backward()
+    engine = start()
+    with told("To give the whole gradient, call engine.set_full_gradient(name, gradient) on all ranks"):
+        engine.module.inner.weight.grad = model.inner.weight.grad
+    engine.set_full_gradient("inner.weight", model.inner.weight.grad)
+    assert torch.equal(engine.full_gradient("inner.weight"), model.inner.weight.grad)
+
+
+@case
+def parameters_are_mixed_where_they_are_whole(folder):
+    engine, model = start(), net()
+    one, two = engine.module.inner.bias, engine.module.blocks[0][2].bias
+    with torch.no_grad(), told("use both parameters inside `with engine.unsharded(write_back=True):`"):
+        one.add_(two)
+    with torch.no_grad(), engine.unsharded(write_back=True):
+        engine.module.inner.bias.add_(engine.module.blocks[0][2].bias)
+    with torch.no_grad():
+        model.inner.bias.add_(model.blocks[0][2].bias)
+    trains(engine, model)
+
+
+@case
+def whole_values_are_loaded_under_unsharded(folder):
+    torch.manual_seed(3)
+    values = Tiny().state_dict()
+    engine = start()
+    with told(
+        "call load_state_dict() on all ranks under engine.unsharded(write_back=True), or before initialize"
+    ):
+        engine.module.load_state_dict(values)
+    with engine.unsharded(write_back=True):
+        engine.module.load_state_dict(values)
+    same(whole(engine), values)
+    model = net()
+    model.load_state_dict(values)
+    same(whole(start(model)), values)
+
+
+@case
+def a_checkpoint_follows_a_backward_under_no_sync(folder):
+    for end in ("step", "zero_grad"):
+        engine = start()
+        with engine.no_sync():
+            loss_of(engine).backward()
+        with told("Take the step first, or drop the gradients with zero_grad()"):
+            engine.save_checkpoint(folder, tag="refused")
+        engine.step() if end == "step" else engine.zero_grad()
+        engine.save_checkpoint(folder, tag=end)
+        other = start()
+        other.load_checkpoint(folder)
+        same(whole(other), trained(losses=[loss_of] * (end == "step")))
+
+
+# ----------------------------------------------------------------------------- pipelines and tensor ranks
+
+
+def blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(4))).double()
+
+
+WIDE = DATA.double()
+
+
+def pipelined(model=None, optimizer=adamw, **pipeline):
+    """An engine over two pipeline ranks."""
+    config = {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2, "balance": "memory", **pipeline}}
+    return start(blocks() if model is None else model, optimizer, mean_square, **config)
+
+
+def pipes(engine, model=None, **options):
+    """A step of the pipeline is that of plain PyTorch, in float64 and up to the order of additions."""
+    engine.train_batch(WIDE, WIDE)
+    want = trained(
+        blocks() if model is None else model, losses=[lambda model: loss_of(model, WIDE)], **options
+    )
+    for name, value in whole(engine).items():
+        torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-12)
+
+
+@case
+def a_pipeline_takes_whole_batches(folder):
+    engine = pipelined()
+    for call in (lambda: engine.backward(torch.ones(())), lambda: engine.step()):
+        with told("engine.train_batch(inputs, targets) takes a whole step"):
+            call()
+    with told("call engine.train_batch(inputs, targets) or engine.eval_batch(inputs, targets) on all ranks"):
+        engine(WIDE)
+    torch.testing.assert_close(engine.eval_batch(WIDE, WIDE).double(), loss_of(blocks(), WIDE).detach())
+    pipes(engine)
+
+
+@case
+def a_pipeline_makes_its_optimizer(folder):
+    model = blocks()
+    with told("expected a callable that makes the optimizer from the parameters of this rank's part"):
+        pipelined(model, adamw(model.parameters()))
+    pipes(pipelined(model))
+
+
+@case
+def a_pipeline_has_a_whole_model(folder):
+    model = blocks()
+    pipelined(model)
+    with told("a part of one, which an engine has taken out of it: build the model again"):
+        pipelined(model)
+    pipes(pipelined(blocks()))
+
+
+@case
+def a_pipeline_of_another_structure_is_traced(folder):
+    data = TensorDataset(WIDE, WIDE)
+
+    def two():
+        torch.manual_seed(0)
+        return Tiny(2).double()
+
+    with told("pipeline.trace=True cuts models of other structures"):
+        pipelined(two())
+    config = {
+        "mesh": {"pp": 2},
+        "micro_batch_size": 2,
+        "pipeline": {"num_microbatches": 2, "trace": True, "split": ["blocks.1"]},
+    }
+    with told("expected training_data at initialize: its first samples trace the model"):
+        zeroshard.initialize(two(), adamw, config, loss_fn=mean_square)
+    engine = zeroshard.initialize(two(), adamw, config, training_data=data, loss_fn=mean_square).engine
+    pipes(engine, two())
+
+
+@case
+def a_split_names_blocks_of_the_model(folder):
+    with told("expected 1 names, which begin all but the first of 2 chunks"):
+        pipelined(balance="time", split=["1", "2"])
+    with told("expected blocks from '0' to '3', got '9'"):
+        pipelined(balance="time", split=["9"])
+    pipes(pipelined(balance="time", split=["1"]))
+
+
+@case
+def an_asynchronous_pipeline_has_weights_of_its_own(folder):
+    def tied():
+        model = blocks()
+        model[3][0].weight = model[0][0].weight
+        return model
+
+    with told("they step at different times. Give each its own"):
+        pipelined(tied(), schedule="pb")
+    pipelined(schedule="pb").train_batch(WIDE, WIDE)
+    pipes(pipelined(tied()), tied())
+
+
+@case
+def corrections_and_predictions_have_optimizers_that_they_know(folder):
+    with told("expected torch.optim.SGD with momentum, whose update is the sum that it compensates"):
+        pipelined(schedule="pb", correction="spike")
+    with told("'rescale' works with every optimizer"):
+        pipelined(schedule="pb", correction="spike")
+    pipelined(schedule="pb", correction="rescale").train_batch(WIDE, WIDE)
+    momentum = functools.partial(SGD, lr=0.01, momentum=0.9)
+    pipelined(None, momentum, schedule="pb", correction="spike").train_batch(WIDE, WIDE)
+    lamb = functools.partial(zeroshard.optim.LAMB, lr=0.01)
+    for weights in ("predict", "lwp"):
+        with told("'estimate' and 'lwp-weights' work with every optimizer"):
+            pipelined(None, lamb, schedule="pb", weights=weights)
+    for weights in ("estimate", "lwp-weights"):
+        pipelined(None, lamb, schedule="pb", weights=weights).train_batch(WIDE, WIDE)
+
+
+@case
+def an_asynchronous_pipeline_has_no_checkpoints_or_keeps_weights(folder):
+    """One rank alone raises the error, in tests/parallel/pipeline/asynchronous/test_endings.py."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Again(nn.Sequential):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    def built():
+        torch.manual_seed(0)
+        return nn.Sequential(*(Again(nn.Linear(7, 7), nn.Tanh()) for _ in range(4))).double()
+
+    pipelined(schedule="pb").train_batch(WIDE, WIDE)
+    for weights in ("stash", "vertical", "double"):
+        pipelined(built(), schedule="pb", weights=weights).train_batch(WIDE, WIDE)
+
+
+class Pair(nn.Module):
+    """Two layers that can be divided, [n, 7] -> [n, 7]."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(7, 8), nn.Linear(8, 7)
+        self.double()
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh())
+
+
+def divided(model, plan, **config):
+    return zeroshard.initialize(model, adamw, {"mesh": {"tp": 2}, **config}, tp_plan=plan).engine
+
+
+def divides(engine, model):
+    """A step over tensor ranks is that of plain PyTorch, in float64 and up to the order of additions."""
+    take_step(engine, lambda model: loss_of(model, WIDE))
+    want = trained(model, losses=[lambda model: loss_of(model, WIDE)])
+    for name, value in whole(engine).items():
+        torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-12)
+
+
+@case
+def a_model_without_a_plan_gets_one(folder):
+    with told("give tp_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', ...}"):
+        divided(Pair(), None)
+    with told("no module of the model is called"):
+        divided(Pair(), {"layers.*.up": "colwise"})
+    divides(divided(Pair(), {"up": "colwise", "down": "rowwise"}), Pair())
+
+
+@case
+def a_divided_layer_is_gathered_or_followed_by_rows(folder):
+    engine = divided(Pair(), {"up": "colwise"})
+    with told("Is that one missing in the plan, or does a layer between them expect all of the outputs?"):
+        loss_of(engine, WIDE)
+    divides(divided(Pair(), {"up": "colwise", "down": "rowwise"}), Pair())
+    divides(divided(Pair(), {"up": "colwise_gather_output"}), Pair())
+
+
+@case
+def tensor_ranks_have_the_same_batch(folder):
+    engine = divided(Pair(), {"up": "colwise", "down": "rowwise"})
+    batch = WIDE[list(DistributedSampler(WIDE))]
+    with told("DistributedSampler(data, num_replicas=world_size // 2, rank=rank // 2)"):
+        engine(batch)
+    batch = WIDE[list(DistributedSampler(WIDE, num_replicas=2 // 2, rank=dist.get_rank() // 2))]
+    torch.testing.assert_close(engine(batch), Pair()(batch))
+
+
+@case
+def a_divided_model_is_called_outside_of_unsharded(folder):
+    engine = divided(Pair(), {"up": "colwise", "down": "rowwise"})
+    with engine.unsharded(), told("call the model outside of it"):
+        engine.module.up(WIDE)
+    divides(engine, Pair())
+
+
+@case
+def both_names_of_a_tied_layer_are_in_the_plan(folder):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.head = nn.Embedding(8, 6), nn.Linear(6, 8, bias=False)
+            self.head.weight = self.table.weight
+            self.double()
+
+        def forward(self, x):
+            return self.head(self.table((x * 3).long() % 8).sum(1))
+
+    with told("which is not; expected both in the plan"):
+        divided(Tied(), {"head": "colwise_gather_output"})
+    divides(divided(Tied(), {"head": "colwise_gather_output", "table": "rowwise"}), Tied())
+
+
+@case
+def a_vocabulary_is_padded_and_logits_gathered(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def llama():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=33, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+        return LlamaForCausalLM(config)
+
+    tokens = torch.arange(12).view(2, 6)
+    with told(
+        "model.resize_token_embeddings(pad_to_multiple_of=2) before zeroshard.initialize adds tokens to it"
+    ):
+        divided(llama(), None)
+    model = llama()
+    model.resize_token_embeddings(pad_to_multiple_of=2)
+    plain = copy.deepcopy(model)
+    engine = divided(model, None)
+    output, want = engine(input_ids=tokens, labels=tokens), plain(input_ids=tokens, labels=tokens)
+    torch.testing.assert_close(output.loss, want.loss)
+    with told("call outputs.logits.gather() on all of them", kind=(TypeError, AttributeError)):
+        output.logits.argmax(-1)
+    torch.testing.assert_close(output.logits.gather(), want.logits)
+    with told("give a tp_plan with 'colwise_gather_output' for the head", kind=(TypeError, AttributeError)):
+        output.logits.argmax(-1)
