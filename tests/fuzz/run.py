@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -251,7 +251,7 @@ def _is_coarse(case: Case) -> bool:
     )
 
 
-def run_cases(seeds: list[int], tp: int = 1) -> dict[int, list[str]]:
+def run_cases(seeds: list[int], run: Callable[[int], list[str]] = run_case) -> dict[int, list[str]]:
     """By seed, what differs on this rank; ends with the first case in which a rank raises."""
     found = {}
     place.open_group()
@@ -259,7 +259,7 @@ def run_cases(seeds: list[int], tp: int = 1) -> dict[int, list[str]]:
         print(f"seed {seed}", flush=True)  # the last one is that of a hang
         raised = False
         try:
-            found[seed] = run_case(seed, tp)
+            found[seed] = run(seed)
         except Exception:
             found[seed], raised = [traceback.format_exc()], True
             print(found[seed][0], flush=True)  # what others do meanwhile may end this process

@@ -3,11 +3,14 @@
 A case that fails is run alone, and described, by `python -m tests.fuzz --seed SEED`.
 """
 
+import functools
+
 import pytest
 import torch
 
+from tests.fuzz import pipeline, wrapped
 from tests.fuzz.cases import build_case, num_ranks_of
-from tests.fuzz.run import Trace, differences, failures, run_cases
+from tests.fuzz.run import Trace, differences, failures, run_case, run_cases
 from tests.fuzz.tensor import divided_case, tensor_ranks_of
 
 SEEDS = (*range(26), 569, 656)  # the last two found what the first ones do not
@@ -27,9 +30,45 @@ def test_random_models_and_configs_train_as_plain_pytorch_to_the_bit(ranks, num_
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_random_models_train_as_plain_pytorch_over_tensor_ranks(ranks, num_ranks):
     seeds = [seed for seed in range(50) if 2 * num_ranks_of(seed) == num_ranks and divided_case(seed, 2)]
-    results = ranks(num_ranks, run_cases, seeds, 2, timeout=200)
+    results = ranks(num_ranks, run_cases, seeds, functools.partial(run_case, tp=2), timeout=200)
     assert not failures(results)
     assert results[0].keys() == set(seeds)
+
+
+PIPELINES = (0, 2, 10, 13, 16, 19, 23, 29, 57)  # root forwards and hooks, tied weights, every kind of model
+
+
+@pytest.mark.parametrize("seeds", [PIPELINES, pytest.param(range(60), marks=pytest.mark.long)], ids=len)
+def test_random_models_train_as_plain_pytorch_over_pipeline_ranks(ranks, seeds):
+    own = [seed for seed in seeds if pipeline.num_ranks_of(seed) == 2]
+    results = ranks(2, run_cases, own, pipeline.run_case, timeout=200)
+    assert not failures(results)
+    assert results[0].keys() == set(own)
+
+
+@pytest.mark.long
+def test_random_models_train_as_plain_pytorch_over_pipeline_and_data_parallel_ranks(ranks):
+    own = [seed for seed in range(60) if pipeline.num_ranks_of(seed) == 4]
+    assert not failures(ranks(4, run_cases, own, pipeline.run_case, timeout=200))
+
+
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 40), marks=pytest.mark.long)], ids=len)
+def test_wrapped_models_train_as_plain_pytorch_and_refuse_what_sees_slices(ranks, seeds):
+    for num_ranks in (1, 2):
+        own = [seed for seed in seeds if wrapped.num_ranks_of(seed) == num_ranks]
+        results = ranks(num_ranks, run_cases, own, wrapped.run_case, timeout=200)
+        assert not failures(results)
+        assert results[0].keys() == set(own)
+
+
+@pytest.mark.parametrize("kind", [pipeline, wrapped], ids=["pipeline", "wrapped"])
+def test_a_seed_of_the_other_kinds_makes_the_same_case_again(kind):
+    for seed in range(4):
+        one, two = kind.build_case(seed), kind.build_case(seed)
+        assert one == two
+        assert one.num_ranks == kind.num_ranks_of(seed)
+        states = [case.build().state_dict() for case in (one, two)]
+        assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
 def test_seeds_draw_tensor_ranks_if_a_case_has_layers_for_them_and_there_are_ranks_enough():
