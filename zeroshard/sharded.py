@@ -62,7 +62,7 @@ class ShardedCalls(NotCopied):
 
     @contextmanager
     def unsharded(self, *modules: Any, write_back: bool = False) -> Iterator[None]:
-        """Show full parameters, in the main dtype, on every rank.
+        """Show full parameters, in the main dtype, on every rank: to read and to edit, not for a loss.
 
         Args:
             modules: modules that are parts of the model; none means all of it. Whole units are gathered.

@@ -87,7 +87,7 @@ class ShownGradients:
         if names := [name for name, _ in self.digests()]:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             warnings.warn(
-                f"the gradient of '{names[0]}'{more} was changed, or computed, inside engine.unsharded() and "
+                f"the gradient of '{names[0]}'{more} was changed inside engine.unsharded() and "
                 "is dropped: use engine.unsharded(write_back=True) to keep it",
                 stacklevel=5,
             )

@@ -92,6 +92,6 @@ def _describe(parameter: OriginalParameter | None, func: Callable[..., Any]) -> 
     which = f"'{parameter.fqn}'" if parameter is not None else "one"
     return (
         f"{used} got an original parameter, {which}, from a reference that was kept when the model was "
-        "sharded. It is empty now: read the module's attribute instead, inside the forward of its unit or "
+        "sharded. It is empty now: use the module's attribute inside the forward of its unit, or read it "
         "under engine.unsharded(). Build an optimizer that initialize is not given over engine.parameters()"
     )

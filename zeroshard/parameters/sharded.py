@@ -95,8 +95,7 @@ class ShardedParameter(nn.Parameter):
         parameter.full_shape, parameter.is_partial, parameter.state = full_shape, is_partial, state
         parameter.is_trained, parameter.unsharded = requires_grad, lambda: None
         if requires_grad:
-            refuse = _Refuse(f"the loss depends on {parameter.describe()}")
-            Tensor.register_hook(parameter, refuse)  # type: ignore[no-untyped-call]
+            RefuseGradient(f"the loss depends on {parameter.describe()}").hook(parameter)
         return parameter
 
     # torch's own attribute goes through `__torch_function__`, which takes ten times as long. An optimizer
@@ -330,17 +329,22 @@ def only_sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
 
 
 REMEDY = (
-    "It can be used where it is whole: inside the forward of its unit, inside a method that was given to "
-    "engine.register_forward_method(name), or under engine.unsharded(module). "
-    "To share it between modules, choose units= such that the forward of one unit holds every use"
+    "Compute a loss with it inside the forward of its unit, or inside a method that was given to "
+    "engine.register_forward_method(name). To use several in one place, choose units= such that the forward "
+    "of one unit holds every use: put a module around the model, compute the term in its forward, and name "
+    "its class in units. To read values, use torch.no_grad() and engine.unsharded(module)"
 )
 
 
-class _Refuse:
-    """A gradient hook that raises: a slice has no gradient of its own."""
+class RefuseGradient:
+    """A gradient hook that raises, on a parameter that autograd's gradients do not reach the engine from."""
 
     def __init__(self, what: str) -> None:
         self._what = what
+
+    def hook(self, parameter: Tensor) -> None:
+        """Refuse the gradients of a parameter from now on."""
+        Tensor.register_hook(parameter, self)  # type: ignore[no-untyped-call]
 
     def __call__(self, gradient: Tensor) -> Tensor:
         raise RuntimeError(f"{self._what} outside the forward of its unit. {REMEDY}.")

@@ -295,7 +295,7 @@ class FlatBuffer:
         return (
             f"a parameter of {self.describe()}, or a view of one ({shown}), was kept from the forward and "
             "read where the parameters are freed: keep a copy (parameter.detach().clone()), return it from "
-            "the forward, or read parameters under engine.unsharded()"
+            "the forward, or read values, without gradients, under engine.unsharded()"
         )
 
     def drop_second(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.sharded import RefuseGradient, ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
 
 
@@ -31,6 +31,8 @@ class ShownParameter(nn.Parameter):
         """Make a parameter over the memory of `view`, with a version counter of its own."""
         parameter = nn.Parameter(view.new_empty(0), requires_grad)
         parameter.data = view
+        if requires_grad:  # the gradient of a loss would end here, unseen by the engine
+            RefuseGradient(f"the loss depends on '{fqn}', read under engine.unsharded()").hook(parameter)
         parameter.__class__ = ShownParameter
         shown = cast(ShownParameter, parameter)
         shown.fqn = fqn

@@ -1,0 +1,177 @@
+"""Losses over weights: refused where their gradients would be lost, and right where the messages say."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed.training import ALL_STAGES, numbers, square_loss, start
+
+
+class Net(nn.Module):
+    """Two layers that are units of their own, and a head of the root unit."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def of_head(self):
+        return 0.1 * self.head.weight.square().sum()
+
+
+class WithTerm(nn.Module):
+    """The module around the model that the message asks for."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x), term(self.model)
+
+
+def term(model):
+    return 0.1 * sum(p.square().sum() for n, p in model.named_parameters() if n.endswith("weight"))
+
+
+def reference(penalty):
+    """The gradients of plain PyTorch over the batches of all ranks."""
+    model = Net()
+    for rank in range(dist.get_world_size()):
+        (model(numbers(0, 5, 7, rank=rank)).square().mean() / dist.get_world_size()).backward()
+    if penalty is not None:
+        penalty(model).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def check(engine, penalty, prefix=""):
+    for name, want in reference(penalty).items():
+        torch.testing.assert_close(engine.full_gradient(prefix + name), want)
+
+
+def outside(engine):
+    engine.backward(square_loss(engine, 0) + term(engine.module))
+
+
+def read_before(engine):
+    with engine.unsharded():
+        penalty = term(engine.module)
+    engine.backward(square_loss(engine, 0) + penalty)
+
+
+def of_one_layer(engine):
+    with engine.unsharded(engine.module.head):
+        penalty = engine.module.head.weight.norm()
+    engine.scale(square_loss(engine, 0) + penalty).backward()
+
+
+def all_inside(engine):
+    with engine.unsharded():
+        engine.backward(square_loss(engine, 0) + term(engine.module))
+
+
+def written_back(engine):
+    with engine.unsharded(write_back=True):
+        (square_loss(engine, 0) + term(engine.module)).backward()
+
+
+def term_alone(engine):
+    with engine.unsharded(write_back=True):
+        term(engine.module).backward()
+
+
+def asked_for(engine):
+    with engine.unsharded():
+        torch.autograd.grad(square_loss(engine, 0) + term(engine.module), list(engine.parameters()))
+
+
+WAYS = (outside, read_before, of_one_layer, all_inside, written_back, term_alone, asked_for)
+
+
+def refused(stage):
+    engine, _ = start(Net(), "SGD", stage=stage)
+    before = engine.full_parameter("head.weight")
+    said = []
+    for way in WAYS:
+        with pytest.raises(RuntimeError) as caught:
+            way(engine)
+        said.append(str(caught.value))
+        engine.zero_grad()
+    assert torch.equal(engine.full_parameter("head.weight"), before)
+    engine.backward(square_loss(engine, 0))  # the engine goes on
+    check(engine, None)
+    return said
+
+
+@pytest.mark.long_where(num_ranks=[1], stage=[1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("stage", ALL_STAGES)
+def test_a_loss_over_weights_is_refused_where_its_gradient_would_be_lost(ranks, num_ranks, stage):
+    for said in ranks(num_ranks, refused, stage):
+        for message in said:
+            assert ".weight'" in message
+            assert "outside the forward of its unit" in message
+            assert "name its class in units" in message
+
+
+def remedies(stage):
+    engine, _ = start(WithTerm(Net()), "SGD", stage=stage, units=["WithTerm"])
+    output, penalty = engine(numbers(0, 5, 7))
+    engine.backward(output.square().mean() + penalty)
+    check(engine, term, prefix="model.")
+
+    engine, _ = start(Net(), "SGD", stage=stage)
+    engine.register_forward_method("of_head")
+    engine.backward(square_loss(engine, 0) + engine.of_head())
+    check(engine, Net.of_head)
+
+    with torch.no_grad(), engine.unsharded(engine.module.head):
+        read = engine.module.head.weight.norm()
+    torch.testing.assert_close(read, engine.full_parameter("head.weight").norm())
+
+
+@pytest.mark.long_where(num_ranks=[1], stage=[1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("stage", ALL_STAGES)
+def test_each_remedy_for_a_loss_over_weights_gives_the_gradients_of_plain_pytorch(ranks, num_ranks, stage):
+    ranks(num_ranks, remedies, stage)
+
+
+def batches_inside(stage):
+    for write_back in (False, True):
+        engine, _ = start(Net(), "SGD", stage=stage)
+        with engine.unsharded(write_back=write_back):
+            with torch.no_grad():
+                term(engine.module)
+            engine.backward(square_loss(engine, 0))
+        check(engine, None)
+        engine.zero_grad()
+        with engine.unsharded(write_back=write_back):
+            loss = square_loss(engine, 0)
+        engine.backward(loss)
+        check(engine, None)
+
+
+@pytest.mark.long_where(stage=[1, 2])
+@pytest.mark.parametrize("stage", ALL_STAGES)
+def test_a_batch_inside_unsharded_has_the_gradients_of_one_outside(ranks, stage):
+    ranks(2, batches_inside, stage)
+
+
+def copies():
+    engine, _ = start(Net(), "SGD", stage=3)
+    whole = [engine.full_parameter("head.weight"), *dict(engine.named_full_parameters()).values()]
+    with pytest.raises(ValueError, match="requires a gradient"):
+        engine.backward(sum(values.square().sum() for values in whole))
+    return [values.requires_grad for values in whole]
+
+
+def test_copies_of_parameters_take_no_gradient(ranks):
+    assert ranks(2, copies) == [[False] * 7] * 2
