@@ -323,6 +323,18 @@ def test_a_step_that_overflows_in_float16_leaves_the_schedule_where_it_is(ranks,
     assert got["lr"] == [1e-2] * 3
 
 
+EARLY = {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}}
+
+
+def test_steps_in_the_backward_have_the_losses_of_steps_after_it_and_no_norm(ranks, tmp_path):
+    early, late = (
+        ranks(1, train_in, str(tmp_path), config=config, gradient_accumulation_steps=2, max_grad_norm=0)[0]
+        for config in (EARLY, {"stage": 3})
+    )
+    assert early["losses"] == late["losses"]
+    assert early["steps"] == late["steps"] == (6, 0, 6)
+
+
 # ----------------------------------------------------------------------------------- contradictory settings
 
 
@@ -345,6 +357,7 @@ def test_a_step_that_overflows_in_float16_leaves_the_schedule_where_it_is(ranks,
         ({}, {"accelerator_config": {"even_batches": False}}, "even_batches"),
         ({}, {"save_on_each_node": True}, "save_on_each_node"),
         ({}, {"torch_compile": True}, "torch_compile"),
+        (EARLY, {"max_grad_norm": 0.5}, "step_in_backward with max_grad_norm=0.5: expected max_grad_norm=0"),
     ],
 )
 def test_settings_that_contradict_each_other_are_named(tmp_path, config, options, message):

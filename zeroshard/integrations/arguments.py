@@ -70,6 +70,10 @@ def _impossible(config: Config, args: Any) -> Iterator[str]:
         "recompute='unit' and gradient checkpointing of the Trainer: expected one of them": (
             recomputes and config.recompute != "none"
         ),
+        f"offload.step_in_backward with max_grad_norm={args.max_grad_norm}: expected max_grad_norm=0; the "
+        "norm of all gradients is known after the backward, which has stepped": (
+            config.offload.step_in_backward and args.max_grad_norm
+        ),
         "loader: expected the default; the Trainer makes the DataLoaders": config.loader != Loader(),
         "checkpoint.keep_last: expected None; set save_total_limit": config.checkpoint.keep_last is not None,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -138,8 +139,13 @@ class ZeroShardMixin(_Trainer):
     def _backward(self, loss: Tensor, **kwargs: Any) -> None:
         self._sharded.backward(loss, scale_wrt_gas=False)  # the Trainer has divided the loss
 
-    def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip all gradients of the model, whatever `parameters` are; return their norm."""
+    def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Clip all gradients of the model, whatever `parameters` are; return their norm.
+
+        None if the Trainer only asks for the norm, and the backward has stepped: no gradient is left.
+        """
+        if max_norm == math.inf and self.zeroshard_config.offload.step_in_backward:
+            return None
         return self._sharded.clip_grad_norm_(max_norm, norm_type)
 
     # -- checkpoints ------------------------------------------------------------------------------------
