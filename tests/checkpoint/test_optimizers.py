@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
+    ExponentialLR,
     LambdaLR,
     LinearLR,
     OneCycleLR,
@@ -242,6 +243,58 @@ BLOCKS, TOKENS, REST = (3e-3, 0.3, (0.9, 0.999)), (5e-3, 0.01, (0.5, 0.9)), (1e-
 def test_groups_that_were_reordered_split_or_merged_go_on_to_the_bit(ranks, tmp_path, make, remake, expected):
     assert ranks(2, stopped_and_resumed, tmp_path, make, (3,), remake) == [[], []]
     assert ranks(2, group_rates, tmp_path, remake) == [expected, expected]
+
+
+def with_an_empty_group(model, order=(0, 1, 2)):
+    """A group of a frozen layer, which is empty, and two others; each has a learning rate of its own."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {
+            "params": [p for p in model.frozen.parameters() if p.requires_grad],
+            "lr": 1e-3,
+            "weight_decay": 0.3,
+        },
+        {"params": trained[::2], "lr": 1e-2},
+        {"params": trained[1::2], "lr": 2e-2},
+    ]
+    return torch.optim.AdamW([groups[index] for index in order], betas=(0.8, 0.9))
+
+
+def exponential(optimizer, **options):
+    return ExponentialLR(optimizer, 0.5, **options)
+
+
+def resume_with_a_new_scheduler(folder, order):
+    """The groups of torch's optimizer that has loaded the state of a run, and those of a resumed engine."""
+    torch_own = with_an_empty_group(build())
+    schedule = exponential(torch_own)
+    for _ in BEFORE:
+        torch_own.step()
+        schedule.step()
+    engine = start(3, with_an_empty_group, lr_scheduler=exponential)
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder)
+    engine = start(1, functools.partial(with_an_empty_group, order=order))
+    engine.optimizer.param_groups[order.index(0)].update(lr=1.0, betas=(0.0, 0.0))
+    engine.load_checkpoint(folder)
+    loaded = with_an_empty_group(build())
+    loaded.load_state_dict(torch_own.state_dict())
+    for optimizer in (engine.optimizer, loaded):
+        exponential(optimizer, last_epoch=2)  # KeyError without initial_lr; torch steps it once
+
+    def kept(group):
+        return {key: value for key, value in group.items() if key != "params"}
+
+    got = engine.optimizer.param_groups
+    return [(kept(got[order.index(number)]), kept(one)) for number, one in enumerate(loaded.param_groups)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["same groups", "reordered"])
+def test_a_group_without_parameters_gets_its_hyperparameters_back_as_in_torch(ranks, tmp_path, order):
+    for groups in ranks(2, resume_with_a_new_scheduler, tmp_path, order):
+        for got, want in groups:
+            assert got == want
+            assert "initial_lr" in got
 
 
 def merge_different(folder, restore):

@@ -133,6 +133,8 @@ def match_groups(
 ) -> list[int | None]:
     """Return the saved group that each parameter group goes on with: that of its parameters, in any order.
 
+    Groups without sharded parameters go on with the saved groups that are left, if these are as many.
+
     Args:
         names: what each parameter is called in `saved`.
 
@@ -154,6 +156,11 @@ def match_groups(
                         "present hyperparameters, load with restore_hyperparameters=False"
                     )
         matches.append(sources[0] if sources else None)
+    empty = [n for n, group in enumerate(optimizer.param_groups) if not only_sharded(group["params"])]
+    left = [index for index in range(len(saved)) if index not in matches]
+    if len(empty) == len(left):
+        for number, index in zip(empty, left, strict=True):
+            matches[number] = index
     return matches
 
 
