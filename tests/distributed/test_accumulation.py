@@ -10,6 +10,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from tests.distributed.training import (
     ALL_STAGES,
@@ -20,6 +21,7 @@ from tests.distributed.training import (
     flat_gradients,
     full_gradients,
     replicate,
+    square_loss,
     start,
     token_loss,
     unequal,
@@ -98,6 +100,29 @@ def stages_alike(kind):
 @pytest.mark.long
 def test_stages_that_add_in_the_same_order_agree_to_the_bit_on_three_ranks(ranks):
     assert ranks(3, stages_alike, "tied GPT") == [[]] * 3
+
+
+def small_run(stage, micro_batches):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 32), nn.Tanh(), nn.Linear(32, 9))
+    engine, _ = start(model, "SGD", stage=stage, gradient_accumulation_steps=micro_batches)
+    for number in range(4 * micro_batches):
+        engine.backward(square_loss(engine, number))
+        engine.step()
+    return torch.cat([engine.full_parameter(name).flatten() for name, _ in engine.named_parameters()])
+
+
+def pairs_of_stages():
+    one, two = ([small_run(stage, number) for stage in ALL_STAGES] for number in (1, 2))
+    assert all(torch.equal(run, one[0]) for run in one)
+    assert torch.equal(two[0], two[1])
+    assert torch.equal(two[2], two[3])
+    torch.testing.assert_close(two[2], two[0])
+    return torch.equal(two[2], two[0])
+
+
+def test_all_stages_agree_to_the_bit_with_one_micro_batch_and_two_pairs_of_stages_with_several(ranks):
+    assert ranks(2, pairs_of_stages) == [False] * 2
 
 
 # -------------------------------------------------------------------------------------- gradients on the way

@@ -81,8 +81,8 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
     """The norm over all gradients, each element counted once; one exchange of a number.
 
     Every rank adds up the powers of the elements that the layout gives it, at every stage alike, in float64.
-    So the norm does not depend on the stage: to the bit on CPU ranks, which add up each parameter by itself;
-    on accelerators as `norms.foreach_sum_of_squares` tells.
+    So the norm of the same gradients does not depend on the stage: to the bit on CPU ranks, which add up each
+    parameter by itself; on accelerators as `norms.foreach_sum_of_squares` tells.
 
     Args:
         order: the order of the norm, above 0; inf gives the largest magnitude.
