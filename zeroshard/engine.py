@@ -154,7 +154,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         """
         self._refuse_parts("scale()")
         check_loss(loss)
-        scaled = self._factored(loss.view_as(loss))
+        self._guard.loss, scaled = loss.detach(), self._factored(loss.view_as(loss))
         runtime, more, value = self._runtime, not self._is_at_boundary, self.loss_scale
         send = not runtime.context.setting.placements.accumulates_locally
         scaled.register_hook(lambda _: runtime.announce(more, send=send, loss_scale=value))
@@ -199,11 +199,13 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
             self._early.check()
         is_early = self._early is not None and self._early.end()
         # A pipeline rank may have no trained parameters, and takes part in the agreements all the same.
-        if not self._runtime.has_gradients and not is_early and self._pipeline is None:
-            warn_no_gradients()
-            self._micro_step = 0
-            self.zero_grad()
-            return False
+        if self._pipeline is None:
+            if not self._runtime.has_gradients and not is_early:
+                warn_no_gradients()
+                self._micro_step = 0
+                self.zero_grad()
+                return False
+            self._runtime.reducer.pace.expect_division(self._num_micro_batches, self._guard.loss)
         is_taken = self._guard.make_ready()
         if is_taken:
             self._optimize(nullcontext())

@@ -162,6 +162,56 @@ def test_a_plain_loop_that_counts_by_itself_is_told_nothing(ranks):
         assert ranks(2, plain_loop, accumulation, 2, 2, "plain") == [[[]] * len(STAGES)] * 2
 
 
+def engine_steps(backward):
+    """By stage, the warnings of a loop with two micro-batches, and the gradients before the first step."""
+    said, gradients = [], []
+    for stage in STAGES:
+        engine, _ = start(build(), "SGD", stage=stage, gradient_accumulation_steps=2)
+        with warned() as texts:
+            for number in range(6):
+                backward(engine, square_loss(engine, number))
+                if number == 1:
+                    gradients.append(engine.full_gradient("0.weight"))
+                engine.step()
+        said.append(texts)
+    return said, gradients
+
+
+def by_the_loss(engine, loss):
+    loss.backward()
+
+
+def by_the_engine(engine, loss):
+    engine.backward(loss)
+
+
+def of_a_divided_loss(engine, loss):
+    engine.backward(loss / 2, scale_wrt_gas=False)
+
+
+def of_a_scaled_loss(engine, loss):
+    engine.scale(loss).backward()
+
+
+def sums():
+    said, sums = engine_steps(by_the_loss)
+    for texts in said:
+        assert len(texts) == 1
+        assert "gradient_accumulation_steps=2" in texts[0]
+        assert "engine.backward(loss)" in texts[0]
+        assert "scale_wrt_gas=False" in texts[0]
+    for remedy in (by_the_engine, of_a_divided_loss, of_a_scaled_loss):
+        said, means = engine_steps(remedy)
+        assert said == [[]] * len(STAGES)
+        for got, one in zip(means, sums, strict=True):
+            torch.testing.assert_close(2 * got, one)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_with_gradients_that_nobody_divided_is_told_once(ranks, num_ranks):
+    ranks(num_ranks, sums)
+
+
 # ---------------------------------------------------------------------------- ranks that leave out a batch
 
 

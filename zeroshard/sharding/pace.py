@@ -12,6 +12,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+from torch import Tensor
+
 _NUM_BITS = 4
 """Forwards between two backwards are counted up to 15."""
 
@@ -27,6 +29,7 @@ class Pace:
         self._has_warned = False
         self._has_stepped = False
         self._num_dropped, self._has_warned_of_drops = 0, False
+        self._has_warned_of_sums = False
 
     def expect_backwards(self, number: int) -> None:
         """Warn of a first step by the user after fewer backwards than a step has.
@@ -42,6 +45,23 @@ class Pace:
                 "engine.backward(loss) and engine.step() for each micro-batch; or set "
                 "gradient_accumulation_steps=1, divide the loss, and step after the last micro-batch",
                 stacklevel=6,
+            )
+
+    def expect_division(self, number: int, loss: Tensor | None) -> None:
+        """Warn once if the engine steps with a sum over micro-batches that it has not divided.
+
+        Args:
+            number: the micro-batches of a whole step.
+            loss: the last loss of this step that the engine has divided; None if there is none.
+        """
+        if loss is None and 1 < number <= self.num_backwards and not self._has_warned_of_sums:
+            self._has_warned_of_sums = True
+            warnings.warn(
+                f"engine.step() after {self.num_backwards} calls of loss.backward(): their gradients are "
+                f"added up, and the engine has not divided them by gradient_accumulation_steps={number}. "
+                "Call engine.backward(loss), which divides; or engine.backward(loss, scale_wrt_gas=False) "
+                "for a loss that is divided already",
+                stacklevel=3,
             )
 
     def drop(self, number: int, num_micro_batches: int) -> None:
