@@ -118,7 +118,7 @@ def test_a_loss_over_weights_is_refused_where_its_gradient_would_be_lost(ranks, 
         for message in said:
             assert ".weight'" in message
             assert "outside the forward of its unit" in message
-            assert "name its class in units" in message
+            assert "name its class in units=" in message
 
 
 def remedies(stage):

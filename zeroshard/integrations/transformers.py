@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -144,7 +143,7 @@ class ZeroShardMixin(_Trainer):
 
         None if the Trainer only asks for the norm, and the backward has stepped: no gradient is left.
         """
-        if max_norm == math.inf and self.zeroshard_config.offload.step_in_backward:
+        if max_norm == float("inf") and self.zeroshard_config.offload.step_in_backward:
             return None
         return self._sharded.clip_grad_norm_(max_norm, norm_type)
 

@@ -95,7 +95,7 @@ class ShardedParameter(nn.Parameter):
         parameter.full_shape, parameter.is_partial, parameter.state = full_shape, is_partial, state
         parameter.is_trained, parameter.unsharded = requires_grad, lambda: None
         if requires_grad:
-            RefuseGradient(f"the loss depends on {parameter.describe()}").hook(parameter)
+            refuse_gradients(parameter, parameter.describe())
         return parameter
 
     # torch's own attribute goes through `__torch_function__`, which takes ten times as long. An optimizer
@@ -329,25 +329,20 @@ def only_sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
 
 
 REMEDY = (
-    "Compute a loss with it inside the forward of its unit, or inside a method that was given to "
-    "engine.register_forward_method(name). To use several in one place, choose units= such that the forward "
-    "of one unit holds every use: put a module around the model, compute the term in its forward, and name "
-    "its class in units. To read values, use torch.no_grad() and engine.unsharded(module)"
+    "Use it inside the forward of its unit, or inside a method that was given to "
+    "engine.register_forward_method(name). To share it between modules, or to use several in a loss, put a "
+    "module around them that computes with them in its forward, and name its class in units=. To read "
+    "values, use torch.no_grad() and engine.unsharded(module)"
 )
 
 
-class RefuseGradient:
-    """A gradient hook that raises, on a parameter that autograd's gradients do not reach the engine from."""
+def refuse_gradients(parameter: Tensor, what: str) -> None:
+    """Refuse gradients that autograd computes of a tensor, which the engine would not see."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def refuse(gradient: Tensor) -> Tensor:
+        raise RuntimeError(f"the loss depends on {what} outside the forward of its unit. {REMEDY}.")
 
-    def hook(self, parameter: Tensor) -> None:
-        """Refuse the gradients of a parameter from now on."""
-        Tensor.register_hook(parameter, self)  # type: ignore[no-untyped-call]
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        raise RuntimeError(f"{self._what} outside the forward of its unit. {REMEDY}.")
+    Tensor.register_hook(parameter, refuse)  # type: ignore[no-untyped-call]
 
 
 Guarded = ShardedParameter | _CastSlice

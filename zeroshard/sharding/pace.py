@@ -29,7 +29,6 @@ class Pace:
         self._has_warned = False
         self._has_stepped = False
         self._num_dropped, self._has_warned_of_drops = 0, False
-        self._has_warned_of_sums = False
 
     def expect_backwards(self, number: int) -> None:
         """Warn of a first step by the user after fewer backwards than a step has.
@@ -48,19 +47,18 @@ class Pace:
             )
 
     def expect_division(self, number: int, loss: Tensor | None) -> None:
-        """Warn once if the engine steps with a sum over micro-batches that it has not divided.
+        """Warn of a first step by the engine with a sum over micro-batches that it has not divided.
 
         Args:
             number: the micro-batches of a whole step.
             loss: the last loss of this step that the engine has divided; None if there is none.
         """
-        if loss is None and 1 < number <= self.num_backwards and not self._has_warned_of_sums:
-            self._has_warned_of_sums = True
+        is_first, self._has_stepped = not self._has_stepped, True
+        if is_first and loss is None and 1 < number <= self.num_backwards:
             warnings.warn(
-                f"engine.step() after {self.num_backwards} calls of loss.backward(): their gradients are "
-                f"added up, and the engine has not divided them by gradient_accumulation_steps={number}. "
-                "Call engine.backward(loss), which divides; or engine.backward(loss, scale_wrt_gas=False) "
-                "for a loss that is divided already",
+                f"engine.step() after {self.num_backwards} calls of loss.backward(): their gradients are a "
+                f"sum, not divided by gradient_accumulation_steps={number}. Call engine.backward(loss), with "
+                "scale_wrt_gas=False if the loss is divided already",
                 stacklevel=3,
             )
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from zeroshard.parameters.sharded import RefuseGradient, ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter, refuse_gradients
 from zeroshard.sharding.buffer import FlatBuffer
 
 
@@ -32,7 +32,7 @@ class ShownParameter(nn.Parameter):
         parameter = nn.Parameter(view.new_empty(0), requires_grad)
         parameter.data = view
         if requires_grad:  # the gradient of a loss would end here, unseen by the engine
-            RefuseGradient(f"the loss depends on '{fqn}', read under engine.unsharded()").hook(parameter)
+            refuse_gradients(parameter, f"'{fqn}', read under engine.unsharded()")
         parameter.__class__ = ShownParameter
         shown = cast(ShownParameter, parameter)
         shown.fqn = fqn
