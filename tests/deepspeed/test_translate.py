@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,6 +44,9 @@ def refusal(config):
 
 # --------------------------------------------------------------------------------------------- mapped
 
+BF16 = Config(stage=0, precision=Precision(param_dtype="bf16"), nonfinite="skip")
+"""DeepSpeed 0.19.6 leaves out a step with gradients that are not finite."""
+
 
 @pytest.mark.parametrize(
     ("config", "expected"),
@@ -58,13 +62,15 @@ def refusal(config):
             {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8},
             Config(stage=0, micro_batch_size=4, gradient_accumulation_steps=8),
         ),
-        ({"bf16": {"enabled": True}}, Config(stage=0, precision=Precision(param_dtype="bf16"))),
-        ({"bfloat16": {"enabled": True}}, Config(stage=0, precision=Precision(param_dtype="bf16"))),
+        ({"bf16": {"enabled": True}}, BF16),
+        ({"bfloat16": {"enabled": True, "check_grad_overflow": True}}, BF16),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, replace(BF16, nonfinite="report")),
+        ({"bf16": {"enabled": False, "check_grad_overflow": True}}, Config(stage=0)),
         ({"bf16": {"enabled": False}, "fp16": {"enabled": False, "loss_scale": 8}}, Config(stage=0)),
         ({"fp16": {"loss_scale": 128}}, Config(stage=0)),
         (
             {"bf16": {"enabled": True}, "communication_data_type": "bf16"},
-            Config(stage=0, precision=Precision(param_dtype="bf16", reduce_dtype="bf16")),
+            replace(BF16, precision=Precision(param_dtype="bf16", reduce_dtype="bf16")),
         ),
         (
             {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
@@ -72,7 +78,7 @@ def refusal(config):
         ),
         (
             {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
-            Config(stage=0, precision=Precision(param_dtype="bf16", main_dtype="bf16")),
+            replace(BF16, precision=Precision(param_dtype="bf16", main_dtype="bf16")),
         ),
         ({"data_types": {"param_dtype": "fp32"}}, Config(stage=0, precision=Precision(param_dtype="fp32"))),
         ({"compile": {"deepcompile": True}}, Config(stage=0, compile=True)),

@@ -108,6 +108,9 @@ MAPPED: dict[str, Rule] = {
     "zero_optimization.zero_hpz_partition_size": _SECONDARY,
     "zero_optimization.mics_shard_size": _MICS,
     "bf16.enabled": _flag(precision__param_dtype="bfloat16"),
+    "bf16.check_grad_overflow": Rule(
+        "true or false", lambda on: isinstance(on, bool), lambda on: {"nonfinite": "skip" if on else "report"}
+    ),
     "bf16.bf16_master_weights_and_grads": _flag(precision__main_dtype="bfloat16"),
     "bf16.bf16_optimizer_states": _flag(precision__main_dtype="bfloat16"),
     "fp16.enabled": _flag(precision__param_dtype="float16"),
@@ -190,7 +193,7 @@ _REPORTING = [
     "autotuning",
 ]
 _PRECISION = [
-    *_under("bf16", "immediate_grad_update check_grad_overflow check_overflow"),
+    *_under("bf16", "immediate_grad_update check_overflow"),
     *_under("fp16", "auto_cast consecutive_hysteresis"),
     *_under("data_types", "grad_accum_dtype keep_in_fp32_modules"),
 ]
@@ -219,8 +222,7 @@ IGNORED: dict[str, str] = {
     **_because("checkpoints have one layout; engine.full_state_dict() gathers", _SAVING),
     **_because("reports are asked for, such as engine.memory_report()", _REPORTING),
     **_because(
-        "gradients add up in the main dtype, buffers keep theirs; loss scaling and non-finite gradients "
-        "follow zeroshard's own rules",
+        "gradients add up in the main dtype, buffers keep theirs; loss scaling follows zeroshard's own rules",
         _PRECISION,
     ),
     **_because("nothing to set", _OTHERS),

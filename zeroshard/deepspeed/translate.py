@@ -110,6 +110,8 @@ def _options(leaves: Mapping[str, Any]) -> tuple[Options, list[str]]:
     options = {option: value for option, (value, _) in wanted.items()}
     if options.get("precision.param_dtype") == "float16":
         options.setdefault("precision.loss_scale", "dynamic")
+    elif options.get("precision.param_dtype") == "bfloat16":
+        options.setdefault("nonfinite", "skip")  # the default of DeepSpeed 0.19.6
     _tell_dynamic(options)
     return options, conflicts
 
