@@ -14,6 +14,7 @@ from zeroshard.byname import ByName
 from zeroshard.checkpoint.capture import Parts
 from zeroshard.checkpoint.save import Saver
 from zeroshard.checkpointing import Checkpointing
+from zeroshard.comm import streams
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.data.losses import LossFunction, check_loss
@@ -205,7 +206,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
                 self._micro_step = 0
                 self.zero_grad()
                 return False
-            self._runtime.reducer.pace.expect_division(self._num_micro_batches, self._guard.loss)
+            self._runtime.reducer.pace.expect_division(self._num_micro_batches, self._guard.loss is not None)
         is_taken = self._guard.make_ready()
         if is_taken:
             self._optimize(nullcontext())
@@ -306,6 +307,8 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
     def _count_step(self) -> None:
         """Count a step of the optimizer."""
         self.global_step += 1
+        if not streams.has_streams(self._runtime.context.device):  # else the host would wait for the device
+            self._guard.watch(self.global_step, self._guard.grad_norm, self._guard.loss)
         for averages in self._parts.averages.values():
             averages.update()
         if not self._is_ready:

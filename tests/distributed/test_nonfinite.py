@@ -1,6 +1,7 @@
 """Gradients that are inf or nan, in the dtypes that need no loss scale."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.distributed.models import Tiny
 from tests.distributed.training import (
     ALL_STAGES,
     OPTIMIZERS,
+    STAGES,
     differences,
     finish,
     numbers,
@@ -61,6 +63,45 @@ def test_by_default_the_step_is_taken_as_by_plain_pytorch_and_the_norm_tells(ran
         for found, is_finite in ranks(num_ranks, report):
             assert not is_finite
             assert found == [(True, 1, 0, None), True, (True, 1, 0, False)] * 4
+
+
+def is_told(clip, backward, nonfinite, numbers_of_steps):
+    """By stage, the warnings of each step."""
+    said = []
+    for stage in STAGES:
+        engine, _ = start(tiny(), "SGD", stage=stage, clip_grad_norm=clip, nonfinite=nonfinite)
+        texts = []
+        for number in numbers_of_steps:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                loss = loss_of(engine, number)
+                engine.backward(loss) if backward == "engine" else loss.backward()
+                engine.step()
+            texts.append([str(one.message) for one in caught])
+        said.append(texts)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("clip", "backward", "step"),
+    [
+        (1.0, "engine", 2),
+        (1.0, "plain", 2),
+        (None, "engine", 2),  # the loss tells, on the rank that has it; then all parameters are nan
+    ],
+)
+def test_the_first_step_with_nan_is_told_once_and_the_remedy_leaves_it_out(ranks, clip, backward, step):
+    for said in ranks(1, is_told, clip, backward, "report", [0, BAD, 1, 2]):
+        for first, second, *later in said:
+            assert first == []
+            assert len(second) == 1
+            assert second[0].startswith(f"step {step} was taken with a loss or a gradient norm that is not")
+            assert "nonfinite='skip'" in second[0]
+            assert later == [[], []]
+    for said in ranks(2, is_told, clip, backward, "report", [0, BAD, 1, 2]):
+        for texts in said:
+            assert sum(map(len, texts)) == 1
+    assert ranks(2, is_told, clip, backward, "skip", [0, BAD, 1, 2]) == [[[[]] * 4] * len(STAGES)] * 2
 
 
 def refuse(way, **config):

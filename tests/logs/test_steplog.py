@@ -304,6 +304,24 @@ def test_targets_are_closed_where_the_last_report_fails(ranks: Any) -> None:
         assert num_closed == 1
 
 
+def log_of_nan() -> list[str]:
+    """The warnings of a log over a loss that the engine has not seen."""
+    engine, _ = start(Tiny(), "SGD", stage=1)
+    with warnings.catch_warnings(record=True) as caught, zeroshard.StepLog(engine, Kept(), every=1) as log:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            loss = square_loss(engine, 0)
+            loss.backward()
+            engine.step()
+            log.step(loss * math.nan)
+    return [str(one.message) for one in caught]
+
+
+def test_a_log_that_reads_a_loss_of_nan_tells_of_it_once(ranks: Any) -> None:
+    for (text,) in ranks(2, log_of_nan):
+        assert text.startswith("step 1 was taken with a loss or a gradient norm that is not finite")
+
+
 def test_a_log_needs_an_engine() -> None:
     with pytest.raises(TypeError, match=r"expected an engine of zeroshard\.initialize, got Tiny"):
         zeroshard.StepLog(Tiny(), "terminal")  # type: ignore[arg-type]

@@ -45,9 +45,7 @@ def join_arguments(config: Config, args: Any) -> Config:
 
 def _impossible(config: Config, args: Any) -> Iterator[str]:
     """Yield a clause for each setting that does not work."""
-    recomputes = getattr(args, "activation_checkpointing", False) or getattr(
-        args, "gradient_checkpointing", False
-    )
+    recomputes = any(getattr(args, f"{what}_checkpointing", False) for what in ("activation", "gradient"))
     clauses = {
         "deepspeed: expected None; Config.from_deepspeed reads such a config": args.deepspeed,
         "fsdp: expected none; zeroshard shards the model": args.fsdp,
@@ -70,10 +68,8 @@ def _impossible(config: Config, args: Any) -> Iterator[str]:
         "recompute='unit' and gradient checkpointing of the Trainer: expected one of them": (
             recomputes and config.recompute != "none"
         ),
-        f"offload.step_in_backward with max_grad_norm={args.max_grad_norm}: expected max_grad_norm=0; the "
-        "norm of all gradients is known after the backward, which has stepped": (
-            config.offload.step_in_backward and args.max_grad_norm
-        ),
+        f"offload.step_in_backward: expected max_grad_norm=0, got {args.max_grad_norm}; the norm of all "
+        "gradients comes after its steps": config.offload.step_in_backward and args.max_grad_norm,
         "loader: expected the default; the Trainer makes the DataLoaders": config.loader != Loader(),
         "checkpoint.keep_last: expected None; set save_total_limit": config.checkpoint.keep_last is not None,
     }

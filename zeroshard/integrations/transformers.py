@@ -143,9 +143,8 @@ class ZeroShardMixin(_Trainer):
 
         None if the Trainer only asks for the norm, and the backward has stepped: no gradient is left.
         """
-        if max_norm == float("inf") and self.zeroshard_config.offload.step_in_backward:
-            return None
-        return self._sharded.clip_grad_norm_(max_norm, norm_type)
+        has_none = max_norm == float("inf") and self.zeroshard_config.offload.step_in_backward
+        return None if has_none else self._sharded.clip_grad_norm_(max_norm, norm_type)
 
     # -- checkpoints ------------------------------------------------------------------------------------
 

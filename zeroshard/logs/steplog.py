@@ -189,6 +189,7 @@ class StepLog:
             grad_norm=None if norm is None else norm.item(),
         )
         sums = combine(world.all_gather_object(own, "metrics of steps"), engine.dp_world_size)
+        engine._guard.watch(self._seen, sums.loss, sums.grad_norm)
         now = time.perf_counter()
         speed = None if sums.num_tokens is None else sums.num_tokens / (now - self._since)
         metrics = StepMetrics(

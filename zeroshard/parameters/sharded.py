@@ -94,8 +94,7 @@ class ShardedParameter(nn.Parameter):
         parameter.fqn, parameter.unit_name = fqn, unit_name
         parameter.full_shape, parameter.is_partial, parameter.state = full_shape, is_partial, state
         parameter.is_trained, parameter.unsharded = requires_grad, lambda: None
-        if requires_grad:
-            refuse_gradients(parameter, parameter.describe())
+        refuse_gradients(parameter, parameter.describe())
         return parameter
 
     # torch's own attribute goes through `__torch_function__`, which takes ten times as long. An optimizer
@@ -337,12 +336,13 @@ REMEDY = (
 
 
 def refuse_gradients(parameter: Tensor, what: str) -> None:
-    """Refuse gradients that autograd computes of a tensor, which the engine would not see."""
+    """Refuse gradients that autograd computes of a parameter, which would end there unseen by the engine."""
 
     def refuse(gradient: Tensor) -> Tensor:
         raise RuntimeError(f"the loss depends on {what} outside the forward of its unit. {REMEDY}.")
 
-    Tensor.register_hook(parameter, refuse)  # type: ignore[no-untyped-call]
+    if parameter.requires_grad:
+        Tensor.register_hook(parameter, refuse)  # type: ignore[no-untyped-call]
 
 
 Guarded = ShardedParameter | _CastSlice

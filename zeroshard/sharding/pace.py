@@ -12,8 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from torch import Tensor
-
 _NUM_BITS = 4
 """Forwards between two backwards are counted up to 15."""
 
@@ -26,8 +24,7 @@ class Pace:
         """Forwards with a graph, also failed ones, since the last agreement of all ranks."""
         self.num_backwards = 0
         """Backwards since the last step, or since gradients were dropped."""
-        self._has_warned = False
-        self._has_stepped = False
+        self._has_warned = self._has_stepped = False
         self._num_dropped, self._has_warned_of_drops = 0, False
 
     def expect_backwards(self, number: int) -> None:
@@ -46,19 +43,18 @@ class Pace:
                 stacklevel=6,
             )
 
-    def expect_division(self, number: int, loss: Tensor | None) -> None:
+    def expect_division(self, number: int, is_divided: bool) -> None:
         """Warn of a first step by the engine with a sum over micro-batches that it has not divided.
 
         Args:
             number: the micro-batches of a whole step.
-            loss: the last loss of this step that the engine has divided; None if there is none.
+            is_divided: True if the engine had the last loss.
         """
         is_first, self._has_stepped = not self._has_stepped, True
-        if is_first and loss is None and 1 < number <= self.num_backwards:
+        if is_first and not is_divided and 1 < number <= self.num_backwards:
             warnings.warn(
-                f"engine.step() after {self.num_backwards} calls of loss.backward(): their gradients are a "
-                f"sum, not divided by gradient_accumulation_steps={number}. Call engine.backward(loss), with "
-                "scale_wrt_gas=False if the loss is divided already",
+                f"gradients of loss.backward() are not divided by gradient_accumulation_steps={number}: call "
+                "engine.backward(loss), with scale_wrt_gas=False if the loss is divided already",
                 stacklevel=3,
             )
 

@@ -31,8 +31,7 @@ class ShownParameter(nn.Parameter):
         """Make a parameter over the memory of `view`, with a version counter of its own."""
         parameter = nn.Parameter(view.new_empty(0), requires_grad)
         parameter.data = view
-        if requires_grad:  # the gradient of a loss would end here, unseen by the engine
-            refuse_gradients(parameter, f"'{fqn}', read under engine.unsharded()")
+        refuse_gradients(parameter, f"'{fqn}', read under engine.unsharded()")
         parameter.__class__ = ShownParameter
         shown = cast(ShownParameter, parameter)
         shown.fqn = fqn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
@@ -44,6 +45,7 @@ class StepGuard:
         self.may_skip = is_half or config.nonfinite == "skip"
         """True if a step may have to be left out."""
         self._judges = self.may_skip or config.nonfinite == "error"
+        self._watches = optimizer is not None and not self._judges
         self._compares = runtime.context.axes.tp.size > 1
         """True if tensor ranks compare gradients, now and then: some are zero at first."""
         self.loss: Tensor | None = None
@@ -106,6 +108,16 @@ class StepGuard:
             if scaling is None or not scaling.begin(self._runtime.parameters, factor):
                 limit_norm(self._runtime, norm, self._max_norm)
         return True
+
+    def watch(self, step: int, *values: Tensor | float | None) -> None:
+        """Read values, and warn once that a step was taken with a norm or loss that is not finite."""
+        if self._watches and not all(value is None or math.isfinite(value) for value in values):
+            self._watches = False
+            warnings.warn(
+                f"step {step} was taken with a loss or a gradient norm that is not finite. To leave out such "
+                "steps, set nonfinite='skip'; to stop before the first one, nonfinite='error'",
+                stacklevel=7,
+            )
 
     def _answer_nonfinite(self) -> None:
         """Raise or warn, unless a lower loss scale is the remedy."""
