@@ -66,9 +66,7 @@ def through_adapters(model: nn.Module, plan: Plan, num_ranks: int, *, by_sequenc
 
 def _check(name: str, module: nn.Module, base: nn.Module, style: Style) -> None:
     kinds = {attribute for attribute in ("lora_A", "lora_B") if getattr(module, attribute, None)}
-    has_more = any(
-        getattr(module, attribute, None) for attribute in ("lora_magnitude_vector", "lora_variant")
-    )
+    has_more = any(getattr(module, at, None) for at in ("lora_magnitude_vector", "lora_variant"))
     if kinds != {"lora_A", "lora_B"} or has_more:
         raise ValueError(
             f"tp_plan: '{name}' is a {type(base).__name__} with an adapter, a {type(module).__name__} of "
