@@ -19,8 +19,9 @@ _READ = ("save_pretrained", "push_to_hub")
 def guard_methods(runtime: Runtime) -> None:
     """Refuse such methods of all models in a model, and merges of adapters into codes."""
     is_divided = runtime.context.axes.pp.size > 1
+    edits = () if any(map(has_codes, runtime.module.modules())) else _EDIT  # layers with codes refuse theirs
     for path, module in runtime.module.named_modules():
-        for name in (*_REPLACE, *_EDIT, *_READ):
+        for name in (*_REPLACE, *edits, *_READ):
             if hasattr(type(module), name):  # peft hands on the methods of the model inside
                 refusal = _describe(name, path, is_divided)
                 runs = name in _EDIT or (name in _READ and not is_divided)
