@@ -234,3 +234,69 @@ def test_options_of_a_loader_are_those_of_the_users_own():
         zeroshard.initialize(net(), None, {"micro_batch_size": 2}, training_data=DataLoader(data))
     loader = zeroshard.initialize(net(), training_data=DataLoader(data, batch_size=2)).dataloader
     assert len(next(iter(loader))[0]) == 2
+
+
+def test_a_distributed_tensor_is_made_whole():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    start()
+    whole_value = net().inner.weight.detach()
+    model = net()
+    model.inner.weight = nn.Parameter(distribute_tensor(whole_value, init_device_mesh("cpu", (1,))))
+    with told("or replace it by nn.Parameter(parameter.full_tensor())"):
+        start(model)
+    model.inner.weight = nn.Parameter(model.inner.weight.detach().full_tensor())
+    trains(start(model), net())
+
+
+def test_names_of_one_parameter_have_one_dtype():
+    def tied():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+        model[1].weight = model[0].weight
+        return model
+
+    precision = {"param_dtype": "bf16", "overrides": {"0.weight": "fp32", "1.weight": "bf16"}}
+    with told("expected one dtype"):
+        start(tied(), precision=precision)
+    engine = start(tied(), precision=precision | {"overrides": {"0": "fp32", "1": "fp32"}})
+    assert engine(DATA).isfinite().all()
+
+
+def test_states_of_muon_begin_anew_in_another_group():
+    model = net()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    optimizer = zeroshard.optim.Muon([{"params": matrices[:1]}, {"params": matrices[1:]}], lr=0.1)
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.param_groups[0].update(use_muon=False, betas=(0.9, 0.95), eps=1e-8)
+    with told("or let it begin anew, by del optimizer.state[parameter]"):
+        optimizer.step()
+    del optimizer.state[matrices[0]]
+    optimizer.step()
+
+
+def test_a_cache_is_switched_off_for_recomputation():
+    import transformers
+
+    def llama(**options):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 9}
+        config = transformers.LlamaConfig(**sizes, num_attention_heads=2, **options)
+        return transformers.LlamaForCausalLM(config)
+
+    def loss(model):
+        tokens = torch.arange(8)[None]
+        return model(input_ids=tokens, labels=tokens).loss
+
+    with told("set use_cache=False in the model's config for training"):
+        loss(start(llama(), recompute="unit"))
+    trains(start(llama(use_cache=False), recompute="unit"), llama(use_cache=False), losses=[loss])
+
+
+def test_an_estimate_of_another_model_is_given_its_loss():
+    model = net()
+    with told("give loss_of= in its place, which computes a loss with the model"):
+        zeroshard.estimate(model, 1, num_tokens=8)
+    assert zeroshard.estimate(model, 1, loss_of=lambda model: loss_of(model, torch.ones(4, 7)))

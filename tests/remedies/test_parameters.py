@@ -281,6 +281,8 @@ def test_dtypes_are_those_of_the_config():
     engine = start()
     with told("set Config(precision=...) for dtypes"):
         engine.half()
+    with told("For another dtype set Config(precision=...)"):
+        engine.module.half()
     assert start(precision="bf16")(DATA).dtype == torch.bfloat16
 
 

@@ -216,6 +216,58 @@ def a_checkpoint_follows_a_backward_under_no_sync(folder):
         same(whole(other), trained(losses=[loss_of] * (end == "step")))
 
 
+@case
+def a_mesh_has_names_that_are_known(folder):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts"))
+    with told("rename its axes, or give one of them: mesh['name']"):
+        zeroshard.shard(net(), mesh=mesh)
+    for known in (
+        init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard")),
+        mesh["parts"],
+    ):
+        sharded = zeroshard.shard(net(), mesh=known)
+        same(whole(sharded), net().state_dict())
+
+
+@case
+def micro_batches_are_repeated_after_a_failed_backward(folder):
+    def fail(*_):
+        raise KeyError
+
+    engine = start(stage=2)
+    loss_of(engine).backward()
+    handle = engine.module.inner.register_full_backward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        engine.backward(loss_of(engine))
+    handle.remove()
+    with told("call zero_grad() and repeat the micro-batches since the last step"):
+        engine.step()
+    engine.zero_grad()
+    trains(engine)
+
+
+@case
+def sums_of_micro_batches_are_dropped_by_zero_grad(folder):
+    def begun():
+        engine = start()
+        loss_of(engine).backward()
+        with engine.no_sync():
+            loss_of(engine).backward()
+        return engine
+
+    engine = begun()
+    with warned("call zero_grad() of the engine, the optimizer or the model"):
+        for parameter in engine.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+    for drop in (lambda e: e.zero_grad(), lambda e: e.optimizer.zero_grad(), lambda e: e.module.zero_grad()):
+        engine = begun()
+        drop(engine)
+        trains(engine)
+
+
 # ----------------------------------------------------------------------------- pipelines and tensor ranks
 
 
@@ -456,3 +508,23 @@ def a_vocabulary_is_padded_and_logits_gathered(folder):
     torch.testing.assert_close(output.logits.gather(), want.logits)
     with told("give a tp_plan with 'colwise_gather_output' for the head", kind=(TypeError, AttributeError)):
         output.logits.argmax(-1)
+
+
+@case
+def a_shared_weight_is_edited_without_a_choice_of_modules(folder):
+    def tied():
+        model = blocks()
+        model[3][0].weight = model[0][0].weight
+        return model
+
+    engine = pipelined(tied())
+    part = [engine.module[1]] if dist.get_rank() == 0 else []
+    with told("call unsharded() without modules"), engine.unsharded(*part, write_back=True):
+        pass
+    with engine.unsharded(write_back=True):
+        for parameter in engine.module.parameters():
+            parameter.data.mul_(2)
+    model = tied()
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    pipes(engine, model)

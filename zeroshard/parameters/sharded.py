@@ -376,7 +376,8 @@ def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
                 return
         raise RuntimeError(
             f"{parameter.describe()} is a view of a flat buffer: its data cannot be replaced; copy_() into "
-            "it under torch.no_grad(), or edit the whole under engine.unsharded(module, write_back=True)"
+            "it under torch.no_grad(), or edit the whole under engine.unsharded(module, write_back=True). "
+            "For another dtype set Config(precision=...)"
         )
     wanted = bool(args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True))
     if wanted and not parameter.is_trained:
