@@ -40,7 +40,7 @@ def test_a_parameter_of_two_units_is_in_one():
     torch.manual_seed(0)
     model = Borrows()
     engine = start(copy.deepcopy(model), units=["Sequential"])
-    with told("choose units= such that the forward of one unit holds every use"):
+    with told("To share it between modules"):
         loss_of(engine)
     trains(start(copy.deepcopy(model), units=["Borrows"]), model)
 
@@ -215,9 +215,7 @@ def test_an_original_parameter_is_read_from_its_module():
     model = net()
     kept = model.inner.weight
     engine = start(model)
-    with told(
-        "read the module's attribute instead, inside the forward of its unit or under engine.unsharded()"
-    ):
+    with told("under engine.unsharded()"):
         kept.square()
     with engine.unsharded():
         assert torch.equal(engine.module.inner.weight.square(), net().inner.weight.square())

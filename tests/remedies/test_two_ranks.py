@@ -67,8 +67,7 @@ def a_parameter_is_used_where_it_is_whole(folder):
     model = Encodes()
     want = model.encode(DATA)
     engine = start(model)
-    words = "inside the forward of its unit, inside a method that was given to engine.register_forward_method"
-    with told(words):
+    with told("inside a method that was given to engine.register_forward_method(name)"):
         engine.module.encode(DATA)
     with engine.unsharded(engine.module.inner):
         assert torch.equal(engine.module.inner(DATA), want)
