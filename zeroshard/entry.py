@@ -104,14 +104,14 @@ def initialize(
     with sharding_apart(model, config.ignored):
         if collate_fn is None and isinstance(training_data, Blocks):
             collate_fn = collator(model)
-        world, taken, whole = None, None, config
-        if config.mesh.pp > 1:
-            world = _open_world(config, use_device(config.device))
+        taken, whole, device = None, config, use_device(config.device)
+        # A script with such a mesh may ask for its rank after a refusal; another one is refused at once.
+        world = _open_world(config, device) if config.mesh.pp * config.mesh.tp > 1 else None
+        if world is not None and config.mesh.pp > 1:
             taken = take(model, optimizer, config, world, Source(dataset, collate_fn, loss_fn))
             model, whole, config = taken.model, config, taken.config
             if taken.part.is_frozen:  # an optimizer over nothing would be an error of torch
                 optimizer = lr_scheduler = None
-        # Refuses a model before anything is started.
         specs = specify_units(model, config)
         if taken is not None:
             specs = taken.part.named(specs)
@@ -122,7 +122,6 @@ def initialize(
             optimizer, {parameter: name for name, parameter in model.named_parameters()}
         )
         lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
-        device = use_device(config.device)
         world = world or _open_world(config, device)
         if taken is None:
             check_agreement(world, model, config, specs, optimizer, overrides, dataset)
