@@ -1,15 +1,53 @@
-"""The frame that the code stands in: imports point downward, and few modules know torch.distributed."""
+"""The frame of the code: budgets, imports that point downward, few modules that know torch.distributed."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import io
+import sys
+import threading
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
+from torch.optim import AdamW
+
+import zeroshard
+from tests.distributed.training import build, token_loss
+from tests.ranks import Ranks
+from zeroshard.optim import AdamW8bit
 
 ROOT = Path(__file__).parents[1]
+
+# Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
+# granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
+BUDGETS = {
+    "lines of code of the package": 34237,
+    "statements of the package": 28197,
+    "tokens of the package": 317130,
+    "lines of code of the core": 12122,
+    "statements of the core": 10499,
+    "tokens of the core": 109438,
+    "lines of code of examples, benchmarks and tools": 7673,
+    "lines of the longest file": 600,
+    "booleans of the core": 122,
+    "class names that are defined twice": 59,
+    "modules that one other module imports": 108,
+    "files of a step, two ranks": 53,
+    "files of a step, one rank, offload": 53,
+    "words in docs/": 85537,
+}
+
+CORE = (
+    *("plan", "parameters", "sharding", "stepping", "comm", "guards", "full", "tiers", "stores", "internals"),
+    "engine",
+)
+PROGRAMS = ("examples", "benchmarks", "tools")
 
 # The layer picture of docs/architecture.md, from the ground up.
 LAYERS = (
@@ -188,3 +226,207 @@ def test_examples_and_benchmarks_use_only_the_public_api(folder: str) -> None:
         if (path, part) not in MEASURED
     ]
     assert not private
+
+
+# ---------------------------------------------------------------------------------------------- the budgets
+
+
+def docstring_lines(tree: ast.Module) -> set[int]:
+    """The lines of all docstrings of a module."""
+    scopes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    documented = [
+        node for node in ast.walk(tree) if isinstance(node, scopes) and ast.get_docstring(node) is not None
+    ]
+    return {line for node in documented for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+
+
+def code_lines(source: str) -> int:
+    """The number of lines without blank lines, comments and docstrings."""
+    left_out = docstring_lines(ast.parse(source))
+    lines = enumerate(map(str.strip, source.splitlines()), start=1)
+    return sum(bool(line) and not line.startswith("#") and number not in left_out for number, line in lines)
+
+
+def statements(tree: ast.Module) -> int:
+    """The number of statements, those in the body of another one too, without docstrings."""
+    left_out = docstring_lines(tree)
+    return sum(isinstance(node, ast.stmt) and node.lineno not in left_out for node in ast.walk(tree))
+
+
+LAYOUT = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
+
+
+def tokens(source: str) -> int:
+    """The number of Python's tokens, without those of comments, docstrings and layout."""
+    left_out = docstring_lines(ast.parse(source))
+    found = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(token.type not in LAYOUT and token.start[0] not in left_out for token in found)
+
+
+def size(paths: Iterable[str], trees: Trees) -> dict[str, int]:
+    """Lines of code, statements and tokens of some files."""
+    sources = {path: (ROOT / path).read_text(encoding="utf-8") for path in paths}
+    return {
+        "lines of code": sum(map(code_lines, sources.values())),
+        "statements": sum(statements(trees[path]) for path in sources),
+        "tokens": sum(map(tokens, sources.values())),
+    }
+
+
+def is_boolean(value: ast.expr | None) -> bool:
+    """True for an expression that is always a bool: a constant, a comparison, `not`, or a chain of these."""
+    if isinstance(value, ast.BoolOp):
+        return all(map(is_boolean, value.values))
+    if isinstance(value, ast.UnaryOp):
+        return isinstance(value.op, ast.Not)
+    return isinstance(value, ast.Compare) or (
+        isinstance(value, ast.Constant) and isinstance(value.value, bool)
+    )
+
+
+def says_bool(annotation: ast.expr | None) -> bool:
+    return isinstance(annotation, ast.Name) and annotation.id == "bool"
+
+
+def targets_of(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """Pairs of a target and its value: `a, b = 1, 2` has two."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        yield from zip(target.elts, value.elts, strict=True)
+    else:
+        yield target, value
+
+
+def booleans(tree: ast.Module) -> set[str]:
+    """`Class.name` of each boolean attribute, field and property of the classes of a module."""
+    found = set()
+    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in ast.walk(owner):
+            names: list[str] = []
+            if isinstance(node, ast.FunctionDef) and says_bool(node.returns):
+                decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
+                names = [node.name] if decorators & {"property", "cached_property"} else []
+            elif isinstance(node, ast.AnnAssign) and (says_bool(node.annotation) or is_boolean(node.value)):
+                names = [ast.unparse(node.target).removeprefix("self.")]
+            elif isinstance(node, ast.Assign):
+                pairs = [pair for target in node.targets for pair in targets_of(target, node.value)]
+                own = [target.attr for target, value in pairs if is_of_self(target) and is_boolean(value)]
+                names = own
+            found.update(f"{owner.name}.{name}" for name in names if "." not in name)
+    return found
+
+
+def is_of_self(target: ast.expr) -> bool:
+    return isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+
+
+def defined_twice(trees: Trees) -> list[str]:
+    """The names of classes that more than one module, or one module twice, defines; `_Name` is `Name`."""
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    counts = Counter(node.name.lstrip("_") for node in classes)
+    return sorted(name for name, count in counts.items() if count > 1)
+
+
+def module_of(path: str) -> str:
+    """zeroshard/comm/mesh.py -> zeroshard.comm.mesh."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def importers(trees: Trees) -> dict[str, set[str]]:
+    """The modules that import each module, anywhere in their text."""
+    names = {module_of(path) for path in trees}
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for path, tree in trees.items():
+        for name in imported(tree):
+            module = name if name in names else name.rpartition(".")[0]
+            if module in names and module != module_of(path):
+                found[module].add(module_of(path))
+    return found
+
+
+def files_of_a_step(*, offload: bool) -> list[str]:
+    """The files of zeroshard in which a function runs, on any thread, from a forward to the end of its step.
+
+    The step is the second one of stage 3: the first one plans and allocates.
+    """
+    config: dict[str, Any] = {"offload": {"optimizer": "cpu", "parameters": "cpu"}} if offload else {}
+    model = build("GPT")
+    make = AdamW8bit if offload else AdamW
+    found: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            found.add(frame.f_code.co_filename)
+
+    threading.setprofile(note)  # for threads that start from here on
+    try:
+        engine = zeroshard.initialize(model, make(model.parameters(), lr=1e-3), {"stage": 3, **config}).engine
+        for number in range(2):
+            found.clear()
+            sys.setprofile(note)
+            engine.backward(token_loss(engine, number))
+            engine.step()
+            sys.setprofile(None)
+        engine.close(restore=False)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    package = str(ROOT / "zeroshard")
+    return sorted(str(Path(file).relative_to(ROOT)) for file in found if file.startswith(package))
+
+
+def all_counts(trees: Trees, ranks: Ranks) -> dict[str, int]:
+    """The present count of each budget."""
+    core = {path: tree for path, tree in trees.items() if part_of(path) in CORE}
+    programs = {path: tree for folder in PROGRAMS for path, tree in modules(folder).items()}
+    pages = [file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md")]
+    counts = {f"{unit} of the package": count for unit, count in size(trees, trees).items()}
+    counts |= {f"{unit} of the core": count for unit, count in size(core, trees).items()}
+    counts["lines of code of examples, benchmarks and tools"] = size(programs, programs)["lines of code"]
+    counts["lines of the longest file"] = max(
+        len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in trees
+    )
+    counts["booleans of the core"] = sum(len(booleans(tree)) for tree in core.values())
+    counts["class names that are defined twice"] = len(defined_twice(trees))
+    counts["modules that one other module imports"] = sum(len(by) == 1 for by in importers(trees).values())
+    counts["files of a step, two ranks"] = len(ranks(2, files_of_a_step, offload=False)[0])
+    counts["files of a step, one rank, offload"] = len(ranks(1, files_of_a_step, offload=True)[0])
+    counts["words in docs/"] = sum(len(page.split()) for page in pages)
+    return counts
+
+
+def test_the_budgets_are_kept(trees: Trees, ranks: Ranks) -> None:
+    counts = all_counts(trees, ranks)
+    assert counts.keys() == BUDGETS.keys()
+    assert not {what: (count, BUDGETS[what]) for what, count in counts.items() if count > BUDGETS[what]}
+
+
+SAMPLE = '''
+"""A module."""
+
+class Sample:
+    """A class."""
+
+    is_open: bool = False
+    size: int = 0
+
+    def __init__(self) -> None:
+        self.is_ready, self.name = size > 3, "a"  # a comment
+        self.num = 1
+        if self.num: self.is_last = not self.num
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is."""
+        return True
+'''
+
+
+def test_the_counters_count_what_their_names_say() -> None:
+    tree = ast.parse(SAMPLE)
+    assert code_lines(SAMPLE) == 10
+    assert statements(tree) == 10
+    assert tokens("x = f(1)  # one\n") == 6
+    assert booleans(tree) == {f"Sample.{name}" for name in ("is_open", "is_ready", "is_last", "is_empty")}
+    assert defined_twice({"a": tree, "b": ast.parse("class _Sample: ...")}) == ["Sample"]
+    graph = importers({"zeroshard/a.py": ast.parse("from zeroshard.b import c"), "zeroshard/b.py": tree})
+    assert graph == {"zeroshard.a": set(), "zeroshard.b": {"zeroshard.a"}}
