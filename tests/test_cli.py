@@ -184,7 +184,11 @@ def test_what_is_damaged_ends_with_1_and_the_name_of_the_file(folder, capsys):
     file.write_bytes(content)
     assert main(["inspect", str(folder / "first"), "--no-verify"]) == 0
     capsys.readouterr()
-    for damaged, new in ((file, content), (file, content[:-1]), (directory / "zeroshard.json", b"{}")):
+    manifest = directory / "zeroshard.json"
+    of_another_step = manifest.read_bytes().replace(b'"global_step": 2', b'"global_step": 3')
+    assert of_another_step != manifest.read_bytes()
+    contents = (file, content), (file, content[:-1]), (manifest, of_another_step), (manifest, b"{}")
+    for damaged, new in contents:
         damaged.write_bytes(new)
         code, said = failure(capsys, "inspect", folder / "first")
         assert code == 1

@@ -4,7 +4,9 @@ import contextlib
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 from tests.checkpoint.runs import differences, start, state, train
 from tests.ranks import _torchrun_environment
+from zeroshard.checkpoint import writer
 from zeroshard.checkpoint.files import find
 
 ROOT = Path(__file__).parents[2]
@@ -59,14 +62,23 @@ def test_the_same_state_is_the_same_bytes_however_often_and_in_whatever_way_it_i
 
 
 def beside_training(folder):
-    """Three saves in the background while training goes on: state at each call, and what was written."""
+    """Three saves in the background that write after further steps: state at each call, and as written."""
     engine, found = start(3), []
-    for number in range(3):
-        train(engine, [number])
-        engine.save_checkpoint(folder, f"at-{number}", {"n": number}, blocking=False)
-        found.append(state(engine))
-        train(engine, range(3, 3 + number))
-    engine.close()  # waits for the last save: another engine cannot
+    has_trained, write_part = threading.Event(), writer.write_part
+
+    def write_later(*args):
+        assert has_trained.wait(30)
+        return write_part(*args)
+
+    with mock.patch.object(writer, "write_part", write_later):
+        for number in range(3):
+            train(engine, [number])
+            has_trained.clear()
+            engine.save_checkpoint(folder, f"at-{number}", {"n": number}, blocking=False)
+            found.append(state(engine))
+            train(engine, range(3, 3 + number))
+            has_trained.set()
+        engine.close()  # waits for the last save: another engine cannot
     for number, want in enumerate(found):
         other = start(number, seed=1)
         if number == 2:

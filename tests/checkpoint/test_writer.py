@@ -1,6 +1,7 @@
 """Tensors become files that zeroshard and torch.distributed.checkpoint read."""
 
 import io
+import os
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ import torch.distributed.checkpoint as dcp
 from tests.checkpoint.runs import read_whole
 from tests.checkpoint.test_memory import write
 from zeroshard.checkpoint import files
+from zeroshard.checkpoint.places import file_of
 from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.checkpoint.tensors import TensorSlice
-from zeroshard.checkpoint.writer import find_elements
+from zeroshard.checkpoint.writer import find_elements, write_part
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex64, torch.int8, torch.int64]
 
@@ -61,3 +63,11 @@ def test_elements_are_found_by_the_archive_of_their_tensor_alone(tmp_path):
     start = find_elements(file, ends[2], 300)
     assert min(file.places) >= ends[2]
     assert path.read_bytes()[start : start + 300] == bytes([2]) * 300
+
+
+def test_the_file_of_a_rank_is_synced_when_all_of_it_is_written(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor)))
+    write_part(tmp_path, [TensorSlice("weight", (600,), 0, torch.ones(600))], rank=1)
+    file = (tmp_path / file_of(1)).stat()
+    assert [(one.st_ino, one.st_size) for one in synced] == [(file.st_ino, file.st_size)]

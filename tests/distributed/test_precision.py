@@ -13,6 +13,7 @@ from tests.distributed.training import (
     by_hand,
     differences,
     distance_of_all,
+    full_gradients,
     numbers,
     only,
     start,
@@ -20,6 +21,7 @@ from tests.distributed.training import (
     train,
     train_replicated,
     train_sharded,
+    unequal,
 )
 
 BF16 = {"param_dtype": "bf16"}
@@ -211,6 +213,33 @@ def test_micro_batches_are_added_in_fp32(ranks):
     for num_ranks in (1, 2):
         for found in ranks(num_ranks, accumulate_bf16):
             assert max(off for pair in found.values() for off in pair) <= 1e-6
+
+
+def rounded_once():
+    """Names of gradients that are not the fp32 sums of this rank's micro-batches, rounded to bf16 once."""
+    compute = build("tied GPT")
+    engine, _ = start(copy.deepcopy(compute), stage=1, precision={**BF16, "reduce_dtype": "bf16"})
+    sums = {}
+    for parameter in compute.parameters():
+        parameter.data = parameter.data.bfloat16()
+    for number in range(4):
+        with engine.no_sync():
+            token_loss(engine, number).backward()
+        token_loss(compute, number).backward()
+        for name, parameter in compute.named_parameters():
+            sums[name] = sums.get(name, 0.0) + parameter.grad.float().flatten()
+        compute.zero_grad()
+    engine.clip_grad_norm_(1e9)  # reduces what was added up
+    found = full_gradients(engine)
+    for name, total in sums.items():
+        parts = [torch.empty_like(total, dtype=torch.bfloat16) for _ in range(2)]
+        dist.all_gather(parts, (total / 2).bfloat16())
+        sums[name] = parts[0].float() + parts[1].float()
+    return list(unequal("gradients", found, sums))
+
+
+def test_micro_batches_are_added_in_fp32_and_rounded_once_on_the_wire(ranks):
+    assert ranks(2, rounded_once) == [[], []]
 
 
 def dtype_that_a_batch_norm_gets(stage):
