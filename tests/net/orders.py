@@ -1,0 +1,220 @@
+"""Breaks of orders: an action comes too early, twice, or not at all."""
+
+from __future__ import annotations
+
+from tests.net.runner import Break
+
+ORDERS = (
+    Break(
+        name="gathers_read_the_values_before_the_step",
+        says="A gather starts from the copy of main parameters on the host as it was before the step.",
+        file="zeroshard/sharding/source.py",
+        find="        self.transfer(values, self.copy[start : start + values.numel()])\n",
+        replace="",
+        tests=("tests/tiers/test_offload.py::test_each_way_of_training_gives_the_same_bits",),
+    ),
+    Break(
+        name="replicated_parameters_do_not_follow_a_step",
+        says="Parameters that stay gathered are not gathered again after a step.",
+        file="zeroshard/sharding/buffer.py",
+        find="return not (self.is_alias_of_all or self._hidden is not None) and self.source.has_changed",
+        replace="return not (self.is_alias_of_all or self.is_resident) and self.source.has_changed",
+        tests=(
+            "tests/distributed/test_parity.py::test_parameters_of_one_element_train_as_in_ddp_to_the_bit",
+        ),
+    ),
+    Break(
+        name="units_are_freed_before_their_second_forward",
+        says=(
+            "A unit that a backward has left is freed though the second forward of its checkpoint is to come."
+        ),
+        file="zeroshard/sharding/backward.py",
+        find="self._kept.append(unit)\n        else:",
+        replace="self._free(unit)\n        else:",
+        tests=(
+            "tests/sharding/test_backward.py::"
+            "test_a_unit_that_was_left_stays_for_the_second_forward_of_its_checkpoint",
+        ),
+    ),
+    Break(
+        name="units_are_not_gathered_ahead",
+        says="A forward gathers a unit when it begins, and not during the unit before it.",
+        file="zeroshard/sharding/order.py",
+        find="self.units[unit.position + 1 :] if is_known else []",
+        replace="self.units[unit.position + 2 :] if is_known else []",
+        tests=(
+            "tests/distributed/test_memory.py::"
+            "test_at_most_the_unit_at_work_and_those_prefetched_are_gathered_besides_the_kept",
+        ),
+    ),
+    Break(
+        name="a_backward_takes_turns_from_the_beginning",
+        says="A backward enters units in the order of the forward.",
+        file="zeroshard/sharding/backward.py",
+        find="turns.sort(key=lambda item: item[0], reverse=True)",
+        replace="turns.sort(key=lambda item: item[0])",
+        tests=("tests/sharding/test_backward.py::test_the_turns_of_the_example_in_the_docstring",),
+    ),
+    Break(
+        name="a_turn_waits_for_its_own_gradient",
+        says="A turn that nothing led to on this rank is left out, so ranks issue other collectives.",
+        file="zeroshard/sharding/backward.py",
+        find="while self._next < len(self._turns) and self._turns[self._next].tick >= tick:",
+        replace="while self._next < len(self._turns) and self._turns[self._next].tick >= tick > 0:",
+        tests=(
+            "tests/sharding/test_backward.py::"
+            "test_all_ranks_issue_the_same_collectives_in_one_order_whatever_gradients_come",
+        ),
+    ),
+    Break(
+        name="reductions_start_before_the_gradients_are_there",
+        says="The reduction of a unit starts when one of its gradients has arrived.",
+        file="zeroshard/sharding/reducer.py",
+        find="if (self.is_deferring and unit not in self.ending) or not unit.is_complete:",
+        replace="if self.is_deferring and unit not in self.ending:",
+        tests=("tests/distributed/test_wire.py::test_the_first_and_later_steps_send_what_the_table_says",),
+    ),
+    Break(
+        name="a_failed_backward_of_another_rank_is_not_noticed",
+        says="Gradients are delivered though the backward of another rank has ended in an exception.",
+        file="zeroshard/sharding/reducer.py",
+        find="if agreed.has_failed:",
+        replace="if False:",
+        tests=(
+            "tests/distributed/test_exceptions.py::"
+            "test_a_backward_that_fails_on_one_rank_is_an_error_on_the_others",
+        ),
+    ),
+    Break(
+        name="a_step_takes_no_deferred_gradients",
+        says="A step of a plain optimizer does not reduce the sums that no_sync has left.",
+        file="zeroshard/sharding/reducer.py",
+        find="            self._open()\n            self._deliver()\n        self._hooks.call()",
+        replace="            pass\n        self._hooks.call()",
+        tests=(
+            "tests/distributed/test_accumulation.py::"
+            "test_sums_that_no_sync_left_are_reduced_by_the_next_backward_or_step",
+        ),
+    ),
+    Break(
+        name="units_step_with_gradients_to_come",
+        says="With step_in_backward a unit is stepped though this rank lacks a gradient of it.",
+        file="zeroshard/sharding/reducer.py",
+        find="return all(all(gradients.used) and not gradients.is_early for gradients in unit.gradients)",
+        replace="return True",
+        tests=("tests/tiers/test_early.py",),
+    ),
+    Break(
+        name="the_optimizer_steps_before_the_clipping",
+        says="The engine steps the optimizer, and then clips and judges the gradients.",
+        file="zeroshard/engine.py",
+        find=(
+            "        is_taken = self._guard.make_ready()\n"
+            "        if is_taken:\n"
+            "            self._optimize(nullcontext())"
+        ),
+        replace=(
+            "        self._optimize(nullcontext())\n"
+            "        is_taken = self._guard.make_ready()\n"
+            "        if is_taken:\n"
+            "            pass"
+        ),
+        tests=(
+            "tests/distributed/test_clipping.py::"
+            "test_clipping_is_that_of_torch_on_ddp_and_the_same_to_the_bit_at_all_stages",
+        ),
+    ),
+    Break(
+        name="the_learning_rate_moves_twice_a_step",
+        says="A step of the engine advances the LR scheduler twice.",
+        file="zeroshard/engine.py",
+        find="            self.lr_scheduler.step()\n",
+        replace="            self.lr_scheduler.step()\n            self.lr_scheduler.step()\n",
+        tests=(
+            "tests/test_initialize.py::"
+            "test_a_scheduler_is_an_object_or_a_callable_that_makes_one_from_the_optimizer",
+        ),
+    ),
+    Break(
+        name="the_learning_rate_moves_without_a_step",
+        says="A step that is left out advances the LR scheduler all the same.",
+        file="zeroshard/engine.py",
+        find="            self.skipped_steps += 1\n",
+        replace=(
+            "            self.skipped_steps += 1\n"
+            "            self.lr_scheduler and self.lr_scheduler.step()\n"
+        ),
+        tests=("tests/distributed/test_float16.py::test_an_overflow_on_one_rank_leaves_the_step_out_on_all",),
+    ),
+    Break(
+        name="steps_in_files_are_not_written_back",
+        says="A unit that was read from files and stepped in memory is not written back.",
+        file="zeroshard/stepping/disk.py",
+        find="        staging.transfers.append(swap.write(block.main_extent, main))\n",
+        replace="",
+        tests=("seed 16",),
+    ),
+    Break(
+        name="buffers_are_reused_before_they_are_written",
+        says=(
+            "The next unit is read into a host buffer while the last one in it is still written to its file."
+        ),
+        file="zeroshard/stepping/disk.py",
+        find="        staging.wait()\n        staging.reserve(",
+        replace="        staging.reserve(",
+        tests=(
+            "tests/pretend/test_scenarios.py::"
+            "test_an_accelerator_would_run_it_without_mistakes[files_stage3_clip]",
+        ),
+    ),
+    Break(
+        name="a_rank_does_not_sync_its_file",
+        says="A checkpoint appears before the file of a rank is safe from a power failure.",
+        file="zeroshard/checkpoint/writer.py",
+        find="        os.fsync(file.fileno())\n",
+        replace="",
+        tests=(
+            "tests/checkpoint/test_writer.py::test_the_file_of_a_rank_is_synced_when_all_of_it_is_written",
+        ),
+    ),
+    Break(
+        name="a_checkpoint_appears_before_its_folder_is_synced",
+        says="The directory of a checkpoint is renamed before the names in it are safe from a power failure.",
+        file="zeroshard/checkpoint/files.py",
+        find="    sync(place.temporary)\n",
+        replace="",
+        tests=("tests/checkpoint/test_files.py::test_everything_is_synced_before_it_is_named",),
+    ),
+    Break(
+        name="latest_names_a_checkpoint_to_come",
+        says="`latest` names a checkpoint before its directory is there.",
+        file="zeroshard/checkpoint/files.py",
+        find="    os.rename(place.temporary, place.final)\n",
+        replace=(
+            "    _replace(place.folder / LATEST, place.tag)\n    os.rename(place.temporary, place.final)\n"
+        ),
+        tests=(
+            "tests/checkpoint/test_files.py::"
+            "test_a_crash_at_any_point_leaves_the_last_checkpoint_or_the_one_before",
+        ),
+    ),
+    Break(
+        name="a_save_in_the_background_sees_later_values",
+        says="A save in the background writes the values of the moment at which its thread comes to them.",
+        file="zeroshard/checkpoint/save.py",
+        find="snapshot = replace(snapshot, slices=slices, wait=wait)",
+        replace="snapshot = replace(snapshot, wait=wait)",
+        tests=("tests/checkpoint/test_save.py::test_a_save_in_the_background_holds_the_values_of_the_call",),
+    ),
+    Break(
+        name="random_numbers_begin_anew_after_a_load",
+        says="A load of a checkpoint does not give the ranks their random numbers back.",
+        file="zeroshard/checkpoint/load.py",
+        find="        _restore_rng(runtime, plan)\n",
+        replace="        pass\n",
+        tests=(
+            "tests/checkpoint/test_state.py::"
+            "test_each_rank_goes_on_with_its_random_numbers_and_new_ranks_derive_theirs",
+        ),
+    ),
+)
