@@ -217,7 +217,9 @@ def measure(config: dict[str, Any], bits: int, weight_bits: int | None) -> Measu
     live = None
     train()
     live = Peak(engine)
-    hooks = [module.register_forward_hook(live.sample) for module in engine.module.modules()]
+    # Modules that a pipeline cuts may have no hooks; their layers have.
+    cut = {module for _, module in engine._part.chunked.containers} if engine.config.mesh.pp > 1 else set()
+    hooks = [module.register_forward_hook(live.sample) for module in {*engine.module.modules()} - cut]
     if engine.config.recompute == "unit" and engine.config.mesh.pp == 1:
         # The last block is recomputed first, when no block has gradients yet, whose buffers come and go.
         blocks = (m for m in engine.module.modules() if isinstance(m, LlamaDecoderLayer))

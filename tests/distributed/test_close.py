@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import STAGES, numbers, plain, replicate, square_loss
+from zeroshard.checkpoint import writer
 from zeroshard.parameters.sharded import ShardedParameter
 
 RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
@@ -323,15 +325,16 @@ def test_close_at_the_wrong_time_is_refused_and_changes_nothing(ranks, num_ranks
 
 def failed_save(folder):
     engine = start(net(), stage=3).engine
-    engine.save_checkpoint(folder / "file" / "below", blocking=False)
-    return caught(engine.close), caught(engine.step), caught(engine.close)
+    with mock.patch.object(writer, "write_part", side_effect=OSError("the disk is full")):
+        engine.save_checkpoint(folder, blocking=False)
+        return caught(engine.close), caught(engine.step), caught(engine.close)
 
 
 @RANKS
 def test_close_tells_that_a_save_in_the_background_failed(ranks, num_ranks, tmp_path):
-    (tmp_path / "file").write_text("in the way")
     for first, step, second in ranks(num_ranks, failed_save, tmp_path):
         assert "saved in the background failed" in first
+        assert "the disk is full" in first
         assert "the engine is closed" in step
         assert second == "nothing was raised"
 
