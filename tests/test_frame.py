@@ -27,12 +27,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 34237,
-    "statements of the package": 28197,
-    "tokens of the package": 317130,
-    "lines of code of the core": 12122,
-    "statements of the core": 10499,
-    "tokens of the core": 109438,
+    "lines of code of the package": 34233,
+    "statements of the package": 28224,
+    "tokens of the package": 317263,
+    "lines of code of the core": 12121,
+    "statements of the core": 10511,
+    "tokens of the core": 109498,
     "lines of code of examples, benchmarks and tools": 7673,
     "lines of the longest file": 600,
     "booleans of the core": 122,
@@ -40,7 +40,7 @@ BUDGETS = {
     "modules that one other module imports": 108,
     "files of a step, two ranks": 53,
     "files of a step, one rank, offload": 53,
-    "words in docs/": 85537,
+    "words in docs/": 85637,
 }
 
 CORE = (

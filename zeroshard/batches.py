@@ -47,6 +47,8 @@ class Batches:
 
         def step(self) -> bool: ...
 
+        def _watch(self, *values: Tensor | None) -> None: ...
+
     def train_batch(self, inputs: Any, targets: Any = None) -> Tensor:
         """Take one optimizer step on this rank's batch, cut along dim 0 into the micro-batches of a step.
 
@@ -71,7 +73,9 @@ class Batches:
         if self._is_asynchronous:
             return self.train_batches([(inputs, targets)])[0]
         if self._pipeline is not None:
-            return self._mean(self._train_pipeline(self._pipeline, inputs, targets))
+            mean = self._mean(self._train_pipeline(self._pipeline, inputs, targets))
+            self._watch(mean)
+            return mean
         total = self._zero()
         for piece, target in self._pieces(inputs, targets):
             loss = loss_of(cast(Any, self), self.loss_fn, piece, target)
@@ -113,7 +117,9 @@ class Batches:
         self._require_optimizer()
         self._saver.check(self._axes.world)
         num, steps = self._num_micro_batches, self.global_step
-        return self._mean(pipeline.run_steps(taken, number, num, steps, self._step_in_list))
+        means = self._mean(pipeline.run_steps(taken, number, num, steps, self._step_in_list))
+        self._watch(means.sum())
+        return means
 
     @property
     def _is_asynchronous(self) -> bool:

@@ -307,14 +307,18 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
     def _count_step(self) -> None:
         """Count a step of the optimizer."""
         self.global_step += 1
-        if not streams.has_streams(self._runtime.context.device):  # else the host would wait for the device
-            self._guard.watch(self.global_step, self._guard.grad_norm, self._guard.loss)
+        self._watch(self._guard.grad_norm, self._guard.loss)
         for averages in self._parts.averages.values():
             averages.update()
         if not self._is_ready:
             self._halfway.end()
             if self._early is not None:
                 self._early.end()
+
+    def _watch(self, *values: Tensor | None) -> None:
+        """Warn of a step with a loss or norm that is not finite, where the host need not wait to see it."""
+        if not streams.has_streams(self._runtime.context.device):
+            self._guard.watch(self.global_step, *values)
 
     def _check_own_step(self, has_closure: bool) -> None:
         """Refuse a step by the user if only the engine can take it."""

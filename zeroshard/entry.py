@@ -105,7 +105,7 @@ def initialize(
         if collate_fn is None and isinstance(training_data, Blocks):
             collate_fn = collator(model)
         taken, whole, device = None, config, use_device(config.device)
-        # A script with such a mesh may ask for its rank after a refusal; another one is refused at once.
+        # Opened before the checks: scripts over such a mesh ask torch for their rank after a refusal.
         world = _open_world(config, device) if config.mesh.pp * config.mesh.tp > 1 else None
         if world is not None and config.mesh.pp > 1:
             taken = take(model, optimizer, config, world, Source(dataset, collate_fn, loss_fn))

@@ -72,10 +72,12 @@ def methods(how, stage, folder):
         (lambda: encoder.save_pretrained(folder), "encoder", f"{reads}) on all ranks"),
         (lambda: encoder.push_to_hub("me/mine"), "encoder", f"{reads}) on all ranks"),
         (lambda: decoder.save_pretrained(folder), "decoder", f"{reads}) on all ranks"),
+        (lambda: encoder.save_pretrained(folder, state_dict=encoder.state_dict()), "encoder", reads),
         (lambda: decoder.merge_adapter(), "decoder.base_model", f"{reads}write_back=True) on all ranks"),
         (lambda: encoder.resize_token_embeddings(40), "encoder", replaces),
         (lambda: decoder.resize_token_embeddings(40), "decoder.base_model.model", replaces),
         (lambda: decoder.merge_and_unload(), "decoder.base_model", replaces),
+        (lambda: decoder.unload(), "decoder.base_model", replaces),
     ):
         assert f"() of '{path}' {ending}" in message_of(act)
     with engine.unsharded(decoder):  # the other unit shows slices
@@ -130,7 +132,7 @@ def parts_of_a_pipeline(folder):
 def test_a_part_of_a_pipeline_is_not_saved_as_a_whole_model(ranks, tmp_path):
     for whole, inner in ranks(2, parts_of_a_pipeline, str(tmp_path)):
         assert "save engine.full_state_dict()" in whole
-        assert "or call engine.save_pretrained()" in whole
+        assert "or call save_pretrained() of the engine" in whole
         assert inner.endswith("save engine.full_state_dict(), which has the parameters of all pipeline ranks")
 
 

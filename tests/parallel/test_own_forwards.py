@@ -43,6 +43,16 @@ def patched(layer):
     layer.forward = lambda x: 3.0 * forward(x)
 
 
+def wrapped(layer):
+    forward = nn.Linear.forward
+
+    @functools.wraps(forward)  # whose __module__ is then torch's
+    def tripled(layer, x):
+        return 3.0 * forward(layer, x)
+
+    layer.__class__ = type("Linear", (nn.Linear,), {"forward": tripled})
+
+
 def hooked(layer):
     layer.register_forward_hook(
         lambda module, args, output: output / (1.0 + output.abs().amax(-1, keepdim=True))
@@ -58,17 +68,18 @@ def hooked_after(layer):
 
 
 ternary, centred, same = (functools.partial(of_class, cls) for cls in (Ternary, Centred, Same))
-UP = {"blocks.0.up": "replicate", "blocks.0.down": "rowwise_split_input"}
-DOWN = {"blocks.0.down": "replicate", "blocks.0.up": "colwise_gather_output"}
+MLP = {"blocks.0.up": "replicate", "blocks.0.down": "replicate"}
+ATTENTION = {f"blocks.0.{layer}": "replicate" for layer in ("[qkv]", "each_head", "out")}
 TABLE = {"tokens": "replicate", "head": "replicate"}
 """Plans that leave a layer whole, as the errors say, by the layer."""
 CASES = {
-    "a statistic of columns": ("blocks.0.up", ternary, UP, "a Ternary with a forward of its own"),
-    "a statistic of rows": ("blocks.0.down", ternary, DOWN, "a Ternary with a forward of its own"),
-    "a patch of columns": ("blocks.0.up", patched, UP, "a Linear with a forward of its own"),
-    "a patch of rows": ("blocks.0.down", patched, DOWN, "a Linear with a forward of its own"),
-    "a hook of columns": ("blocks.0.up", hooked, UP, "a Linear with hooks"),
-    "a hook before rows": ("blocks.0.down", hooked_before, DOWN, "a Linear with hooks"),
+    "a statistic of columns": ("blocks.0.up", ternary, MLP, "a Ternary with a forward of its own"),
+    "a statistic of rows": ("blocks.0.down", ternary, MLP, "a Ternary with a forward of its own"),
+    "a patch of columns": ("blocks.0.up", patched, MLP, "a Linear with a forward of its own"),
+    "a patch of rows": ("blocks.0.down", patched, MLP, "a Linear with a forward of its own"),
+    "a hook of columns": ("blocks.0.up", hooked, MLP, "a Linear with hooks"),
+    "a hook before rows": ("blocks.0.down", hooked_before, MLP, "a Linear with hooks"),
+    "a hook of queries": ("blocks.0.q", hooked, ATTENTION, "a Linear with hooks"),
     "a statistic of tokens": ("tokens", centred, TABLE, "a Centred with a forward of its own"),
     "a patch of the head": ("head", patched, TABLE, "a Linear with a forward of its own"),
 }
@@ -99,7 +110,9 @@ def test_code_of_the_user_is_refused_and_right_in_a_whole_layer(ranks, case, sta
     check_same([run for _, run in found])
     for told, run in found:
         assert told.startswith(f"tp_plan: '{name}' is {what}, which would get a part of the weight or of the")
-        assert f"Put '{name}': 'replicate' first in tp_plan. Then the divided layer before it is" in told
+        assert (
+            f"Put '{name}': 'replicate' first in tp_plan, and the same for the layers that share its" in told
+        )
         assert run.losses == pytest.approx(want.losses, rel=1e-9)
         for key, value in run.state.items():
             torch.testing.assert_close(value, want.state[key], rtol=0, atol=1e-8, msg=key)
@@ -108,7 +121,7 @@ def test_code_of_the_user_is_refused_and_right_in_a_whole_layer(ranks, case, sta
 @pytest.mark.parametrize(
     "word", ["colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input"]
 )
-@pytest.mark.parametrize("change", [patched, hooked, hooked_before, hooked_after, ternary, same])
+@pytest.mark.parametrize("change", [patched, wrapped, hooked, hooked_before, hooked_after, ternary, same])
 def test_all_ways_to_divide_a_layer_refuse_the_same(change, word):
     model = build(0)
     change(model.blocks[0].up)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.reader import Stored, TensorReader
 from zeroshard.checkpoint.tensors import States, TensorSlice, held_slices, state_name
+from zeroshard.internals.warn import warn_user
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
 
@@ -57,15 +57,13 @@ def check_averages(stored: Stored, averages: Mapping[str, Averages]) -> None:
                     f"expected {record.shape}"
                 )
     if unknown := sorted(saved.keys() - averages.keys()):
-        warnings.warn(
+        warn_user(
             f"'{stored.directory}' holds the average '{unknown[0]}', and the engine has none of this name: "
-            "it is not loaded. Make the zeroshard.EMA of the engine before load_checkpoint()",
-            stacklevel=7,
+            "it is not loaded. Make the zeroshard.EMA of the engine before load_checkpoint()"
         )
     if missing := sorted(averages.keys() - saved.keys()):
-        warnings.warn(
-            f"'{stored.directory}' holds no average '{missing[0]}': it begins anew with the loaded values",
-            stacklevel=7,
+        warn_user(
+            f"'{stored.directory}' holds no average '{missing[0]}': it begins anew with the loaded values"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from zeroshard.config.sections import Config
 from zeroshard.data.given import GivenLoader
 from zeroshard.data.loader import EpochLoader
 from zeroshard.internals.pytree import tree_leaves
+from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
@@ -193,11 +193,10 @@ def _read(parts: Parts, dir: object, tag: str, client_state: Any) -> _Reading:
         check_free(folder, tag)
     model = read_model(parts.runtime)
     if model.ignored:
-        warnings.warn(
+        warn_user(
             f"the checkpoint leaves out parameters that each rank keeps for itself (Config.ignored), and "
             f"their optimizer states: {', '.join(map(repr, model.ignored))}. Give them as client_state "
-            "if they are the same on all ranks, or write a file for each rank",
-            stacklevel=6,  # the caller of save_checkpoint()
+            "if they are the same on all ranks, or write a file for each rank"
         )
     optimizer = _read_checked_optimizer(parts.optimizer)
     schedule = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from zeroshard.checkpoint.values import read_values
 from zeroshard.comm.agreed import on_all
 from zeroshard.data.given import GivenLoader, check_state
 from zeroshard.data.loader import parse_state
+from zeroshard.internals.warn import warn_user
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.layerwise import LayerWise
 from zeroshard.optim.statenames import from_common
@@ -164,10 +164,9 @@ def _restore_place(parts: Parts, plan: _Plan) -> None:
     elif loader is not None and data is not None:
         loader.load_state_dict(data)
     elif loader is not None and places:
-        warnings.warn(
+        warn_user(
             "training_data: expected a DataLoader, as when the checkpoint was saved, got a Dataset; the data "
-            "begin where they are",
-            stacklevel=2,
+            "begin where they are"
         )
 
 
@@ -190,9 +189,7 @@ def _prepare(
     schedule = None
     if parts.optimizer is not None:
         if stored.manifest.optimizer is None:
-            warnings.warn(
-                f"'{directory}' holds no optimizer state: the optimizer keeps its present state", stacklevel=6
-            )
+            warn_user(f"'{directory}' holds no optimizer state: the optimizer keeps its present state")
         else:
             _check_optimizer(stored, parts, convert_states, hyperparameters)
             if hyperparameters:
@@ -273,10 +270,7 @@ def _match_schedule(
     if scheduler is None:
         return None
     if saved is None:
-        warnings.warn(
-            f"'{stored.directory}' holds no LR schedule: the LR scheduler keeps its present state",
-            stacklevel=7,
-        )
+        warn_user(f"'{stored.directory}' holds no LR schedule: the LR scheduler keeps its present state")
         return None
     schedule = reorder_schedule(saved, scheduler.state_dict(), matches)
     check_schedule(schedule, scheduler)

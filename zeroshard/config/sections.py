@@ -211,8 +211,9 @@ class Config(Checked):
     nonfinite: Annotated[str, rules.choice("report", "skip", "error")] = "report"
     """A step whose gradient norm is inf or nan is taken ("report"), left out ("skip") or an error ("error").
 
-    "report" warns once, of a loss or norm on the CPU or of one that a StepLog reads. For float16, it leaves
-    the step out as well, and "error" waits until the loss scale can't be lowered.
+    "report" warns once if the host sees such a norm (with clipping) or loss (of engine.backward): on CPU
+    ranks, or where a StepLog reads them. For float16, it leaves the step out as well, and "error" waits until
+    the loss scale can't be lowered.
     """
     micro_batch_size: Annotated[int, rules.integer(1)] = 1
     """Samples in a rank's micro-batch, for the DataLoader that `initialize` builds."""

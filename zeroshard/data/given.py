@@ -8,7 +8,6 @@ iterated over again up to its place.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.data.loader import LIMIT
 from zeroshard.data.microbatch import to_device
+from zeroshard.internals.warn import warn_user
 
 _SAMPLERS = ("sampler", "batch_sampler")
 _OF_ALL_SAMPLES = ("SequentialSampler", "RandomSampler", "BatchSampler")
@@ -45,11 +45,10 @@ def warn_of_same_samples(loader: Any, num_ranks: int) -> None:
     else:
         samplers = [batch_sampler, getattr(batch_sampler, "sampler", None)]
     if num_ranks > 1 and all(map(_takes_all_samples, samplers)):
-        warnings.warn(
+        warn_user(
             f"training_data: the {type(samplers[-1]).__name__} of this {type(loader).__name__} takes all "
             f"samples of its dataset on each of {num_ranks} data-parallel ranks: expected a "
-            "DistributedSampler, unless each rank has a dataset of its own",
-            stacklevel=4,  # the caller of initialize
+            "DistributedSampler, unless each rank has a dataset of its own"
         )
 
 
@@ -273,19 +272,17 @@ class GivenLoader:
         elif states:
             self._skip_to_next(_parse(states[0]), f"{len(states)} data-parallel ranks", f"{num_ranks}")
         else:
-            warnings.warn(
+            warn_user(
                 "training_data: expected the place of a DataLoader in the checkpoint, got none: the data "
-                "begin where they are",
-                stacklevel=2,
+                "begin where they are"
             )
 
     def _skip_to_next(self, place: _Place, expected: str, came: str) -> None:
         epoch = place.epoch + bool(place.random)
-        warnings.warn(
+        warn_user(
             f"training_data: expected {expected}, as when the checkpoint was saved, got {came}; going on at "
             f"the start of epoch {epoch}. With a Dataset as training_data the place stays, at any number of "
-            "ranks and batch size",
-            stacklevel=3,
+            "ranks and batch size"
         )
         self._place, self._resumed = _Place(epoch=epoch), None
 

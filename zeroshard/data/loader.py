@@ -10,7 +10,6 @@ samples that all ranks have consumed, so it means the same at any number of rank
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from zeroshard.config.sections import Loader
 from zeroshard.data.microbatch import to_device
+from zeroshard.internals.warn import warn_user
 
 STATE_KEYS = ("epoch", "position", "seed", "num_samples")
 _CPU = torch.device("cpu")
@@ -179,11 +179,10 @@ class EpochLoader(DataLoader[Any]):
         num_samples = len(self.dataset)  # type: ignore[arg-type]
         following = replace(data_position, epoch=data_position.epoch + 1, position=0)
         if num_saved != num_samples:
-            warnings.warn(
+            warn_user(
                 f"training_data: expected {num_saved} samples, as when the state was saved, "
                 f"got {num_samples}; going on at the start of epoch {following.epoch}, "
-                f"not inside epoch {data_position.epoch}",
-                stacklevel=2,
+                f"not inside epoch {data_position.epoch}"
             )
             data_position = following
         self._data_position = data_position

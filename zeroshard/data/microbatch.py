@@ -43,7 +43,8 @@ def split_batch(value: Any, num_pieces: int, key: str = "gradient_accumulation_s
             f"expected a batch whose dim 0 is a multiple of {key}={num_pieces}, "
             f"got shape {tuple(value.shape)}"
         )
-    # `data` has a version of its own: one piece may be edited in place while a graph has saved another one.
+    # chunk() gives views with one version counter, so an edit of one looks like an edit of all; `data` has
+    # its own counter.
     return [piece if piece.requires_grad else piece.data for piece in value.chunk(num_pieces)]
 
 

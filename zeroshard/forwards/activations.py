@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -38,6 +37,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.comm import streams
 from zeroshard.internals.autograd import is_in_backward, is_transformed, outermost_checkpoint
+from zeroshard.internals.warn import warn_user
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.storage import count_views
@@ -167,10 +167,9 @@ class Activations:
         """Warn once that a checkpoint of the model's own is around a unit."""
         if self._warns:
             self._warns = False
-            warnings.warn(
+            warn_user(
                 f"offload.activations='cpu' moves nothing of {name}: it is called inside an activation "
-                "checkpoint of the model's own. Set recompute='unit' instead of that",
-                stacklevel=2,
+                "checkpoint of the model's own. Set recompute='unit' instead of that"
             )
 
     # -- backward -------------------------------------------------------------------------------------

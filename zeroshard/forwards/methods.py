@@ -15,6 +15,7 @@ from torch import nn
 from zeroshard.forwards.casts import casting
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.nested import cast_inputs
+from zeroshard.parameters.saved import SavedSlices
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -134,7 +135,8 @@ class OnWholes(_InPlace):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parameters = cast(nn.Module, self._module()).parameters()
         has_slices = any(isinstance(parameter, ShardedParameter) for parameter in parameters)
-        if kwargs.get("state_dict") is None and (has_slices or not self._is_ever_right):
+        is_given = not isinstance(kwargs.get("state_dict"), SavedSlices | None)
+        if not is_given and (has_slices or not self._is_ever_right):
             raise RuntimeError(self._refusal)
         return self._original(*args, **kwargs)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from zeroshard.comm import moves
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.mesh import Axes
 from zeroshard.internals.dispatch import past_guards
+from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.wholes import own_value, wholes_in
@@ -86,10 +86,9 @@ class ShownGradients:
         """Warn that changes are dropped."""
         if names := [name for name, _ in self.digests()]:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            warnings.warn(
+            warn_user(
                 f"the gradient of '{names[0]}'{more} was changed inside engine.unsharded() and "
-                "is dropped: use engine.unsharded(write_back=True) to keep it",
-                stacklevel=5,
+                "is dropped: use engine.unsharded(write_back=True) to keep it"
             )
 
 

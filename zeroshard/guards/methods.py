@@ -11,7 +11,7 @@ from zeroshard.forwards.methods import OnWholes
 from zeroshard.forwards.quantized import has_codes
 from zeroshard.sharding.runtime import Runtime
 
-_REPLACE = ("resize_token_embeddings", "merge_and_unload")
+_REPLACE = ("resize_token_embeddings", "merge_and_unload", "unload", "delete_adapter")
 _EDIT = ("merge_adapter", "unmerge_adapter")
 _READ = ("save_pretrained", "push_to_hub")
 
@@ -44,7 +44,7 @@ def _describe(name: str, path: str, is_divided: bool) -> str:
     if name in _READ and is_divided:
         remedy = "save engine.full_state_dict(), which has the parameters of all pipeline ranks"
     if name in _READ and not path:
-        remedy = f"{remedy}, or call engine.save_pretrained()"
+        remedy = f"{remedy}; or call save_pretrained() of the engine"
     return f"{call} of the sharded model sees only this rank's slices: {remedy}"
 
 

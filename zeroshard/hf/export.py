@@ -71,7 +71,7 @@ def write_model(folder: Path, weights: Weights, slices: Iterator[TensorSlice], h
         if weights.dtype is not None:
             config["dtype"] = dtype_name(weights.dtype)
         if (tied := weights.model.get("tied", {}).keys()) and tied <= weights.parameters.keys():
-            config["tie_word_embeddings"] = False  # each has a weight of its own by now
+            config["tie_word_embeddings"] = False  # the file has both: they were untied
         _write_json(folder / "config.json", config)
     if "generation_config" in weights.model:
         _write_json(folder / "generation_config.json", weights.model["generation_config"])

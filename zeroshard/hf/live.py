@@ -54,9 +54,9 @@ def merging_of(runtime: Runtime) -> Merging | None:
         if num_changes > 1:
             adapters = ", ".join(repr(change) for own, change in sorted(changes) if own == fqn and change)
             raise ValueError(
-                f"merge_adapters: modules share '{fqn}', and adapters ({adapters}) change it for some of "
-                "them alone, or for each in another way. Save the adapters without merge_adapters; or untie "
-                "the weight before peft adds adapters: for a head model.config.tie_word_embeddings = False, "
+                f"merge_adapters: modules share '{fqn}', and adapters ({adapters}) change it for only some "
+                "of them, or differently for each. Save the adapters without merge_adapters; or untie the "
+                "weight before peft adds adapters: for a head model.config.tie_word_embeddings = False, "
                 "then model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())"
             )
     return merging

@@ -80,7 +80,7 @@ class Merging:
         """Return the name of the adapters that change a parameter when they are merged; "" for none."""
         for place in accumulate(name.split("."), "{}.{}".format):
             if place in self._layers and (added := _added_by(self._layers[place])):
-                # Tied layers put the same rows of tokens into their weight, and it may take them in twice.
+                # Adapters of tied layers share their rows of tokens: merged twice, they change nothing more.
                 tokens = getattr(self._layers[place], "trainable_tokens_delta", None)
                 return place if tokens is None else ", ".join(getattr(tokens[a], "fqn", place) for a in added)
         return ""

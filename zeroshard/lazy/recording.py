@@ -118,7 +118,7 @@ def recording(*, draw: bool, adopts_meta: bool = True) -> Iterator[None]:
 
 
 class _AsOnCPU(TorchFunctionMode):
-    """Lets deferred tensors answer as an ordinary init's would, which have memory on the CPU.
+    """Makes deferred tensors answer questions about their device as tensors on the CPU do.
 
     Code makes tensors on the device of others, `device=weight.device`, and moves some there; trunc_normal_ of
     torch 2.15 leaves a tensor as it is whose `is_meta` is true.

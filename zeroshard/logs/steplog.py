@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from zeroshard.comm.agreed import on_all, on_first
 from zeroshard.engine import Engine
+from zeroshard.internals.warn import warn_user
 from zeroshard.logs.metrics import Share, StepMetrics, combine
 from zeroshard.logs.targets import Opener, Run, Target, parse_target
 from zeroshard.memory.process import measure_process
@@ -213,10 +213,7 @@ class StepLog:
             call(*args)
         except Exception as error:  # of somebody else's package: a network, a full disk
             self._targets.remove(opened)
-            warnings.warn(
-                f"log target {opened.name}: {type(error).__name__}: {error}. It gets no more metrics",
-                stacklevel=4,
-            )
+            warn_user(f"log target {opened.name}: {type(error).__name__}: {error}. It gets no more metrics")
 
     @property
     def _num_attempts(self) -> int:

@@ -336,7 +336,7 @@ REMEDY = (
 
 
 def refuse_gradients(parameter: Tensor, what: str) -> None:
-    """Refuse gradients that autograd computes of a parameter, which would end there unseen by the engine."""
+    """Refuse gradients of a parameter from autograd: they would end there, and the engine would miss them."""
 
     def refuse(gradient: Tensor) -> Tensor:
         raise RuntimeError(f"the loss depends on {what} outside the forward of its unit. {REMEDY}.")

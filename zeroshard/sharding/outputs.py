@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.internals.nested import find_tensors, view_tensors
+from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.sharded import describe_unit
 from zeroshard.sharding.unit import ForwardCall, Unit
 
@@ -57,10 +57,9 @@ class OutputHooks:
                 tensor.register_hook(enter)
         if is_opaque and not (is_root or unit.is_resident or self._has_warned):
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 f"{describe_unit(unit.name)} returns an object in which zeroshard cannot find the tensors: "
-                "this unit, and others like it, stay gathered until the end of backward",
-                stacklevel=2,
+                "this unit, and others like it, stay gathered until the end of backward"
             )
         return output, is_opaque
 

@@ -9,8 +9,9 @@ compared there too.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
+
+from zeroshard.internals.warn import warn_user
 
 _NUM_BITS = 4
 """Forwards between two backwards are counted up to 15."""
@@ -35,27 +36,25 @@ class Pace:
         """
         had, is_first, self._has_stepped = self.num_backwards, not self._has_stepped, True
         if is_first and 0 < had < number:
-            warnings.warn(
+            warn_user(
                 f"gradient_accumulation_steps={number}, but optimizer.step() was called after {had} "
                 f"backward{'s' if had > 1 else ''}: only engine.step() counts micro-batches. Call "
                 "engine.backward(loss) and engine.step() for each micro-batch; or set "
-                "gradient_accumulation_steps=1, divide the loss, and step after the last micro-batch",
-                stacklevel=6,
+                "gradient_accumulation_steps=1, divide the loss, and step after the last micro-batch"
             )
 
     def expect_division(self, number: int, is_divided: bool) -> None:
-        """Warn of a first step by the engine with a sum over micro-batches that it has not divided.
+        """Warn at the engine's first step if loss.backward() has added up micro-batches undivided.
 
         Args:
             number: the micro-batches of a whole step.
-            is_divided: True if the engine had the last loss.
+            is_divided: True if engine.backward or engine.scale got the last loss.
         """
         is_first, self._has_stepped = not self._has_stepped, True
         if is_first and not is_divided and 1 < number <= self.num_backwards:
-            warnings.warn(
+            warn_user(
                 f"gradients of loss.backward() are not divided by gradient_accumulation_steps={number}: call "
-                "engine.backward(loss), with scale_wrt_gas=False if the loss is divided already",
-                stacklevel=3,
+                "engine.backward(loss), with scale_wrt_gas=False if the loss is divided already"
             )
 
     def drop(self, number: int, num_micro_batches: int) -> None:
@@ -68,11 +67,10 @@ class Pace:
         self._num_dropped = self._num_dropped + number if number else 0
         if self._num_dropped >= num_micro_batches and not self._has_warned_of_drops:
             self._has_warned_of_drops = True
-            warnings.warn(
+            warn_user(
                 f"zero_grad() has dropped the gradients of {self._num_dropped} micro-batches of steps that "
                 f"were not finished: with gradient_accumulation_steps={num_micro_batches}, engine.step() "
-                "zeroes the gradients itself, at the end of a step; leave zero_grad() out of the loop",
-                stacklevel=4,
+                "zeroes the gradients itself, at the end of a step; leave zero_grad() out of the loop"
             )
 
     def flags(self) -> list[bool]:
@@ -91,21 +89,19 @@ class Pace:
         is_set, is_clear = any_rank[:_NUM_BITS], any_rank[_NUM_BITS:]
         if not self._has_warned and any(a and b for a, b in zip(is_set, is_clear, strict=True)):
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 f"since the last backward this rank has called the model {own} times with gradients on, and "
                 "another rank a different number of times: a rank that has left out a batch (after a "
                 "caught exception, or to skip a loss) makes the others wait at the end. Leave out a batch "
                 "on all ranks or on none, for instance with a loss that is multiplied by 0; for extra "
-                "calls on some ranks, as in evaluation, use torch.no_grad()",
-                stacklevel=2,
+                "calls on some ranks, as in evaluation, use torch.no_grad()"
             )
 
 
 def warn_no_gradients() -> None:
     """Warn of an engine's step without gradients."""
-    warnings.warn(
+    warn_user(
         "engine.step() without a gradient: no backward has reached a parameter since the last step or "
         "zero_grad(), so no step was taken. Call engine.backward(loss) before it, with a loss that depends "
-        "on trained parameters",
-        stacklevel=3,
+        "on trained parameters"
     )

@@ -19,7 +19,6 @@ on CPU ranks: there the backward itself needs the cores.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +29,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import streams
 from zeroshard.internals.dispatch import past_guards
+from zeroshard.internals.warn import warn_user
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -133,10 +133,9 @@ class EarlySteps:
             return
         if has_hooks_of_others(optimizer):
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 "offload.step_in_backward: a hook of register_step_pre_hook() runs after units were "
-                "stepped, so it finds no gradients of them, and what it does to gradients has no effect",
-                stacklevel=4,
+                "stepped, so it finds no gradients of them, and what it does to gradients has no effect"
             )
 
     def _step(self, unit: Unit) -> None:

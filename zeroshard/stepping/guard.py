@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.config.sections import Config
+from zeroshard.internals.warn import warn_user
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.clipping import factor_of, global_norm, limit_norm
 from zeroshard.stepping.loss_scale import LossScale
@@ -113,10 +113,9 @@ class StepGuard:
         """Read values, and warn once that a step was taken with a norm or loss that is not finite."""
         if self._watches and not all(value is None or math.isfinite(value) for value in values):
             self._watches = False
-            warnings.warn(
+            warn_user(
                 f"step {step} was taken with a loss or a gradient norm that is not finite. To leave out such "
-                "steps, set nonfinite='skip'; to stop before the first one, nonfinite='error'",
-                stacklevel=7,
+                "steps, set nonfinite='skip'; to stop before the first one, nonfinite='error'"
             )
 
     def _answer_nonfinite(self) -> None:
@@ -126,8 +125,7 @@ class StepGuard:
         what = describe_nonfinite(self._runtime)
         if self._nonfinite == "error":
             raise RuntimeError(f"{what}. The step was not taken: Config(nonfinite='error')")
-        warnings.warn(
+        warn_user(
             f"{what}. The step was left out, and every such step will be: the loss scale "
-            f"{self.loss_scale.value:g} is not lowered. See engine.skipped_steps",
-            stacklevel=5,
+            f"{self.loss_scale.value:g} is not lowered. See engine.skipped_steps"
         )

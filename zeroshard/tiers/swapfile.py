@@ -16,13 +16,13 @@ import mmap
 import os
 import platform
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
+from zeroshard.internals.warn import warn_user
 from zeroshard.tables import format_bytes
 
 SETTING = "offload.nvme_path"
@@ -295,9 +295,8 @@ def remove_leftovers(place: Path) -> None:
             finally:
                 os.close(descriptor)
     if num_bytes:
-        warnings.warn(
-            f"{place}: removed {format_bytes(num_bytes)} in {count} file(s) of processes that were killed",
-            stacklevel=4,
+        warn_user(
+            f"{place}: removed {format_bytes(num_bytes)} in {count} file(s) of processes that were killed"
         )
 
 
@@ -317,14 +316,12 @@ def warn_of_slow_place(folder: Path, *, is_direct: bool) -> None:
     """Warn where files are no tier of their own: they lie in memory, or pass through the page cache."""
     kind = file_system(folder)
     if kind in _IN_MEMORY:
-        warnings.warn(
+        warn_user(
             f"{SETTING}: {folder} lies in memory ({kind}), so this tier saves none. "
-            "Expected a folder on a disk.",
-            stacklevel=4,
+            "Expected a folder on a disk."
         )
     elif not is_direct:
-        warnings.warn(
+        warn_user(
             f"{SETTING}: the file system of {folder} ({kind or 'of unknown type'}) has no direct I/O, so "
-            "reads and writes pass through the page cache: slower, and the system uses more memory.",
-            stacklevel=4,
+            "reads and writes pass through the page cache: slower, and the system uses more memory."
         )

@@ -56,6 +56,21 @@ def test_models_that_compute_between_their_modules_are_refused(kind, sizes, why)
     assert torch.equal(model(input_ids=tokens).logits, before)
 
 
+class FromTokens(transformers.LlamaForCausalLM):
+    """A model whose mask is made of tokens, which later chunks do not get."""
+
+    def forward(self, input_ids=None, attention_mask=None, **options):
+        if attention_mask is None and input_ids is not None:
+            attention_mask = (input_ids > 0).long()
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, **options)
+
+
+def test_a_forward_of_the_user_around_the_blocks_is_refused():
+    model = FromTokens(transformers.LlamaConfig(**SIZES))
+    with pytest.raises(ValueError, match="the forward of FromTokens may use what the first chunk gets"):
+        require_handed_on(model, outline_of(model), CPU)
+
+
 def test_a_sequence_is_not_checked_and_random_numbers_stay():
     sequence = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     require_handed_on(sequence, outline_of(sequence), CPU)

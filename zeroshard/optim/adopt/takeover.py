@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.internals.warn import warn_user
 from zeroshard.optim.adopt import bitsandbytes
 from zeroshard.optim.adopt.overrides import Overrides
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
@@ -117,10 +117,9 @@ def _is_ours(definition: Any) -> bool:
 
 
 def _warn_unknown(optimizer: Optimizer) -> None:
-    warnings.warn(
+    warn_user(
         f"{_name(optimizer)} is not known to zeroshard. It sees 1-D slices of the parameters: results are "
-        "right only if the update of an element depends on that element alone",
-        stacklevel=6,
+        "right only if the update of an element depends on that element alone"
     )
 
 
@@ -149,10 +148,7 @@ def take_over(
     if (isinstance(optimizer, BlockwiseOptimizer) or bitsandbytes.is_bitsandbytes(optimizer)) and any(
         sharded.dtype is torch.float64 for group in optimizer.param_groups for sharded in group["params"]
     ):
-        warnings.warn(
-            f"{_name(optimizer)} steps in float32: it rounds main parameters of float64 to float32",
-            stacklevel=3,
-        )
+        warn_user(f"{_name(optimizer)} steps in float32: it rounds main parameters of float64 to float32")
     if isinstance(optimizer, BlockwiseOptimizer):
         optimizer.overrides.clear()
         optimizer.overrides.update(own)

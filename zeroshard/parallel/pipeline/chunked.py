@@ -179,10 +179,10 @@ def surroundings_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def tell_hooked(name: str = "") -> str:
-    """Return the message about a module whose hooks or forward chunks do not call as a whole model does."""
+    """Return the message that refuses hooks, or a forward set on the instance, of a module that is cut."""
     return (
         f"mesh.pp: expected no hooks on {repr(name) if name else 'the model'} and no forward set on it: each "
-        "chunk calls it. Hook the first or last layer inside; with pipeline.trace, write it into a forward"
+        "chunk calls them. Hook the first or last layer inside; with pipeline.trace, write it into a forward"
     )
 
 

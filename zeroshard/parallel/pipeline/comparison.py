@@ -30,7 +30,7 @@ class Comparison:
     ) -> None:
         self._axis, self._parameters = axis, tuple(parameters)
         self._containers = [(name, one, surroundings_of(one)) for name, one in containers]
-        """With the hooks that the engine has put there."""
+        """Each with the hooks that it had at the start: the engine's."""
         self._num_batches = self._num_changes = 0
         self._trained: Any = None
         """The parameters and inputs that need a gradient."""

@@ -8,7 +8,6 @@ balance  "time"             runs of blocks with about the same measured time
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -17,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.config.sections import Config
+from zeroshard.internals.warn import warn_user
 from zeroshard.parallel.pipeline.choice import read_schedule, schedule_of, with_schedule
 from zeroshard.parallel.pipeline.chunked import Chunked
-from zeroshard.parallel.pipeline.outline import Outline, names_below, unknown_model, without_adapters
+from zeroshard.parallel.pipeline.outline import Outline, base_of, names_below, unknown_model, without_adapters
 from zeroshard.parallel.pipeline.partition import Balance, Block, partition
 from zeroshard.parallel.pipeline.profile import Profiler, measure_blocks, weigh_blocks
 from zeroshard.parallel.pipeline.sample import Source, same_random_numbers, sample_of
@@ -107,7 +107,8 @@ def require_handed_on(model: nn.Module, outline: Outline, device: torch.device) 
     inside = {p for name in names_below(outline) for p in model.get_submodule(name).parameters()}
     if outside := [name for name, parameter in model.named_parameters() if parameter not in inside]:
         raise unknown_model(model, f"its parameter '{outside[0]}' is in none of these")
-    embedding: Any = without_adapters(model).get_input_embeddings()  # type: ignore[operator]
+    causal: Any = without_adapters(model)
+    embedding = causal.get_input_embeddings()
     with same_random_numbers(device), torch.no_grad(), Profiler(device, None).inside(model, outline):
         value = torch.rand(1, _LENGTH, embedding.weight.shape[-1], device=device)
         try:  # all modules are in chunk 0, so in any other chunk all of them hand on
@@ -118,6 +119,10 @@ def require_handed_on(model: nn.Module, outline: Outline, device: torch.device) 
     if not (isinstance(found, Tensor) and torch.equal(found, value)):
         why = "its forward computes outside of these, such as a factor of embeddings or logits"
         raise unknown_model(model, why)
+    for module in (causal, base_of(causal)):
+        if not type(module).forward.__globals__["__name__"].startswith(("transformers", "torch.")):
+            why = f"the forward of {type(module).__name__} may use what the first chunk gets, as input_ids"
+            raise unknown_model(model, why)
 
 
 def _one_each(model: TracedModel, outline: Outline, schedule: str, num_chunks: int) -> Cut:
@@ -151,10 +156,9 @@ def _measure(
             return None
         return measure_blocks(model, outline, sample, source.loss_fn, device=device, dtype=dtype)
     except Exception as error:  # of any kind: training can do without times
-        warnings.warn(
+        warn_user(
             f"pipeline.balance='{config.pipeline.balance}': the blocks of the model could not be measured; "
-            f"their numbers of parameters stand for their times: {type(error).__name__}: {error}",
-            stacklevel=2,
+            f"their numbers of parameters stand for their times: {type(error).__name__}: {error}"
         )
         return None
 

@@ -50,7 +50,7 @@ def outline_of(model: nn.Module) -> Outline:
         return Outline((), tuple(model._modules), ())  # a module may have several places
     refuse_collected(_options_of(model))
     causal = without_adapters(model)
-    base = _base_of(causal)
+    base = base_of(causal)
     blocks_name, blocks = _blocks_of(causal, base)
     children = [name for name, _ in base.named_children()]
     place = children.index(blocks_name)
@@ -120,8 +120,8 @@ def _computes(module: nn.Module) -> bool:
     return isinstance(module, nn.Dropout) or any(True for _ in module.parameters())
 
 
-def _base_of(model: Any) -> nn.Module:
-    """The model inside that has the blocks."""
+def base_of(model: Any) -> nn.Module:
+    """Return the model inside a causal language model, which has the blocks."""
     base = getattr(model, "base_model", None)
     has_table = hasattr(model, "get_input_embeddings")
     if not (isinstance(base, nn.Module) and has_table) or base is model:

@@ -348,7 +348,7 @@ class TracedModel(nn.Module):
         if chunk == len(given.stages) - 1:
             return outputs[0] if isinstance(outputs, list | tuple) else outputs
         made = outputs if isinstance(outputs, list | tuple) else (outputs,)
-        # It may be a buffer, into which the next micro-batch writes while it is under way.
+        # An output may be a buffer, which the next micro-batch overwrites before this one is sent.
         made = [one.clone() if isinstance(one, Tensor) and not one.requires_grad else one for one in made]
         values |= {(chunk, place): value for place, value in enumerate(made)}
         return [values[key] for key in given.boundaries[chunk]]

@@ -287,7 +287,7 @@ class Pipelined:
 
     def _compute(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         piece, target = self._feed[microbatch]
-        if not torch.is_grad_enabled():  # a forward that comes again must not find the edits of the first one
+        if not torch.is_grad_enabled():  # a recomputed forward gets the batch as it was before the first one
             piece, target = pytree.tree_map_only(Tensor, Tensor.clone, (piece, target))
         if chunk < self._part.num_chunks - 1:
             outputs: Sequence[Any] = self._part.chunked(chunk, inputs, piece)

@@ -68,7 +68,7 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
 
 
 def _refuse_own_code(layer: Divided) -> None:
-    """Refuse code of the user that would be left out, or see a part of the weight or of the values."""
+    """Refuse forwards and hooks of the user: such a forward would not run, such a hook would see parts."""
     module, way, name = layer.module, layer.style.way, layer.name.removesuffix(".base_layer")
     is_table = isinstance(module, nn.Embedding)
     is_product = way in BY_ROWS and not is_table and not is_conv1d(module)  # F.linear in place of a forward
@@ -76,18 +76,25 @@ def _refuse_own_code(layer: Divided) -> None:
     sees_wholes = way is Way.SEQUENCE_SPLIT or (way is Way.ROWS and is_table)
     owners = [(module, ("",) if way is Way.EXPERTS else known)]
     for one, origins in [*owners, *([] if layer.adapter is None else [(layer.adapter, _LORA)])]:
-        is_other = "forward" in vars(one) or not type(one).forward.__module__.startswith(origins)
+        # A patch by functools.wraps has the __module__ of what it wraps, but the globals of its own.
+        origin = type(one).forward.__globals__["__name__"]
+        is_other = "forward" in vars(one) or not origin.startswith(origins)
         if is_other and layer.has_other_forward:
             what = "a forward of its own"
         elif not sees_wholes and any(getattr(one, kind) for kind in _HOOKS):
             what = "hooks"
         else:
             continue
+        remedy = (
+            "Set mesh.sequence=False"
+            if way in OF_SEQUENCE
+            else f"Put '{name}': 'replicate' first in tp_plan, and the same for the layers that share its "
+            "values, such as all of an attention, all of an MLP, or the other one of tied weights"
+        )
         raise ValueError(
             f"tp_plan: '{name}' is a {type(one).__name__} with {what}, which would get a part of the weight "
             "or of the values on each tensor rank; expected a Linear, an Embedding or a layer of "
-            f"transformers as it is. Put '{name}': 'replicate' first in tp_plan. Then the divided layer "
-            "before it is 'colwise_gather_output', and the one after it 'rowwise_split_input'"
+            f"transformers as it is. {remedy}"
         )
 
 

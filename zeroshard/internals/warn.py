@@ -1,0 +1,17 @@
+"""Warnings that name a line of the user."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+_BETWEEN = {"zeroshard", "torch", "contextlib"}
+"""The packages whose frames lie between a line of the user and the warning."""
+
+
+def warn_user(message: str) -> None:
+    """Warn at the nearest line that is neither in zeroshard nor in torch."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
