@@ -27,9 +27,9 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 34233,
-    "statements of the package": 28224,
-    "tokens of the package": 317263,
+    "lines of code of the package": 34237,
+    "statements of the package": 28228,
+    "tokens of the package": 317320,
     "lines of code of the core": 12121,
     "statements of the core": 10511,
     "tokens of the core": 109498,

@@ -125,6 +125,22 @@ def test_hooks_on_a_model_that_is_cut_are_refused_and_those_on_its_layers_run_on
         assert found["later remedy"] == pytest.approx(last, rel=1e-6)
 
 
+def with_a_reference():
+    """A weight of the other rank, which a module of this one may refer to, such as a tied head by hand."""
+    known = layers()
+    engine = start(lambda: nn.Sequential(*known))
+    other = known[0 if torch.distributed.get_rank() else 3]
+    found = message_of(RuntimeError, other, torch.ones(1, WIDTH).double())
+    engine.close(restore=False)
+    return found
+
+
+def test_a_weight_of_another_rank_that_a_reference_was_kept_to_is_an_error(ranks):
+    first, last = ranks(2, with_a_reference)
+    assert "got an original parameter, '3.0.weight', from a reference that was kept" in first
+    assert "got an original parameter, '0.0.weight', from a reference that was kept" in last
+
+
 @pytest.mark.parametrize("name", ["", "model", "model.layers"])
 def test_hooks_on_modules_around_the_blocks_are_refused_by_name(name):
     model = language_model("llama")

@@ -17,6 +17,7 @@ from zeroshard.parallel.pipeline.cut import Cut
 from zeroshard.parallel.pipeline.outline import Outline
 from zeroshard.parallel.pipeline.sharding import with_sharding
 from zeroshard.parallel.pipeline.traced import TracedChunks, TracedModel
+from zeroshard.parameters.original import retire
 from zeroshard.plan.ignored import Ignored, find_ignored
 from zeroshard.plan.originals import Original
 from zeroshard.plan.wrapping import UnitSpec
@@ -113,7 +114,11 @@ def take_part(model: nn.Module, config: Config, cut: Cut, rank: int) -> Part:
     if isinstance(model, TracedModel):
         chunked = TracedChunks(model, chunks)
     else:
+        names = {p: name for name, p in model.named_parameters() if not p.is_meta}
         chunked = Chunked(model, outline, runs, chunks)
+        # A module that refers to one of another rank would compute with its first values forever.
+        for parameter in names.keys() - set(model.parameters()):
+            retire(parameter, names[parameter])
     own = {parameter: holders[parameter] for parameter in model.parameters() if parameter in holders}
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
     return Part(
