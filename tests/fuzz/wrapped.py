@@ -24,7 +24,7 @@ from tests.fuzz.run import Trace, differences
 
 NUM_STEPS = 2
 ROWS = 4
-"""Of the batch of all ranks."""
+"""The size of the batch of all ranks."""
 
 
 class ValueHead(nn.Module):
@@ -123,7 +123,7 @@ def build_case(seed: int) -> Case:
 
 
 def _saved(inner: nn.Module) -> dict[str, Tensor]:
-    """What a folder of save_pretrained holds when it is loaded; rank 0 writes it, as scripts do."""
+    """Return the values of a folder of save_pretrained; rank 0 writes it, as scripts do."""
     with tempfile.TemporaryDirectory() as own:
         folders: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(folders, own)
@@ -181,7 +181,7 @@ DOORS: dict[str, Callable[[nn.Module], dict[str, Tensor]]] = {
 
 
 def run_case(seed: int) -> list[str]:
-    """What differs on this rank. A door may be refused, or its change at the next call of the model."""
+    """Return the differences on this rank. A door may be refused, or its change at the next call."""
     case = build_case(seed)
     model, trace = case.build(), Trace()
     engine = zeroshard.initialize(model, OPTIMIZERS[case.optimizer], case.config).engine
