@@ -174,8 +174,9 @@ class Chunked:
 
 
 def surroundings_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return the forward that is set on the instance of a module, and the keys of its hooks."""
-    return vars(module).get("forward"), *(tuple(getattr(module, kind)) for kind in _HOOKS)
+    """Return the forward that is set on the instance of a container, and the keys of its hooks."""
+    # Layers have forwards of the engine, where weight gradients are computed late.
+    return module._modules and vars(module).get("forward"), *(tuple(getattr(module, k)) for k in _HOOKS)
 
 
 def tell_hooked(name: str = "") -> str:
