@@ -82,6 +82,7 @@ def _plan(random: Random, model: Net, tp: int, ignored: tuple[str, ...]) -> dict
         own = [f"{names[layer]}.{name}" for name in layer._parameters]
         return (
             type(layer) is nn.Linear
+            and not layer._forward_pre_hooks  # a hook of the user would see a part, and is refused
             and all(places[p] == 1 for p in layer.parameters())
             and not any(fnmatchcase(name, pattern) for name in own for pattern in ignored)
         )
