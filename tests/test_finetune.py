@@ -371,9 +371,12 @@ def test_the_demo_teaches_a_pretrained_model_facts_that_it_tells_in_a_chat(
     ((before, after),) = re.findall(r"right answers: (\d+) of 12 before, (\d+) after", ended.printed)
     assert int(before) == 0
     assert int(after) >= 10  # 12 where it was tried; other CPUs add in another order
+    num_right = 0
     for question, answer in questions_of(EXAMPLES / "questions" / "trained.jsonl")[::4]:
+        capsys.readouterr()
         assert main(["chat", str(tmp_path / "finetuned-llm"), question, "--temperature", "0"]) == 0
-        assert capsys.readouterr().out.strip() == answer
+        num_right += capsys.readouterr().out.strip() == answer
+    assert num_right >= 10
 
 
 def test_a_model_is_saved_in_its_own_dtype_and_never_over_itself(
