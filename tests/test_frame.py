@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 BUDGETS = {
     "lines of code of the package": 34237,
     "statements of the package": 28228,
-    "tokens of the package": 317320,
+    "tokens of the package": 317324,
     "lines of code of the core": 12121,
     "statements of the core": 10511,
     "tokens of the core": 109498,
