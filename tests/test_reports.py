@@ -137,7 +137,7 @@ def test_reports_print_as_tables_with_totals_and_the_rank(ranks):
 def whole_report():
     """The report of a stage that gathers nothing, and what the system says of the process."""
     engine, _ = start(tiny(), "SGD", stage=1)
-    # A mapping of its own: an allocation may be served from memory that the heap already holds, and stay there.
+    # A mapping of its own: the heap may serve an allocation from memory that it holds, and keep it there.
     with mmap.mmap(-1, 64 << 20) as ballast:
         ballast.write(bytes([1]) * len(ballast))
         with_ballast = engine.memory_report()
