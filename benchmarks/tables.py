@@ -329,11 +329,9 @@ _MARKED = re.compile(r"(<!-- table: (\w+)((?: \w+)+) -->\n)(.*?)(<!-- end -->)",
 
 
 def caption(document: Document) -> str:
-    """The command, the file and the facts of a run: an item of a list, with a link from docs/."""
-    path = document.path
-    facts = [f"`{document.command()}`", f"[{path.name}](../benchmarks/results/{path.name})"]
-    facts += [f"torch {document.field('versions', 'torch')}", document.day(), f"commit {document.commit()}"]
-    return "- " + ", ".join(facts) + "\n"
+    """The file of a run, which has its command and its commit: an item of a list, with a link from docs/."""
+    link = f"[{document.path.name}](../benchmarks/results/{document.path.name})"
+    return f"- {link}, torch {document.field('versions', 'torch')}, {document.day()}\n"
 
 
 def fill(text: str, results: Path, kinds: Mapping[str, Callable[..., Table]]) -> str:

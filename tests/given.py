@@ -207,14 +207,9 @@ def reference() -> Iterator[Names]:
     yield {"self": asks, "parameters": parameters, "update_of": lambda tensor, parameter: -tensor}
     yield whole()
     yield sharded()
-    peft = importlib.import_module("peft")
-    adapters = {"peft": peft, "LoraConfig": peft.LoraConfig, "optimizer": make_optimizer}
-    yield {**llama(), **adapters}
     sent: Names = {}
     yield {"send_to_server": sent.__setitem__}
-    yield {"model": nn.Sequential(nn.Flatten(), nn.Linear(3 * 224 * 224, 10))}
     yield sharded()
-    yield {}
 
 
 def integrations() -> Iterator[Names]:

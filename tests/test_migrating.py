@@ -161,7 +161,7 @@ def replace_fsdp2():
 
 def test_what_an_fsdp2_script_becomes_trains_the_same(ranks):
     (fsdp2, *ours), _ = ranks(2, replace_fsdp2)
-    assert len(ours) == 2
+    assert len(ours) == 1
     initial = run("", 0)["model"].state_dict()
     for loss, state_dict in ours:
         assert loss == pytest.approx(fsdp2[0], rel=1e-2)
