@@ -92,11 +92,9 @@ def read_manifest(directory: Path) -> Manifest:
         content = read_content(directory)
         if content["format"] != FORMAT:
             writer = content["written_by"].get("zeroshard")
-            is_old = content["format"] == 1
-            remedy = f": rewrite it with `zeroshard convert {directory} FOLDER`" if is_old else ""
             raise RuntimeError(
                 f"{directory / MANIFEST}: expected checkpoint format {FORMAT}, got "
-                f"{content['format']!r:.20}, written by zeroshard {writer!s:.20}{remedy}"
+                f"{content['format']!r:.20}, written by zeroshard {writer!s:.20}"
             )
         manifest = parse(content)
         _check_tensors(manifest)

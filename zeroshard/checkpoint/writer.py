@@ -130,14 +130,10 @@ def find_elements(file: BinaryIO, start: int, num_bytes: int) -> int:
         records = [record for record in opened.infolist() if record.filename.endswith("/data/0")]
     if len(records) != 1 or records[0].compress_type or records[0].file_size != num_bytes:
         raise zipfile.BadZipFile(f"expected one record of {num_bytes} bytes")
-    return start + data_start(archive, records[0])
-
-
-def data_start(archive: BinaryIO, record: zipfile.ZipInfo) -> int:
-    """Return the first byte of a record of an archive in its file."""
-    archive.seek(record.header_offset + 26)  # the lengths of two fields that follow the 30 bytes of a header
+    header = records[0].header_offset
+    archive.seek(header + 26)  # the lengths of two fields that follow the 30 bytes of a header
     name_size, extra_size = struct.unpack("<HH", archive.read(4))
-    return record.header_offset + 30 + int(name_size) + int(extra_size)
+    return start + header + 30 + int(name_size) + int(extra_size)
 
 
 def tensors_of(boxes: Iterable[WrittenBox]) -> dict[str, StoredTensor]:

@@ -20,7 +20,6 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "zeroshard export checkpoints out",
         "zeroshard export checkpoints/step-300 out --tokenizer base-model --dtype bf16",
     ),
-    "convert": ("zeroshard convert old new",),
     "inspect": (
         "zeroshard inspect checkpoints",
         "zeroshard inspect checkpoints/step-300 --no-verify",
@@ -138,7 +137,7 @@ def build_parser() -> ArgumentParser:
     """Return the parser of the command line; its result names the command in `command`."""
     parser = _Parser(
         prog="zeroshard",
-        description="Export, inspect and convert checkpoints, estimate memory, show groups of ranks, "
+        description="Export and inspect checkpoints, estimate memory, show groups of ranks, "
         "plan pipelines: one process, no GPU. The doctor looks at this machine.",
         epilog="zeroshard COMMAND --help shows the options of a command, and examples.",
         allow_abbrev=False,
@@ -174,11 +173,6 @@ def _add_export(parser: ArgumentParser) -> None:
         type=parse_size,
         help="largest size of a file, such as 500MB or 2GiB (default: 5GB)",
     )
-
-
-def _add_convert(parser: ArgumentParser) -> None:
-    _add_checkpoint(parser)
-    parser.add_argument("directory", metavar="FOLDER", type=Path, help="for checkpoints; made if needed")
 
 
 def _add_inspect(parser: ArgumentParser) -> None:
@@ -364,11 +358,6 @@ _COMMANDS: dict[str, tuple[str, str, Any]] = {
         "write the model of a checkpoint as transformers does",
         "Write safetensors, config and tokenizer, for from_pretrained() of transformers.",
         _add_export,
-    ),
-    "convert": (
-        "rewrite a checkpoint of format 1 in the present format",
-        "Format 1 had pickles. Nothing of them runs; the files of tensors become hard links.",
-        _add_convert,
     ),
     "inspect": (
         "show the origin and content of a checkpoint, and check that it is intact",

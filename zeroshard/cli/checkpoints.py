@@ -1,4 +1,4 @@
-"""The commands that read checkpoints: `zeroshard export`, `convert` and `inspect`."""
+"""The commands that read checkpoints: `zeroshard export` and `inspect`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.cli.contents import describe, to_json
-from zeroshard.cli.convert import convert as rewrite
 from zeroshard.hf.export import export_checkpoint
 from zeroshard.hf.format import Format
 from zeroshard.hf.weights import MAX_SHARD_BYTES
@@ -24,11 +23,6 @@ def export(options: Namespace) -> None:
     max_bytes = MAX_SHARD_BYTES if options.max_shard_size is None else options.max_shard_size
     how = Format(dtype=options.dtype, max_shard_bytes=max_bytes, tokenizer=tokenizer)
     export_checkpoint(directory, options.directory, how, verify=not options.no_verify)
-
-
-def convert(options: Namespace) -> None:
-    """Run `zeroshard convert`."""
-    print(rewrite(find(options.checkpoint), options.directory))
 
 
 def inspect(options: Namespace) -> None:

@@ -12,7 +12,6 @@ from typing import cast
 
 _HOMES = {
     "export": ("checkpoints", "export"),
-    "convert": ("checkpoints", "convert"),
     "inspect": ("checkpoints", "inspect"),
     "estimate": ("planning", "plan"),
     "mesh": ("ranks", "show_groups"),
