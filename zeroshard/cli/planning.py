@@ -112,18 +112,12 @@ def _model(options: Namespace) -> nn.Module | int:
         vocabulary, is_tied = sizes.embedding // sizes.width, sizes.is_tied
         model = typical_skeleton(sizes.depth, sizes.width, sizes.num_heads, vocabulary, is_tied=is_tied)
     elif isinstance(given, Path):
-        model = build_skeleton(given, computes=_computes(options))
+        model = build_skeleton(given)
     else:
         model = build_model(given)
     if options.weight_bits is not None:
         model = with_codes(model, options.weight_bits)
     return model if options.lora is None else with_adapters(model, options.lora)
-
-
-def _computes(options: Namespace) -> bool:
-    """True if more is asked of a model than its parameters: its forward, its plans, or its own modules."""
-    given = (options.config, options.tp, options.pp, options.lora, options.weight_bits)
-    return bool(options.tokens) or any(option is not None for option in given)
 
 
 def _configs(options: Namespace) -> list[Config]:

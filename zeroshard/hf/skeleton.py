@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeroshard.hf.outline import build_outline
 
-
-def build_skeleton(path: Path, *, computes: bool = True) -> nn.Module:
+def build_skeleton(path: Path) -> nn.Module:
     """Return the float32 model of a transformers config on the meta device; no code of the folder is run.
 
     Weights that the config tells to be codes of bitsandbytes are such codes.
 
     Args:
         path: a `config.json`, or a folder that has one. Weights are not looked at.
-        computes: False for a model whose parameters are counted, but whose forward is not run. transformers
-            is then not imported for the architectures of `zeroshard.hf.outline`.
 
     Raises:
         ImportError: transformers is not installed, or bitsandbytes for a model that needs it.
@@ -29,8 +24,6 @@ def build_skeleton(path: Path, *, computes: bool = True) -> nn.Module:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"expected a config of transformers or a folder with config.json, got '{path}'")
-    if not computes and (outlined := build_outline(_read(file))) is not None:
-        return outlined
     try:
         import transformers
     except ImportError:
@@ -53,15 +46,6 @@ def build_skeleton(path: Path, *, computes: bool = True) -> nn.Module:
     except Exception as error:  # whatever the file makes it raise
         raise ValueError(f"'{file}': transformers builds no model of it: {error}") from None
     return model
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Return the content of a config; nothing for a file that is none, of which transformers tells."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _builder(transformers: Any, config: Any) -> Any:
