@@ -44,6 +44,17 @@ GUARDS = (
         ),
     ),
     Break(
+        name="an_optimizer_section_of_deepspeed_is_passed_over",
+        says="The sections of a DeepSpeed config that nobody reads are left out without a warning.",
+        file="zeroshard/deepspeed/translate.py",
+        find="    if note:\n",
+        replace="    if False:\n",
+        tests=(
+            "tests/deepspeed/test_translate.py::"
+            "test_sections_of_objects_are_not_read_and_the_warning_says_what_to_give",
+        ),
+    ),
+    Break(
         name="an_optimizer_over_another_model",
         says="An optimizer over parameters that are not the model's is taken.",
         file="zeroshard/optim/adopt/takeover.py",

@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def deepspeed_reader() -> ModuleType:
-    """Import `zeroshard.deepspeed.reader`."""
-    from zeroshard.deepspeed import reader
+    """Import `zeroshard.deepspeed.translate`."""
+    from zeroshard.deepspeed import translate
 
-    return reader
+    return translate

@@ -352,7 +352,8 @@ class Config(Checked):
     def from_deepspeed(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> Self:
         """Read a DeepSpeed config: a dict, or the path of a file; see docs/migrating.md.
 
-        One warning lists the lines to write elsewhere (optimizer and scheduler) and the keys without effect.
+        One warning lists the keys that are not read: the optimizer and scheduler, which `initialize` takes as
+        objects, and keys without effect.
         `train_batch_size` is divided over WORLD_SIZE, which torchrun sets; without it, over one rank.
 
         Raises:

@@ -1,1 +1,1 @@
-"""DeepSpeed configs: the translation of each key, and the lines to write in place of a section."""
+"""DeepSpeed: the translation of its configs, and its engine's names."""

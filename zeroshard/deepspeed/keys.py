@@ -1,10 +1,10 @@
 """DeepSpeed's config keys as data: those of 0.19, and older ones that configs still have.
 
     MAPPED         the key means the same as one of zeroshard's
-    IGNORED        harmless: the numbers do not depend on it
+    IGNORED        not read, which the warning says: harmless, or given to `initialize`
     NO_EQUIVALENT  refused, with the nearest feature, unless the key is switched off
 
-Keys are dotted. The sections `optimizer` and `scheduler` are read in `torch_lines.py`.
+Keys are dotted.
 """
 
 import math
@@ -16,7 +16,7 @@ Options = dict[str, Any]
 """Values by zeroshard's dotted keys."""
 
 
-class Rule(NamedTuple):
+class KeyRule(NamedTuple):
     """The values that a mapped key takes, and the options that they become."""
 
     expected: str  # completes the sentence "expected ..."
@@ -34,21 +34,21 @@ class Refusal(NamedTuple):
 # ---------------------------------------------------------------------------------------------- rules
 
 
-def is_number(value: Any, low: float = 0, kind: Any = Real) -> bool:
+def _is_number(value: Any, low: float = 0, kind: Any = Real) -> bool:
     """True for a finite number of a kind, at least `low`; True and False are no numbers."""
     return isinstance(value, kind) and not isinstance(value, bool) and bool(low <= value < math.inf)
 
 
-def _flag(**options: Any) -> Rule:
+def _flag(**options: Any) -> KeyRule:
     options = {key.replace("__", "."): value for key, value in options.items()}
-    return Rule("true or false", lambda value: isinstance(value, bool), lambda on: options if on else {})
+    return KeyRule("true or false", lambda value: isinstance(value, bool), lambda on: options if on else {})
 
 
-def _integer(low: int, options: Callable[[int], Options]) -> Rule:
-    return Rule(f"an integer >= {low}", lambda value: is_number(value, low, Integral), options)
+def _integer(low: int, options: Callable[[int], Options]) -> KeyRule:
+    return KeyRule(f"an integer >= {low}", lambda value: _is_number(value, low, Integral), options)
 
 
-def _choice(key: str, choices: Mapping[str, str | None]) -> Rule:
+def _choice(key: str, choices: Mapping[str, str | None]) -> KeyRule:
     def takes(value: Any) -> bool:
         return isinstance(value, str) and value.lower() in choices
 
@@ -56,25 +56,25 @@ def _choice(key: str, choices: Mapping[str, str | None]) -> Rule:
         chosen = choices[value.lower()]
         return {} if chosen is None else {key: chosen}
 
-    return Rule(" or ".join(map(repr, choices)), takes, options)
+    return KeyRule(" or ".join(map(repr, choices)), takes, options)
 
 
-_STAGE = Rule(
+_STAGE = KeyRule(
     "an integer from 0 to 3",
-    lambda value: is_number(value, 0, Integral) and value <= 3,
+    lambda value: _is_number(value, 0, Integral) and value <= 3,
     lambda n: {"stage": n},
 )
-_STAGE_1 = Rule("a section", lambda value: isinstance(value, bool), lambda on: {"stage": int(on)})
-_PATH = Rule(
+_STAGE_1 = KeyRule("a section", lambda value: isinstance(value, bool), lambda on: {"stage": int(on)})
+_PATH = KeyRule(
     "a path", lambda value: bool(value) and isinstance(value, str), lambda p: {"offload.nvme_path": p}
 )
-_CLIPPING = Rule("a number >= 0", is_number, lambda norm: {"clip_grad_norm": norm} if norm else {})
-_LOSS_SCALE = Rule("a number >= 0", is_number, lambda scale: {"precision.loss_scale": scale or "dynamic"})
+_CLIPPING = KeyRule("a number >= 0", _is_number, lambda norm: {"clip_grad_norm": norm} if norm else {})
+_LOSS_SCALE = KeyRule("a number >= 0", _is_number, lambda scale: {"precision.loss_scale": scale or "dynamic"})
 _DYNAMIC = "precision.loss_scale."
 """The prefix of the options for the adaptation of a dynamic scale to overflows."""
-_RATIO = Rule(
+_RATIO = KeyRule(
     "a number from 0 to 1",
-    lambda value: is_number(value) and value <= 1,
+    lambda value: _is_number(value) and value <= 1,
     lambda ratio: {"offload.device_fraction": 1 - ratio},
 )
 _SECONDARY = _integer(0, lambda size: {"reshard_after_forward": size} if size > 1 else {})
@@ -90,7 +90,7 @@ _RECOMPUTE = _flag(recompute="unit")
 
 # ---------------------------------------------------------------------------------------------- mapped
 
-MAPPED: dict[str, Rule] = {
+MAPPED: dict[str, KeyRule] = {
     "train_batch_size": _integer(1, lambda n: {"train_batch_size": n}),  # `translate` divides it
     "train_micro_batch_size_per_gpu": _integer(1, lambda n: {"micro_batch_size": n}),
     "gradient_accumulation_steps": _integer(1, lambda n: {"gradient_accumulation_steps": n}),
@@ -108,7 +108,7 @@ MAPPED: dict[str, Rule] = {
     "zero_optimization.zero_hpz_partition_size": _SECONDARY,
     "zero_optimization.mics_shard_size": _MICS,
     "bf16.enabled": _flag(precision__param_dtype="bfloat16"),
-    "bf16.check_grad_overflow": Rule(
+    "bf16.check_grad_overflow": KeyRule(
         "true or false", lambda on: isinstance(on, bool), lambda on: {"nonfinite": "skip" if on else "report"}
     ),
     "bf16.bf16_master_weights_and_grads": _flag(precision__main_dtype="bfloat16"),
@@ -117,8 +117,8 @@ MAPPED: dict[str, Rule] = {
     "fp16.loss_scale": _LOSS_SCALE,
     "fp16.initial_scale_power": _integer(0, lambda power: {f"{_DYNAMIC}start": 2.0**power}),
     "fp16.loss_scale_window": _integer(1, lambda steps: {f"{_DYNAMIC}window": steps}),
-    "fp16.min_loss_scale": Rule(
-        "a number >= 0", is_number, lambda scale: {f"{_DYNAMIC}minimum": scale} if scale else {}
+    "fp16.min_loss_scale": KeyRule(
+        "a number >= 0", _is_number, lambda scale: {f"{_DYNAMIC}minimum": scale} if scale else {}
     ),
     "fp16.hysteresis": _integer(1, lambda overflows: {f"{_DYNAMIC}hysteresis": overflows}),
     "fp16.fp16_master_weights_and_grads": _flag(precision__main_dtype="float16"),
@@ -217,6 +217,10 @@ def _because(reason: str, keys: Iterable[str]) -> dict[str, str]:
 
 
 IGNORED: dict[str, str] = {
+    **_because(
+        'initialize takes objects of torch: "Optimizer and scheduler sections" in docs/migrating.md has them',
+        ["optimizer", "scheduler"],
+    ),
     **_because("communication goes by units, see Config(units=..., num_prefetch=...)", _COMMUNICATION),
     **_because("offload sizes its own buffers", _OFFLOAD),
     **_because("checkpoints have one layout; engine.full_state_dict() gathers", _SAVING),
@@ -284,10 +288,7 @@ def _with_old_name(table: dict[str, Entry]) -> dict[str, Entry]:
 
 MAPPED, IGNORED = _with_old_name(MAPPED), _with_old_name(IGNORED)
 
-WHOLE = frozenset({"optimizer", "scheduler"})
-"""Sections for which a torch object is written."""
-
-KNOWN = frozenset(MAPPED) | frozenset(IGNORED) | frozenset(NO_EQUIVALENT) | WHOLE
+KNOWN = frozenset(MAPPED) | frozenset(IGNORED) | frozenset(NO_EQUIVALENT)
 
 SECTIONS = frozenset(key.rpartition(".")[0] for key in KNOWN) - {""}
 
@@ -301,14 +302,6 @@ _TRAINER_ARGUMENTS: dict[str, str] = {
     "gradient_clipping": "max_grad_norm",
     "bf16.enabled": "bf16",
     "fp16.enabled": "fp16",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.betas": "adam_beta1 and adam_beta2",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_min_lr": "0",
-    "scheduler.params.warmup_max_lr": "learning_rate",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
-    "scheduler.params.total_num_steps": "max_steps",
 }
 """The arguments from which the Trainer of transformers fills in "auto"."""
 

@@ -1,10 +1,15 @@
-"""A DeepSpeed config becomes zeroshard's options and one note, or one error."""
+"""A DeepSpeed config, as a dict or a file, becomes a Config and one warning, or one error."""
 
 import difflib
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
+from zeroshard.config.files import naming, read_options, world_size
+from zeroshard.config.sections import Config
 from zeroshard.deepspeed.keys import (
     IGNORED,
     KNOWN,
@@ -15,7 +20,29 @@ from zeroshard.deepspeed.keys import (
     Options,
     auto,
 )
-from zeroshard.deepspeed.torch_lines import torch_lines
+from zeroshard.internals.warn import warn_user
+
+_Config = TypeVar("_Config", bound=Config)
+
+
+def read(kind: type[_Config], config: Mapping[str, Any] | str | os.PathLike[str]) -> _Config:
+    """Return the Config for `Config.from_deepspeed`, and warn of keys and sections that it does not hold.
+
+    Args:
+        kind: the class to build.
+        config: a mapping of DeepSpeed's keys and sections, or the path of such a file.
+
+    Raises:
+        ValueError: listing all keys that are unknown, wrong, "auto", or have no equivalent.
+    """
+    path = config if isinstance(config, str | os.PathLike) else None
+    with nullcontext() if path is None else naming(path):
+        given: Any = config if path is None else read_options(Path(path))
+        options, note = translate(given, world_size())
+        translated = kind.from_dict(options)
+    if note:
+        warn_user(note)
+    return translated
 
 
 class Translation(NamedTuple):
@@ -24,7 +51,7 @@ class Translation(NamedTuple):
     options: dict[str, Any]
     """The options for `Config.from_dict`."""
     note: str
-    """The lines to write elsewhere and the keys without effect; empty if there are none."""
+    """The keys that are not read, and what to do instead; empty if there are none."""
 
 
 def translate(config: Mapping[str, Any], num_ranks: int | None) -> Translation:
@@ -43,11 +70,10 @@ def translate(config: Mapping[str, Any], num_ranks: int | None) -> Translation:
     problems = [problem for key, value in leaves.items() if (problem := _problem(key, value))]
     options, conflicts = _options({key: value for key, value in leaves.items() if _is_mapped(key, value)})
     batch_problem, batch_note = _resolve_batch(options, num_ranks)
-    lines, line_problems = torch_lines(config.get("optimizer"), config.get("scheduler"))
-    problems += [*conflicts, *batch_problem, *line_problems]
+    problems += [*conflicts, *batch_problem]
     if problems:
         raise ValueError("\n- ".join(["DeepSpeed config:", *problems]))
-    notes = [*_lines_note(lines), *batch_note, *_clipping_note(config), *_ignored_note(leaves)]
+    notes = [*batch_note, *_clipping_note(config), *_ignored_note(leaves)]
     return Translation(_nested(options), "\n- ".join(["DeepSpeed config:", *notes]) if notes else "")
 
 
@@ -146,16 +172,6 @@ def _resolve_batch(options: Options, num_ranks: int | None) -> tuple[list[str], 
     return [], [note] if num_ranks is None else []
 
 
-def _lines_note(lines: list[str]) -> list[str]:
-    if not lines:
-        return []
-    return [
-        "\n    ".join(
-            ["give zeroshard.initialize objects in place of the optimizer and scheduler sections:", *lines]
-        )
-    ]
-
-
 def _clipping_note(config: Mapping[str, Any]) -> list[str]:
     if config.get("gradient_clipping") is not None:
         return []
@@ -169,7 +185,7 @@ def _ignored_note(keys: Mapping[str, Any]) -> list[str]:
     for key in keys:
         if key in IGNORED:
             reasons[IGNORED[key]].append(key)
-    return [f"without effect: {', '.join(ignored)} ({reason})" for reason, ignored in reasons.items()]
+    return [f"not read: {', '.join(ignored)} ({reason})" for reason, ignored in reasons.items()]
 
 
 def _nested(options: Options) -> dict[str, Any]:
