@@ -21,8 +21,7 @@ import zeroshard
 from tests.distributed.models import GPT, Tiny
 from tests.distributed.training import build, square_loss, start, step, token_loss
 from tests.test_chat import save_tiny_llama
-from zeroshard.cli.arguments import EXAMPLES, parse_model, parse_size
-from zeroshard.cli.main import main
+from zeroshard.cli.main import COMMANDS, main, parse_model, parse_size
 from zeroshard.tables import format_bytes
 from zeroshard.version import installed_version
 
@@ -365,17 +364,17 @@ def test_the_examples_of_the_help_work(tmp_path, capsys, monkeypatch, ranks):
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))  # of `zeroshard chat finetuned`
     monkeypatch.chdir(tmp_path)
-    for command, examples in EXAMPLES.items():
+    for name, command in COMMANDS.items():
         with pytest.raises(SystemExit):
-            main([command, "--help"])
-        assert capsys.readouterr().out.endswith("examples:\n  " + "\n  ".join(examples) + "\n")
-        for example in examples:
+            main([name, "--help"])
+        assert capsys.readouterr().out.endswith("examples:\n  " + "\n  ".join(command.examples) + "\n")
+        for example in command.examples:
             program, *arguments = shlex.split(example)
             assert program == "zeroshard"
-            assert arguments[0] == command
+            assert arguments[0] == name
             assert main(arguments) == 0, example
             out, err = capsys.readouterr()
-            assert out or command == "export", example
+            assert out or name == "export", example
             assert not err, example
     assert (tmp_path / "out/model.safetensors").is_file()
     assert (tmp_path / "out/tokenizer.json").is_file()

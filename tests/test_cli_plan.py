@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from zeroshard.cli.gantt import Chart, draw_text
 from zeroshard.cli.main import main
+from zeroshard.cli.pipelines import Chart, draw_text
 from zeroshard.parallel.pipeline.actions import parse_schedule
 from zeroshard.parallel.pipeline.costs import Costs
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule

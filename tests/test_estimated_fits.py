@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zeroshard
+from zeroshard.cli.planning import training_seconds
 from zeroshard.config.sections import Config
 from zeroshard.memory.activations import Tokens
-from zeroshard.memory.devices import DEVICES, memory_of
-from zeroshard.memory.duration import training_seconds
 from zeroshard.memory.estimate import Counted
-from zeroshard.memory.fit import SHARE, Room, find_fits, least
+from zeroshard.memory.fit import DEVICES, SHARE, Room, find_fits, least, memory_of
 
 ROOT = Path(__file__).parents[1]
 GIB = 1 << 30

@@ -21,7 +21,7 @@ import zeroshard
 from zeroshard.hf.skeleton import with_codes
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.memory.activations import Tokens
-from zeroshard.memory.live import LiveBytes
+from zeroshard.memory.dryrun import LiveBytes
 from zeroshard.optim import AdamW8bit
 
 SIZES = {

@@ -30,7 +30,7 @@ import pytest
 import zeroshard
 from tests.given import GIVEN
 from tools.links import problems
-from zeroshard.cli.arguments import build_parser
+from zeroshard.cli.main import build_parser
 from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.simulate import simulate
 from zeroshard.plan.arrangement import Arrangement

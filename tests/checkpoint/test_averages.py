@@ -10,7 +10,7 @@ from tests.checkpoint.runs import BATCH, build, start, state, train
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.manifest import Manifest, parse, read_content
 from zeroshard.checkpoint.reader import open_checkpoint
-from zeroshard.cli.contents import describe, to_json
+from zeroshard.cli.checkpoints import describe, to_json
 
 HYBRID = {"stage": 3, "shard_group_size": 2}
 BEFORE, AFTER = range(3), range(3, 6)

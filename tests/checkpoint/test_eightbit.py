@@ -18,7 +18,7 @@ from zeroshard import initialize, optim
 from zeroshard.checkpoint import states as loading
 from zeroshard.checkpoint.files import MANIFEST, find
 from zeroshard.checkpoint.reader import open_checkpoint
-from zeroshard.cli.contents import to_json
+from zeroshard.cli.checkpoints import to_json
 
 BEFORE, AFTER = range(3), range(3, 5)
 HYBRID = {"stage": 3, "shard_group_size": 2}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from zeroshard.data import packing
-from zeroshard.data.packing import best_fit, choose_held_out, cut
+from zeroshard.data import blocks
+from zeroshard.data.blocks import best_fit, choose_held_out, cut
 
 LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=40).map(np.array)
 
@@ -47,7 +47,7 @@ def test_blocks_hold_each_piece_once_and_no_two_blocks_could_be_one(lengths: np.
 
 
 def test_windows_of_pieces_are_packed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "WINDOW", 3)
+    monkeypatch.setattr(blocks, "WINDOW", 3)
     packed = best_fit(np.array([2, 3, 4, 5, 2, 1, 3]), 6)
     assert packed.order.tolist() == [2, 0, 1, 3, 5, 4, 6]
     assert packed.firsts.tolist() == [0, 2, 3, 5, 6, 7]

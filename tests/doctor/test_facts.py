@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from zeroshard.doctor.disk import measure_disk
-from zeroshard.doctor.features import Found, judge
 from zeroshard.doctor.machine import Device, Machine, cpu_limit, memory_limit, read_devices, read_machine
-from zeroshard.doctor.report import Facts, describe, differences
+from zeroshard.doctor.report import Facts, Installation, describe, differences, judge
 from zeroshard.doctor.versions import BEFORE, LEAST, Package, numbers, read_packages
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +115,7 @@ def test_limits_of_version_1_are_read_too(tmp_path: Path) -> None:
 
 
 def problems(**changes: object) -> dict[str, str]:
-    found = Found(INSTALLED, MACHINE, ("gloo",), ("g++",), None)._replace(**changes)
+    found = Installation(INSTALLED, MACHINE, ("gloo",), ("g++",), None)._replace(**changes)
     return {feature.name: feature.problem for feature in judge(found)}
 
 

@@ -32,8 +32,7 @@ from tests.integrations.runs import (
     trainer,
 )
 from zeroshard import Config, Precision
-from zeroshard.integrations.arguments import join_arguments
-from zeroshard.integrations.transformers import ZeroShardMixin
+from zeroshard.integrations.transformers import ZeroShardMixin, join_arguments
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import zeroshard
 from tests.distributed.models import Tiny
 from tests.distributed.training import square_loss, start
-from zeroshard.logs.metrics import Share, combine
+from zeroshard.logs.steplog import Share, combine
 
 
 class Kept:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from zeroshard.logs.metrics import StepMetrics
+from zeroshard.logs.steplog import StepMetrics
 from zeroshard.logs.targets import KINDS, Run, Target, flat, parse_target
 from zeroshard.logs.terminal import Terminal
 

@@ -14,7 +14,7 @@ from tests.distributed.models import Tiny
 from tests.distributed.training import STAGES, square_loss, start
 from zeroshard.comm.watch.status import RankStatus
 from zeroshard.profiling.memory import Peak, Sample
-from zeroshard.profiling.picture import describe_peak
+from zeroshard.profiling.report import describe_peak
 from zeroshard.profiling.timeline import Label
 
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+import torch
 from torch import nn
 
-from zeroshard.cli.modelpath import build_model
 from zeroshard.config.sections import Config
 from zeroshard.hf.skeleton import build_skeleton, typical_skeleton, with_adapters, with_codes
 from zeroshard.memory.activations import Tokens
-from zeroshard.memory.devices import memory_of
-from zeroshard.memory.duration import training_seconds
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
-from zeroshard.memory.fit import SHARE, Fit, Room, Tried, find_fits, least
+from zeroshard.memory.fit import SHARE, Fit, Room, Tried, find_fits, least, memory_of
 from zeroshard.memory.typical import typical_sizes
 from zeroshard.parameters.counts import count
 from zeroshard.tables import format_bytes, format_count, render
@@ -120,6 +121,31 @@ def _model(options: Namespace) -> nn.Module | int:
     return model if options.lora is None else with_adapters(model, options.lora)
 
 
+def build_model(path: str) -> nn.Module:
+    """Import a function or a class and call it on the meta device.
+
+    Args:
+        path: package.module:name; modules in the current directory are found, too.
+
+    Raises:
+        ValueError: it cannot be imported, raises an error, or gives no module.
+    """
+    module_name, _, name = path.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        make = import_module(module_name)
+        for part in name.split("."):
+            make = getattr(make, part)
+        with torch.device("meta"):
+            model = make if isinstance(make, nn.Module) else make()  # type: ignore[operator]
+    except Exception as error:  # of any kind, as the code is the user's
+        raise ValueError(f"'{path}': {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"'{path}': expected a function that returns a model, got {type(model).__name__}")
+    return model
+
+
 def _configs(options: Namespace) -> list[Config]:
     if options.config is not None:
         return [Config.from_file(options.config)]
@@ -201,6 +227,39 @@ def _duration(num_params: int, config: Config, options: Namespace) -> str:
     how = f"{8 if recomputes else 6} operations for each parameter and token"
     text = f"{format_count(options.train_tokens)} tokens, {how}, {options.tflops:g} TFLOP/s of each rank:"
     return f"{fill(text, _LINE)} {', '.join(lines)}"
+
+
+def training_seconds(
+    num_params: float,
+    num_tokens: float,
+    num_ranks: int,
+    flops_per_second: float,
+    *,
+    recomputes: bool = True,
+) -> float:
+    """Return the seconds of a training, from its floating-point operations.
+
+    A token takes 2 operations for each parameter in the forward, 4 in the backward, and 2 more where
+    activations are recomputed. With them the time is 8 T P / (n X) for T tokens, P parameters and n ranks
+    that each reach X operations per second (Narayanan et al. 2021, "Efficient Large-Scale Language Model
+    Training on GPU Clusters Using Megatron-LM", equation 4). Attention scores and the head are left out.
+
+    Args:
+        num_params: the parameters that a token uses.
+        num_tokens: the tokens of the whole training.
+        num_ranks: the ranks.
+        flops_per_second: floating-point operations per second that a rank reaches in training, not its peak.
+        recomputes: True if backward recomputes the activations.
+
+    Raises:
+        ValueError: a number that is not positive.
+    """
+    given = {"num_params": num_params, "num_tokens": num_tokens, "num_ranks": num_ranks}
+    for name, number in (given | {"flops_per_second": flops_per_second}).items():
+        if not 0 < number < float("inf"):
+            raise ValueError(f"{name}: expected a number above 0, got {number!r}")
+    per_token = (8 if recomputes else 6) * num_params
+    return per_token * num_tokens / (num_ranks * flops_per_second)
 
 
 def _table(found: dict[tuple[int, int], Estimate]) -> str:

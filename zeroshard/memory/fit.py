@@ -12,7 +12,8 @@ The order is by what a setting costs in each step, without a measurement:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,42 @@ _TIERS = (
     ("nvme", "nvme"),
 )
 """Tiers of optimizer states and of parameters, by their cost."""
+
+
+_GB = 10**9
+
+DEVICES: Mapping[str, int] = {
+    "v100": 32 * _GB,
+    "t4": 16 * _GB,
+    "a10": 24 * _GB,
+    "a6000": 48 * _GB,
+    "a100-40": 40 * _GB,
+    "a100": 80 * _GB,
+    "l4": 24 * _GB,
+    "l40s": 48 * _GB,
+    "h100": 80 * _GB,
+    "h100-nvl": 94 * _GB,
+    "h200": 141 * _GB,
+    "b200": 180 * _GB,
+    "rtx3090": 24 * _GB,
+    "rtx4090": 24 * _GB,
+    "rtx5090": 32 * _GB,
+    "mi250x": 64 * _GB,  # of each of its two devices
+    "mi300x": 192 * _GB,
+    "mi325x": 256 * _GB,
+}
+"""Bytes of a device, as its vendor's data sheet has them. Its tools show more: the difference is a reserve
+for the driver and the libraries."""
+
+
+def memory_of(name: str) -> int:
+    """Return the bytes of a device. Raises ValueError for an unknown name."""
+    key = name.lower().replace(" ", "").replace("_", "-")
+    if key in DEVICES:
+        return DEVICES[key]
+    close = difflib.get_close_matches(key, DEVICES, n=1)
+    hint = f"; did you mean '{close[0]}'?" if close else ""
+    raise ValueError(f"expected a device among {', '.join(DEVICES)}, got {name!r}{hint}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,15 +12,17 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from zeroshard.comm.streams import Clock
+from zeroshard.comm.watch.status import RankStatus, Wait
+from zeroshard.internals.autograd import is_in_backward
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.parallel.pipeline.actions import Kind, parse_action
 from zeroshard.profiling.memory import MemoryWatch
-from zeroshard.profiling.recorder import Recorder
 from zeroshard.profiling.report import Profile, describe
-from zeroshard.profiling.timeline import Label, Timeline
+from zeroshard.profiling.timeline import OTHER, Label, Timeline
 from zeroshard.reports import Reports
 from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.unit import Unit, UnitState
 
 if TYPE_CHECKING:
     from zeroshard.profiling.flops import FlopCounter
@@ -158,3 +161,188 @@ class _Ranges:
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
+
+
+# ------------------------------------------------------------------------------------------ the recorder
+
+_STEP = "the optimizer step"
+_PHASES = {"the forward of ": "forward", "the backward of ": "backward", _STEP: "step"}
+_ACTIONS = {
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRADIENT: "backward",
+    Kind.WEIGHT_GRADIENT: "backward",
+    Kind.UNSHARD: "gather",
+    Kind.RESHARD: "free",
+    Kind.REDUCE: "reduce",
+}
+
+
+def _never(unit: Unit) -> bool:
+    return False
+
+
+_VERBS: dict[str, tuple[str, str, Callable[[Unit], bool]]] = {
+    "unshard": ("gather", "", lambda unit: unit.state is not UnitState.SHARDED),
+    "wait": ("wait", "gather of ", lambda unit: unit.state is UnitState.UNSHARDED),
+    "reshard": ("free", "", lambda unit: unit.is_resident or unit.state is UnitState.SHARDED),
+    "start_reduce": ("reduce", "", _never),
+    "settle_reduce": ("wait", "reduction of ", _never),
+    "progress_reduce": ("reduce", "", _never),
+}
+"""For each verb of a unit its kind, the name before that of the unit, and a function that is true if a call
+has nothing to do."""
+
+_OF_GRADIENTS = ("pack", "deliver")
+_OF_SOURCES = "transfer"
+
+
+class Recorder:
+    """Feeds a timeline from the runtime of an engine while it is attached; a detached one costs nothing.
+
+        the status of the rank     forward and backward of a unit, optimizer step, waits of the host
+        verbs of a unit            gather, free, reduce, the wait of compute for a gather
+        gradients                  packing and delivery
+        buffers                    copies between tiers and dtypes; on a CPU, where the host copies
+        runtime                    the end of a step
+
+    Both are noted from outside: the status gets a class that calls the recorder, and the verbs of each unit
+    are replaced in the object, which `detach` undoes.
+
+    Args:
+        runtime: the runtime.
+        timeline: gets phases and tasks.
+        on_phase: called after the begin of each phase.
+        on_step: called after the end of each step.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        timeline: Timeline,
+        on_phase: Callable[[Label], None],
+        on_step: Callable[[], None],
+    ) -> None:
+        self._runtime, self._timeline = runtime, timeline
+        self._on_phase, self._on_step = on_phase, on_step
+        self._thread = threading.get_ident()
+        self._replaced: list[tuple[Any, str]] = []
+        self._is_stepping = self._has_stepped = False
+
+    def attach(self) -> None:
+        """Begin to note.
+
+        Raises:
+            RuntimeError: another profile of this engine is under way.
+        """
+        status = self._runtime.here
+        if type(status) is not RankStatus:
+            raise RuntimeError("another profile of this engine is under way: end it before")
+        status.__class__ = _telling(self)
+        for unit in self._runtime.units:
+            for verb, (kind, name, is_idle) in _VERBS.items():
+                self._replace(unit, verb, Label(kind, name + unit.described), is_idle)
+            for gradients in unit.gradients:
+                for verb in _OF_GRADIENTS:
+                    self._replace(gradients, verb, Label("reduce", unit.described), _never)
+            # The streams of an accelerator copy beside compute, which notes nothing of it.
+            for buffer in unit.buffers if self._runtime.context.device.type == "cpu" else ():
+                self._replace(buffer.source, _OF_SOURCES, Label("copy", unit.described), _never)
+        self._note_steps()
+
+    def detach(self) -> None:
+        """Leave all as it was."""
+        self._runtime.here.__class__ = RankStatus
+        for holder, verb in self._replaced:
+            delattr(holder, verb)
+        self._replaced.clear()
+
+    def _note_steps(self) -> None:
+        """Note each step that ends: not one that fails, nor one that another optimizer is to go on with."""
+        runtime, after_step = self._runtime, self._runtime.after_step
+
+        def noted(is_last: bool = True) -> None:
+            after_step(is_last)
+            self._has_stepped = is_last
+
+        runtime.after_step = noted  # type: ignore[method-assign]
+        self._replaced.append((runtime, "after_step"))
+
+    def _replace(self, holder: Any, verb: str, label: Label, is_idle: Callable[[Any], bool]) -> None:
+        call, timeline = getattr(holder, verb), self._timeline
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if is_idle(holder) or not self._is_here:
+                return call(*args, **kwargs)
+            timeline.begin(label)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                timeline.end()
+
+        setattr(holder, verb, noted)
+        self._replaced.append((holder, verb))
+
+    @property
+    def _is_here(self) -> bool:
+        """True in the thread of the program, and in that of its backward, for which the other one waits."""
+        return threading.get_ident() == self._thread or is_in_backward()
+
+    # -- told by the status ---------------------------------------------------------------------------
+
+    def enter(self, phase: str, where: str) -> None:
+        """Note the begin of a phase, as `RankStatus.enter` has it."""
+        if not self._is_here:
+            return
+        self._begin(Label(_PHASES[phase], where) if phase else OTHER)
+        # The step of a class that calls that of its base is one: torch calls the hooks of both.
+        if self._is_stepping and self._has_stepped:
+            self._timeline.end_step()
+            self._on_step()
+        self._is_stepping, self._has_stepped = phase == _STEP, False
+
+    def act(self, action: str) -> None:
+        """Note the begin of an action of a pipeline; the forwards in it may name no unit."""
+        if self._is_here:
+            text = action.partition(" ")[0]
+            kind = _ACTIONS.get(parse_action(text).kind) if text else None
+            self._begin(OTHER if kind is None else Label(kind, f"action {text}"))
+
+    def _begin(self, phase: Label) -> None:
+        self._timeline.enter(phase)
+        self._on_phase(phase)
+
+    def wait(self, wait: Wait | None) -> None:
+        """Note the begin of a wait of the host, or its end."""
+        if not self._is_here:
+            return
+        if wait is None:
+            self._timeline.end()
+        else:
+            self._timeline.begin(Label("wait", wait.label))
+
+
+def _telling(recorder: Recorder) -> type[RankStatus]:
+    """Return a class of statuses that tell a recorder of what is noted in them."""
+    slots = vars(RankStatus)
+
+    def enter(status: RankStatus, phase: str, where: str = "") -> None:
+        RankStatus.enter(status, phase, where)
+        recorder.enter(phase, where)
+
+    def set_wait(status: RankStatus, wait: Wait | None) -> None:
+        if wait is not slots["wait"].__get__(status):
+            recorder.wait(wait)
+        slots["wait"].__set__(status, wait)
+
+    def set_action(status: RankStatus, action: str) -> None:
+        slots["action"].__set__(status, action)
+        recorder.act(action)
+
+    changed = {
+        "enter": enter,
+        "wait": property(slots["wait"].__get__, set_wait),
+        "action": property(slots["action"].__get__, set_action),
+    }
+    return type("Telling", (RankStatus,), {"__slots__": (), **changed})
