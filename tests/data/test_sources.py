@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.data.sources import SECTION_BYTES, Chat, Section, find_files, read_documents
+from zeroshard.data.sources import SECTION_BYTES, Chat, TextSection, find_files, read_documents
 
 ANSWERED = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
 
 
-def documents(source: Path) -> list[Section | Chat]:
+def documents(source: Path) -> list[TextSection | Chat]:
     found = []
     for file in find_files(source):
         with file.open("rb") as stream:
@@ -28,7 +28,7 @@ def test_a_folder_gives_its_texts_and_lines_of_json_in_the_order_of_paths(tmp_pa
     for left_out in ("sub/.git/d.txt", ".e.txt", "f.bin", "sub/g"):
         (tmp_path / left_out).write_bytes(b"\xff")
     one, chat, two, three = documents(tmp_path)
-    assert [one, two, three] == [Section("one\u2028"), Section("zwei\nä"), Section("three")]
+    assert [one, two, three] == [TextSection("one\u2028"), TextSection("zwei\nä"), TextSection("three")]
     assert isinstance(chat, Chat)
     assert chat.where == f"{tmp_path / 'a.jsonl'}, line 4"
     assert [message["content"] for message in chat.messages] == ["a", "b"]
@@ -39,9 +39,9 @@ def test_a_long_text_comes_in_sections_of_bounded_size(tmp_path: Path, line: str
     file = tmp_path / "long.txt"
     file.write_text(line * (300_000 // len(line)), encoding="utf-8")
     sections = documents(file)
-    assert "".join(section.text for section in sections if isinstance(section, Section)) == file.read_text(
-        encoding="utf-8"
-    )
+    assert "".join(
+        section.text for section in sections if isinstance(section, TextSection)
+    ) == file.read_text(encoding="utf-8")
     assert max(len(section.text.encode()) for section in sections) <= 2 * SECTION_BYTES
     assert [section.is_first for section in sections] == [True] + [False] * (len(sections) - 1)
     assert [section.is_last for section in sections] == [False] * (len(sections) - 1) + [True]

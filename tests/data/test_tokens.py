@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.data.tokenizers import CHATML, MARKED, Bytes, letters
-from zeroshard.data.sources import Chat, Section
-from zeroshard.data.tokens import NO_LOSS, Encoder
+from zeroshard.data.sources import Chat, TextSection
+from zeroshard.data.tokens import NO_LOSS, TokenEncoder
 
 TURNS = [
     {"role": "system", "content": "be"},
@@ -24,7 +24,7 @@ ANSWER = {"role": "assistant", "content": "yo"}
 
 def learned_text(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, str]:
     """The text of a conversation, and the same with a dot for each token out of the loss."""
-    (tokens,) = Encoder(tokenizer).encode([Chat("chat.jsonl, line 7", messages, None)])
+    (tokens,) = TokenEncoder(tokenizer).encode([Chat("chat.jsonl, line 7", messages, None)])
     assert tokens.is_last
     words = [tokenizer.decode([number]) for number in (tokens.stored & (NO_LOSS - 1)).tolist()]
     marked = (word if number < NO_LOSS else "." for word, number in zip(words, tokens.stored, strict=True))
@@ -33,16 +33,16 @@ def learned_text(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, s
 
 def test_a_text_has_the_bos_of_the_tokenizer_and_ends_with_eos_also_in_sections() -> None:
     tokenizer = letters()
-    sections = [Section("ab", is_last=False), Section("c", is_first=False), Section("d")]
-    tokens = list(Encoder(tokenizer).encode(sections))
+    sections = [TextSection("ab", is_last=False), TextSection("c", is_first=False), TextSection("d")]
+    tokens = list(TokenEncoder(tokenizer).encode(sections))
     assert [tokenizer.decode(part.stored.tolist()) for part in tokens] == ["<s>ab", "c</s>", "<s>d</s>"]
     assert [part.is_last for part in tokens] == [False, True, True]
 
 
 def test_a_tokenizer_without_eos_ends_no_document() -> None:
-    (tokens,) = Encoder(Bytes()).encode([Section("aä")])
+    (tokens,) = TokenEncoder(Bytes()).encode([TextSection("aä")])
     assert tokens.stored.tolist() == list("aä".encode())
-    assert Encoder(letters(eos_token=None)).eos == []
+    assert TokenEncoder(letters(eos_token=None)).eos == []
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def test_the_fingerprint_follows_vocabulary_template_and_attributes() -> None:
             self.shift = shift
 
     tokenizers = [letters(), letters(CHATML), letters(eos_token=None), Bytes(), Shifted(1), Shifted(2)]
-    prints = [Encoder(tokenizer).fingerprint() for tokenizer in tokenizers]
+    prints = [TokenEncoder(tokenizer).fingerprint() for tokenizer in tokenizers]
     assert len(set(prints)) == len(prints)
-    assert Encoder(letters(CHATML)).fingerprint() == prints[1]
-    assert Encoder(Shifted(2)).fingerprint() == prints[5]
+    assert TokenEncoder(letters(CHATML)).fingerprint() == prints[1]
+    assert TokenEncoder(Shifted(2)).fingerprint() == prints[5]
 
 
 def test_ids_that_are_no_ids_are_refused() -> None:
@@ -115,5 +115,5 @@ def test_ids_that_are_no_ids_are_refused() -> None:
             return [-1]
 
     with pytest.raises(ValueError, match=r"token ids in \[0, 2\*\*31\), got -1"):
-        list(Encoder(Broken()).encode([Section("a")]))
+        list(TokenEncoder(Broken()).encode([TextSection("a")]))
     assert np.uint32(NO_LOSS) == 2**31

@@ -11,10 +11,25 @@ import psutil
 import pytest
 import torch
 
-from zeroshard.doctor.disk import measure_disk
-from zeroshard.doctor.machine import Device, Machine, cpu_limit, memory_limit, read_devices, read_machine
-from zeroshard.doctor.report import Facts, Installation, describe, differences, judge
-from zeroshard.doctor.versions import BEFORE, LEAST, Package, numbers, read_packages
+from zeroshard.cli.doctor import describe
+from zeroshard.doctor.facts import (
+    BEFORE,
+    LEAST,
+    Device,
+    Facts,
+    Installation,
+    Machine,
+    Package,
+    cpu_limit,
+    differences,
+    judge,
+    memory_limit,
+    numbers,
+    read_devices,
+    read_machine,
+    read_packages,
+)
+from zeroshard.doctor.speeds import measure_disk
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -74,8 +89,8 @@ def test_a_package_is_told_with_its_version_or_with_the_reason(monkeypatch: pyte
     def broken(name: str) -> None:
         raise OSError(f"lib{name}.so: cannot open shared object file\nmore")
 
-    monkeypatch.setattr("zeroshard.doctor.versions.version", version)
-    monkeypatch.setattr("zeroshard.doctor.versions.import_module", broken)
+    monkeypatch.setattr("zeroshard.doctor.facts.version", version)
+    monkeypatch.setattr("zeroshard.doctor.facts.import_module", broken)
     found = read_packages()
     assert found.keys() == LEAST.keys()
     assert found["peft"] == ("0.21", "")
@@ -192,13 +207,13 @@ def test_devices_and_limits_are_shown() -> None:
 
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroshard.doctor.disk.PART", 1 << 20)
+    monkeypatch.setattr("zeroshard.doctor.speeds.PART", 1 << 20)
     speed = measure_disk(tmp_path)
     assert speed.folder == str(tmp_path)
     assert min(speed.write, speed.read) > 1e6
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     with pytest.raises(ValueError, match="expected an existing folder"):
         measure_disk(tmp_path / "missing")
-    monkeypatch.setattr("zeroshard.doctor.disk.PART", 1 << 50)
+    monkeypatch.setattr("zeroshard.doctor.speeds.PART", 1 << 50)
     with pytest.raises(ValueError, match=r"--disk: expected \d+ MiB free in .*, got \d+"):
         measure_disk(tmp_path)

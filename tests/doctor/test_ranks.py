@@ -17,7 +17,7 @@ import torch
 from zeroshard.cli.main import main
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import open_world
-from zeroshard.doctor.bandwidth import ROUNDS, Bandwidth, measure_bandwidth
+from zeroshard.doctor.speeds import ROUNDS, Bandwidth, measure_bandwidth
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ import zeroshard
 from tests.distributed.models import Tiny
 from tests.distributed.training import STAGES, square_loss, start
 from zeroshard.comm.watch.status import RankStatus
-from zeroshard.profiling.memory import Peak, Sample
+from zeroshard.profiling.memory import MemorySample, Peak
 from zeroshard.profiling.report import describe_peak
 from zeroshard.profiling.timeline import Label
 
@@ -200,7 +200,7 @@ def test_a_trace_and_a_picture_are_written(tmp_path):
 
 
 def test_the_mark_of_the_peak_names_its_phase_the_gathered_units_and_all_kinds():
-    sample = Sample(1.0, Label("backward", "unit 'blocks.1'"), 3 << 30, 1 << 30, 0, 2 << 20)
+    sample = MemorySample(1.0, Label("backward", "unit 'blocks.1'"), 3 << 30, 1 << 30, 0, 2 << 20)
     text = describe_peak(Peak(sample, ("the root unit", *(f"unit 'blocks.{n}'" for n in range(6)))))
     assert text.splitlines() == [
         "4.00 GiB in backward unit 'blocks.1'; gathered: the root unit, unit 'blocks.0', unit 'blocks.1', "

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.profiling.timeline import OTHER, Label, Timeline, add_up
+from zeroshard.profiling.timeline import OTHER, Label, PhaseTimeline, add_up
 
 FORWARD, BACKWARD, GATHER, WAIT = (Label(kind, "a") for kind in ("forward", "backward", "gather", "wait"))
 
@@ -14,7 +14,7 @@ FORWARD, BACKWARD, GATHER, WAIT = (Label(kind, "a") for kind in ("forward", "bac
 def timeline_of(events):
     """A timeline on which a second passes at each event, closed at the end."""
     clock = count()
-    timeline, depth = Timeline(lambda: float(next(clock))), 0
+    timeline, depth = PhaseTimeline(lambda: float(next(clock))), 0
     for event in events:
         if isinstance(event, Label) and event in (FORWARD, BACKWARD):
             timeline.enter(event)
@@ -75,6 +75,6 @@ def test_a_task_goes_on_when_a_phase_begins_inside():
 
 
 def test_an_end_without_a_begin_fails():
-    timeline = Timeline(lambda: 0.0)
+    timeline = PhaseTimeline(lambda: 0.0)
     with pytest.raises(IndexError):
         timeline.end()

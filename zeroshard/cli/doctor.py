@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, watch
 from zeroshard.comm.mesh import open_world, start_process_group
-from zeroshard.doctor.bandwidth import measure_bandwidth
-from zeroshard.doctor.disk import DiskSpeed, measure_disk
-from zeroshard.doctor.report import (
-    describe,
-    describe_bandwidth,
-    describe_disks,
-    differences,
-    read_facts,
-)
+from zeroshard.doctor.facts import Facts, Feature, Machine, differences, read_facts
+from zeroshard.doctor.speeds import Bandwidth, DiskSpeed, measure_bandwidth, measure_disk
+from zeroshard.tables import format_bytes, render
 from zeroshard.tiers.swapfile import check_folder
 
 _TIMEOUT_S = 120.0
@@ -69,3 +65,84 @@ def _open(device: str | None) -> Axis | None:
     close_at_exit(world, owns_process_group=started)
     watch(world)
     return world
+
+
+def describe(facts: Facts) -> str:
+    """Return the facts of a rank as text."""
+    installed = {name: package for name, package in facts.packages.items() if package.version}
+    missing = [name for name, package in facts.packages.items() if not package.version]
+    shown = dict(facts.builds)
+    for name, package in installed.items():
+        shown[name] = package.problem or shown.get(name) or str(package.version)
+    if missing:
+        shown["not installed"] = ", ".join(missing)
+    works = [("yes" if not feature.problem else "no", feature) for feature in facts.features]
+    lines = [f"  {word:<4} {feature.name}{_reason(feature)}" for word, feature in works]
+    return "\n\n".join(
+        (
+            _block("versions", shown.items()),
+            _block("machine", _machine(facts.machine)),
+            "\n".join(("features", *lines)),
+        )
+    )
+
+
+def _reason(feature: Feature) -> str:
+    return f": {feature.problem}" if feature.problem else ""
+
+
+def _machine(machine: Machine) -> Iterator[tuple[str, str]]:
+    yield "host", f"{machine.host}, {machine.system}"
+    limit = "" if machine.cpu_limit is None else f", limited to the time of {machine.cpu_limit:g}"
+    yield "cores", f"{machine.cores}{limit}"
+    yield (
+        "memory",
+        f"{format_bytes(machine.memory)}, {format_bytes(machine.memory_free)} free for this process",
+    )
+    limited = "none" if machine.memory_limit is None else format_bytes(machine.memory_limit)
+    yield "limit of control groups", limited
+    yield "swap", format_bytes(machine.swap)
+    if machine.shared_memory is not None:
+        yield "/dev/shm", format_bytes(machine.shared_memory)
+    if not machine.devices:
+        yield "accelerators", f"none: {machine.why_none}"
+    for number, device in enumerate(machine.devices):
+        capability = f", compute capability {device.capability}" if device.capability else ""
+        free = "" if device.free is None else f", {format_bytes(device.free)} free"
+        memory = format_bytes(device.total) + free
+        yield f"{machine.accelerator}:{number}", f"{device.name}, {memory}{capability}"
+
+
+def _block(title: str, rows: Any) -> str:
+    return "\n".join((title, *(f"  {name:<24} {value}" for name, value in rows)))
+
+
+def describe_disks(disks: Sequence[DiskSpeed]) -> str:
+    """Return a table of the ranks' disks; ranks have measured at the same time."""
+    rows = [
+        (str(rank), disk.system, format_bytes(disk.free), _rate(disk.write), _rate(disk.read))
+        for rank, disk in enumerate(disks)
+    ]
+    title = f"disk of {disks[0].folder}, 256 MiB a rank" + (", all at once" if len(disks) > 1 else "")
+    table = render(title, ("rank", "file system", "free", "write", "read"), rows)
+    notes = dict.fromkeys(disk.note for disk in disks if disk.note)
+    return "\n".join((table, *notes))
+
+
+def describe_bandwidth(found: Sequence[Bandwidth], num_ranks: int, device: str) -> str:
+    """Return a table of the times of collectives."""
+    rows = [
+        (
+            speed.collective,
+            format_bytes(speed.num_bytes) if speed.num_bytes else "",
+            f"{speed.seconds * 1000:.3f} ms",
+            _rate(speed.rate(num_ranks)) if speed.num_bytes else "",
+        )
+        for speed in found
+    ]
+    title = f"collectives of {num_ranks} ranks on {device}; each rank sends at this rate"
+    return render(title, ("collective", "buffer", "time", "rate"), rows)
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.2f} GB/s"

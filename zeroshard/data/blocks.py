@@ -45,8 +45,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from zeroshard.data.sources import Chat, Section, find_files, read_documents
-from zeroshard.data.tokens import NO_LOSS, Encoder
+from zeroshard.data.sources import Chat, TextSection, find_files, read_documents
+from zeroshard.data.tokens import NO_LOSS, TokenEncoder
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -161,7 +161,7 @@ def text_datasets(
         raise ValueError(f"held_out: expected a share in [0, 1), got {held_out!r}")
     if cache_dir is None:
         cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zeroshard")
-    recipe = Recipe(find_files(source), Encoder(tokenizer), seq_len, float(held_out), pack)
+    recipe = Recipe(find_files(source), TokenEncoder(tokenizer), seq_len, float(held_out), pack)
     folder = open_cache(Path(cache_dir).absolute(), recipe, progress)
     return TextDatasets(Blocks(folder, "train"), Blocks(folder, "held_out"))
 
@@ -173,7 +173,7 @@ class Recipe(NamedTuple):
     """All that decides about the contents of a folder."""
 
     files: Sequence[Path]
-    encoder: Encoder
+    encoder: TokenEncoder
     seq_len: int
     held_out: float
     pack: bool
@@ -335,7 +335,7 @@ def _write_tokens(path: Path, recipe: Recipe, progress: Progress | None) -> _Doc
     return _Documents(np.cumsum(found) - found, found, np.array(digests, dtype=np.uint64), has_prompts)
 
 
-def _read_all(files: Sequence[Path], progress: Progress | None) -> Iterator[Section | Chat]:
+def _read_all(files: Sequence[Path], progress: Progress | None) -> Iterator[TextSection | Chat]:
     total, before = sum(file.stat().st_size for file in files), 0
     for file in files:
         with file.open("rb") as stream:

@@ -58,7 +58,7 @@ def _takes_all_samples(sampler: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _LoaderPosition:
     """A place in the data of one rank."""
 
     epoch: int = 0
@@ -94,9 +94,9 @@ class GivenLoader:
         self.loader = loader
         self.device = device
         self._has_state = _has_state(loader)
-        self._place = _Place()
+        self._place = _LoaderPosition()
         """The place of the newest iteration."""
-        self._resumed: _Place | None = None
+        self._resumed: _LoaderPosition | None = None
         """The place at which the next iteration goes on."""
 
     @property
@@ -118,10 +118,10 @@ class GivenLoader:
         if resumed is not None:
             self._end(resumed)
         self._tell_epoch(epoch)
-        begin = _Place(epoch=epoch, length=_length(self.loader), random=self._read_random())
+        begin = _LoaderPosition(epoch=epoch, length=_length(self.loader), random=self._read_random())
         return self._handed_out(begin, iter(self.loader))
 
-    def _go_on(self, place: _Place) -> Iterator[Any]:
+    def _go_on(self, place: _LoaderPosition) -> Iterator[Any]:
         """Return the batches that are left after a place. Torch's generator stays as it is.
 
         Raises:
@@ -142,7 +142,7 @@ class GivenLoader:
                     )
             return batches
 
-    def _go_on_by_state(self, place: _Place) -> Iterator[Any]:
+    def _go_on_by_state(self, place: _LoaderPosition) -> Iterator[Any]:
         try:
             self.loader.load_state_dict(place.own)
             batches: Iterator[Any] = iter(self.loader)
@@ -154,7 +154,7 @@ class GivenLoader:
             ) from error
         return batches
 
-    def _end(self, place: _Place) -> None:
+    def _end(self, place: _LoaderPosition) -> None:
         """Bring the loader to the end of an epoch, from which it begins the next one."""
         if self._has_state and place.has_ended:
             self.loader.load_state_dict(place.own)
@@ -165,11 +165,11 @@ class GivenLoader:
             for generator, state in zip(self._generators()[1:], place.random[1:], strict=True):
                 generator.set_state(state)
 
-    def _handed_out(self, place: _Place, batches: Iterator[Any]) -> Iterator[Any]:
+    def _handed_out(self, place: _LoaderPosition, batches: Iterator[Any]) -> Iterator[Any]:
         self._place = place
         return self._moved(place, batches)
 
-    def _moved(self, place: _Place, batches: Iterator[Any]) -> Iterator[Any]:
+    def _moved(self, place: _LoaderPosition, batches: Iterator[Any]) -> Iterator[Any]:
         def note(**changes: Any) -> None:
             """Change the place, which counts unless another iteration has begun."""
             nonlocal place
@@ -242,7 +242,7 @@ class GivenLoader:
         """
         place = _parse(state)
         if not place.random:
-            self._place, self._resumed = _Place(), None
+            self._place, self._resumed = _LoaderPosition(), None
             return
         length = _length(self.loader)
         if place.length != length:
@@ -259,7 +259,7 @@ class GivenLoader:
                 f"state of training_data: expected {wanted} state of a {type(self.loader).__name__}, got "
                 f"{came}: expected a loader of the kind that the checkpoint was saved with"
             )
-        self._place, self._resumed = _Place(), place
+        self._place, self._resumed = _LoaderPosition(), place
 
     def load_states(self, states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> None:
         """Go on at the place of a rank, out of those of all data-parallel ranks.
@@ -277,14 +277,14 @@ class GivenLoader:
                 "begin where they are"
             )
 
-    def _skip_to_next(self, place: _Place, expected: str, came: str) -> None:
+    def _skip_to_next(self, place: _LoaderPosition, expected: str, came: str) -> None:
         epoch = place.epoch + bool(place.random)
         warn_user(
             f"training_data: expected {expected}, as when the checkpoint was saved, got {came}; going on at "
             f"the start of epoch {epoch}. With a Dataset as training_data the place stays, at any number of "
             "ranks and batch size"
         )
-        self._place, self._resumed = _Place(epoch=epoch), None
+        self._place, self._resumed = _LoaderPosition(epoch=epoch), None
 
 
 def check_state(state: Any) -> None:
@@ -292,7 +292,7 @@ def check_state(state: Any) -> None:
     _parse(state)
 
 
-def _parse(state: Any) -> _Place:
+def _parse(state: Any) -> _LoaderPosition:
     match state:
         case {
             "epoch": int(epoch),
@@ -306,7 +306,7 @@ def _parse(state: Any) -> _Place:
         } if not rest and 0 <= epoch < LIMIT and 0 <= num_batches <= (LIMIT if length is None else length):
             for generator_state in random:
                 Generator().set_state(generator_state)
-            return _Place(
+            return _LoaderPosition(
                 epoch=epoch,
                 num_batches=num_batches,
                 is_over=is_over,

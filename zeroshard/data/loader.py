@@ -150,7 +150,7 @@ class EpochLoader(DataLoader[Any]):
         self._data_position = data_position
         self._next_start = replace(data_position, epoch=data_position.epoch + 1, position=0)
         batch_size = self.batch_size * self.sampler.num_replicas
-        return _Batches(batches, self.sampler, data_position, batch_size, self.device)
+        return _EpochIterator(batches, self.sampler, data_position, batch_size, self.device)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position of the newest iteration, as numbers that JSON can hold.
@@ -196,7 +196,7 @@ class EpochLoader(DataLoader[Any]):
         return num_turns < (self.batch_size if self.drop_last else 1)
 
 
-class _Batches(Iterator[Any]):
+class _EpochIterator(Iterator[Any]):
     """The batches from a position to the end of its epoch; the position moves as they are handed out."""
 
     def __init__(

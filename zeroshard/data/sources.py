@@ -24,7 +24,7 @@ KNOWN_SUFFIXES = frozenset([".jsonl", *_TEXT_SUFFIXES.split()])
 """The files of a folder that are read; all others are left out."""
 
 
-class Section(NamedTuple):
+class TextSection(NamedTuple):
     """A part of a text document."""
 
     text: str
@@ -64,7 +64,7 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     return known
 
 
-def read_documents(file: Path, stream: BinaryIO) -> Iterator[Section | Chat]:
+def read_documents(file: Path, stream: BinaryIO) -> Iterator[TextSection | Chat]:
     """Yield the documents of one file in order; those without text are left out.
 
     Args:
@@ -80,16 +80,16 @@ def read_documents(file: Path, stream: BinaryIO) -> Iterator[Section | Chat]:
     return _lines_of_json(file, stream) if suffix == ".jsonl" else _sections(file, stream)
 
 
-def _sections(file: Path, stream: BinaryIO) -> Iterator[Section]:
+def _sections(file: Path, stream: BinaryIO) -> Iterator[TextSection]:
     """Yield a text file in sections; a line end of two characters becomes one."""
     waiting, is_first = "", True
     for text in _blocks_of_text(file, stream):
         if waiting:
-            yield Section(waiting, is_first, is_last=False)
+            yield TextSection(waiting, is_first, is_last=False)
             is_first = False
         waiting = text
     if waiting:
-        yield Section(waiting, is_first)
+        yield TextSection(waiting, is_first)
 
 
 def _blocks_of_text(file: Path, stream: BinaryIO) -> Iterator[str]:
@@ -111,15 +111,15 @@ def _blocks_of_text(file: Path, stream: BinaryIO) -> Iterator[str]:
             return
 
 
-def _lines_of_json(file: Path, stream: BinaryIO) -> Iterator[Section | Chat]:
+def _lines_of_json(file: Path, stream: BinaryIO) -> Iterator[TextSection | Chat]:
     for number, line in enumerate(stream, start=1):
         if line.strip():
             document = _parse(f"{file}, line {number}", line, "utf-8-sig" if number == 1 else "utf-8")
-            if document != Section(""):
+            if document != TextSection(""):
                 yield document
 
 
-def _parse(where: str, line: bytes, encoding: str) -> Section | Chat:
+def _parse(where: str, line: bytes, encoding: str) -> TextSection | Chat:
     try:
         record = json.loads(line.decode(encoding))
     except UnicodeDecodeError as error:
@@ -138,7 +138,7 @@ def _parse(where: str, line: bytes, encoding: str) -> Section | Chat:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f'{where}: "text": expected Unicode, {error}') from None
-    return Section(text)
+    return TextSection(text)
 
 
 def _checked(where: str, messages: Any) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from zeroshard.data.sources import SECTION_BYTES, Chat, Section
+from zeroshard.data.sources import SECTION_BYTES, Chat, TextSection
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -23,7 +23,7 @@ _BATCH_BYTES, _BATCH_SECTIONS = 16 * SECTION_BYTES, 256
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-class Tokens(NamedTuple):
+class EncodedTokens(NamedTuple):
     """The tokens of a section or conversation."""
 
     stored: npt.NDArray[np.uint32]
@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
     """True if a document ends here."""
 
 
-class Encoder:
+class TokenEncoder:
     """A tokenizer, and the rule by which documents begin and end.
 
     A text begins as the tokenizer begins a text (many put a BOS there), and ends with EOS. A conversation
@@ -51,16 +51,16 @@ class Encoder:
         self.pad: int = next((number for number in (pad, eos) if number is not None), 0)
         self._beginning = self._find_beginning()
 
-    def encode(self, documents: Iterable[Section | Chat]) -> Iterator[Tokens]:
+    def encode(self, documents: Iterable[TextSection | Chat]) -> Iterator[EncodedTokens]:
         """Yield the tokens of documents in order.
 
         Raises:
             ValueError: a conversation whose answers cannot be told from its prompts, or an id out of range.
         """
-        batch: list[Section] = []
+        batch: list[TextSection] = []
         num_chars = 0
         for document in documents:
-            if isinstance(document, Section):
+            if isinstance(document, TextSection):
                 batch.append(document)
                 num_chars += len(document.text)
             if isinstance(document, Chat) or num_chars >= _BATCH_BYTES or len(batch) >= _BATCH_SECTIONS:
@@ -102,15 +102,15 @@ class Encoder:
         starts = range(len(whole) - len(bare) + 1)
         return whole[: next((start for start in starts if whole[start : start + len(bare)] == bare), 0)]
 
-    def _encode_sections(self, sections: list[Section]) -> Iterator[Tokens]:
+    def _encode_sections(self, sections: list[TextSection]) -> Iterator[EncodedTokens]:
         if not sections:
             return
         for section, ids in zip(sections, self._ids([section.text for section in sections]), strict=True):
             beginning = self._beginning if section.is_first else []
             end = self.eos if section.is_last else []
-            yield Tokens(_stored([*beginning, *ids, *end]), section.is_last)
+            yield EncodedTokens(_stored([*beginning, *ids, *end]), section.is_last)
 
-    def _encode_chat(self, chat: Chat) -> Tokens:
+    def _encode_chat(self, chat: Chat) -> EncodedTokens:
         if not self._is_hf or not self._tokenizer.chat_template:
             raise ValueError(f'{chat.where}: "messages": expected a tokenizer with a chat template, got none')
         by_template = self._tokenizer.is_fast and _GENERATION.search(self._tokenizer.get_chat_template())
@@ -121,7 +121,7 @@ class Encoder:
         if not set(self.eos) <= set(ids[start_of_last:]):
             ids += self.eos
             learned = np.append(learned, chat.messages[-1]["role"] == "assistant")
-        return Tokens(_stored(ids) | np.where(learned, 0, NO_LOSS).astype(np.uint32), is_last=True)
+        return EncodedTokens(_stored(ids) | np.where(learned, 0, NO_LOSS).astype(np.uint32), is_last=True)
 
     def _marked_by_template(self, chat: Chat) -> tuple[list[int], npt.NDArray[np.bool_]]:
         """Return the ids, and the mask of what the template has put into {% generation %}."""

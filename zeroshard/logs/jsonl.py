@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from zeroshard.logs.targets import Run
+from zeroshard.logs.targets import RunFacts
 
 
 class JsonLines:
@@ -37,6 +37,6 @@ class JsonLines:
         self._file.close()
 
 
-def open_target(place: str, run: Run) -> JsonLines:
+def open_target(place: str, run: RunFacts) -> JsonLines:
     """Return the target that appends to the file `place`."""
     return JsonLines(Path(place))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from zeroshard.logs.targets import Run, flat
+from zeroshard.logs.targets import RunFacts, flat
 
 _MOST_PARAMS, _LONGEST_VALUE = 100, 500
 """The parameters of one call, and the characters of a value; MLflow's servers refuse more (its REST API)."""
@@ -25,7 +25,7 @@ class MLflow:
         run: the run; its config becomes parameters.
     """
 
-    def __init__(self, uri: str, run: Run) -> None:
+    def __init__(self, uri: str, run: RunFacts) -> None:
         from mlflow.tracking import MlflowClient
 
         self._client: Any = MlflowClient(tracking_uri=uri or None)
@@ -55,6 +55,6 @@ class MLflow:
         self._client.set_terminated(self._run_id)
 
 
-def open_target(place: str, run: Run) -> MLflow:
+def open_target(place: str, run: RunFacts) -> MLflow:
     """Return the target at the tracking URI `place`."""
     return MLflow(place, run)

@@ -15,7 +15,7 @@ from torch import Tensor
 from zeroshard.comm.agreed import on_all, on_first
 from zeroshard.engine import Engine
 from zeroshard.internals.warn import warn_user
-from zeroshard.logs.targets import Opener, Run, Target, parse_target
+from zeroshard.logs.targets import Opener, RunFacts, Target, parse_target
 from zeroshard.memory.process import measure_process
 
 
@@ -146,7 +146,7 @@ class StepLog:
         self._seen = self._reported = self._num_attempts
         self._lr = self._used_lr = self._next_lr
         if targets:
-            self._open(targets, Run(_plain(engine, config or {}), self._seen, num_steps))
+            self._open(targets, RunFacts(_plain(engine, config or {}), self._seen, num_steps))
         self._begin = self._since = time.perf_counter()  # the opening of targets takes seconds
 
     def __enter__(self) -> StepLog:
@@ -227,7 +227,7 @@ class StepLog:
             self._guarded(opened, opened.target.close)
         self._targets, self._has_targets = [], False
 
-    def _open(self, targets: Sequence[str | Target], run: Run) -> None:
+    def _open(self, targets: Sequence[str | Target], run: RunFacts) -> None:
         world = self._engine._axes.world
         openers: list[Opener] = []
 

@@ -24,7 +24,7 @@ class Target(Protocol):
         """Write what is still in buffers; nothing follows."""
 
 
-class Run(NamedTuple):
+class RunFacts(NamedTuple):
     """Facts about a run that a target may keep."""
 
     config: Mapping[str, Any]
@@ -35,7 +35,7 @@ class Run(NamedTuple):
     """Steps of the whole run, if it is known."""
 
 
-class Kind(NamedTuple):
+class TargetKind(NamedTuple):
     """A kind of target that a word names."""
 
     place: str
@@ -46,16 +46,16 @@ class Kind(NamedTuple):
     """The package that it needs beside zeroshard's own requirements."""
 
 
-KINDS: Mapping[str, Kind] = {
-    "terminal": Kind("", "", None),
-    "jsonl": Kind("FILE", None, None),
-    "tensorboard": Kind("FOLDER", "runs", "tensorboard"),
-    "wandb": Kind("PROJECT", "zeroshard", "wandb"),
-    "mlflow": Kind("URI", "", "mlflow"),
+KINDS: Mapping[str, TargetKind] = {
+    "terminal": TargetKind("", "", None),
+    "jsonl": TargetKind("FILE", None, None),
+    "tensorboard": TargetKind("FOLDER", "runs", "tensorboard"),
+    "wandb": TargetKind("PROJECT", "zeroshard", "wandb"),
+    "mlflow": TargetKind("URI", "", "mlflow"),
 }
 """The targets by name. The module of the same name in this folder has a function `open_target`."""
 
-Opener = Callable[[Run], Target]
+Opener = Callable[[RunFacts], Target]
 """Opens a target; called on rank 0 alone."""
 
 
@@ -82,7 +82,7 @@ def parse_target(text: str) -> Opener:
         )
     module = import_module(f"zeroshard.logs.{name}")
 
-    def open_target(run: Run) -> Target:
+    def open_target(run: RunFacts) -> Target:
         target: Target = module.open_target(place, run)
         return target
 

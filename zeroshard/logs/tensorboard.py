@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from zeroshard.logs.targets import Run
+from zeroshard.logs.targets import RunFacts
 
 
 class TensorBoard:
@@ -17,7 +17,7 @@ class TensorBoard:
         run: the run. Of a run that goes on, TensorBoard hides earlier points that are written again.
     """
 
-    def __init__(self, folder: str, run: Run) -> None:
+    def __init__(self, folder: str, run: RunFacts) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = run.first_step + 1 if run.first_step else None
@@ -37,6 +37,6 @@ class TensorBoard:
         self._writer.close()
 
 
-def open_target(place: str, run: Run) -> TensorBoard:
+def open_target(place: str, run: RunFacts) -> TensorBoard:
     """Return the target that writes into the folder `place`."""
     return TensorBoard(place, run)

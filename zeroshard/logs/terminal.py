@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from rich.console import Console
 from rich.text import Text
 
-from zeroshard.logs.targets import Run
+from zeroshard.logs.targets import RunFacts
 from zeroshard.tables import format_bytes
 
 _FIGURES: Mapping[str, Callable[[float], str]] = {
@@ -32,7 +32,7 @@ class Terminal:
         console: where to print.
     """
 
-    def __init__(self, run: Run, console: Console) -> None:
+    def __init__(self, run: RunFacts, console: Console) -> None:
         self._num_steps, self._console = run.num_steps, console
         self._num_skipped = 0.0
 
@@ -56,6 +56,6 @@ class Terminal:
         """Do nothing: each line is there."""
 
 
-def open_target(place: str, run: Run) -> Terminal:
+def open_target(place: str, run: RunFacts) -> Terminal:
     """Return the target; it has no place."""
     return Terminal(run, Console(highlight=False))

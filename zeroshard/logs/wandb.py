@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zeroshard.logs.targets import Run
+from zeroshard.logs.targets import RunFacts
 
 
 class WeightsAndBiases:
@@ -19,7 +19,7 @@ class WeightsAndBiases:
         run: the run, for its config.
     """
 
-    def __init__(self, project: str, run: Run) -> None:
+    def __init__(self, project: str, run: RunFacts) -> None:
         import wandb
 
         self._run: Any = wandb.init(project=project, config=dict(run.config))
@@ -33,6 +33,6 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def open_target(place: str, run: Run) -> WeightsAndBiases:
+def open_target(place: str, run: RunFacts) -> WeightsAndBiases:
     """Return the target in the project `place`."""
     return WeightsAndBiases(place, run)

@@ -72,7 +72,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class TransformerBlocks:
     """The blocks of a transformer, and its head."""
 
     depth: int
@@ -82,10 +82,10 @@ class Blocks:
     """Logits of a token."""
 
     @staticmethod
-    def of(sizes: Sizes) -> Blocks:
+    def of(sizes: Sizes) -> TransformerBlocks:
         """Return the blocks of a typical model."""
         vocabulary = sizes.embedding // sizes.width if sizes.width else 0
-        return Blocks(sizes.depth, sizes.width, sizes.num_heads, vocabulary)
+        return TransformerBlocks(sizes.depth, sizes.width, sizes.num_heads, vocabulary)
 
     def bytes_of_input(self, batch: MicroBatch) -> int:
         """Bytes of the input of a block on one rank."""

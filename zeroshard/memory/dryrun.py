@@ -51,7 +51,7 @@ LossOf = Callable[[nn.Module], Tensor]
 """(model on the meta device) -> the loss of a micro-batch. Tensors that it makes are on the meta device."""
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """The forward of a module."""
 
     before: int
@@ -70,7 +70,7 @@ class DryRun:
     """Bytes between the forward and the backward."""
     peak: int
     """The most bytes at the end of a module's forward, in a recomputation too; at least `held`."""
-    calls: Mapping[str, Call]
+    calls: Mapping[str, ModuleCall]
     """The first forward of each module."""
     sent: int
     """Bytes that the rank sends to the other tensor ranks, in forward and backward."""
@@ -176,7 +176,7 @@ class _Watch:
         self._live = live
         self._before: dict[nn.Module, int] = {}
         self.peak = 0
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, ModuleCall] = {}
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda module, _: self._begin(module), prepend=True)
             module.register_forward_hook(
@@ -194,7 +194,7 @@ class _Watch:
         now = self.sample()
         first = output[0] if isinstance(output, tuple) and output else output
         size = first.nbytes if isinstance(first, Tensor) else 0
-        self.calls.setdefault(name, Call(self._before[module], now, size))
+        self.calls.setdefault(name, ModuleCall(self._before[module], now, size))
 
 
 def without_memory(

@@ -12,9 +12,9 @@ from torch import nn
 
 from zeroshard.config.sections import Config, require_supported
 from zeroshard.forwards.composed import taken_apart
-from zeroshard.memory.activations import Blocks, MicroBatch, Tokens
+from zeroshard.memory.activations import MicroBatch, Tokens, TransformerBlocks
 from zeroshard.memory.dryrun import DryRun, LossOf, dry_run, loss_of_tokens
-from zeroshard.memory.planned import Pipelined, Planned, plan_model, plan_number, setting_of
+from zeroshard.memory.planned import PlannedPipeline, PlannedRanks, plan_model, plan_number, setting_of
 from zeroshard.memory.report import ModelStates
 from zeroshard.memory.tiered import States, bytes_on_tiers
 from zeroshard.memory.typical import Sizes, typical_sizes
@@ -176,7 +176,9 @@ class Counted:
         else:
             assert self._sizes is not None, "it is a model or a number"
             planned = plan_number(self._sizes, config, setting)
-            usages = _usages_of_blocks(Blocks.of(self._sizes), _micro_batch(self._tokens, config), planned)
+            usages = _usages_of_blocks(
+                TransformerBlocks.of(self._sizes), _micro_batch(self._tokens, config), planned
+            )
         states = States(bits=optimizer_bits)
         stale = staleness_of(planned.pipelined, config) or [Staleness()] * len(planned.units)
         ranks = zip(planned.units, planned.scales, usages, stale, strict=True)
@@ -186,7 +188,7 @@ class Counted:
         )
         return max(estimates, key=lambda found: found.peak)
 
-    def _usages_of_model(self, model: nn.Module, config: Config, planned: Planned) -> list[Usage]:
+    def _usages_of_model(self, model: nn.Module, config: Config, planned: PlannedRanks) -> list[Usage]:
         if self._loss_of is None:
             return [Usage()] * len(planned.units)
         run, pipelined = self._run(model, config, planned, self._loss_of), planned.pipelined
@@ -196,7 +198,7 @@ class Counted:
         whole = self._run(model, replace(config, recompute="none"), planned, self._loss_of)
         return usage_of_ranks(pipelined, costs_of_run(whole, run, pipelined.cut.outline))
 
-    def _run(self, model: nn.Module, config: Config, planned: Planned, loss_of: LossOf) -> DryRun:
+    def _run(self, model: nn.Module, config: Config, planned: PlannedRanks, loss_of: LossOf) -> DryRun:
         """A dry run depends neither on the stage nor on tiers."""
         key = repr((config.precision, config.recompute, config.mesh, config.units, config.ignored))
         if key not in self._runs:
@@ -226,7 +228,7 @@ def _micro_batch(tokens: Tokens, config: Config) -> MicroBatch:
 
 def _of_rank(
     units: list[UnitPlan],
-    planned: Planned,
+    planned: PlannedRanks,
     config: Config,
     states: States,
     usage: Usage,
@@ -254,7 +256,7 @@ def _of_rank(
     )
 
 
-def _usages_of_blocks(blocks: Blocks, batch: MicroBatch, planned: Planned) -> list[Usage]:
+def _usages_of_blocks(blocks: TransformerBlocks, batch: MicroBatch, planned: PlannedRanks) -> list[Usage]:
     if planned.pipelined is not None:
         return usage_of_ranks(planned.pipelined, costs_of_blocks(blocks, batch))
     return [Usage(held=blocks.bytes_held(batch), sent=blocks.bytes_sent(batch))]
@@ -337,7 +339,7 @@ def _most_inside(run: DryRun, block: str) -> int:
     return max(ends) - run.calls[block].before
 
 
-def costs_of_blocks(blocks: Blocks, batch: MicroBatch) -> PartBytes:
+def costs_of_blocks(blocks: TransformerBlocks, batch: MicroBatch) -> PartBytes:
     """Return the bytes of the parts of a transformer by the formulas of `activations`."""
     kept = blocks.bytes_kept(batch)
     return PartBytes(
@@ -351,7 +353,7 @@ def costs_of_blocks(blocks: Blocks, batch: MicroBatch) -> PartBytes:
     )
 
 
-def usage_of_ranks(pipelined: Pipelined, costs: PartBytes) -> list[Usage]:
+def usage_of_ranks(pipelined: PlannedPipeline, costs: PartBytes) -> list[Usage]:
     """Return the usage of each pipeline rank in a batch."""
     schedule, runs = pipelined.schedule, pipelined.runs
     most = most_bytes(schedule, [_bytes_of_chunk(costs, run) for run in runs])
@@ -397,7 +399,7 @@ class Staleness:
     """The most micro-batches of a step; None: all of the batch."""
 
 
-def staleness_of(pipelined: Pipelined | None, config: Config) -> list[Staleness] | None:
+def staleness_of(pipelined: PlannedPipeline | None, config: Config) -> list[Staleness] | None:
     """Return the weights of each pipeline rank; None for a synchronous pipeline, and without one."""
     if pipelined is None or not config.pipeline.is_asynchronous:
         return None

@@ -34,7 +34,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipelined:
+class PlannedPipeline:
     """A model that is cut into chunks."""
 
     schedule: Schedule
@@ -48,7 +48,7 @@ class Pipelined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class PlannedRanks:
     """The units of a model on all ranks."""
 
     setting: Setting
@@ -56,7 +56,7 @@ class Planned:
     """For each pipeline rank its units in order, the root first."""
     scales: tuple[int, ...]
     """For each pipeline rank the bytes beside the codes of quantized weights, which each rank keeps."""
-    pipelined: Pipelined | None = None
+    pipelined: PlannedPipeline | None = None
 
 
 def setting_of(config: Config, world_size: int, *, host_computes: bool) -> Setting:
@@ -77,7 +77,7 @@ def setting_of(config: Config, world_size: int, *, host_computes: bool) -> Setti
     return replace(setting, placements=replace(setting.placements, gradient=SUMMANDS))
 
 
-def plan_model(model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None) -> Planned:
+def plan_model(model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None) -> PlannedRanks:
     """Plan the units of a model, which does not change.
 
     Raises:
@@ -87,11 +87,11 @@ def plan_model(model: nn.Module, config: Config, setting: Setting, tp_plan: Plan
         return _plan_apart(model, config, setting, tp_plan)
 
 
-def _plan_apart(model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None) -> Planned:
+def _plan_apart(model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None) -> PlannedRanks:
     """Plan a model whose weights wrap no others."""
     if config.mesh.pp == 1:
         units = _units_of(model, specify_units(model, config), config, setting, tp_plan)
-        return Planned(setting=setting, units=(units,), scales=(_scale_bytes(model),))
+        return PlannedRanks(setting=setting, units=(units,), scales=(_scale_bytes(model),))
     if config.pipeline.trace:
         raise ValueError(
             "pipeline.trace: an estimate cannot trace a model, whose samples it does not have: expected False"
@@ -108,10 +108,10 @@ def _plan_apart(model: nn.Module, config: Config, setting: Setting, tp_plan: Pla
         ranks.append(_units_of(whole, part.named(specify_units(whole, own)), own, setting, tp_plan))
         scales.append(_scale_bytes(whole))
     schedule = largest_schedule_of(config)
-    pipelined = Pipelined(
+    pipelined = PlannedPipeline(
         schedule=schedule, num_microbatches=config.pipeline.num_microbatches, runs=cut.runs, cut=cut
     )
-    return Planned(setting=setting, units=tuple(ranks), scales=tuple(scales), pipelined=pipelined)
+    return PlannedRanks(setting=setting, units=tuple(ranks), scales=tuple(scales), pipelined=pipelined)
 
 
 def _scale_bytes(model: nn.Module) -> int:
@@ -127,7 +127,7 @@ def _units_of(
     return plan_units(specs, setting)
 
 
-def plan_number(sizes: Sizes, config: Config, setting: Setting) -> Planned:
+def plan_number(sizes: Sizes, config: Config, setting: Setting) -> PlannedRanks:
     """Plan the units of a typical model.
 
     Raises:
@@ -142,7 +142,7 @@ def plan_number(sizes: Sizes, config: Config, setting: Setting) -> Planned:
     tp = setting.sizes[TP]
     if config.mesh.pp == 1:
         units = _units(_counts(sizes, range(sizes.depth), tp=tp), setting)
-        return Planned(setting=setting, units=(units,), scales=(0,))
+        return PlannedRanks(setting=setting, units=(units,), scales=(0,))
     config = with_schedule(config, read_schedule(config))
     if config.pipeline.split is not None or config.pipeline.trace:
         raise ValueError("pipeline.split: expected a model, whose blocks have names, got a number")
@@ -157,8 +157,10 @@ def plan_number(sizes: Sizes, config: Config, setting: Setting) -> Planned:
         _units(_counts(sizes, *(runs[chunk] for chunk in schedule.chunks[rank]), tp=tp), setting)
         for rank in range(schedule.num_ranks)
     )
-    pipelined = Pipelined(schedule=schedule, num_microbatches=config.pipeline.num_microbatches, runs=runs)
-    return Planned(setting=setting, units=ranks, scales=(0,) * len(ranks), pipelined=pipelined)
+    pipelined = PlannedPipeline(
+        schedule=schedule, num_microbatches=config.pipeline.num_microbatches, runs=runs
+    )
+    return PlannedRanks(setting=setting, units=ranks, scales=(0,) * len(ranks), pipelined=pipelined)
 
 
 def _weights(sizes: Sizes) -> list[Block]:

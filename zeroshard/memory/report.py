@@ -149,22 +149,22 @@ def _with_storage(tensor: Tensor) -> Iterator[Tensor]:
         yield from _with_storage(getattr(tensor, name))
 
 
-class _Held(NamedTuple):
+class _StorageBytes(NamedTuple):
     """Bytes of storages."""
 
     all: int = 0
     pinned: int = 0
 
 
-def _by_tier(tensors: Iterable[Tensor], memory: TierMemory) -> dict[Tier, _Held]:
+def _by_tier(tensors: Iterable[Tensor], memory: TierMemory) -> dict[Tier, _StorageBytes]:
     """The bytes of the storages under tensors, each once, by their tier."""
-    found: dict[Tier, dict[int, _Held]] = {tier: {} for tier in Tier}
+    found: dict[Tier, dict[int, _StorageBytes]] = {tier: {} for tier in Tier}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         is_pinned = memory.device.type == "cuda" and tensor.is_cpu and tensor.is_pinned()
-        held = _Held(storage.nbytes(), storage.nbytes() if is_pinned else 0)
+        held = _StorageBytes(storage.nbytes(), storage.nbytes() if is_pinned else 0)
         found[memory.tier_of(tensor)][storage.data_ptr()] = held
     return {
-        tier: _Held(sum(h.all for h in storages.values()), sum(h.pinned for h in storages.values()))
+        tier: _StorageBytes(sum(h.all for h in storages.values()), sum(h.pinned for h in storages.values()))
         for tier, storages in found.items()
     }

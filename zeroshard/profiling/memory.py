@@ -13,10 +13,10 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import UnitState
 
 KINDS = ("states", "unsharded", "packed", "other")
-"""The kinds of memory, as `Sample` has them."""
+"""The kinds of memory, as `MemorySample` has them."""
 
 
-class Sample(NamedTuple):
+class MemorySample(NamedTuple):
     """Bytes of a rank at the begin of a phase."""
 
     seconds: float
@@ -45,7 +45,7 @@ class Sample(NamedTuple):
 class Peak(NamedTuple):
     """The sample with the most bytes."""
 
-    sample: Sample
+    sample: MemorySample
     units: tuple[str, ...]
     """The units that were gathered."""
 
@@ -65,7 +65,7 @@ class MemoryWatch:
         self._runtime = runtime
         self.note_states(at_rest)
         self._count = _counter(runtime.context.device)
-        self.samples: list[Sample] = []
+        self.samples: list[MemorySample] = []
         self.peak: Peak | None = None
 
     def note_states(self, at_rest: MemoryReport) -> None:
@@ -76,7 +76,7 @@ class MemoryWatch:
         """Take a sample at the begin of a phase."""
         unsharded, packed = self._runtime.context.meter.now, self._runtime.reducer.packed_bytes
         other = self._count() - self._states - unsharded - packed
-        sample = Sample(seconds, phase, self._states, unsharded, packed, max(0, other))
+        sample = MemorySample(seconds, phase, self._states, unsharded, packed, max(0, other))
         self.samples.append(sample)
         if self.peak is None or sample.total > self.peak.sample.total:
             units = self._runtime.units

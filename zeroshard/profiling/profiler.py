@@ -18,7 +18,7 @@ from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.parallel.pipeline.actions import Kind, parse_action
 from zeroshard.profiling.memory import MemoryWatch
 from zeroshard.profiling.report import Profile, describe
-from zeroshard.profiling.timeline import OTHER, Label, Timeline
+from zeroshard.profiling.timeline import OTHER, Label, PhaseTimeline
 from zeroshard.reports import Reports
 from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.runtime import Runtime
@@ -106,8 +106,8 @@ def profile(
             counter.begin()
         # The time that profilers take to begin and to end is not that of steps.
         clock, began = Clock(runtime.context.device), time.perf_counter()
-        timeline = Timeline(clock.now)
-        recorder = Recorder(runtime, timeline, on_phase, on_step)
+        timeline = PhaseTimeline(clock.now)
+        recorder = PhaseRecorder(runtime, timeline, on_phase, on_step)
         recorder.attach()
         stack.callback(fill)  # after an exception, too: the memory tells why there was none left
         yield result
@@ -198,7 +198,7 @@ _OF_GRADIENTS = ("pack", "deliver")
 _OF_SOURCES = "transfer"
 
 
-class Recorder:
+class PhaseRecorder:
     """Feeds a timeline from the runtime of an engine while it is attached; a detached one costs nothing.
 
         the status of the rank     forward and backward of a unit, optimizer step, waits of the host
@@ -220,7 +220,7 @@ class Recorder:
     def __init__(
         self,
         runtime: Runtime,
-        timeline: Timeline,
+        timeline: PhaseTimeline,
         on_phase: Callable[[Label], None],
         on_step: Callable[[], None],
     ) -> None:
@@ -323,7 +323,7 @@ class Recorder:
             self._timeline.begin(Label("wait", wait.label))
 
 
-def _telling(recorder: Recorder) -> type[RankStatus]:
+def _telling(recorder: PhaseRecorder) -> type[RankStatus]:
     """Return a class of statuses that tell a recorder of what is noted in them."""
     slots = vars(RankStatus)
 

@@ -9,8 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from zeroshard.profiling.memory import KINDS, Peak, Sample
-from zeroshard.profiling.timeline import OTHER, Label, Span, Timeline, add_up
+from zeroshard.profiling.memory import KINDS, MemorySample, Peak
+from zeroshard.profiling.timeline import OTHER, Label, PhaseTimeline, TimeSpan, add_up
 from zeroshard.tables import LINE, format_bytes, render
 
 COLUMNS = ("forward", "backward", "gather", "copy", "reduce", "free", "wait", "step", "other")
@@ -34,9 +34,9 @@ class Profile:
     """Optimizer steps that ended inside."""
     seconds: float = 0.0
     """The whole time of the profile."""
-    spans: Sequence[Span] = ()
+    spans: Sequence[TimeSpan] = ()
     """The parts of that time; without gaps, so they add up to it."""
-    samples: Sequence[Sample] = ()
+    samples: Sequence[MemorySample] = ()
     """The memory at the begin of each phase; () if it was not asked for."""
     peak: Peak | None = None
     """The sample with the most bytes."""
@@ -50,7 +50,7 @@ class Profile:
     operations: Any = None
     """torch's own profile, of `torch.profiler`, if it was asked for."""
 
-    def fill(self, timeline: Timeline, seconds: Sequence[float], first: int) -> None:
+    def fill(self, timeline: PhaseTimeline, seconds: Sequence[float], first: int) -> None:
         """Take over a timeline that has ended.
 
         Args:
@@ -198,7 +198,7 @@ def describe(phase: Label) -> str:
     return f"{phase.kind} of {phase.name}" if phase.name else phase.kind
 
 
-def _unit_of(span: Span) -> str:
+def _unit_of(span: TimeSpan) -> str:
     return (span.phase if span.label.kind == "wait" else span.label).name or "no unit"
 
 
@@ -212,7 +212,7 @@ def _event(label: Label, start: float, stop: float, line: int) -> dict[str, Any]
     return {"ph": "X", "pid": 0, "tid": line, "name": name, "cat": label.kind} | times
 
 
-def _joined(spans: Sequence[Span]) -> list[tuple[Label, float, float]]:
+def _joined(spans: Sequence[TimeSpan]) -> list[tuple[Label, float, float]]:
     """The phases of spans, each from its begin to its end."""
     found: list[tuple[Label, float, float]] = []
     for span in spans:
@@ -223,7 +223,7 @@ def _joined(spans: Sequence[Span]) -> list[tuple[Label, float, float]]:
     return found
 
 
-def draw_memory(samples: Sequence[Sample], peak: Peak, path: Path) -> None:
+def draw_memory(samples: Sequence[MemorySample], peak: Peak, path: Path) -> None:
     """Draw the bytes of each kind over time, one above the other.
 
     Args:

@@ -25,7 +25,7 @@ OTHER = Label("other")
 """Outside of forward, backward and step: the loss, batches, the code of the user."""
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """A part of the time that belongs to one label."""
 
     phase: Label
@@ -42,7 +42,7 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
-class Timeline:
+class PhaseTimeline:
     """Notes the moments at which a rank begins and ends to do something.
 
     Args:
@@ -90,7 +90,7 @@ class Timeline:
         self._labels.append((self._phase, self._tasks[-1] if self._tasks else self._phase))
         self.moments.append(self._now())
 
-    def spans(self, seconds: Sequence[float], first: int = 0) -> list[Span]:
+    def spans(self, seconds: Sequence[float], first: int = 0) -> list[TimeSpan]:
         """Return the spans in order, those of no length left out.
 
         Args:
@@ -98,10 +98,10 @@ class Timeline:
             first: the index of the moment to begin at.
         """
         pairs = zip(self._labels[first:], seconds[first:], seconds[first + 1 :], strict=False)
-        return [Span(*labels, start, stop) for labels, start, stop in pairs if stop > start]
+        return [TimeSpan(*labels, start, stop) for labels, start, stop in pairs if stop > start]
 
 
-def add_up(spans: Iterable[Span], key: Callable[[Span], Any]) -> dict[Any, float]:
+def add_up(spans: Iterable[TimeSpan], key: Callable[[TimeSpan], Any]) -> dict[Any, float]:
     """Return the seconds of spans by a key, in the order in which keys come first."""
     total: defaultdict[Any, float] = defaultdict(float)
     for span in spans:
