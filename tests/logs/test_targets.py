@@ -20,8 +20,7 @@ import pytest
 from rich.console import Console
 
 from zeroshard.logs.steplog import StepMetrics
-from zeroshard.logs.targets import KINDS, RunFacts, Target, flat, parse_target
-from zeroshard.logs.terminal import Terminal
+from zeroshard.logs.targets import KINDS, RunFacts, Target, Terminal, flat, parse_target
 
 RUN = RunFacts({"lr": 0.1, "zeroshard": {"stage": 3, "mesh": {"tp": 2}}}, first_step=0, num_steps=20)
 INSTALLED = {name for name, kind in KINDS.items() if kind.package is None or find_spec(kind.package)}
