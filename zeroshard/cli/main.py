@@ -143,198 +143,118 @@ def build_parser() -> ArgumentParser:
 
 def _add_export(parser: ArgumentParser) -> None:
     _add_checkpoint(parser)
-    _add_no_verify(parser)
-    parser.add_argument("directory", metavar="DIR", type=Path, help="output folder, made if it is not there")
-    parser.add_argument(
-        "--tokenizer", metavar="FOLDER", type=Path, help="folder of a tokenizer to save there too"
-    )
-    parser.add_argument(
-        "--dtype", help="dtype of the parameters, such as bf16 (default: as they were trained)"
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        type=parse_size,
-        help="largest size of a file, such as 500MB or 2GiB (default: 5GB)",
-    )
+    add = parser.add_argument
+    add("directory", metavar="DIR", type=Path, help="output folder, made if it is not there")
+    add("--tokenizer", metavar="FOLDER", type=Path, help="folder of a tokenizer to save there too")
+    add("--dtype", help="dtype of the parameters, such as bf16 (default: as they were trained)")
+    most = "largest size of a file, such as 500MB or 2GiB (default: 5GB)"
+    add("--max-shard-size", metavar="SIZE", type=parse_size, help=most)
 
 
 def _add_inspect(parser: ArgumentParser) -> None:
     _add_checkpoint(parser)
-    _add_no_verify(parser)
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
 
 def _add_estimate(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        type=parse_model,
-        help="number of parameters, such as 7B, 125M or 7e9, for a typical language model of that size; "
+    add = parser.add_argument
+    model = (
+        "number of parameters, such as 7B, 125M or 7e9, for a typical language model of that size; "
         "or a config.json of transformers, or the folder of one; or the import path of a function that "
-        "builds the model, package.module:function",
+        "builds the model, package.module:function"
     )
-    parser.add_argument(
-        "--ranks",
-        "--world-size",
-        metavar="N[,N...]",
-        type=parse_ranks,
-        default=[8],
-        help="numbers of ranks, such as 1,2,4,8 (default: 8)",
-    )
-    parser.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32"), help="of forward and backward (default: fp32)"
-    )
-    parser.add_argument(
-        "--optimizer-bits",
-        type=int,
-        choices=(8, 32),
-        help="bits of each of Adam's two states (default: 32)",
-    )
-    parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage (default: all, side by side)")
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        type=Path,
-        help="config of zeroshard, .json or .toml, in place of --stage, --precision, --tp, --pp, "
-        "--microbatches and --recompute",
-    )
-    parser.add_argument(
-        "--tp", metavar="N", type=int, help="tensor ranks that divide each layer (default: none, 1)"
-    )
-    parser.add_argument("--pp", metavar="N", type=int, help="ranks of the pipeline (default: none, 1)")
-    parser.add_argument("--microbatches", metavar="M", type=int, help="micro-batches of a pipeline's batch")
-    parser.add_argument("--recompute", choices=("none", "unit"), help="recompute the activations of units")
-    parser.add_argument(
-        "--tokens",
-        metavar="N",
-        type=int,
-        default=0,
-        help="tokens of a micro-batch of a rank, samples x length, to count activations (default: none are)",
-    )
-    parser.add_argument(
-        "--length", metavar="N", type=int, default=0, help="tokens of a sample (default: all)"
-    )
-    parser.add_argument(
-        "--attention",
-        choices=("fused", "eager"),
-        help="eager keeps the scores, for a number of parameters (default: fused)",
-    )
-    parser.add_argument("--lora", metavar="RANK", type=int, help="train adapters of this rank; needs peft")
-    parser.add_argument(
-        "--weight-bits", type=int, choices=(4, 8), help="bits of the frozen weights; needs bitsandbytes"
-    )
+    add("model", metavar="MODEL", type=parse_model, help=model)
+    ranks = "numbers of ranks, such as 1,2,4,8 (default: 8)"
+    add("--ranks", "--world-size", metavar="N[,N...]", type=parse_ranks, default=[8], help=ranks)
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="of forward and backward (default: fp32)")
+    add("--optimizer-bits", type=int, choices=(8, 32), help="bits of each of Adam's two states (default: 32)")
+    add("--stage", type=int, choices=range(4), help="ZeRO stage (default: all, side by side)")
+    replaced = "--stage, --precision, --tp, --pp, --microbatches and --recompute"
+    config = f"config of zeroshard, .json or .toml, in place of {replaced}"
+    add("--config", metavar="FILE", type=Path, help=config)
+    add("--tp", metavar="N", type=int, help="tensor ranks that divide each layer (default: none, 1)")
+    add("--pp", metavar="N", type=int, help="ranks of the pipeline (default: none, 1)")
+    add("--microbatches", metavar="M", type=int, help="micro-batches of a pipeline's batch")
+    add("--recompute", choices=("none", "unit"), help="recompute the activations of units")
+    tokens = "tokens of a micro-batch of a rank, samples x length, to count activations (default: none are)"
+    add("--tokens", metavar="N", type=int, default=0, help=tokens)
+    add("--length", metavar="N", type=int, default=0, help="tokens of a sample (default: all)")
+    attention = "eager keeps the scores, for a number of parameters (default: fused)"
+    add("--attention", choices=("fused", "eager"), help=attention)
+    add("--lora", metavar="RANK", type=int, help="train adapters of this rank; needs peft")
+    add("--weight-bits", type=int, choices=(4, 8), help="bits of the frozen weights; needs bitsandbytes")
     memory = parser.add_mutually_exclusive_group()
-    memory.add_argument(
-        "--gpu", metavar="NAME", help="list the settings that fit it, such as h100 or a100-40"
-    )
+    gpu = "list the settings that fit it, such as h100 or a100-40"
+    memory.add_argument("--gpu", metavar="NAME", help=gpu)
     memory.add_argument("--memory", metavar="SIZE", type=parse_size, help="the same for a size such as 80GiB")
-    parser.add_argument("--host", metavar="SIZE", type=parse_size, help="host memory of a node, for offload")
-    parser.add_argument("--nvme", metavar="SIZE", type=parse_size, help="disk space of a node, for offload")
-    parser.add_argument("--ranks-per-node", metavar="N", type=int, help="ranks that share them (default: 8)")
-    parser.add_argument(
-        "--train-tokens", metavar="N", type=parse_count, help="tokens of the whole training, for its time"
-    )
-    parser.add_argument(
-        "--tflops", metavar="X", type=float, help="10**12 operations per second that a rank reaches"
-    )
+    add("--host", metavar="SIZE", type=parse_size, help="host memory of a node, for offload")
+    add("--nvme", metavar="SIZE", type=parse_size, help="disk space of a node, for offload")
+    add("--ranks-per-node", metavar="N", type=int, help="ranks that share them (default: 8)")
+    add("--train-tokens", metavar="N", type=parse_count, help="tokens of the whole training, for its time")
+    add("--tflops", metavar="X", type=float, help="10**12 operations per second that a rank reaches")
 
 
 def _add_mesh(parser: ArgumentParser) -> None:
-    parser.add_argument("--ranks", "--world-size", metavar="N", type=int, required=True, help="all ranks")
-    parser.add_argument("--tp", metavar="N", type=int, default=1, help="ranks of a tensor group (default: 1)")
-    parser.add_argument(
-        "--pp", metavar="N", type=int, default=1, help="ranks of a pipeline group (default: 1)"
-    )
-    parser.add_argument(
-        "--shard-group-size",
-        metavar="N",
-        type=int,
-        help="data-parallel ranks of a shard group, for hybrid sharding (default: all of them)",
-    )
+    add = parser.add_argument
+    add("--ranks", "--world-size", metavar="N", type=int, required=True, help="all ranks")
+    add("--tp", metavar="N", type=int, default=1, help="ranks of a tensor group (default: 1)")
+    add("--pp", metavar="N", type=int, default=1, help="ranks of a pipeline group (default: 1)")
+    size = "data-parallel ranks of a shard group, for hybrid sharding (default: all of them)"
+    add("--shard-group-size", metavar="N", type=int, help=size)
 
 
 def _add_plan(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--schedule",
-        metavar="NAME",
-        action="append",
-        required=True,
-        help="gpipe, 1f1b, interleaved, zb-h1, zbv or varuna; asynchronous: pipedream, 2bw, pipemare, pb, "
-        "spectrain, lwp or paci; or a file with a list for each rank; several times to compare them",
+    add = parser.add_argument
+    schedule = (
+        "gpipe, 1f1b, interleaved, zb-h1, zbv or varuna; asynchronous: pipedream, 2bw, pipemare, pb, "
+        "spectrain, lwp or paci; or a file with a list for each rank; several times to compare them"
     )
-    parser.add_argument("--stages", "--pp", metavar="P", type=int, help="ranks of the pipeline")
-    parser.add_argument("--microbatches", metavar="M", type=int, help="micro-batches of a batch")
+    add("--schedule", metavar="NAME", action="append", required=True, help=schedule)
+    add("--stages", "--pp", metavar="P", type=int, help="ranks of the pipeline")
+    add("--microbatches", metavar="M", type=int, help="micro-batches of a batch")
     steps = "micro-batches of each step of asynchronous schedules (default: the fewest that each allows)"
-    parser.add_argument("--per-step", metavar="K", type=int, help=steps)
-    parser.add_argument(
-        "--chunks",
-        metavar="V",
-        type=int,
-        help="runs of layers on each rank (default: 2 for interleaved and zbv, else 1)",
-    )
+    add("--per-step", metavar="K", type=int, help=steps)
+    chunks = "runs of layers on each rank (default: 2 for interleaved and zbv, else 1)"
+    add("--chunks", metavar="V", type=int, help=chunks)
     for name, default, of in (
         ("forward", 1.0, "forward of a micro-batch through a rank's layers"),
         ("backward", 2.0, "backward, half of it for the weights"),
         ("transfer", 0.0, "transfer between two ranks"),
     ):
-        help_ = f"duration of a {of} (default: {default:g})"
-        parser.add_argument(f"--{name}", metavar="TIME", type=parse_duration, default=default, help=help_)
-    parser.add_argument(
-        "--recompute",
-        metavar="TIME",
-        type=parse_duration,
-        help="recompute activations before each backward, with this duration (default: no recompute, "
-        "but varuna always does, with the duration of a forward)",
+        duration = f"duration of a {of} (default: {default:g})"
+        add(f"--{name}", metavar="TIME", type=parse_duration, default=default, help=duration)
+    recompute = (
+        "recompute activations before each backward, with this duration (default: no recompute, "
+        "but varuna always does, with the duration of a forward)"
     )
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        nargs="?",
-        const="-",
-        help="show a chart of the actions over time; with a file, as a picture",
-    )
-    parser.add_argument(
-        "--list", action="store_true", help="print the actions alone, as such a file has them"
-    )
+    add("--recompute", metavar="TIME", type=parse_duration, help=recompute)
+    plot = "show a chart of the actions over time; with a file, as a picture"
+    add("--plot", metavar="FILE", nargs="?", const="-", help=plot)
+    add("--list", action="store_true", help="print the actions alone, as such a file has them")
 
 
 def _add_doctor(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--disk", metavar="PATH", type=Path, help="folder of a disk whose speed is measured, with 256 MiB"
-    )
-    parser.add_argument("--device", help="cpu, cuda or cuda:1, as in a config (default: the one of the rank)")
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    add = parser.add_argument
+    add("--disk", metavar="PATH", type=Path, help="folder of a disk whose speed is measured, with 256 MiB")
+    add("--device", help="cpu, cuda or cuda:1, as in a config (default: the one of the rank)")
+    add("--json", action="store_true", help="print JSON for programs")
 
 
 def _add_chat(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "directory",
-        metavar="DIR",
-        type=Path,
-        help="folder of a model and its tokenizer, as transformers saves",
-    )
-    parser.add_argument("prompt", metavar="TEXT", nargs="?", help="one question; without it a conversation")
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
-    parser.add_argument(
-        "--max-tokens", type=int, default=300, metavar="N", help="of an answer (default: 300)"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.7, help="of sampling; 0 takes the most probable (default: 0.7)"
-    )
-
-
-def _add_no_verify(parser: ArgumentParser) -> None:
-    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")
+    add = parser.add_argument
+    folder = "folder of a model and its tokenizer, as transformers saves"
+    add("directory", metavar="DIR", type=Path, help=folder)
+    add("prompt", metavar="TEXT", nargs="?", help="one question; without it a conversation")
+    add("--system", metavar="TEXT", help="what the model is told first")
+    add("--max-tokens", type=int, default=300, metavar="N", help="of an answer (default: 300)")
+    probable = "of sampling; 0 takes the most probable (default: 0.7)"
+    add("--temperature", type=float, default=0.7, help=probable)
 
 
 def _add_checkpoint(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        type=Path,
-        help="a folder of checkpoints (the latest is taken), FOLDER/TAG, or the directory of one",
-    )
+    folder = "a folder of checkpoints (the latest is taken), FOLDER/TAG, or the directory of one"
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=folder)
+    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")
 
 
 class _Command(NamedTuple):
