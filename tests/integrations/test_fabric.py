@@ -175,7 +175,7 @@ def test_calls_that_an_engine_cannot_follow_are_refused(ranks):
     ("config", "message"),
     [
         ({"mesh": {"pp": 2}}, r"^the strategy of Fabric: expected mesh\.pp=1, got 2"),
-        ({"mesh": {"tp": 2}}, r"^mesh\.tp: Fabric gives each process other data"),
+        ({"mesh": {"tp": 2}}, r"^mesh\.tp: the strategy of Fabric gives each process other data"),
         ({"device": "cuda"}, "set accelerator and devices of Fabric"),
         ({"gradient_accumulation_steps": 2}, r"use fabric\.no_backward_sync"),
     ],

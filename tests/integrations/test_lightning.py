@@ -154,18 +154,20 @@ def test_a_pipeline_is_refused():
 
 
 def test_tensor_ranks_are_refused():
-    with pytest.raises(ValueError, match=r"^mesh\.tp: Lightning gives each process other data"):
+    with pytest.raises(
+        ValueError, match=r"^mesh\.tp: the strategy of Lightning gives each process other data"
+    ):
         ZeroShardStrategy({"mesh": {"tp": 2}})
 
 
 @pytest.mark.parametrize("config", [{"micro_batch_size": 4}, {"loader": {"num_workers": 2}}])
 def test_settings_of_a_dataloader_are_refused(config):
-    with pytest.raises(ValueError, match=r"^micro_batch_size, loader: .* those of Lightning: set batch_size"):
+    with pytest.raises(ValueError, match=r"the DataLoaders are those of Lightning: set "):
         ZeroShardStrategy(config)
 
 
 def refuse(config, options):
-    with pytest.raises(ValueError, match="ZeroShardStrategy") as caught:
+    with pytest.raises(ValueError, match=r"ZeroShardStrategy|the strategy of Lightning") as caught:
         fit(ZeroShardStrategy(config), None, **options)
     return str(caught.value)
 

@@ -364,7 +364,9 @@ def test_settings_that_contradict_each_other_are_named(tmp_path, config, options
         join_arguments(Config.from_dict(config), arguments(tmp_path, **options))
 
 
-def test_a_pipeline_is_refused_before_anything_is_made():
+def test_pipeline_and_tensor_ranks_are_refused_before_anything_is_made():
+    with pytest.raises(ValueError, match=r"^mesh\.tp: the Trainer gives each process other data"):
+        ZeroShardSeq2SeqTrainer(zeroshard_config={"mesh": {"tp": 2}})
     with pytest.raises(ValueError, match=r"^the Trainer: expected mesh\.pp=1, got 2"):
         ZeroShardSeq2SeqTrainer(zeroshard_config={"mesh": {"pp": 2}})
 

@@ -9,7 +9,7 @@ iterated over again up to its place.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -221,15 +221,8 @@ class GivenLoader:
                 own = self.loader.state_dict()
             elif not self._has_state and place.is_over:
                 random = self._read_random()
-        return {
-            "epoch": place.epoch,
-            "num_batches": place.num_batches,
-            "is_over": place.is_over,
-            "has_ended": place.has_ended,
-            "length": place.length,
-            "random": list(random),
-            "own": own,
-        }
+        state = {field.name: getattr(place, field.name) for field in fields(place)}
+        return state | {"random": list(random), "own": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on at the place in `state`.
@@ -297,24 +290,16 @@ def _parse(state: Any) -> _LoaderPosition:
         case {
             "epoch": int(epoch),
             "num_batches": int(num_batches),
-            "is_over": bool(is_over),
-            "has_ended": bool(has_ended),
+            "is_over": bool(),
+            "has_ended": bool(),
             "length": int() | None as length,
             "random": [*random],
-            "own": own,
+            "own": _,
             **rest,
         } if not rest and 0 <= epoch < LIMIT and 0 <= num_batches <= (LIMIT if length is None else length):
             for generator_state in random:
                 Generator().set_state(generator_state)
-            return _LoaderPosition(
-                epoch=epoch,
-                num_batches=num_batches,
-                is_over=is_over,
-                has_ended=has_ended,
-                length=length,
-                random=tuple(random),
-                own=own,
-            )
+            return _LoaderPosition(**{**state, "random": tuple(random)})
     raise ValueError(
         "state of training_data: expected epoch, num_batches, is_over, has_ended, length, random and own, "
         f"got {str(state)[:200]!r}"

@@ -10,28 +10,48 @@ from zeroshard.config.sections import Config, Loader, refuse_pipeline
 
 
 def parse_data_parallel(
-    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None, library: str
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None, caller: str
 ) -> Config:
-    """Return a config whose ranks are all data-parallel, and whose batches come from the caller.
+    """Return a config whose ranks are all data-parallel.
 
     Args:
         config: a Config, a dict, or a path to a .json or .toml file.
-        library: the name of the caller's library, for errors.
+        caller: the name of the caller, for errors.
 
     Raises:
-        ValueError: the config is not as expected, asks for pipeline or tensor ranks, or has settings of a
-            DataLoader.
+        ValueError: the config is not as expected, or asks for pipeline or tensor ranks.
     """
     parsed = Config.parse(config)
-    refuse_pipeline(parsed, f"the strategy of {library}")
+    refuse_pipeline(parsed, caller)
     if parsed.mesh.tp > 1:
         raise ValueError(
-            f"mesh.tp: {library} gives each process other data, but tensor-parallel ranks need the same "
-            "batch: expected mesh.tp=1 with the strategy, or a training loop of your own"
+            f"mesh.tp: {caller} gives each process other data, but tensor-parallel ranks need the same "
+            "batch: expected mesh.tp=1 with it, or a training loop of your own"
         )
-    if parsed.micro_batch_size != 1 or parsed.loader != Loader():
-        raise ValueError(
-            f"micro_batch_size, loader: expected the defaults, since the DataLoaders are those of {library}: "
-            "set batch_size and the like there"
-        )
+    return parsed
+
+
+def parse_of_strategy(
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None, library: str, accumulation: str
+) -> Config:
+    """Return the config of a strategy, which leaves devices, DataLoaders and accumulation to a library.
+
+    Args:
+        config: see `parse_data_parallel`.
+        library: the name of the library, for errors.
+        accumulation: what to do there to accumulate gradients.
+
+    Raises:
+        ValueError: see `parse_data_parallel`; or the config has a setting of the library.
+    """
+    parsed, caller = parse_data_parallel(config, f"the strategy of {library}"), f"the strategy of {library}"
+    steps, loaders = parsed.gradient_accumulation_steps, f"the DataLoaders are those of {library}"
+    for name, came, wanted, remedy in (
+        ("device", parsed.device, None, f"set accelerator and devices of {library}"),
+        ("gradient_accumulation_steps", steps, 1, accumulation),
+        ("micro_batch_size", parsed.micro_batch_size, 1, f"{loaders}: set batch_size there"),
+        ("loader", parsed.loader, Loader(), f"{loaders}: set num_workers and the like there"),
+    ):
+        if came != wanted:
+            raise ValueError(f"{caller}: {name}: expected {wanted!r}, got {came!r}; {remedy}")
     return parsed

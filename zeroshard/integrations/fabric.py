@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from zeroshard.config.sections import Config
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
-from zeroshard.integrations.data_parallel import parse_data_parallel
+from zeroshard.integrations.data_parallel import parse_of_strategy
 
 _TAG = "zeroshard"
 """The tag of the engine's checkpoint in the folder that `fabric.save` writes."""
@@ -46,20 +46,8 @@ class ZeroShardFabricStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._config = parse_data_parallel(config, "Fabric")
-        for name, came, wanted, remedy in (
-            ("device", self._config.device, None, "set accelerator and devices of Fabric"),
-            (
-                "gradient_accumulation_steps",
-                self._config.gradient_accumulation_steps,
-                1,
-                "use fabric.no_backward_sync() for all micro-batches but the last",
-            ),
-        ):
-            if came != wanted:
-                raise ValueError(
-                    f"ZeroShardFabricStrategy: {name}: expected {wanted}, got {came!r}; {remedy}"
-                )
+        last = "use fabric.no_backward_sync() for all micro-batches but the last"
+        self._config = parse_of_strategy(config, "Fabric", last)
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._backward_sync_control = _EngineSync()
 

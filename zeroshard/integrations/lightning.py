@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from zeroshard.config.sections import Config
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
-from zeroshard.integrations.data_parallel import parse_data_parallel
+from zeroshard.integrations.data_parallel import parse_of_strategy
 
 _TAG = "zeroshard"
 """The tag of the engine's checkpoint in the folder that a checkpoint of Lightning is."""
@@ -36,6 +36,9 @@ class ZeroShardStrategy(DDPStrategy):
         config: a Config, a dict, or a path to a .json or .toml file. It has precision and `clip_grad_norm`;
             `accumulate_grad_batches` stays an argument of the Trainer.
         kwargs: arguments of Strategies of several processes, such as `process_group_backend`.
+
+    Raises:
+        ValueError: the config asks for something that the Trainer has or cannot have.
     """
 
     engine: Engine | None = None
@@ -47,7 +50,8 @@ class ZeroShardStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._config = parse_data_parallel(config, "Lightning")
+        steps = "set accumulate_grad_batches of the Trainer"
+        self._config = parse_of_strategy(config, "Lightning", steps)
         self._loaded: Path | None = None
         self._has_failed = False
         """True after an exception on this rank: the others may not come to the end."""
@@ -75,13 +79,9 @@ class ZeroShardStrategy(DDPStrategy):
     def _refuse(self, trainer: Trainer) -> None:
         """Refuse settings of the Trainer that the engine would not follow."""
         expected = {
-            "device": (self._config.device, None, "set accelerator and devices of the Trainer"),
             "gradient_clip_val": (trainer.gradient_clip_val, None, "set clip_grad_norm in the config"),
             "precision": (trainer.precision, "32-true", "set precision in the config"),
-            "gradient_accumulation_steps": (
-                self._config.gradient_accumulation_steps, 1, "set accumulate_grad_batches of the Trainer"
-            ),
-        }  # fmt: skip
+        }
         for name, (came, wanted, remedy) in expected.items():
             if came != wanted:
                 raise ValueError(f"ZeroShardStrategy: {name}: expected {wanted!r}, got {came!r}; {remedy}")

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers import TrainerState
 
 from zeroshard.config.checked import show
-from zeroshard.config.sections import Config, Loader, refuse_pipeline
+from zeroshard.config.sections import Config, Loader
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
 from zeroshard.forwards.methods import held_unsharded
+from zeroshard.integrations.data_parallel import parse_data_parallel
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -69,8 +70,7 @@ class ZeroShardMixin(_Trainer):
         zeroshard_config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.zeroshard_config = Config.parse(zeroshard_config)
-        refuse_pipeline(self.zeroshard_config, "the Trainer")
+        self.zeroshard_config = parse_data_parallel(zeroshard_config, "the Trainer")
         super().__init__(*args, **kwargs)
 
     # -- the Trainer's calls become the engine's --------------------------------------------------------
@@ -107,11 +107,6 @@ class ZeroShardMixin(_Trainer):
         if self.engine is None or self.engine.module is not self.model:
             if self.engine is not None:
                 self.engine.close(restore=False)  # its model has been replaced by model_init
-            if self.zeroshard_config.mesh.tp > 1:
-                raise ValueError(
-                    "mesh.tp: the Trainer gives each process other data, but tensor-parallel ranks need the "
-                    "same batch: expected mesh.tp=1 with the Trainer, or a training loop of your own"
-                )
             self.create_optimizer()
             self.engine = initialize(self.model, self.optimizer, self.zeroshard_config).engine
             self.model_wrapped, self.optimizer = self.engine, _EngineStep(self.engine)
