@@ -72,6 +72,8 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         self._halfway = Halfway()
         self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
+        self._boundary: bool | None = None
+        """True or False if the next `step()` is said to step, or not to; None: micro-batches are counted."""
         self._is_frozen_part = part is not None and part.is_frozen
         if part is not None:
             self._num_micro_batches = parts.config.pipeline.num_microbatches
@@ -293,6 +295,14 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
     def _is_at_boundary(self) -> bool:
         is_last = self._micro_step + 1 >= self._num_micro_batches
         return is_last if self._boundary is None else self._boundary
+
+    def _set_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the next `step()` takes an optimizer step; None: micro-batches are counted."""
+        if is_boundary is not None and type(is_boundary) is not bool:
+            raise ValueError(
+                f"set_gradient_accumulation_boundary: expected True, False or None, got {is_boundary!r}"
+            )
+        self._boundary = is_boundary
 
     def _judge_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Judge a step that the optimizer begins, unless the engine has judged it already."""
