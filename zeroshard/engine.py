@@ -134,13 +134,14 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         """
         self._refuse_parts("backward()")
         check_loss(loss)
-        reducer, send = (
-            self._runtime.reducer,
-            not self._runtime.context.setting.placements.accumulates_locally,
-        )
-        early = self._early if self._early is not None and self._is_at_boundary else nullcontext()
-        with reducer.deferring(not self._is_at_boundary, send=send), reducer.scaled(self.loss_scale), early:
-            self._factored(loss, divides=scale_wrt_gas).backward()
+        reducer, more = self._runtime.reducer, not self._is_at_boundary
+        send = not self._runtime.context.setting.placements.accumulates_locally
+        factored = loss * self.loss_scale if reducer.is_half else loss
+        if scale_wrt_gas and self._num_micro_batches > 1:
+            factored = factored / self._num_micro_batches
+        early = nullcontext() if self._early is None or more else self._early
+        with reducer.deferring(more, send=send), reducer.scaled(self.loss_scale), early:
+            factored.backward()
         self._guard.loss = loss.detach()
         return self._guard.loss
 
@@ -151,12 +152,6 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
                 f"{call} with mesh.pp={self._axes.pp.size}: each rank has a part of the model, and "
                 "engine.train_batch(inputs, targets) takes a whole step"
             )
-
-    def _factored(self, loss: Tensor, *, divides: bool = True) -> Tensor:
-        """The loss times the loss scale, over the number of micro-batches unless `divides` is false."""
-        if self._runtime.reducer.is_half:
-            loss = loss * self.loss_scale
-        return loss / self._num_micro_batches if divides and self._num_micro_batches > 1 else loss
 
     def step(self) -> bool:
         """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
