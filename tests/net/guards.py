@@ -205,6 +205,24 @@ GUARDS = (
         ),
     ),
     Break(
+        name="undivided_losses_are_not_told",
+        says="Losses of loss.backward(), which nobody divides by the accumulation steps, get no warning.",
+        file="zeroshard/engine.py",
+        find="if self._guard.loss is None and self._num_micro_batches > 1:",
+        replace="if False:",
+        tests=(
+            "tests/distributed/test_pace.py::test_a_step_with_gradients_that_nobody_divided_is_told_once",
+        ),
+    ),
+    Break(
+        name="a_rank_leaves_out_a_batch",
+        says="A rank that has left out a batch, so that ranks average different batches, gets no warning.",
+        file="zeroshard/sharding/reducer.py",
+        find="if agreed.has_other_pace and not self._has_warned:",
+        replace="if False:",
+        tests=("tests/distributed/test_pace.py::test_a_rank_that_leaves_out_a_batch_is_told_to_all_ranks",),
+    ),
+    Break(
         name="a_scaled_loss_for_another_engine",
         says="A backward multiplied by the loss scale of one engine gives gradients to another engine.",
         file="zeroshard/sharding/deferral.py",
