@@ -146,11 +146,11 @@ class Batches:
         self._require_optimizer()
         num, is_half = self._num_micro_batches, self._runtime.reducer.is_half
         mean = pipeline.run(inputs, targets, num, loss_scale=self.loss_scale, is_half=is_half)
-        self._micro_step, pipeline.is_stepping = num - 1, True
+        self._boundary, pipeline.is_stepping = True, True
         try:
             self.step()
         finally:
-            self._micro_step, pipeline.is_stepping = 0, False
+            self._boundary, pipeline.is_stepping = None, False
         return mean()  # ranks whose list ends early have stepped meanwhile
 
     @torch.no_grad()

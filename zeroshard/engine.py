@@ -23,6 +23,7 @@ from zeroshard.forwards.methods import EnginesOwn, as_forward, held_unsharded, r
 from zeroshard.internals.autograd import outside_transforms
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import cast_inputs
+from zeroshard.internals.warn import warn_user
 from zeroshard.modulelike import ModuleLike
 from zeroshard.optim.asynchronous.chosen import chosen_by
 from zeroshard.parallel.pipeline.part import Part
@@ -30,7 +31,6 @@ from zeroshard.parallel.pipeline.training import Pipelined
 from zeroshard.parameters.state import refuse_averages, refuse_to_drop
 from zeroshard.reports import Reports
 from zeroshard.sharded import ShardedCalls
-from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.tracers import refuse_proxies
 from zeroshard.stepping.attach import Judged, attach
 from zeroshard.stepping.early import EarlySteps
@@ -72,6 +72,10 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         self._halfway = Halfway()
         self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
+        self._has_warned, self._num_dropped = False, 0
+        """Micro-batches of unfinished steps that zero_grad() has dropped since the last step."""
+        self._boundary: bool | None = None
+        """True or False if the next `step()` is said to step, or not to; None: micro-batches are counted."""
         self._is_frozen_part = part is not None and part.is_frozen
         if part is not None:
             self._num_micro_batches = parts.config.pipeline.num_microbatches
@@ -130,36 +134,16 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         """
         self._refuse_parts("backward()")
         check_loss(loss)
-        reducer, send = (
-            self._runtime.reducer,
-            not self._runtime.context.setting.placements.accumulates_locally,
-        )
-        early = self._early if self._early is not None and self._is_at_boundary else nullcontext()
-        with reducer.deferring(not self._is_at_boundary, send=send), reducer.scaled(self.loss_scale), early:
-            self._factored(loss, divides=scale_wrt_gas).backward()
+        reducer, more = self._runtime.reducer, not self._is_at_boundary
+        send = not self._runtime.context.setting.placements.accumulates_locally
+        factored = loss * self.loss_scale if reducer.is_half else loss
+        if scale_wrt_gas and self._num_micro_batches > 1:
+            factored = factored / self._num_micro_batches
+        early = nullcontext() if self._early is None or more else self._early
+        with reducer.deferring(more, send=send), reducer.scaled(self.loss_scale), early:
+            factored.backward()
         self._guard.loss = loss.detach()
         return self._guard.loss
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return a loss whose own `backward()` does the work of `engine.backward(loss)`, once.
-
-        Use it for one backward over the losses of several engines, each with its own scale:
-        `(first.scale(loss_1) + second.scale(loss_2)).backward()`. Then call `step()` of each engine. A loss
-        that depends on several engines needs the same `loss_scale` in all of them.
-
-        Args:
-            loss: the loss, as for `backward`.
-
-        Raises:
-            ValueError: `loss` is not a loss of one element that requires a gradient.
-        """
-        self._refuse_parts("scale()")
-        check_loss(loss)
-        self._guard.loss, scaled = loss.detach(), self._factored(loss.view_as(loss))
-        runtime, more, value = self._runtime, not self._is_at_boundary, self.loss_scale
-        send = not runtime.context.setting.placements.accumulates_locally
-        scaled.register_hook(lambda _: runtime.announce(more, send=send, loss_scale=value))
-        return scaled
 
     def _refuse_parts(self, call: str) -> None:
         refuse_averages(self._runtime.state, call)
@@ -168,12 +152,6 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
                 f"{call} with mesh.pp={self._axes.pp.size}: each rank has a part of the model, and "
                 "engine.train_batch(inputs, targets) takes a whole step"
             )
-
-    def _factored(self, loss: Tensor, *, divides: bool = True) -> Tensor:
-        """The loss times the loss scale, over the number of micro-batches unless `divides` is false."""
-        if self._runtime.reducer.is_half:
-            loss = loss * self.loss_scale
-        return loss / self._num_micro_batches if divides and self._num_micro_batches > 1 else loss
 
     def step(self) -> bool:
         """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
@@ -202,11 +180,20 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         # A pipeline rank may have no trained parameters, and takes part in the agreements all the same.
         if self._pipeline is None:
             if not self._runtime.has_gradients and not is_early:
-                warn_no_gradients()
+                warn_user(
+                    "engine.step() without a gradient: no backward has reached a parameter since the last "
+                    "step or zero_grad(), so no step was taken. Call engine.backward(loss) before it, with a "
+                    "loss that depends on trained parameters"
+                )
                 self._micro_step = 0
                 self.zero_grad()
                 return False
-            self._runtime.reducer.pace.expect_division(self._num_micro_batches, self._guard.loss is not None)
+            if self._guard.loss is None and self._num_micro_batches > 1:
+                self._warn_once(
+                    "gradients of loss.backward() are not divided by gradient_accumulation_steps="
+                    f"{self._num_micro_batches}: call engine.backward(loss), with scale_wrt_gas=False if the "
+                    "loss is divided already"
+                )
         is_taken = self._guard.make_ready()
         if is_taken:
             self._optimize(nullcontext())
@@ -248,7 +235,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
                 this step. Nothing has changed.
         """
         refuse_to_drop(self._runtime.state)
-        self._runtime.reducer.pace.drop(self._micro_step, self._num_micro_batches)
+        self._count_dropped()
         self._micro_step = 0
         self._runtime.drop_deferred()
         if set_to_none and type(self.module).zero_grad is nn.Module.zero_grad:
@@ -256,6 +243,17 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
             return
         with past_guards():  # its guards take longer than the rest
             type(self.module).zero_grad(self.module, set_to_none)
+
+    def _count_dropped(self) -> None:
+        """Warn if micro-batches are dropped again and again, so that no step comes."""
+        before, number = self._num_dropped, self._num_micro_batches
+        self._num_dropped = before + self._micro_step if self._micro_step else 0
+        if before < number <= self._num_dropped:
+            warn_user(
+                f"zero_grad() has dropped the gradients of {self._num_dropped} micro-batches of steps that "
+                f"were not finished: with gradient_accumulation_steps={number}, engine.step() zeroes the "
+                "gradients itself, at the end of a step; leave zero_grad() out of the loop"
+            )
 
     def set_gradient_accumulation_steps(self, number: int) -> None:
         """Take another number of micro-batches in each step from now on; on all ranks alike.
@@ -293,6 +291,14 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
     def _is_at_boundary(self) -> bool:
         is_last = self._micro_step + 1 >= self._num_micro_batches
         return is_last if self._boundary is None else self._boundary
+
+    def _set_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the next `step()` takes an optimizer step; None: micro-batches are counted."""
+        if is_boundary is not None and type(is_boundary) is not bool:
+            raise ValueError(
+                f"set_gradient_accumulation_boundary: expected True, False or None, got {is_boundary!r}"
+            )
+        self._boundary = is_boundary
 
     def _judge_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Judge a step that the optimizer begins, unless the engine has judged it already."""
@@ -333,8 +339,19 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
                 "clip_grad_norm and nonfinite='error' need the gradients before step(), and a closure "
                 "makes them inside: call engine.backward(loss), then step() without a closure"
             )
-        if not has_closure:
-            self._runtime.reducer.pace.expect_backwards(self._num_micro_batches)
+        if self._num_micro_batches > 1 and not has_closure:
+            self._warn_once(
+                f"gradient_accumulation_steps={self._num_micro_batches}, but optimizer.step() was called: "
+                "only engine.step() counts micro-batches. Call engine.backward(loss) and engine.step() for "
+                "each micro-batch; or set gradient_accumulation_steps=1, divide the loss, and step after the "
+                "last micro-batch"
+            )
+
+    def _warn_once(self, message: str) -> None:
+        """Warn of a loop that does not divide or count its micro-batches, at its first step alone."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn_user(message)
 
     # -- other methods --------------------------------------------------------------------------------
 

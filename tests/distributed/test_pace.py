@@ -157,9 +157,8 @@ def test_a_plain_loop_is_told_once_that_it_accumulates_nothing(ranks, num_ranks,
             assert "engine.step()" in texts[0]
 
 
-def test_a_plain_loop_that_counts_by_itself_is_told_nothing(ranks):
-    for accumulation in (1, 2):
-        assert ranks(2, plain_loop, accumulation, 2, 2, "plain") == [[[]] * len(STAGES)] * 2
+def test_a_plain_loop_that_counts_by_itself_is_told_nothing_without_accumulation(ranks):
+    assert ranks(2, plain_loop, 1, 2, 2, "plain") == [[[]] * len(STAGES)] * 2
 
 
 def engine_steps(backward):
@@ -189,10 +188,6 @@ def of_a_divided_loss(engine, loss):
     engine.backward(loss / 2, scale_wrt_gas=False)
 
 
-def of_a_scaled_loss(engine, loss):
-    engine.scale(loss).backward()
-
-
 def sums():
     said, sums = engine_steps(by_the_loss)
     for texts in said:
@@ -200,7 +195,7 @@ def sums():
         assert "gradient_accumulation_steps=2" in texts[0]
         assert "engine.backward(loss)" in texts[0]
         assert "scale_wrt_gas=False" in texts[0]
-    for remedy in (by_the_engine, of_a_divided_loss, of_a_scaled_loss):
+    for remedy in (by_the_engine, of_a_divided_loss):
         said, means = engine_steps(remedy)
         assert said == [[]] * len(STAGES)
         for got, one in zip(means, sums, strict=True):
@@ -273,7 +268,7 @@ def test_a_rank_that_leaves_out_a_batch_is_told_to_all_ranks(ranks, where):
     for stages in ranks(2, left_out, where):
         for texts, error in stages:
             assert not error
-            assert len([text for text in texts if "the model" in text and "another rank" in text]) == 1
+            assert len([text for text in texts if "the ranks have called the model" in text]) == 1
 
 
 @pytest.mark.long_where(stage=[1, 2])

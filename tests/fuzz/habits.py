@@ -33,8 +33,6 @@ class Habits:
     """Whether loss.backward() names all trained parameters as its inputs."""
     norm_type: float | None = None
     """If it is a number, the plain loop clips gradients by this norm."""
-    scales: bool = False
-    """Whether the engine's loop calls `engine.scale(loss)` and then backward by itself."""
     penalty: str | None = None
     """A key of PENALTIES: a part of the loss that is made of derivatives of the model."""
     acts: tuple[Act, ...] = ()
@@ -66,7 +64,7 @@ def draw_habits(
     may_clip = loop == "plain" and "clip_grad_norm" not in config
     is_wide = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
     may_restart = is_wide and "main_dtype" not in config["precision"]
-    draws = [random.random() for _ in range(8)]
+    draws = [random.random() for _ in range(8)]  # one more than there are, so that seeds keep their cases
     may_derive = not edited and loop != "train_batch"
     if draws[5] < 0.2:
         model.returns = random.choice(("attributes", "namespace"))
@@ -83,7 +81,6 @@ def draw_habits(
         zeroes_model=draws[1] < 0.3,
         targets=may_target and draws[2] < 0.2,
         norm_type=random.choice((1.0, 2.0, 3.0, float("inf"))) if may_clip and draws[3] < 0.3 else None,
-        scales=loop == "engine" and draws[7] < 0.2,
         penalty=_penalty(seed, model, config) if may_derive else None,
         acts=acts,
     )

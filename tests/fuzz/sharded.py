@@ -100,8 +100,6 @@ class Sharded:
             if self.case.loop == "plain":
                 trained = [p for p in self.engine.parameters() if p.requires_grad]
                 loss.backward(inputs=trained if self.case.habits.targets else None)
-            elif self.case.habits.scales:
-                self.engine.scale(loss).backward()
             else:
                 self.engine.backward(loss)
 

@@ -150,7 +150,7 @@ GUARDS = (
         find="if self._micro_step or self._runtime.has_gradients:",
         replace="if False:",
         tests=(
-            "tests/distributed/test_scale.py::"
+            "tests/distributed/test_micro_batches.py::"
             "test_the_number_of_micro_batches_is_checked_and_kept_within_a_step",
         ),
     ),
@@ -168,8 +168,8 @@ GUARDS = (
         name="no_sync_sends_gradients",
         says="A backward under no_sync reduces its gradients.",
         file="zeroshard/sharding/deferral.py",
-        find="return Meaning(more and not send and self._is_averaged, more)",
-        replace="return Meaning(False, more)",
+        find="defers = before.defers or (more and not send and self._is_averaged)",
+        replace="defers = before.defers",
         tests=("tests/distributed/test_wire.py::test_under_no_sync_gradients_are_sent_once",),
     ),
     Break(
@@ -213,6 +213,35 @@ GUARDS = (
         replace="if False:",
         tests=(
             "tests/distributed/test_float16.py::test_an_unscaled_backward_is_refused_wherever_float16_is",
+        ),
+    ),
+    Break(
+        name="undivided_losses_are_not_told",
+        says="Losses of loss.backward(), which nobody divides by the accumulation steps, get no warning.",
+        file="zeroshard/engine.py",
+        find="if self._guard.loss is None and self._num_micro_batches > 1:",
+        replace="if False:",
+        tests=(
+            "tests/distributed/test_pace.py::test_a_step_with_gradients_that_nobody_divided_is_told_once",
+        ),
+    ),
+    Break(
+        name="a_rank_leaves_out_a_batch",
+        says="A rank that has left out a batch, so that ranks average different batches, gets no warning.",
+        file="zeroshard/sharding/reducer.py",
+        find="if agreed.has_other_pace and not self._has_warned:",
+        replace="if False:",
+        tests=("tests/distributed/test_pace.py::test_a_rank_that_leaves_out_a_batch_is_told_to_all_ranks",),
+    ),
+    Break(
+        name="a_scaled_loss_for_another_engine",
+        says="A backward multiplied by the loss scale of one engine gives gradients to another engine.",
+        file="zeroshard/sharding/deferral.py",
+        find="if Deferral._scaling not in (None, self):",
+        replace="if False:",
+        tests=(
+            "tests/distributed/test_micro_batches.py::"
+            "test_a_scaled_backward_that_comes_to_another_engine_is_refused",
         ),
     ),
     Break(

@@ -338,7 +338,6 @@ def refused(folder):
     engine.backward(runs.token_loss(engine, 0))
     parameters = list(engine.parameters())
     note("plain backward", lambda: runs.token_loss(engine, 1).backward())
-    note("scaled backward", lambda: engine.scale(runs.token_loss(engine, 1)).backward())
     note("clip", lambda: engine.clip_grad_norm_(1.0))
     note("torch's clip", lambda: nn.utils.clip_grad_norm_(parameters, 1.0))
     note("clip of values", lambda: nn.utils.clip_grad_value_(parameters, 1.0))

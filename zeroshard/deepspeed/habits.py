@@ -17,9 +17,6 @@ else:
 class DeepSpeedNames(_Module):
     """Attributes and methods under DeepSpeed's names; other missing names are looked up in the model."""
 
-    _boundary: bool | None = None
-    """True or False if the user has said whether the next `step()` steps; None: micro-batches are counted."""
-
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -101,11 +98,7 @@ class DeepSpeedNames(_Module):
         Raises:
             ValueError: `is_boundary` is something else.
         """
-        if is_boundary is not None and type(is_boundary) is not bool:
-            raise ValueError(
-                f"set_gradient_accumulation_boundary: expected True, False or None, got {is_boundary!r}"
-            )
-        self._boundary = is_boundary
+        self._set_boundary(is_boundary)
 
     def get_global_grad_norm(self) -> float | None:
         """Return `grad_norm` as a number, for which the host waits; None before the first clipping."""

@@ -1,15 +1,25 @@
-"""Agreements of all ranks in a backward: flags of each rank, each set if it is set on any rank."""
+"""Agreements of all ranks in a backward: flags of each rank, each set if it is set on any rank.
+
+[Note: Ranks that leave out a batch] A rank may leave out a batch, because it caught an exception of its own
+or skipped a loss. It goes on with its next batch. At stages 0 to 2 its reductions then meet those of the
+other ranks, so nothing fails until these wait at the end. The agreement at the end of a backward notices it
+without another exchange: each bit of the number of forwards is sent once as it is and once inverted. Steps
+are noted in the ledger, which is compared there too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from operator import attrgetter
+from operator import and_, attrgetter
 from typing import NamedTuple
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.unit import Unit
+
+_NUM_BITS = 4
+"""Forwards between two backwards are counted up to 15."""
 
 _is_early = attrgetter("is_early")
 
@@ -27,8 +37,8 @@ class Agreed(NamedTuple):
     """True if any rank has met another order of units."""
     has_failed: bool
     """True if any rank's backward has ended in an exception."""
-    pace: list[bool]
-    """`Pace.flags` over all ranks: each is set if it is set on any rank."""
+    has_other_pace: bool
+    """True if any rank has called the model another number of times since the last agreement."""
 
 
 def flags_of(
@@ -36,13 +46,14 @@ def flags_of(
     units: Sequence[Unit],
     has_changed: bool,
     has_failed: bool,
-    pace: Iterable[bool],
+    num_forwards: int,
 ) -> list[bool]:
     """Return the flags of this rank; the arguments are as in `Agreed`, with the gradients of all buffers."""
+    bits = [bool(min(num_forwards, (1 << _NUM_BITS) - 1) >> bit & 1) for bit in range(_NUM_BITS)]
     flags = [flag for gradients in everything for flag in gradients.used]
     flags += [unit.has_more for unit in units]
     flags += [any(map(_is_early, unit.gradients)) for unit in units]
-    return [*flags, has_changed, has_failed, *pace]
+    return [*flags, has_changed, has_failed, *bits, *(not bit for bit in bits)]
 
 
 def read_flags(flags: Iterable[bool], everything: Sequence[Gradients], units: Sequence[Unit]) -> Agreed:
@@ -54,7 +65,7 @@ def read_flags(flags: Iterable[bool], everything: Sequence[Gradients], units: Se
         early={unit for unit in units if next(flag)},
         has_changed=next(flag),
         has_failed=next(flag),
-        pace=list(flag),
+        has_other_pace=any(map(and_, list(islice(flag, _NUM_BITS)), flag)),
     )
 
 

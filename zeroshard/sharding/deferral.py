@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.unit import Unit
 
 
 class Meaning(NamedTuple):
-    """The part that a backward has in a step."""
+    """The part that a backward is asked to have in a step."""
 
     defers: bool = False
     """True if it adds gradients up locally and sends nothing."""
@@ -30,18 +30,19 @@ class Deferral:
         is_half: True if gradients pass through float16.
     """
 
+    _scaling: ClassVar[Deferral | None] = None
+    """The one whose loss scale, other than 1, is in the backward that this process runs."""
+
     def __init__(self, gradients: Sequence[Gradients], *, is_averaged: bool, is_half: bool) -> None:
         self._all, self._is_averaged = tuple(gradients), is_averaged
+        self._asked = Meaning()
+        """Set around a backward by `deferring`."""
         self.is_deferring = False
         """True if backward adds gradients up locally and sends nothing, but for units in `ending`."""
         self.ending: Collection[Unit] = ()
         """The units that a backward reduces though it defers all others."""
-        self._has_more = False
-        """True if a later backward adds to the gradients of this one."""
         self.leaves_over = False
         """True if gradients that are left to autograd stay there until a backward to which none adds."""
-        self._asked, self._announced = Meaning(), Meaning()
-        """Set around a backward by `deferring`, and inside one by `announce`."""
         self.is_half = is_half
         """True if gradients pass through float16, where small ones vanish: the loss must be scaled."""
         self.lacks_scale = self.is_half
@@ -59,9 +60,9 @@ class Deferral:
                 p.grad with the others. All ranks name the same ones.
         """
         before = self._asked
-        wanted = self._meaning(more, send)
+        defers = before.defers or (more and not send and self._is_averaged)
         ending = before.ending if before.defers else but  # to what is deferred around it, more is added
-        self._asked = Meaning(before.defers or wanted.defers, before.has_more or wanted.has_more, ending)
+        self._asked = Meaning(defers, before.has_more or more, ending)
         self._follow()
         try:
             yield
@@ -69,31 +70,15 @@ class Deferral:
             self._asked = before
             self._follow()
 
-    def announce(self, more: bool, *, send: bool, loss_scale: float) -> None:
-        """Do what `deferring` and `scaled` do, for a backward that has begun and has no gradient yet."""
-        self._announced, self.lacks_scale = self._meaning(more, send), False
-        self._follow()
-        for gradients in self._all:
-            gradients.unscale = 1.0 / loss_scale
-
-    def forget_announced(self) -> None:
-        """Forget what was announced: the backward is over."""
-        self.accumulates = True
-        self._announced, self.lacks_scale = Meaning(), self.is_half
-        self._follow()
-
-    def _meaning(self, more: bool, send: bool) -> Meaning:
-        return Meaning(more and not send and self._is_averaged, more)
-
     @property
     def has_more(self) -> bool:
         """True if a later backward is to add to the gradients of this one."""
-        return self._has_more
+        return self._asked.has_more
 
     @property
     def leaves_now(self) -> bool:
         """True if gradients that are left to autograd stay there after this backward."""
-        return self.leaves_over and self._has_more
+        return self.leaves_over and self.has_more
 
     @property
     def leaves_all(self) -> bool:
@@ -101,9 +86,27 @@ class Deferral:
         return self.leaves_now and all(gradients.left_to_autograd for gradients in self._all)
 
     def _follow(self) -> None:
-        self.is_deferring = self._asked.defers or self._announced.defers or not self.accumulates
-        self._has_more = self._asked.has_more or self._announced.has_more
+        self.is_deferring = self._asked.defers or not self.accumulates
         self.ending = self._asked.ending if self.is_deferring and self.accumulates else ()
+
+    def _forget_backward(self) -> None:
+        """Forget the backward that is over; the next one may have no scaled loss."""
+        self.accumulates, self.lacks_scale = True, self.is_half
+        self._follow()
+
+    def check_scale(self) -> None:
+        """Check that the backward that begins is not that of another engine, with a loss scale of its own.
+
+        Raises:
+            RuntimeError: it is; gradients would be multiplied by the scale.
+        """
+        if Deferral._scaling not in (None, self):
+            raise RuntimeError(
+                "the backward of one engine, whose loss is multiplied by a loss scale, comes to the "
+                "parameters of another engine, which does not know the scale: call backward(loss) of each "
+                "engine on a loss of its own; for one loss over two models, put both into one module, with "
+                "one engine"
+            )
 
     @contextmanager
     def scaled(self, loss_scale: float) -> Iterator[None]:
@@ -111,10 +114,11 @@ class Deferral:
 
         The scale may change only when there are no gradients.
         """
-        self.lacks_scale = False
+        before = Deferral._scaling
+        Deferral._scaling, self.lacks_scale = self if loss_scale != 1.0 else None, False
         for gradients in self._all:
             gradients.unscale = 1.0 / loss_scale
         try:
             yield
         finally:
-            self.lacks_scale = self.is_half
+            Deferral._scaling, self.lacks_scale = before, self.is_half

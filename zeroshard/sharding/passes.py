@@ -209,9 +209,8 @@ class Passes(ShardedModule):
     def _begin_forward(self) -> None:
         self.abandon_forward()
         self._recover()
-        self.reducer.forget_announced()
         self.state.move(_FORWARD)
-        self.reducer.pace.num_forwards += torch.is_grad_enabled()
+        self.reducer.num_forwards += torch.is_grad_enabled()
         self._called = []
         self.refresh()
 
@@ -285,7 +284,7 @@ class Passes(ShardedModule):
             )
         if accumulates := will_accumulate(self._trained()):
             refuse_averages(self.state, "a backward")
-            self.reducer.check_step()
+            self.reducer.check_begin()
         self._around_backward = self.state.phase
         self.state.move(_BACKWARD)
         self.leases.graph.take(*self.leases.trailing.units)
@@ -343,27 +342,13 @@ class Passes(ShardedModule):
         if not gradients.num_missing:
             self._walk.note_gradient(unit)
 
-    def announce(self, more: bool, *, send: bool, loss_scale: float) -> None:
-        """Give a backward that has just begun its part in the step; see `Deferral.announce`."""
-        if self.state.phase is _BACKWARD and self._backward() is None:
-            self._abandon_backward()
-        self.reducer.announce(more, send=send, loss_scale=loss_scale)
-
-        def forget() -> None:
-            if self.state.phase is not _BACKWARD:  # the backward did not come here; else its end forgets
-                self.reducer.forget_announced()
-
-        at_end_of_backward(forget)
-
     def _end_backward(self) -> None:
         self._walk.finish()
         self.reducer.take()
         self.state.move(self._around_backward)
         if not self._walk.makes_graph:
             self._calls.end_backward()
-        self.reducer.end()
-        completes = self.reducer.accumulates and not self.reducer.has_more
-        self.reducer.forget_announced()
+        completes = self.reducer.end()
         self.put_away()
         torch.clear_autocast_cache()  # gradients of old casts would arrive at the end of the next backward
         self.here.leave()

@@ -23,6 +23,7 @@ import torch
 
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.pool import BufferPool
+from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
@@ -30,7 +31,6 @@ from zeroshard.sharding.agreed import Agreed, flags_of, read_flags
 from zeroshard.sharding.deferral import Deferral
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.order import UnitOrder
-from zeroshard.sharding.pace import Pace
 from zeroshard.sharding.post_accumulate import PostAccumulateHooks, has_hooks
 from zeroshard.sharding.unit import Unit
 
@@ -56,7 +56,8 @@ class Reducer(Deferral):
         )
         self._units, self._pool, self._axis = tuple(units), pool, axes.everyone
         self._order = order
-        self.pace = Pace()
+        self._has_warned, self.num_forwards = False, 0
+        """Forwards with a graph, also failed ones, since the last agreement of all ranks."""
         self._state, self._hooks = state, PostAccumulateHooks()
         self._places: dict[int, tuple[Gradients, int]] = {}
         """The gradients and the index of each parameter, by its id; made when they are asked for."""
@@ -89,12 +90,14 @@ class Reducer(Deferral):
         """Bytes of the buffers in which gradients are packed."""
         return self._pool.num_bytes
 
-    def check_step(self) -> None:
-        """Check that no backward has stepped units since the last step.
+    def check_begin(self) -> None:
+        """Check that a backward that begins may add to the gradients of this step.
 
         Raises:
-            RuntimeError: one has; gradients that came now would be stepped with once more.
+            RuntimeError: a backward has stepped units since the last step: gradients that came now would be
+                stepped with once more. Or see `check_scale`.
         """
+        self.check_scale()
         if self._state.is_in_step:
             raise RuntimeError(
                 "a second backward before step(): units were stepped in the first one. Expected one backward "
@@ -109,13 +112,13 @@ class Reducer(Deferral):
             accumulates: False if it gives no gradients to parameters; then it sends nothing.
             leave: True to leave it to autograd to add gradients up, as nothing else is to be done with them.
         """
-        self._state.is_in_step |= self.step_unit is not None and accumulates and not self._has_more
+        self._state.is_in_step |= self.step_unit is not None and accumulates and not self.has_more
         self.accumulates = accumulates
         self._follow()
         if not accumulates:
             return
         for gradients in self._all:
-            gradients.begin(self._has_more, leave=leave and self.step_unit is None and not self.lacks_scale)
+            gradients.begin(self.has_more, leave=leave and self.step_unit is None and not self.lacks_scale)
         if not self.is_deferring:
             self._open()
         elif self.ending or self._ahead:
@@ -215,7 +218,7 @@ class Reducer(Deferral):
             self.step_unit(unit)
 
     def _may_step(self, unit: Unit) -> bool:
-        if not unit.gradients or unit.computes_with_main or self._has_more:
+        if not unit.gradients or unit.computes_with_main or self.has_more:
             return False
         if unit.comes_in_parts or unit.has_more:
             return False
@@ -251,20 +254,23 @@ class Reducer(Deferral):
             for gradients in self._all:
                 gradients.take()
 
-    def end(self) -> None:
-        """End a backward: start the reductions that are left and deliver, or keep the sums."""
-        if not self.accumulates:
-            return
-        self.pace.num_backwards += 1
-        if self.leaves_all:
-            return
-        if self.is_deferring:
-            self._start_rest_ahead()
-            self._state.has_sums = True
-            for gradients in self._all:
-                gradients.keep_deferred()
-        else:
-            self._deliver()
+    def end(self) -> bool:
+        """End a backward: start the reductions that are left and deliver, or keep the sums.
+
+        Returns:
+            True if the gradients of the step are complete: hooks may see them.
+        """
+        completes = self.accumulates and not self.has_more
+        if self.accumulates and not self.leaves_all:
+            if self.is_deferring:
+                self._start_rest_ahead()
+                self._state.has_sums = True
+                for gradients in self._all:
+                    gradients.keep_deferred()
+            else:
+                self._deliver()
+        self._forget_backward()
+        return completes
 
     def before_step(self) -> None:
         """Make the gradients ready for an optimizer: reduce what was deferred.
@@ -302,7 +308,6 @@ class Reducer(Deferral):
     def drop_deferred(self) -> None:
         """Forget gradients that were not reduced yet, as zero_grad() does."""
         self._is_tainted = self._state.has_sums = False
-        self.pace.num_backwards = 0
         self._hooks.drop()
         if self._ahead:
             self._finish()
@@ -320,10 +325,9 @@ class Reducer(Deferral):
         self._start_rest()
         if self._is_open:
             self._agree(has_failed=True)
-            self.pace.num_forwards = 0
         if self.accumulates:
             self._drop()
-        self.forget_announced()
+        self._forget_backward()
 
     def _drop(self) -> None:
         delivered = any(
@@ -346,7 +350,6 @@ class Reducer(Deferral):
         self._start_rest()
         agreed = self._agree(has_failed=False)
         if agreed.has_failed:
-            self.pace.num_forwards = 0
             self._drop()
             raise RuntimeError(
                 "the backward of another rank has ended in an exception: the gradients of this micro-batch "
@@ -372,12 +375,21 @@ class Reducer(Deferral):
         self._must_agree, self._ahead = agreed.has_changed, {}
         self._pool.release()
         self._state.has_sums = any(gradients.is_kept for gradients in self._all)
-        self.pace.compare(agreed.pace)
+        if agreed.has_other_pace and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                "since the last backward the ranks have called the model different numbers of times with "
+                "gradients on: a rank that has left out a batch (after a caught exception, or to skip a "
+                "loss) makes the others wait at the end. Leave out a batch on all ranks or on none, for "
+                "instance with a loss that is multiplied by 0; for extra calls on some ranks, as in "
+                "evaluation, use torch.no_grad()"
+            )
 
     def _agree(self, has_failed: bool) -> Agreed:
         """Tell all ranks the end of this backward here; meanwhile reductions come to their end."""
         units = self._order.of_reductions()
-        flags = flags_of(self._all, units, self._order.has_changed, has_failed, self.pace.flags())
+        flags = flags_of(self._all, units, self._order.has_changed, has_failed, self.num_forwards)
+        self.num_forwards = 0
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
         self._ended, self._is_agreeing = [], True
         try:

@@ -50,7 +50,7 @@ class Runtime(Passes):
             yield
             return
         self._recover()
-        self.reducer.check_step()
+        self.reducer.check_begin()
         self._around_backward, self._backward = self.state.phase, object
         self.state.move(Phase.BACKWARD)
         self._walk = Backward((), self.reducer, self.leases.graph, num_prefetch=0, makes_graph=False)
@@ -65,10 +65,7 @@ class Runtime(Passes):
             self.is_delivering = False  # after an exception, the next call cleans up: see `_recover`
         self.reducer.take()
         self.state.move(self._around_backward)
-        self.reducer.end()
-        completes = not self.reducer.has_more
-        self.reducer.forget_announced()
-        if completes:
+        if self.reducer.end():
             self.reducer.call_hooks()
 
     def before_step(self) -> None:
@@ -89,7 +86,6 @@ class Runtime(Passes):
             is_last: False if another optimizer steps together with this one, later.
         """
         self.context.axes.dp.ledger.note(STEP, REDUCE)
-        self.reducer.pace.num_backwards = 0
         torch.clear_autocast_cache()  # torch keeps casts up to the end of the context
         # The tier of files tells of each part of a step itself.
         self.changed(b for b in self.buffers if b.trainable and b.plan.main_tier is not Tier.DISK)

@@ -71,7 +71,7 @@ class EarlySteps:
 
     def __enter__(self) -> None:
         self._check_backward()
-        self._reducer.check_step()
+        self._reducer.check_begin()
         optimizer = self._optimizer()
         assert optimizer is not None, "the engine holds it"
         self._warn_of_hooks(optimizer)

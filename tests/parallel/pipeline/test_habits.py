@@ -96,7 +96,6 @@ def refusals():
     tokens, loss = tokens_of(0), torch.ones((), requires_grad=True)
     found = {
         "backward": message_of(RuntimeError, lambda: engine.backward(loss)),
-        "scale": message_of(RuntimeError, lambda: engine.scale(loss)),
         "step": message_of(RuntimeError, engine.step),
         "name": message_of(ValueError, lambda: engine.train_batch((tokens,) * 40, tokens)),
         "output": message_of(
@@ -115,7 +114,7 @@ def test_calls_that_a_part_cannot_serve_are_refused_on_all_ranks_and_training_go
     model, tokens = build("llama"), tokens_of(0)
     want = model(input_ids=tokens, labels=tokens).loss.item()
     for found in ranks(2, refusals):
-        for call in ("backward", "scale", "step"):
+        for call in ("backward", "step"):
             assert found[call].startswith(f"{call}() with mesh.pp=2: each rank has a part of the model")
         assert found["name"].startswith("expected inputs as the forward of the model has them: too many")
         assert found["output"].startswith("mesh.pp: expected output_attentions=False, got True")
