@@ -94,11 +94,7 @@ def gradients_are_taken_after_the_forward(folder):
 def norms_and_counts_are_those_of_the_engine(folder):
     model = net()
     engine = start()
-    with warned("engine.num_parameters() counts the model"):
-        sum(p.numel() for p in engine.module.parameters())
     assert engine.num_parameters() == sum(p.numel() for p in model.parameters())
-    with warned("Take it under engine.unsharded(module) for the whole parameter or gradient"):
-        engine.module.inner.weight.norm()
     with engine.unsharded(engine.module.inner):
         assert torch.equal(engine.module.inner.weight.norm(), model.inner.weight.norm())
     engine.backward(loss_of(engine))
