@@ -122,3 +122,29 @@ def without_the_engine():
 
 def test_the_model_does_not_keep_its_engine_alive(ranks):
     assert ranks(1, without_the_engine) == [(True, True)]
+
+
+def read_with_sums():
+    """By stage, the ends of a read of p.grad before and while sums of a later micro-batch wait."""
+    found = []
+    for stage in STAGES:
+        engine, _ = start(Layered(), "SGD", stage=stage)
+        square_loss(engine, 0).backward()
+        ends = []
+        for hides in (False, True):
+            with engine.no_sync() if hides else contextlib.nullcontext():
+                square_loss(engine, 1).backward()
+            try:
+                ends.append([parameter.grad is None for parameter in engine.parameters()] and "read")
+            except RuntimeError as error:
+                ends.append(str(error))
+        found.append(ends)
+    return found
+
+
+def test_a_gradient_that_lacks_sums_is_not_read(ranks):
+    for found in ranks(2, read_with_sums):
+        for before, while_waiting in found:
+            assert before == "read"
+            assert "lacks gradients of micro-batches that wait for a reduction" in while_waiting
+    assert ranks(1, read_with_sums) == [[["read", "read"]] * len(STAGES)]

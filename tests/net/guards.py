@@ -126,6 +126,14 @@ GUARDS = (
         ),
     ),
     Break(
+        name="a_gradient_without_its_sums_is_read",
+        says="p.grad is read, and zeroed by hand, while sums of later micro-batches wait and come back.",
+        file="zeroshard/parameters/sharded.py",
+        find="elif self.state.has_sums and self._gradient is not None:",
+        replace="elif False:",
+        tests=("tests/distributed/test_zero_grad.py::test_a_gradient_that_lacks_sums_is_not_read",),
+    ),
+    Break(
         name="torchs_clipping_takes_slices",
         says="clip_grad_norm_ of torch takes this rank's slices of gradients for the whole ones.",
         file="zeroshard/parameters/sharded.py",

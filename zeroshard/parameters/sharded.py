@@ -14,6 +14,7 @@ It must not pass silently for the whole weight. So these uses are errors:
   a loss depends on it       the gradient would end there: an error in backward
   torch.autograd.grad        nobody would reduce the gradient
   clip_grad_norm_ of torch   and its GradScaler: they would take the slice of the gradient for all of it
+  p.grad is read             while gradients of later micro-batches wait in sums elsewhere
   p.data = values            the slice would leave its buffer
   p.requires_grad = True     of a parameter that was frozen at initialize: it has no memory for a gradient
   copies and pickles         they would hold the slice
@@ -140,6 +141,12 @@ class ShardedParameter(NotCopied, nn.Parameter):
         """[n]: this rank's slice of the averaged gradient."""
         if (reader := READERS.get(id(sys._getframe(1).f_code))) is not None:
             self._check_reader(reader)
+        elif self.state.has_sums and self._gradient is not None:
+            raise RuntimeError(
+                f"p.grad of {self.describe()} lacks gradients of micro-batches that wait for a reduction: "
+                "read it after a backward outside of no_sync(). To drop all of them, call zero_grad() of the "
+                "engine, the optimizer or the model"
+            )
         self.state.show_gradients()
         return self._gradient
 
